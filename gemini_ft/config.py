@@ -1,0 +1,171 @@
+"""Options of the fault-tolerance core: one field, one sentence, one unit.
+
+Precedence: keyword argument, then ``GEMINI_*`` environment variable, then the file named by
+``GEMINI_CONFIG`` (JSON, or YAML where PyYAML is installed), then the default.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from gemini_ft.errors import ConfigError
+
+_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12}
+_UNITS |= {"tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_bytes(value: object) -> object:
+    """Turn ``"8GiB"`` or ``"500 MB"`` into bytes; anything else is passed through for pydantic to judge."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip().lower()
+    digits = text.rstrip("abcdefghijklmnopqrstuvwxyz").strip()
+    unit = text[len(text.rstrip("abcdefghijklmnopqrstuvwxyz")) :]
+    if unit not in _UNITS:
+        raise ValueError(f"unknown unit {unit!r}; use B, KB, MB, GB, TB or KiB, MiB, GiB, TiB")
+    return int(float(digits) * _UNITS[unit])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class StorageConfig(_Model):
+    """The slow tier: where whole checkpoints go, and how often."""
+
+    url: str = Field(description="Where checkpoints go: file:///folder or s3://bucket/prefix.")
+    every_steps: int | None = Field(None, gt=0, description="Upload every this many optimizer steps.")
+    every_seconds: float | None = Field(None, gt=0, description="Upload at least this often, in seconds.")
+    keep_last: int = Field(2, ge=1, description="Newest checkpoints to keep.")
+    keep_every: int | None = Field(None, gt=0, description="Also keep every checkpoint whose step divides by this.")
+    required: bool = Field(True, description="Whether unusable storage at start-up is an error instead of a warning.")
+    trust_pickle: bool = Field(False, description="Whether pickled objects found in storage may be loaded.")
+
+    @model_validator(mode="after")
+    def _relations(self) -> StorageConfig:
+        if not self.url.startswith(("file:///", "s3://")):
+            raise ValueError(f"storage.url={self.url!r} must start with file:/// or s3://")
+        if self.every_steps is None and self.every_seconds is None:
+            raise ValueError("storage needs every_steps or every_seconds, otherwise nothing is ever uploaded")
+        return self
+
+
+class TlsConfig(_Model):
+    """Mutual TLS between agents, in place of clear bytes behind a challenge-response."""
+
+    certificate: Path = Field(description="PEM file with this host's certificate chain.")
+    key: Path = Field(description="PEM file with this host's private key.")
+    authority: Path = Field(description="PEM file with the authority that signed all hosts' certificates.")
+
+
+class GeminiConfig(_Model):
+    """Everything the fault-tolerance core can be told."""
+
+    replicas: int = Field(2, ge=1, description="Copies of every shard, the owner's own host included.")
+    interval: int = Field(1, ge=1, description="Take a snapshot every this many optimizer steps.")
+    storage: StorageConfig | None = Field(None, description="The slow tier, for when every copy in memory is gone.")
+    run_id: str | None = Field(None, min_length=1, max_length=64, description="Name of the run; default: a hash of uid, working directory and command.")
+    resume: Literal["auto", "never", "require"] = Field("auto", description="Whether to resume from what exists.")
+    memory_limit: Bytes | None = Field(None, description="Most bytes one host's agent may hold; default: 60 % of the memory available to it.")
+    interface: str | None = Field(None, description="Network for replicas: interface name or CIDR; default: the route to the master.")
+    port_range: tuple[int, int] | None = Field(None, description="First and last TCP port agents may listen on; default: any.")
+    domain: str | None = Field(None, description="Failure domain of this host, for example its rack.")
+    secret_file: Path | None = Field(None, description="File (mode 0600) with the run secret.")
+    tls: TlsConfig | None = Field(None, description="Mutual TLS between agents.")
+    on_late: Literal["skip", "wait"] = Field("skip", description="What to do when the previous snapshot is still uncommitted at the next update.")
+    verify: bool = Field(False, description="Compare each copy with the live state just before the next update.")
+    chunk_bytes: Bytes = Field(8 * 2**20, description="Bytes that travel to a peer at a time.")
+    timeout: float = Field(60.0, gt=0, description="Seconds to wait for an agent or a peer before an error names it.")
+    replica_timeout: float = Field(30.0, gt=0, description="Seconds after which a holder that has not acknowledged is left out of the commit.")
+    hang_timeout: float | None = Field(None, ge=0, description="Seconds without progress until local workers are killed; 0 = never; default: the greater of 300 s and 10 median steps.")
+    linger: float = Field(1800.0, ge=0, description="Seconds an agent keeps its memory after the job has crashed.")
+    max_retries: int = Field(3, ge=1, description="Failures without progress after which a snapshot is given up for an older one.")
+
+    @model_validator(mode="after")
+    def _relations(self) -> GeminiConfig:
+        if self.port_range and not 0 < self.port_range[0] <= self.port_range[1] < 65536:
+            raise ValueError(f"port_range={self.port_range} must be (first, last) with 0 < first <= last < 65536")
+        return self
+
+
+def _from_file(path: str) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"GEMINI_CONFIG={path}: cannot be read ({error.strerror}); give a JSON or YAML file") from None
+    try:
+        if path.endswith((".yaml", ".yml")):
+            import yaml
+
+            loaded = yaml.safe_load(text)
+        else:
+            loaded = json.loads(text)
+    except Exception as error:
+        raise ConfigError(f"GEMINI_CONFIG={path}: not valid {Path(path).suffix or 'JSON'}: {error}") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"GEMINI_CONFIG={path}: must hold a mapping of options, got {type(loaded).__name__}")
+    section = loaded.get("gemini", loaded)
+    return dict(section)
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """``GEMINI_REPLICAS=3`` sets ``replicas``; ``GEMINI_STORAGE__EVERY_STEPS=5`` sets ``storage.every_steps``."""
+    out: dict[str, Any] = {}
+    fields = {"GEMINI_" + name.upper(): name for name in GeminiConfig.model_fields}
+    for key, value in environ.items():
+        head, _, tail = key.partition("__")
+        if head not in fields:
+            continue
+        if tail:
+            nested = out.setdefault(fields[head], {})
+            if isinstance(nested, dict):
+                nested[tail.lower()] = value
+        elif fields[head] == "port_range":
+            out["port_range"] = tuple(value.replace("-", ",").split(","))
+        elif value.lstrip().startswith("{"):
+            out[fields[head]] = json.loads(value)
+        else:
+            out[fields[head]] = value
+    return out
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"]) or "options"
+        if item["type"] == "extra_forbidden":
+            model: type[BaseModel] = StorageConfig if name.startswith("storage.") else GeminiConfig
+            lines.append(f"unknown option {name!r}; allowed: {', '.join(sorted(model.model_fields))}")
+        else:
+            lines.append(f"{name}={item.get('input')!r}: {item['msg']}")
+    return "gemini options: " + "; ".join(lines)
+
+
+def load_config(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> GeminiConfig:
+    """Merge defaults, file, environment and ``overrides`` into one checked configuration.
+
+    Raises:
+        ConfigError: an option is unknown or has a wrong value; all faults are listed at once.
+    """
+    env = os.environ if environ is None else environ
+    merged: dict[str, Any] = _from_file(env["GEMINI_CONFIG"]) if env.get("GEMINI_CONFIG") else {}
+    for layer in (_from_environment(env), dict(overrides or {})):
+        for key, value in layer.items():
+            if isinstance(value, dict) and isinstance(merged.get(key), dict):
+                value = {**merged[key], **value}
+            merged[key] = value
+    if isinstance(merged.get("storage"), str):
+        merged["storage"] = {"url": merged["storage"], "every_steps": 100}
+    try:
+        return GeminiConfig.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None

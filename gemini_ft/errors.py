@@ -1,0 +1,92 @@
+"""Every exception gemini-ft raises, split by who has to act.
+
+    GeminiError
+    ├── ConfigError               the user: an option is wrong
+    │   ├── SecretError           the run secret is missing, unreadable, or differs between hosts
+    │   └── MemoryBudgetError     the state does not fit the hosts' memory budget
+    ├── StateError                the user: the training state is not what it must be
+    │   ├── UnsupportedStateError a tensor or object cannot be captured; named
+    │   ├── LayoutMismatchError   another model under the same run id
+    │   ├── WorldSizeError        the copies were made by another number of ranks
+    │   ├── ReplicaDivergedError  ranks that must hold the same bytes do not
+    │   └── ConcurrentWriteError  a tensor was written while it was being copied
+    ├── RecoveryError             the operator: nothing can be resumed although it was required
+    ├── CorruptDataError          a checksum does not match; another copy is tried where there is one
+    ├── AgentError                the host's agent is gone, refuses, or does not answer
+    │   ├── AgentTimeoutError     no answer within a stated time
+    │   └── SupersededError       this worker belongs to an older incarnation of the job
+    ├── PeerError                 another host's agent is gone, refuses, or does not answer
+    └── StorageError              the slow tier cannot be read or written
+
+A message says what was given, what is allowed, and the way out.
+"""
+
+from __future__ import annotations
+
+
+class GeminiError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(GeminiError):
+    """An option is wrong; the message names it, its value, and what is allowed."""
+
+
+class SecretError(ConfigError):
+    """The run secret is missing, readable by others, or not the same on all hosts."""
+
+
+class MemoryBudgetError(ConfigError):
+    """The state does not fit the memory budget; the message has needed, allowed and available bytes."""
+
+
+class StateError(GeminiError):
+    """The training state is not what it must be for an exact snapshot."""
+
+
+class UnsupportedStateError(StateError):
+    """A tensor or object cannot be captured exactly; the message names it."""
+
+
+class LayoutMismatchError(StateError):
+    """The snapshot belongs to a model or optimizer of another shape."""
+
+
+class WorldSizeError(StateError):
+    """The snapshot was made by another number of ranks."""
+
+
+class ReplicaDivergedError(StateError):
+    """Ranks that must hold the same bytes hold different ones."""
+
+
+class ConcurrentWriteError(StateError):
+    """A tensor was written while its copy was under way; that snapshot was discarded."""
+
+
+class RecoveryError(GeminiError):
+    """Resuming was required and is not possible."""
+
+
+class CorruptDataError(GeminiError):
+    """Bytes do not match their checksum."""
+
+
+class AgentError(GeminiError):
+    """The host's agent is gone or refused a request."""
+
+
+class AgentTimeoutError(AgentError):
+    """The host's agent did not answer in time."""
+
+
+class SupersededError(AgentError):
+    """A newer incarnation of the job has taken over; this process must stop."""
+
+
+class PeerError(GeminiError):
+    """Another host's agent is unreachable, refused, or did not answer in time."""
+
+
+class StorageError(GeminiError):
+    """The slow tier could not be read or written."""
