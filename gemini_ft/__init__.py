@@ -1,0 +1,57 @@
+"""Training state of every optimizer step, kept in the hosts' CPU memory and restored from there bit for bit.
+
+Importing this package is cheap: neither torch nor Lightning nor DeepSpeed is loaded before a name that needs it
+is used. It makes the strategy names (``"gemini"``, ...) known to Lightning, now or as soon as Lightning is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+_here = Path(__file__).parent
+if not (_here / "sync").is_dir():  # a checkout: sync/ and compression/ lie beside this folder, not in it
+    __path__.append(str(_here.parent))
+
+if TYPE_CHECKING:
+    from gemini_ft import errors, lightning
+    from gemini_ft.checkpointer import Checkpointer
+    from gemini_ft.config import GeminiConfig
+    from gemini_ft.errors import GeminiError
+    from gemini_ft.rendezvous import init_process_group
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Checkpointer",
+    "GeminiConfig",
+    "GeminiError",
+    "__version__",
+    "errors",
+    "init_process_group",
+    "lightning",
+]
+
+# public name -> the module that defines it; a submodule stands for itself
+_LAZY = {
+    "Checkpointer": "gemini_ft.checkpointer",
+    "GeminiConfig": "gemini_ft.config",
+    "GeminiError": "gemini_ft.errors",
+    "errors": "gemini_ft.errors",
+    "init_process_group": "gemini_ft.rendezvous",
+    "lightning": "gemini_ft.lightning",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(_LAZY[name])
+    value = module if _LAZY[name] == f"{__name__}.{name}" else getattr(module, name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
