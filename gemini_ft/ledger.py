@@ -1,0 +1,241 @@
+"""The leader's book: which version is complete everywhere, and what is uploaded. Pure; time is an argument.
+
+One agent of the job, the one beside rank 0, keeps it. Reports may be repeated or come late; a decision,
+once made, stands. If the leader's agent restarts, the others repeat their reports and the book is whole again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from gemini_ft.protocol import Completed, Report, Skipped
+from gemini_ft.versions import Version
+
+Pair = tuple[int, str]  # (owner, holding host)
+
+
+@dataclass(frozen=True)
+class Commit:
+    """``version`` is complete at every holder that counts. ``freeze``: upload it."""
+
+    version: Version
+    freeze: bool
+    digest_at: int | None = None  # iteration from which ranks must add digests of their replicated state
+
+
+@dataclass(frozen=True)
+class Abort:
+    """``version`` will never be complete everywhere."""
+
+    version: Version
+    reason: str
+
+
+@dataclass(frozen=True)
+class Holders:
+    """The holder set changed: these pairs do not count until they have caught up."""
+
+    epoch: int
+    excluded: frozenset[Pair]
+    newly: frozenset[Pair]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All shards of ``version`` are in storage: write the manifest, which makes it a checkpoint."""
+
+    version: Version
+    records: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class Thaw:
+    """The upload of ``version`` is over."""
+
+    version: Version
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Fatal:
+    """The job must not go on: what is wrong, in the words every rank raises."""
+
+    error: str
+    text: str
+
+
+Decision = Commit | Abort | Holders | Manifest | Thaw | Fatal
+
+
+@dataclass
+class Cadence:
+    """When to upload: every so many iterations, or every so many seconds. Never two at once."""
+
+    every_steps: int | None = None
+    every_seconds: float | None = None
+    last_iteration: int = 0
+    last_time: float = 0.0
+
+    def due(self, iteration: int, now: float) -> bool:
+        by_steps = self.every_steps is not None and iteration // self.every_steps > self.last_iteration // self.every_steps
+        by_time = self.every_seconds is not None and now - self.last_time >= self.every_seconds
+        return by_steps or by_time
+
+    def next_iteration(self, iteration: int, now: float) -> int | None:
+        """The first iteration after ``iteration`` that may be uploaded, as far as can be said now."""
+        if self.every_seconds is not None and now - self.last_time >= self.every_seconds:
+            return iteration + 1
+        if self.every_steps is not None:
+            return (self.last_iteration // self.every_steps + 1) * self.every_steps
+        return None
+
+
+@dataclass
+class _Round:
+    acks: dict[Pair, Completed] = field(default_factory=dict)
+    own_copies_since: float | None = None  # when the last owner's own copy was complete
+
+
+class Ledger:
+    """Collects reports, decides commits. ``holders``: owner -> hosts, the owner's own first."""
+
+    def __init__(
+        self,
+        holders: Mapping[int, tuple[str, ...]],
+        committed: Version | None,
+        replica_timeout: float,
+        cadence: Cadence | None = None,
+    ) -> None:
+        self.holders = dict(holders)
+        self.committed = committed
+        self.epoch = 0
+        self.excluded: set[Pair] = set()
+        self.uploading: Version | None = None
+        self._timeout = replica_timeout
+        self._cadence = cadence
+        self._rounds: dict[Version, _Round] = {}
+        self._aborted: set[Version] = set()
+        self._records: dict[int, str] = {}
+        self._finished: set[int] = set()
+
+    # -- reports
+
+    def report(self, report: Report, now: float) -> list[Decision]:
+        """Take in what a host says. Old news changes nothing."""
+        if self.committed is not None and report.version <= self.committed:
+            return self._readmit(report)
+        if report.version in self._aborted:
+            return []
+        if isinstance(report, Skipped):
+            return self._abort(report.version, f"rank {report.owner}: {report.reason}")
+        pair = (report.owner, report.host)
+        if report.host not in self.holders.get(report.owner, ()):
+            return []
+        current = self._rounds.setdefault(report.version, _Round())
+        current.acks[pair] = report
+        decisions = self._readmit(report)
+        if conflict := self._conflict(current):
+            return [*decisions, conflict]
+        if current.own_copies_since is None and all((o, hosts[0]) in current.acks for o, hosts in self.holders.items()):
+            current.own_copies_since = now
+        return decisions + self._try_commit(report.version, now)
+
+    def tick(self, now: float) -> list[Decision]:
+        """Leave out holders that let everybody wait; the owner's own copy always counts."""
+        for version, current in sorted(self._rounds.items()):
+            if current.own_copies_since is None or now - current.own_copies_since < self._timeout:
+                continue
+            late = frozenset(self._expected() - current.acks.keys())
+            self.excluded |= late
+            self.epoch += 1
+            return [Holders(self.epoch, frozenset(self.excluded), late), *self._try_commit(version, now)]
+        return []
+
+    def rejoin(self, committed: Version | None) -> None:
+        """A host that kept its memory tells a leader that lost its own what was committed."""
+        if committed is not None and (self.committed is None or committed > self.committed):
+            self._close(committed)
+
+    # -- uploads
+
+    def uploaded(self, owner: int, version: Version, record: str) -> list[Decision]:
+        """``owner``'s shard is in storage; ``record`` is what the manifest will say of it."""
+        if version != self.uploading:
+            return []
+        self._records[owner] = record
+        if self._records.keys() != self.holders.keys():
+            return []
+        return [Manifest(version, dict(self._records))]
+
+    def upload_over(self, version: Version, error: str = "") -> list[Decision]:
+        """The manifest is written, or a shard's upload has failed for good."""
+        if version != self.uploading:
+            return []
+        self.uploading = None
+        return [Thaw(version, error)]
+
+    # -- inside
+
+    def _expected(self) -> set[Pair]:
+        return {(owner, host) for owner, hosts in self.holders.items() for host in hosts} - self.excluded
+
+    def _readmit(self, report: Report) -> list[Decision]:
+        pair = (report.owner, report.host) if isinstance(report, Completed) else None
+        if pair not in self.excluded:
+            return []
+        self.excluded.discard(pair)
+        self.epoch += 1
+        return [Holders(self.epoch, frozenset(self.excluded), frozenset())]
+
+    def _conflict(self, current: _Round) -> Fatal | None:
+        by_layout = _by_value((ack.layout, ack.owner) for ack in current.acks.values() if ack.layout)
+        if len(by_layout) > 1:
+            text = "; ".join(f"ranks {ranks} have layout {layout}" for layout, ranks in by_layout.items())
+            problem = f"ranks disagree on names, dtypes or shapes of the state: {text}; build the same model on every rank"
+            return Fatal("LayoutMismatchError", problem)
+        by_digest = _by_value((ack.digest, ack.owner) for ack in current.acks.values() if ack.digest)
+        if len(by_digest) > 1:
+            text = "; ".join(f"ranks {ranks} have {digest}" for digest, ranks in by_digest.items())
+            return Fatal(
+                "ReplicaDivergedError",
+                f"state that must be the same on all ranks differs: {text}; a restored state would be one that no rank ever had. "
+                "Look for updates that depend on the rank, or for gradients that were not reduced.",
+            )
+        return None
+
+    def _try_commit(self, version: Version, now: float) -> list[Decision]:
+        current = self._rounds.get(version)
+        if current is None or current.own_copies_since is None or not self._expected() <= current.acks.keys():
+            return []
+        self._close(version)
+        freeze = self._freeze(version, current, now)
+        digest_at = self._cadence.next_iteration(version.iteration, now) if self._cadence else None
+        return [Commit(version, freeze, digest_at)]
+
+    def _freeze(self, version: Version, current: _Round, now: float) -> bool:
+        cadence = self._cadence
+        if cadence is None or self.uploading is not None or not cadence.due(version.iteration, now):
+            return False
+        if not all(current.acks[owner, hosts[0]].digest for owner, hosts in self.holders.items()):
+            return False  # the ranks did not know yet that this one may be uploaded; they do after this commit
+        cadence.last_iteration, cadence.last_time = version.iteration, now
+        self.uploading, self._records = version, {}
+        return True
+
+    def _abort(self, version: Version, reason: str) -> list[Decision]:
+        self._rounds.pop(version, None)
+        self._aborted.add(version)
+        return [Abort(version, reason)]
+
+    def _close(self, version: Version) -> None:
+        self.committed = version
+        self._rounds = {v: r for v, r in self._rounds.items() if v > version}
+        self._aborted = {v for v in self._aborted if v > version}
+
+
+def _by_value(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
+    out: dict[str, set[int]] = {}
+    for value, owner in pairs:
+        out.setdefault(value, set()).add(owner)
+    return {value: sorted(owners) for value, owners in sorted(out.items())}

@@ -1,0 +1,535 @@
+"""Everything agents and workers say to each other: msgpack maps checked against these models, never pickled.
+
+A message that does not fit its model is refused as a whole; unknown fields and unknown kinds too.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from gemini_ft.errors import PeerError
+from gemini_ft.versions import Incarnation, Version
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE = 64 * 2**20  # bytes; layouts of very large models are the longest messages
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SlotInfo(_Message):
+    """One slot of an inventory."""
+
+    owner: int
+    version: Version
+    world_size: int
+    layout_hash: str
+    data_bytes: int
+    extras_bytes: int
+    age: float  # seconds since its last byte was written
+
+
+class HostInfo(_Message):
+    """What an agent says of its host."""
+
+    host: str
+    machine: str  # boot id: two hosts with the same one share a machine
+    address: tuple[str, int]
+    known: Incarnation | None
+    fingerprint: str  # of the run secret in use; empty when there is none yet
+    memory_limit: int
+    memory_used: int
+    domain: str = ""
+
+
+class SessionSpec(_Message):
+    """One incarnation of one stream, the same on all hosts."""
+
+    stream: str
+    incarnation: Incarnation
+    world_size: int
+    hosts: list[str]  # host of each rank
+    addresses: dict[str, tuple[str, int]]
+    holders: dict[int, list[str]]
+    leader: str
+    resumed: Version | None
+    sources: dict[int, list[str]] = {}  # who holds the resumed version of each shard
+    config: dict[str, object] = {}  # of the fault-tolerance core, as checked on every rank
+
+
+# -- worker to agent (Unix socket) ----------------------------------------------------------------
+
+
+class Hello(_Message):
+    """First words of a worker."""
+
+    kind: Literal["hello"] = "hello"
+    protocol: int = PROTOCOL_VERSION
+    run: str
+    stream: str
+    rank: int
+    secret: bytes
+    bind: str
+    ports: tuple[int, int] | None = None
+    memory_limit: int | None = None
+    domain: str = ""
+    linger: float
+    boss: int = 0  # pid of the launcher, 0 when unknown
+    tls: dict[str, str] | None = None
+
+
+class GetInventory(_Message):
+    """Ask for all complete slots of the stream on this host."""
+
+    kind: Literal["get_inventory"] = "get_inventory"
+
+
+class OpenSession(_Message):
+    """Begin a new incarnation; every local worker says so, the first one counts."""
+
+    kind: Literal["open_session"] = "open_session"
+    spec: SessionSpec
+    readopt: bool = False  # the agent was restarted within this incarnation: keep what was adopted
+
+
+class Reserve(_Message):
+    """Ask for the memory of this rank's shard."""
+
+    kind: Literal["reserve"] = "reserve"
+    layout: bytes
+    layout_hash: str
+    data_bytes: int
+    extras_capacity: int
+
+
+class Request(_Message):
+    """Ask for a slot to write ``iteration`` into."""
+
+    kind: Literal["request"] = "request"
+    iteration: int
+
+
+class Chunk(_Message):
+    """A chunk is in the slot (worker to agent), or follows on the wire (agent to agent)."""
+
+    kind: Literal["chunk"] = "chunk"
+    owner: int
+    iteration: int
+    index: int
+    offset: int
+    nbytes: int
+    digest: int
+
+
+class Copied(_Message):
+    """All chunks of the iteration are in the slot."""
+
+    kind: Literal["copied"] = "copied"
+    iteration: int
+    extras_bytes: int
+    digest: str = ""
+
+
+class GiveUp(_Message):
+    """No snapshot of this iteration will come from this rank."""
+
+    kind: Literal["give_up"] = "give_up"
+    iteration: int
+    reason: str
+
+
+class Progress(_Message):
+    """A sign of life; ``suspended``: no next sign is due (validation, saving)."""
+
+    kind: Literal["progress"] = "progress"
+    iteration: int
+    suspended: bool = False
+
+
+class Map(_Message):
+    """Ask for a local slot's descriptor, to read it."""
+
+    kind: Literal["map"] = "map"
+    owner: int
+    version: Version
+
+
+class Adopt(_Message):
+    """Hand slots back to an agent that was restarted; descriptors travel beside it."""
+
+    kind: Literal["adopt"] = "adopt"
+    count: int
+
+
+class Goodbye(_Message):
+    """The worker leaves: its work is finished, or it was interrupted by the user."""
+
+    kind: Literal["goodbye"] = "goodbye"
+    finished: bool
+
+
+class GetStatus(_Message):
+    """Ask what the agent holds and does (``gemini status``)."""
+
+    kind: Literal["get_status"] = "get_status"
+
+
+class Leave(_Message):
+    """Tell the agent of a run to go (the launcher, after the job)."""
+
+    kind: Literal["leave"] = "leave"
+    run: str
+
+
+class Inject(_Message):
+    """Fault injection: damage a byte of a replica, or fill the storage tier's disk."""
+
+    kind: Literal["inject"] = "inject"
+    fault: Literal["corrupt", "storage_full", "drop_peer"]
+    owner: int = 0
+
+
+# -- agent to worker ------------------------------------------------------------------------------
+
+
+class Welcome(_Message):
+    """Answer to Hello."""
+
+    kind: Literal["welcome"] = "welcome"
+    info: HostInfo
+    secret: bytes
+    pid: int
+    failures: int  # restarts in a row without a commit
+    finished: bool  # this stream's work was already finished in this run
+
+
+class Inventory(_Message):
+    """Answer to GetInventory."""
+
+    kind: Literal["inventory"] = "inventory"
+    slots: list[SlotInfo]
+    given_up: list[Version] = []
+
+
+class Opened(_Message):
+    """The session is open."""
+
+    kind: Literal["opened"] = "opened"
+
+
+class Reserved(_Message):
+    """The slots' descriptors travel beside this message, in the order of ``slots``."""
+
+    kind: Literal["reserved"] = "reserved"
+    slots: list[int]
+    data_offset: int
+    capacity: int
+
+
+class Granted(_Message):
+    """The worker may write ``iteration`` into ``slot``."""
+
+    kind: Literal["granted"] = "granted"
+    iteration: int
+    slot: int
+
+
+class Committed(_Message):
+    """``iteration`` is complete everywhere. Also agent to agent."""
+
+    kind: Literal["committed"] = "committed"
+    iteration: int
+    freeze: bool = False
+    digest_at: int | None = None
+
+
+class Aborted(_Message):
+    """``iteration`` will never be complete everywhere. Also agent to agent."""
+
+    kind: Literal["aborted"] = "aborted"
+    iteration: int
+    reason: str
+
+
+class Failed(_Message):
+    """A request was refused, or (``fatal``) the job must not go on. ``error`` names a class of gemini_ft.errors."""
+
+    kind: Literal["failed"] = "failed"
+    error: str
+    text: str
+    fatal: bool = False
+
+
+class Notice(_Message):
+    """Something the user should read once."""
+
+    kind: Literal["notice"] = "notice"
+    text: str
+
+
+class Mapped(_Message):
+    """Answer to Map; the descriptor travels beside it."""
+
+    kind: Literal["mapped"] = "mapped"
+    data_offset: int
+    data_bytes: int
+    extras_bytes: int
+
+
+class Custody(_Message):
+    """A replica's descriptor for safe-keeping, so that it survives this agent."""
+
+    kind: Literal["custody"] = "custody"
+    key: str
+    drop: bool = False
+
+
+class Status(_Message):
+    """Answer to GetStatus: a JSON document."""
+
+    kind: Literal["status"] = "status"
+    document: str
+
+
+# -- agent to agent (TCP) -------------------------------------------------------------------------
+
+
+class Challenge(_Message):
+    """First words of the listening side."""
+
+    kind: Literal["challenge"] = "challenge"
+    protocol: int = PROTOCOL_VERSION
+    nonce: bytes
+
+
+class Proof(_Message):
+    """The dialling side knows the secret; role ``replicate`` brings shards, ``report`` talks to the leader, ``fetch`` reads."""
+
+    kind: Literal["proof"] = "proof"
+    run: str
+    stream: str
+    host: str
+    role: Literal["replicate", "report", "fetch"]
+    incarnation: Incarnation | None
+    nonce: bytes
+    mac: bytes
+
+
+class Accepted(_Message):
+    """The listening side knows the secret too."""
+
+    kind: Literal["accepted"] = "accepted"
+    mac: bytes
+
+
+class Offer(_Message):
+    """A shard that will be sent: the holder makes room."""
+
+    kind: Literal["offer"] = "offer"
+    owner: int
+    layout: bytes
+    layout_hash: str
+    data_bytes: int
+    extras_capacity: int
+
+
+class Ready(_Message):
+    """There is room for the offered shard."""
+
+    kind: Literal["ready"] = "ready"
+    owner: int
+
+
+class Refused(_Message):
+    """There is no room, or the offer makes no sense."""
+
+    kind: Literal["refused"] = "refused"
+    owner: int
+    text: str
+
+
+class Begin(_Message):
+    """Chunks of ``iteration`` follow."""
+
+    kind: Literal["begin"] = "begin"
+    owner: int
+    iteration: int
+    committed: Version | None
+
+
+class End(_Message):
+    """All chunks of ``iteration`` have been sent."""
+
+    kind: Literal["end"] = "end"
+    owner: int
+    iteration: int
+    extras_bytes: int
+    chunks: int
+    layout: str
+    digest: str
+
+
+class Drop(_Message):
+    """The sender gave ``iteration`` up."""
+
+    kind: Literal["drop"] = "drop"
+    owner: int
+    iteration: int
+
+
+class Ack(_Message):
+    """Every byte up to End or Drop has arrived; after End (``ok``) all are verified and kept."""
+
+    kind: Literal["ack"] = "ack"
+    owner: int
+    iteration: int
+    ok: bool
+
+
+class Resend(_Message):
+    """These chunks did not match their digest (or came while no slot was free: all of them)."""
+
+    kind: Literal["resend"] = "resend"
+    owner: int
+    iteration: int
+    chunks: list[int]
+    restart: bool = False
+
+
+class ReportCompleted(_Message):
+    """See gemini_ft.protocol.Completed."""
+
+    kind: Literal["report_completed"] = "report_completed"
+    owner: int
+    host: str
+    version: Version
+    layout: str
+    digest: str
+
+
+class ReportSkipped(_Message):
+    """See gemini_ft.protocol.Skipped."""
+
+    kind: Literal["report_skipped"] = "report_skipped"
+    owner: int
+    version: Version
+    reason: str
+
+
+class ReportUploaded(_Message):
+    """A shard is in storage (``error`` empty), or could not be put there."""
+
+    kind: Literal["report_uploaded"] = "report_uploaded"
+    owner: int
+    version: Version
+    record: str = ""
+    error: str = ""
+
+
+class ReportFinished(_Message):
+    """A rank has finished its work."""
+
+    kind: Literal["report_finished"] = "report_finished"
+    rank: int
+
+
+class Rejoin(_Message):
+    """A host speaks to the leader for the first time on this connection."""
+
+    kind: Literal["rejoin"] = "rejoin"
+    committed: Version | None
+
+
+class HoldersChanged(_Message):
+    """See gemini_ft.ledger.Holders."""
+
+    kind: Literal["holders_changed"] = "holders_changed"
+    epoch: int
+    excluded: list[tuple[int, str]]
+    newly: list[tuple[int, str]]
+
+
+class Thawed(_Message):
+    """An upload is over; without ``error`` the checkpoint exists."""
+
+    kind: Literal["thawed"] = "thawed"
+    version: Version
+    error: str = ""
+
+
+class AllFinished(_Message):
+    """Every rank has finished: agents may go."""
+
+    kind: Literal["all_finished"] = "all_finished"
+
+
+class Fetch(_Message):
+    """Ask for a range of a complete shard (data and extras are one range)."""
+
+    kind: Literal["fetch"] = "fetch"
+    owner: int
+    version: Version
+    offset: int
+    nbytes: int
+
+
+class Describe(_Message):
+    """Ask for a shard's layout and sizes."""
+
+    kind: Literal["describe"] = "describe"
+    owner: int
+    version: Version
+
+
+class Description(_Message):
+    """Answer to Describe."""
+
+    kind: Literal["description"] = "description"
+    layout: bytes
+    layout_hash: str
+    data_bytes: int
+    extras_bytes: int
+    chunk_bytes: int
+    digests: list[int]
+
+
+class Data(_Message):
+    """``nbytes`` of a fetched shard follow on the wire."""
+
+    kind: Literal["data"] = "data"
+    offset: int
+    nbytes: int
+    digest: int
+
+
+Message = Annotated[
+    Hello | GetInventory | OpenSession | Reserve | Request | Chunk | Copied | GiveUp | Progress | Map | Adopt | Goodbye
+    | GetStatus | Leave | Inject | Welcome | Inventory | Opened | Reserved | Granted | Committed | Aborted | Failed | Notice
+    | Mapped | Custody | Status | Challenge | Proof | Accepted | Offer | Ready | Refused | Begin | End | Drop | Ack | Resend
+    | ReportCompleted | ReportSkipped | ReportUploaded | ReportFinished | Rejoin | HoldersChanged | Thawed | AllFinished
+    | Fetch | Describe | Description | Data,
+    Field(discriminator="kind"),
+]  # fmt: skip
+_adapter: TypeAdapter[Message] = TypeAdapter(Message)
+
+
+def pack(message: _Message) -> bytes:
+    """A message as a frame: 4 bytes of length (big endian), then msgpack."""
+    body: bytes = msgpack.packb(message.model_dump())
+    return len(body).to_bytes(4, "big") + body
+
+
+def unpack(body: bytes | bytearray | memoryview) -> Message:
+    """Check one frame's body.
+
+    Raises:
+        PeerError: it is not a message of this protocol.
+    """
+    try:
+        return _adapter.validate_python(msgpack.unpackb(body, strict_map_key=False))
+    except (ValidationError, ValueError, msgpack.UnpackException) as error:
+        raise PeerError(f"not a message of protocol {PROTOCOL_VERSION} ({str(error).splitlines()[0]}); both sides must run the same gemini-ft") from None
