@@ -1,0 +1,68 @@
+# Everything CI does is a target here. Variables that may be given: PYTHON (3.11 or newer), VENV, ARGS (for pytest),
+# TORCH_INDEX (for example https://download.pytorch.org/whl/cpu: the build without CUDA).
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(abspath $(VENV))/bin
+STAMP = $(VENV)/.up-to-date
+TREE = build/tree
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+.PHONY: help venv test soak demo lint format types imports wheel wheel-test check clean
+.DEFAULT_GOAL := help
+
+help: ## what there is
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+venv: $(STAMP) ## the environment; nothing happens while it is up to date
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) pip setuptools
+	$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP_INSTALL) --no-build-isolation --editable '.[lightning,s3,dev]'
+	touch $@
+
+test: $(STAMP) ## all tests except the long ones
+	$(BIN)/python -m pytest $(ARGS)
+
+soak: $(STAMP) ## the long tests
+	$(BIN)/python -m pytest -m soak --timeout 7200 $(ARGS)
+
+demo: $(STAMP) ## a training job is killed three ways and ends with the same bits
+	$(BIN)/python examples/survive_failures.py
+
+lint: $(STAMP) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP) ## let ruff repair what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# sync/ and compression/ as they lie in an installed package, so that tools which know nothing of the mapping see
+# gemini_ft.sync and gemini_ft.compression. The files are links: messages name lines of the checkout.
+$(TREE): FORCE
+	@rm -rf $@ && mkdir -p $@
+	@cp -rs $(CURDIR)/gemini_ft $@/
+	@cp -rs $(CURDIR)/sync $(CURDIR)/compression $@/gemini_ft/
+FORCE:
+
+types: $(STAMP) $(TREE) ## mypy --strict
+	cd $(TREE) && $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p gemini_ft
+
+imports: $(STAMP) $(TREE) ## which module may import which
+	@touch $(TREE)/gemini_ft/sync/__init__.py $(TREE)/gemini_ft/compression/__init__.py # grimp sees no folder without one
+	cd $(TREE) && $(BIN)/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
+
+wheel: $(STAMP) ## build the wheel into dist/
+	rm -rf build/lib build/bdist.* dist
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+
+wheel-test: wheel ## tests against the built wheel, the checkout's code out of reach
+	scripts/test_wheel $(BIN)/python dist/*.whl
+
+check: lint types imports test wheel-test ## everything
+
+clean: ## what can be built again; the environment stays
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
