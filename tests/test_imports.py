@@ -1,0 +1,86 @@
+"""What importing costs, and what the package shows; true for a checkout and for an installed wheel."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gemini_ft
+from gemini_ft import errors
+
+HEAVY = {"deepspeed", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "torch"}
+PURE = ("config", "errors", "layout", "ledger", "messages", "placement", "protocol", "slots", "versions")
+
+
+def _run(code: str, cwd: Path | None = None) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _loaded_by(*modules: str) -> set[str]:
+    """Top-level names in ``sys.modules`` of a new interpreter after importing ``modules``."""
+    imports = "".join(f"import {module}\n" for module in modules)
+    return {name.partition(".")[0] for name in json.loads(_run(f"import json, sys\n{imports}print(json.dumps(list(sys.modules)))"))}
+
+
+def _modules_of(package: str) -> list[str]:
+    found = importlib.import_module(package)
+    return [package, *(module.name for module in pkgutil.walk_packages(found.__path__, f"{package}."))]
+
+
+def test_the_measure_sees_torch() -> None:
+    assert "torch" in _loaded_by("torch")
+
+
+def test_importing_the_package_is_light() -> None:
+    assert not _loaded_by("gemini_ft") & (HEAVY | {"pydantic"})
+
+
+@pytest.mark.parametrize("package", ["agent", "storage", "transport"])
+def test_the_agent_process_never_loads_torch(package: str) -> None:
+    modules = _modules_of(f"gemini_ft.{package}")
+    assert not _loaded_by(*modules) & HEAVY
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_pure_modules_load_nothing_heavy(module: str) -> None:
+    assert not _loaded_by(f"gemini_ft.{module}") & HEAVY
+
+
+def test_sync_and_compression_are_found_and_hide_nothing(tmp_path: Path) -> None:
+    code = "import gzip, gemini_ft.compression.base, gemini_ft.sync.base; print(gzip.decompress(gzip.compress(b'same')))"
+    for folder in (tmp_path, Path(gemini_ft.__file__).parent.parent):  # the second: a checkout's root, first on sys.path
+        assert _run(code, cwd=folder) == "b'same'\n"
+
+
+def test_types_are_shipped() -> None:
+    assert Path(gemini_ft.__file__).with_name("py.typed").is_file()
+
+
+@pytest.mark.parametrize("name", gemini_ft.__all__)
+def test_exported_members_exist(name: str) -> None:
+    assert getattr(gemini_ft, name) is not None
+    assert name in dir(gemini_ft)
+
+
+def test_exported_members_are_sorted_and_unique() -> None:
+    assert gemini_ft.__all__ == sorted(set(gemini_ft.__all__))
+
+
+def test_unknown_members_are_refused_by_name() -> None:
+    with pytest.raises(AttributeError, match="'gemini_ft' has no attribute 'Checkpoint'"):
+        _ = gemini_ft.Checkpoint
+
+
+def test_the_tree_of_errors_is_drawn_in_full() -> None:
+    classes = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert errors.__doc__ is not None
+    drawn = {word for line in errors.__doc__.splitlines() for word in line.split() if word.endswith("Error")}
+    assert drawn == classes
