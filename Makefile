@@ -6,6 +6,8 @@ VENV ?= .venv
 BIN = $(abspath $(VENV))/bin
 STAMP = $(VENV)/.up-to-date
 TREE = build/tree
+# Not the whole suite a second time: what packaging could break. tests/test_packaging.py is about the checkout.
+WHEEL_TESTS = tests/test_imports.py
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .PHONY: help venv test soak demo lint format types imports wheel wheel-test check clean
@@ -60,7 +62,7 @@ wheel: $(STAMP) ## build the wheel into dist/
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
 
 wheel-test: wheel ## tests against the built wheel, the checkout's code out of reach
-	scripts/test_wheel $(BIN)/python dist/*.whl
+	scripts/test_wheel $(BIN)/python dist/*.whl $(or $(ARGS),$(WHEEL_TESTS))
 
 check: lint types imports test wheel-test ## everything
 
