@@ -189,6 +189,15 @@ def owners_needed(specs: Iterable[TensorSpec], rank: int) -> set[int]:
     return {rank}.union(*(spec.group for spec in specs))
 
 
+def stored_specs(rank: int, layouts: Mapping[int, Layout]) -> list[TensorSpec]:
+    """The tensors that ``rank`` held when the snapshot was taken, in the order of their names.
+
+    ``layouts`` must have the owners of every group that the rank belonged to.
+    """
+    firsts = (held[0][1] for _, held in sorted(_stored(rank, layouts).items()))
+    return [TensorSpec(piece.name, piece.dtype, piece.shape, piece.group, piece.logical) for piece in firsts]
+
+
 def plan_reads(specs: Sequence[TensorSpec], rank: int, layouts: Mapping[int, Layout]) -> list[Read]:
     """What ``rank`` must read from whose shard to fill all its tensors, ordered by owner and offset.
 
@@ -254,6 +263,7 @@ def _check_specs(specs: Sequence[TensorSpec], rank: int, world_size: int) -> Non
 
 def _piece(groups: Sequence[tuple[int, ...]], row: tuple[Any, ...]) -> Piece:
     name, dtype, shape, start, stop, offset, group, logical = row
+    _require(_whole((group,)), "groups")
     return Piece(name, dtype, shape, start, stop, offset, (stop - start) * ITEMSIZES[dtype], groups[group], logical)
 
 
