@@ -1,0 +1,240 @@
+"""Which hosts hold whose shards, and how likely every shard survives the loss of some of them.
+
+Implements Algorithm 1 ("mixed") of GEMINI (Wang et al., SOSP 2023) and, beyond the paper, failure
+domains such as racks. Hosts are placed, not ranks: all ranks of a host share its holders. Pure.
+
+Words: a *holder* of a host keeps a copy of its shards, the host itself is always the first; a *part*
+is a set of hosts whose shards never leave it: a group of ``replicas`` hosts, or the ring of the rest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from math import comb
+
+from gemini_ft.errors import ConfigError
+
+Placement = dict[str, tuple[str, ...]]
+
+
+def place(hosts: Sequence[str], replicas: int, domains: Mapping[str, str] | None = None) -> Placement:
+    """Choose the holders of every host's shards.
+
+    Args:
+        hosts: ids, each once. Their order does not matter: ranks move between hosts at a restart,
+            and copies that are already in place should stay the right ones.
+        replicas: copies of every shard (the paper's m), the one on its own host included.
+        domains: host -> failure domain, for all hosts or none. Each domain is then spread over as many
+            parts as possible, and no part spans fewer domains than it must.
+
+    Returns:
+        host -> its holders, itself first. Every host sends and receives ``replicas - 1`` shards.
+        A single host gets itself alone, whatever ``replicas`` says.
+
+    Raises:
+        ConfigError: too few hosts, a host given twice, or one without a domain.
+    """
+    _check(hosts, replicas, domains or {})
+    ordered = sorted(hosts)
+    if len(ordered) == 1:
+        return ring(ordered, 1)
+    return mixed(_spread(ordered, replicas, domains) if domains else ordered, replicas)
+
+
+def mixed(hosts: Sequence[str], replicas: int) -> Placement:
+    """GEMINI, Algorithm 1: groups of ``replicas`` hosts in the order given; the rest is one ring at the end.
+
+    Needs at least ``replicas`` hosts.
+    """
+    placement: Placement = {}
+    at = 0
+    for size in part_sizes(len(hosts), replicas):
+        placement |= ring(hosts[at : at + size], replicas)
+        at += size
+    return placement
+
+
+def ring(hosts: Sequence[str], replicas: int) -> Placement:
+    """Each host's shards go to the next ``replicas - 1`` hosts of the ring; with ``replicas`` hosts this is the paper's group."""
+    size = len(hosts)
+    return {host: tuple(hosts[(at + step) % size] for step in range(replicas)) for at, host in enumerate(hosts)}
+
+
+def part_sizes(hosts: int, replicas: int) -> list[int]:
+    """Hosts in each part: ``replicas`` in all of them but the last, which takes the remainder as well."""
+    sizes = [replicas] * (hosts // replicas)
+    sizes[-1] += hosts % replicas
+    return sizes
+
+
+def survival_probability(placement: Mapping[str, Iterable[str]], lost: int) -> Fraction:
+    """Probability that every shard still has a holder after ``lost`` hosts are lost at once, all sets of them being equally likely.
+
+    Exact for any placement. What `place` makes, and one large ring, take a moment even with a thousand hosts;
+    hundreds of holder sets that intertwine at random take time in proportion to the ways of losing ``lost`` hosts.
+
+    Raises:
+        ConfigError: ``lost`` is negative or above the number of hosts.
+    """
+    if not 0 <= lost <= len(placement):
+        raise ConfigError(f"lost={lost} hosts of {len(placement)}: must be between 0 and the number of hosts")
+    fatal = _minimal(frozenset(holders) for holders in placement.values())
+    return Fraction(_safe_choices(list(placement), fatal, lost), comb(len(placement), lost))
+
+
+def fatal_domains(placement: Mapping[str, Iterable[str]], domains: Mapping[str, str]) -> list[str]:
+    """Failure domains whose loss as a whole takes every copy of some shard with it."""
+    spans = ({domains[holder] for holder in holders} for holders in placement.values())
+    return sorted({next(iter(span)) for span in spans if len(span) == 1})
+
+
+def describe(placement: Mapping[str, Sequence[str]], domains: Mapping[str, str] | None = None) -> str:
+    """Word a placement made by `place`, and what it survives, in two or three short sentences."""
+    hosts = len(placement)
+    if hosts == 1:
+        return "1 host, 1 replica: a lost process is survived, a lost host is not, because no other host holds a copy."
+    replicas = len(next(iter(placement.values())))
+    if replicas == 1:
+        return f"{hosts} hosts, 1 replica: a lost process is survived, a lost host is not; replicas=2 would survive any single one."
+    text = f"{hosts} hosts, {replicas} replicas, {_count_parts(hosts, replicas)}. The loss of any {_hosts(replicas - 1)} is survived"
+    text += "".join(f"; {_hosts(lost)} at once {_chance(survival_probability(placement, lost))}" for lost in _risky(hosts, replicas)) + "."
+    return f"{text} {_describe_domains(placement, domains)}" if domains else text
+
+
+def _check(hosts: Sequence[str], replicas: int, domains: Mapping[str, str]) -> None:
+    if not hosts:
+        raise ConfigError("hosts=[]: a placement needs at least one host")
+    if twice := sorted(host for host, count in Counter(hosts).items() if count > 1):
+        raise ConfigError(f"hosts {twice} are given more than once; every host needs an id of its own (GEMINI_HOST_ID)")
+    if replicas < 1:
+        raise ConfigError(f"replicas={replicas}: must be at least 1, the copy on a shard's own host")
+    if replicas > len(hosts) > 1:
+        raise ConfigError(f"replicas={replicas} needs as many hosts, got {len(hosts)}; set replicas to {len(hosts)} or less, or add hosts")
+    if domains and (without := sorted(set(hosts) - domains.keys())):
+        raise ConfigError(f"hosts {without} have no failure domain, but others do; set GEMINI_DOMAIN on every host or on none")
+
+
+# -- failure domains ------------------------------------------------------------------------------
+
+
+def _spread(hosts: Sequence[str], replicas: int, domains: Mapping[str, str]) -> list[str]:
+    """Order hosts so that `mixed` cuts them into parts that span as many domains as they can."""
+    sizes = part_sizes(len(hosts), replicas)
+    parts: list[list[str]] = [[] for _ in sizes]
+    present: list[Counter[str]] = [Counter() for _ in sizes]
+    for domain, members in _by_domain(hosts, domains):
+        for host in members:
+            free = (j for j, size in enumerate(sizes) if len(parts[j]) < size)
+            j = min(free, key=lambda j: (present[j][domain], len(parts[j]) - sizes[j], j))  # few of its kind, then much room
+            parts[j].append(host)
+            present[j][domain] += 1
+    return [host for part in parts for host in _apart(part, domains)]
+
+
+def _apart(hosts: Sequence[str], domains: Mapping[str, str]) -> list[str]:
+    """Order a ring so that hosts of one domain stand far apart: neighbours hold each other's copies."""
+    order: dict[int, str] = {}
+    free = list(range(len(hosts)))
+    for _, members in _by_domain(hosts, domains):
+        order |= {free[i * len(free) // len(members)]: host for i, host in enumerate(members)}
+        free = [position for position in free if position not in order]
+    return [order[position] for position in range(len(hosts))]
+
+
+def _by_domain(hosts: Sequence[str], domains: Mapping[str, str]) -> list[tuple[str, list[str]]]:
+    """Domains and their hosts, the largest first: it is the hardest to spread."""
+    members: dict[str, list[str]] = {}
+    for host in hosts:
+        members.setdefault(domains[host], []).append(host)
+    return sorted(members.items(), key=lambda item: (-len(item[1]), item[0]))
+
+
+# -- counting -------------------------------------------------------------------------------------
+
+
+def _safe_choices(hosts: Sequence[str], fatal: Sequence[frozenset[str]], lost: int) -> int:
+    """Ways to choose ``lost`` hosts so that no fatal set is lost whole.
+
+    Decides host after host. Of what was decided, the rest depends only on which fatal sets may still come
+    true, so choices that agree in this are counted together, by how many hosts they have lost so far.
+    """
+    containing = {host: frozenset(i for i, members in enumerate(fatal) if host in members) for host in hosts}
+    undecided = [len(members) for members in fatal]
+    ways: dict[frozenset[int], list[int]] = {frozenset(): [1] + [0] * lost}  # sets that may still come true -> ways by losses
+    for host in _walk(hosts, fatal, containing):
+        begun = {i for i in containing[host] if undecided[i] == len(fatal[i])}
+        for i in containing[host]:
+            undecided[i] -= 1
+        ended = {i for i in containing[host] if not undecided[i]}
+        following: dict[frozenset[int], list[int]] = {}
+        for threats, counts in ways.items():
+            _add(following, threats - containing[host], counts)  # the host survives, and saves all sets it is in
+            threatened = threats | begun
+            if not threatened & ended:
+                _add(following, threatened, [0, *counts[:-1]])  # the host is lost
+        ways = following
+    return sum(counts[lost] for counts in ways.values())
+
+
+def _add(ways: dict[frozenset[int], list[int]], key: frozenset[int], counts: list[int]) -> None:
+    if any(counts):  # otherwise it takes more losses than are asked for to get there
+        known = ways.get(key)
+        ways[key] = counts if known is None else [a + b for a, b in zip(known, counts, strict=True)]
+
+
+def _walk(hosts: Sequence[str], fatal: Sequence[frozenset[str]], containing: Mapping[str, frozenset[int]]) -> Iterator[str]:
+    """All hosts, so that a fatal set that was begun is finished soon: few are open at a time."""
+    left = dict.fromkeys(hosts)
+    remaining = {i: set(members) for i, members in enumerate(fatal)}
+    begun: dict[int, None] = {}
+    while left:
+        nearest = min(begun, key=lambda i: len(remaining[i]), default=None)
+        host = next(iter(left)) if nearest is None else min(remaining[nearest])
+        del left[host]
+        for i in sorted(containing[host]):
+            remaining[i].discard(host)
+            begun[i] = None
+            if not remaining[i]:
+                del begun[i]
+        yield host
+
+
+def _minimal(sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
+    """Distinct sets without those that contain another: losing the smaller one is already fatal."""
+    distinct = sorted(set(sets), key=lambda members: (len(members), sorted(members)))
+    return [members for i, members in enumerate(distinct) if not any(smaller < members for smaller in distinct[:i])]
+
+
+# -- words ----------------------------------------------------------------------------------------
+
+
+def _risky(hosts: int, replicas: int) -> range:
+    return range(replicas, max(replicas + 1, min(replicas + 3, hosts)))
+
+
+def _count_parts(hosts: int, replicas: int) -> str:
+    *groups, last = part_sizes(hosts, replicas)
+    if last == replicas:
+        groups.append(last)
+    words = [f"{len(groups)} group{'s' * (len(groups) != 1)} of {replicas}"] if groups else []
+    return " and ".join(words if last == replicas else [*words, f"a ring of {last}"])
+
+
+def _hosts(count: int) -> str:
+    return f"{count} host{'s' * (count != 1)}"
+
+
+def _chance(probability: Fraction) -> str:
+    """Per cent with one decimal, cut and not rounded: what is not certain never reads 100 %."""
+    tenths = int(probability * 1000)
+    return f"with {tenths // 10}.{tenths % 10} %" if probability else "never"
+
+
+def _describe_domains(placement: Mapping[str, Sequence[str]], domains: Mapping[str, str]) -> str:
+    count = len({domains[host] for host in placement})
+    fatal = fatal_domains(placement, domains)
+    if not fatal:
+        return f"The loss of any one of the {count} failure domains is survived."
+    return f"Of the {count} failure domains, the loss of {', '.join(fatal)} as a whole is not survived."

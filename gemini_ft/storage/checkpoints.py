@@ -1,0 +1,229 @@
+"""Checkpoints in storage: their keys, the manifest that makes one exist, which is the newest, which may go.
+
+    <run>/<stream>/step-00001234-inc-7-<nonce>/shard-00003.safetensors    one per owner
+                                              /manifest.json              last: the commit
+
+What has no manifest is torn, and no checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final, Literal
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
+from gemini_ft.storage.base import Storage
+from gemini_ft.storage.shard import ShardRecord
+from gemini_ft.versions import Incarnation, Version
+
+FORMAT_VERSION: Final = 1
+
+_log = logging.getLogger(__name__)
+_WORD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_FOLDER = r"(?P<run>[^/]+)/(?P<stream>[^/]+)/step-(?P<step>\d{8,})-inc-(?P<number>\d+)-(?P<nonce>[^/]+)"
+_KEY = re.compile(rf"(?P<folder>{_FOLDER})/(?P<file>[^/]+)")
+_MANIFEST = "manifest.json"
+
+
+def checkpoint_folder(run: str, stream: str, version: Version) -> str:
+    """Key prefix of one checkpoint, without a slash at its end.
+
+    Raises:
+        ConfigError: ``run`` or ``stream`` cannot be a part of a key.
+    """
+    for option, value in (("run_id", run), ("name", stream)):
+        if not _WORD.fullmatch(value):
+            raise ConfigError(f"{option}={value!r}: must be letters, digits and . _ -, not beginning with a dot, to be a name in storage")
+    return f"{run}/{stream}/step-{version.iteration:08}-inc-{version.incarnation.number}-{version.incarnation.nonce}"
+
+
+def shard_key(folder: str, owner: int) -> str:
+    """Key of the shard that rank ``owner`` owns."""
+    return f"{folder}/shard-{owner:05}.safetensors"
+
+
+class Manifest(BaseModel):
+    """All there is to know about one checkpoint; every rank has a shard, be it empty."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal[1] = FORMAT_VERSION
+    run: str
+    stream: str
+    incarnation: Incarnation
+    iteration: int = Field(ge=0)
+    world_size: int = Field(gt=0)
+    logical_hash: str  # of the layouts
+    shards: dict[int, ShardRecord]  # by owner
+    versions: dict[str, str] = {}  # of the software that wrote it
+    created: datetime = Field(default_factory=lambda: datetime.now(UTC))
+
+    @property
+    def version(self) -> Version:
+        """Which state this is."""
+        return Version(self.incarnation, self.iteration)
+
+    @property
+    def folder(self) -> str:
+        """Key prefix of the checkpoint."""
+        return checkpoint_folder(self.run, self.stream, self.version)
+
+    @model_validator(mode="after")
+    def _complete(self) -> Manifest:
+        if sorted(self.shards) != list(range(self.world_size)):
+            raise ValueError(f"shards of owners {sorted(self.shards)}, expected 0 to {self.world_size - 1}")
+        if wrong := [record.key for owner, record in self.shards.items() if record.key != shard_key(self.folder, owner)]:
+            raise ValueError(f"shard {wrong[0]} does not belong to {self.folder}")
+        return self
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint as far as its keys tell."""
+
+    folder: str
+    run: str
+    stream: str
+    version: Version
+
+    @property
+    def iteration(self) -> int:
+        """Iterations done in it."""
+        return self.version.iteration
+
+
+def write_manifest(storage: Storage, manifest: Manifest) -> None:
+    """Make the checkpoint exist. Its shards must be there.
+
+    Raises:
+        StorageError: a shard is missing, or the storage failed.
+    """
+    present = set(storage.list(f"{manifest.folder}/"))
+    if missing := sorted({record.key for record in manifest.shards.values()} - present):
+        raise StorageError(
+            f"{storage.url}: {manifest.folder} lacks {len(missing)} shards, first {missing[0]}; it does not become a checkpoint"
+        )
+    body = manifest.model_dump(mode="json")
+    storage.put(f"{manifest.folder}/{_MANIFEST}", [json.dumps({**body, "xxh3": _checksum(body)}, indent=1).encode()])
+
+
+def read_manifest(storage: Storage, folder: str) -> Manifest:
+    """Read and check a checkpoint's manifest.
+
+    Raises:
+        CorruptDataError: it is damaged.
+        StorageError: it is of a format that this version cannot read, or the storage failed.
+    """
+    key = f"{folder}/{_MANIFEST}"
+    body = _parse(storage, key)
+    if body.get("format") != FORMAT_VERSION:
+        raise StorageError(
+            f"{storage.url}: {key} has format {body.get('format')!r}, this gemini_ft reads format {FORMAT_VERSION}; "
+            f"use the gemini_ft that wrote it ({body.get('versions')}), another run_id, or resume='never'"
+        )
+    if body.pop("xxh3", None) != _checksum(body):
+        raise CorruptDataError(f"{storage.url}: {key} does not match its own checksum; use an older checkpoint")
+    try:
+        manifest = Manifest.model_validate(body)
+    except ValidationError as error:
+        raise CorruptDataError(f"{storage.url}: {key} is no manifest: {error}") from None
+    if manifest.folder != folder:
+        raise CorruptDataError(f"{storage.url}: {key} is the manifest of {manifest.folder}; use an older checkpoint")
+    return manifest
+
+
+def list_checkpoints(storage: Storage, run: str | None = None, stream: str | None = None) -> list[CheckpointInfo]:
+    """All checkpoints that have a manifest, of one run and stream or of all; of each line the newest first."""
+    return [info for info, files in _scan(storage, run, stream).items() if _MANIFEST in files]
+
+
+def newest_whole(storage: Storage, run: str, stream: str, refused: Collection[str] = ()) -> Manifest | None:
+    """The newest checkpoint whose manifest is sound and whose shards are there.
+
+    Args:
+        storage: where to look.
+        run: whose checkpoints.
+        stream: which line of them.
+        refused: folders of checkpoints that turned out to be damaged when they were read.
+
+    Raises:
+        StorageError: the newest is of a format that this version cannot read; going back silently would lose work.
+    """
+    for info, files in _scan(storage, run, stream).items():
+        if _MANIFEST not in files or info.folder in refused:
+            continue
+        try:
+            manifest = read_manifest(storage, info.folder)
+        except CorruptDataError as error:
+            _log.warning("%s", error)
+            continue
+        if missing := sorted(record.key for record in manifest.shards.values() if record.key.rpartition("/")[2] not in files):
+            _log.warning("%s: %s lacks %s; looking for an older checkpoint", storage.url, info.folder, missing[0])
+            continue
+        return manifest
+    return None
+
+
+def apply_retention(storage: Storage, run: str, stream: str, keep_last: int, keep_every: int | None = None) -> list[str]:
+    """Delete what is older than the newest whole checkpoint and not to be kept, left-overs of torn uploads included.
+
+    Args:
+        storage: where to delete.
+        run: whose checkpoints.
+        stream: which line of them.
+        keep_last: newest checkpoints to keep.
+        keep_every: also keep those whose iteration divides by this; of one iteration, the newest.
+
+    Returns:
+        Folders deleted, newest first. A manifest goes before its shards, so that nothing half deleted is a checkpoint.
+    """
+    newest = newest_whole(storage, run, stream)
+    if newest is None:
+        return []
+    scanned = _scan(storage, run, stream)
+    committed = [info for info, files in scanned.items() if _MANIFEST in files]
+    keep = {*committed[:keep_last]}
+    if keep_every:
+        keep |= {*{info.iteration: info for info in reversed(committed) if info.iteration % keep_every == 0}.values()}
+    doomed = [info for info in scanned if info.version < newest.version and info not in keep]
+    for info in doomed:
+        for file in sorted(scanned[info], key=lambda file: (file != _MANIFEST, file)):
+            storage.delete(f"{info.folder}/{file}")
+    return [info.folder for info in doomed]
+
+
+def _scan(storage: Storage, run: str | None, stream: str | None) -> dict[CheckpointInfo, set[str]]:
+    """Every checkpoint, whole or torn, and its files; sorted by run and stream, then newest first."""
+    prefix = "" if run is None else f"{run}/" if stream is None else f"{run}/{stream}/"
+    found: dict[CheckpointInfo, set[str]] = {}
+    for key in storage.list(prefix):
+        if match := _KEY.fullmatch(key):
+            version = Version(Incarnation(int(match["number"]), match["nonce"]), int(match["step"]))
+            info = CheckpointInfo(match["folder"], match["run"], match["stream"], version)
+            if stream in (None, info.stream):
+                found.setdefault(info, set()).add(match["file"])
+    newest_first = sorted(found, key=lambda info: info.version, reverse=True)
+    return {info: found[info] for info in sorted(newest_first, key=lambda info: (info.run, info.stream))}
+
+
+def _parse(storage: Storage, key: str) -> dict[str, Any]:
+    try:
+        body = json.loads(storage.get(key))
+    except ValueError as error:
+        raise CorruptDataError(f"{storage.url}: {key} is not JSON ({error}); use an older checkpoint") from None
+    if not isinstance(body, dict):
+        raise CorruptDataError(f"{storage.url}: {key} is no manifest but {type(body).__name__}; use an older checkpoint")
+    return body
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    """XXH3-64 of the manifest without this very field, in one canonical spelling."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())

@@ -1,0 +1,221 @@
+"""One shard as one object: a safetensors file, written by hand so that the slot's bytes are not copied on their way.
+
+    8 bytes      size of the header
+    header       JSON: where each of the following lies; the pieces are flat tensors ``name@start:stop``
+    __layout__   `Layout.to_bytes`
+    __extras__   the small state that is no tensor, as the codec encoded it
+    __digests__  XXH3-64 of each `CHUNK_BYTES` of the data, so that a part of it can be checked alone
+    data         the slot as it is
+
+Everything begins at a multiple of 64 bytes. safetensors allows no gaps, so a gap is a tensor ``__pad__@start:stop``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from itertools import accumulate
+from struct import pack, unpack
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field
+
+from gemini_ft.errors import CorruptDataError, StorageError
+from gemini_ft.layout import ALIGNMENT, Layout
+from gemini_ft.storage.base import Storage
+
+CHUNK_BYTES = 8 * 2**20
+
+# What safetensors readers know. Any other dtype is stored as plain bytes and named in the metadata.
+_CODES: Mapping[str, str] = {
+    "bool": "BOOL",
+    "bfloat16": "BF16",
+    "complex64": "C64",
+    **{f"{kind}{bits}": f"{code}{bits}" for kind, code in (("uint", "U"), ("int", "I")) for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+    **{f"float8_{kind}": f"F8_{code}" for kind, code in (("e4m3fn", "E4M3"), ("e5m2", "E5M2"))},
+    **{f"float8_{kind}": f"F8_{kind.upper()}" for kind in ("e4m3fnuz", "e5m2fnuz")},
+}
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Span(_Record):
+    """Bytes ``offset:offset + nbytes`` of an object."""
+
+    offset: int = Field(ge=0)
+    nbytes: int = Field(ge=0)
+    xxh3: str = ""  # none for the data: its chunks have digests
+
+
+class ShardRecord(_Record):
+    """What a manifest says of one shard's object. Checksums are XXH3-64 in 16 hex digits, as ``xxhsum -H3`` prints them."""
+
+    key: str
+    nbytes: int = Field(ge=0)
+    xxh3: str  # of the whole object
+    layout: Span
+    extras: Span
+    digests: Span
+    data: Span
+    chunk_bytes: int = Field(gt=0)  # of data, per digest
+
+
+def write_shard(storage: Storage, key: str, layout: Layout, data: memoryview, extras: memoryview | bytes) -> ShardRecord:
+    """Write one shard straight from its slot; an object that has this key is replaced.
+
+    Args:
+        storage: where to.
+        key: see `gemini_ft.storage.checkpoints.shard_key`.
+        layout: what lies where in ``data``.
+        data: the slot, at least ``layout.nbytes`` bytes; it must not change before the call returns.
+        extras: the encoded small state.
+
+    Raises:
+        StorageError: the storage failed, and nothing is visible under ``key``.
+    """
+    chunks = [data[start : min(start + CHUNK_BYTES, layout.nbytes)] for start in range(0, layout.nbytes, CHUNK_BYTES)]
+    digests = b"".join(pack("<Q", xxhash.xxh3_64_intdigest(chunk)) for chunk in chunks)
+    small = {"layout": layout.to_bytes(), "extras": extras, "digests": digests}
+    sizes = {name: len(blob) for name, blob in small.items()} | {"data": layout.nbytes}
+    header = _header(layout, _arrange(sizes, base=0))
+
+    parts = [header, *(part for blob in small.values() for part in (blob, _padding(blob))), *chunks]
+    storage.put(key, parts)
+
+    whole = xxhash.xxh3_64()
+    for part in parts:
+        whole.update(part)
+    spans = _arrange(sizes, base=len(header))
+    spans |= {name: spans[name].model_copy(update={"xxh3": xxhash.xxh3_64_hexdigest(blob)}) for name, blob in small.items()}
+    nbytes = spans["data"].offset + layout.nbytes
+    return ShardRecord(key=key, nbytes=nbytes, xxh3=whole.hexdigest(), chunk_bytes=CHUNK_BYTES, **spans)
+
+
+class StoredShard:
+    """One shard's object, read in parts that are each checked; what was read of the small ones is kept.
+
+    Its methods may be called from several threads at once. They raise `CorruptDataError`, which names the object, where
+    bytes do not match their checksum, and `StorageError` where the storage fails.
+    """
+
+    def __init__(self, storage: Storage, record: ShardRecord) -> None:
+        self.record = record
+        self._storage = storage
+
+    @cached_property
+    def layout(self) -> Layout:
+        """What lies where in the data."""
+        return Layout.from_bytes(self._small("layout", self.record.layout))
+
+    @cached_property
+    def extras(self) -> bytes:
+        """The encoded small state."""
+        return self._small("extras", self.record.extras)
+
+    @cached_property
+    def _digests(self) -> list[str]:
+        blob = self._small("digests", self.record.digests)
+        return [f"{digest:016x}" for digest in unpack(f"<{len(blob) // 8}Q", blob)]
+
+    def read(self, offset: int, out: memoryview) -> None:
+        """Fill ``out`` with the shard's bytes from ``offset`` on.
+
+        Chunks are read straight into ``out``; one of which only a part is asked for is read whole and copied, so ask
+        for large ranges, or such that begin and end at multiples of ``record.chunk_bytes``.
+        """
+        stop = offset + out.nbytes
+        if not 0 <= offset <= stop <= self.record.data.nbytes:
+            raise StorageError(f"{self._name}: bytes {offset} to {stop} were asked for, its shard has {self.record.data.nbytes}")
+        for index in range(offset // self.record.chunk_bytes, -(-stop // self.record.chunk_bytes)):
+            begin, end = self._chunk(index)
+            low, high = max(begin, offset), min(end, stop)
+            wanted = out[low - offset : high - offset]
+            if (low, high) == (begin, end):
+                self._read_chunk(index, wanted)
+            else:
+                whole = memoryview(bytearray(end - begin))
+                self._read_chunk(index, whole)
+                wanted[:] = whole[low - begin : high - begin]
+
+    def verify(self) -> None:
+        """Read the whole object and compare it with its checksum."""
+        whole = xxhash.xxh3_64()
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, self.record.nbytes)))
+        for start in range(0, self.record.nbytes, CHUNK_BYTES):
+            part = buffer[: min(CHUNK_BYTES, self.record.nbytes - start)]
+            self._storage.get_range(self.record.key, start, part)
+            whole.update(part)
+        self._compare("the object", whole.hexdigest(), self.record.xxh3)
+
+    @property
+    def _name(self) -> str:
+        return f"{self._storage.url}: {self.record.key}"
+
+    def _small(self, name: str, span: Span) -> bytes:
+        blob = bytearray(span.nbytes)
+        self._storage.get_range(self.record.key, span.offset, memoryview(blob))
+        self._compare(f"its {name}", xxhash.xxh3_64_hexdigest(blob), span.xxh3)
+        return bytes(blob)
+
+    def _chunk(self, index: int) -> tuple[int, int]:
+        begin = index * self.record.chunk_bytes
+        return begin, min(begin + self.record.chunk_bytes, self.record.data.nbytes)
+
+    def _read_chunk(self, index: int, out: memoryview) -> None:
+        begin, end = self._chunk(index)
+        self._storage.get_range(self.record.key, self.record.data.offset + begin, out)
+        self._compare(f"bytes {begin} to {end} of its data", xxhash.xxh3_64_hexdigest(out), self._digests[index])
+
+    def _compare(self, what: str, found: str, expected: str) -> None:
+        if found != expected:
+            raise CorruptDataError(f"{self._name}: {what} is damaged (XXH3 {found}, should be {expected}); use an older checkpoint")
+
+
+def _arrange(sizes: Mapping[str, int], base: int) -> dict[str, Span]:
+    """Lay blocks end to end from ``base`` on, each at the next multiple of `ALIGNMENT`."""
+    starts = accumulate((-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes.values()), initial=base)
+    return {name: Span(offset=start, nbytes=nbytes) for (name, nbytes), start in zip(sizes.items(), starts, strict=False)}
+
+
+def _padding(blob: bytes | memoryview) -> bytes:
+    return bytes(-len(blob) % ALIGNMENT)
+
+
+def _header(layout: Layout, spans: Mapping[str, Span]) -> bytes:
+    """Size and JSON of the header, padded so that what follows is aligned; ``spans`` count from there."""
+    tensors: dict[str, object] = {"__metadata__": _metadata(layout)}
+    end = 0
+    for name, code, count, start, nbytes in _tensors(layout, spans):
+        if start > end:
+            tensors[f"__pad__@{end}:{start}"] = {"dtype": "U8", "shape": [start - end], "data_offsets": [end, start]}
+        end = start + nbytes
+        tensors[name] = {"dtype": code, "shape": [count], "data_offsets": [start, end]}
+    text = json.dumps(tensors, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    return pack("<Q", len(text)) + text
+
+
+def _tensors(layout: Layout, spans: Mapping[str, Span]) -> Iterator[tuple[str, str, int, int, int]]:
+    """Name, dtype code, elements, first byte and bytes of all tensors, by ascending offset."""
+    for name in ("layout", "extras", "digests"):
+        yield f"__{name}__", "U8", spans[name].nbytes, spans[name].offset, spans[name].nbytes
+    begin = spans["data"].offset
+    for piece in layout.pieces:
+        code, count = (_CODES[piece.dtype], piece.stop - piece.start) if piece.dtype in _CODES else ("U8", piece.nbytes)
+        yield piece.label, code, count, begin + piece.offset, piece.nbytes
+    yield "__end__", "U8", 0, begin + layout.nbytes, 0  # so that the padding of the last piece is named as well
+
+
+def _metadata(layout: Layout) -> dict[str, str]:
+    """For human eyes and other readers of safetensors; recovery reads `Layout`."""
+    as_bytes = {piece.label: piece.dtype for piece in layout.pieces if piece.dtype not in _CODES}
+    return {
+        "format": "pt",
+        "gemini_ft.world_size": str(layout.world_size),
+        "gemini_ft.logical_hash": layout.logical_hash,
+        "gemini_ft.stored_as_bytes": json.dumps(as_bytes),
+    }
