@@ -1,0 +1,70 @@
+"""The pages say what is so: links, commands, variables and code in them exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gemini_ft.config import GeminiConfig
+from gemini_ft.placement import place, survival_probability
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def _blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def _anchors(page: Path) -> Iterator[str]:
+    for heading in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE):
+        yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pages
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        other = (page.parent / file).resolve() if file else page
+        assert other.exists(), target
+        assert not anchor or anchor in _anchors(other), target
+
+
+@pages
+def test_python_is_python(page: Path) -> None:
+    for block in _blocks(page, "python"):
+        ast.parse(block)
+
+
+@pages
+def test_variables_are_read_somewhere(page: Path) -> None:
+    options = {f"GEMINI_{name.upper()}" for name in GeminiConfig.model_fields}
+    source = "".join(file.read_text() for file in (ROOT / "gemini_ft").rglob("*.py"))
+    for variable in set(re.findall(r"GEMINI_[A-Z_]*[A-Z]", page.read_text())):
+        assert variable.partition("__")[0] in options or f'"{variable}"' in source, variable
+
+
+@pages
+def test_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = re.findall(r"^make ([a-z-]+)", "\n".join(_blocks(page, "console")), re.MULTILINE)
+    named += re.findall(r"`make ([a-z-]+)`", page.read_text())
+    assert set(named) <= targets
+
+
+def test_survival_table_of_the_failure_model() -> None:
+    """GEMINI, Corollary 1, gives bounds; the page has the exact values."""
+    hosts = [f"host{index:02}" for index in range(16)]
+    rows = re.findall(r"^\| (\d) \| ([\d.]+) % \| ([\d.]+) % \|$", (ROOT / "docs" / "failure_model.md").read_text(), re.MULTILINE)
+    assert [int(row[0]) for row in rows] == [1, 2, 3, 4]
+    for lost, *cells in rows:
+        for copies, cell in zip((2, 4), cells, strict=True):
+            assert float(cell) == round(100 * float(survival_probability(place(hosts, copies), int(lost))), 1)
