@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gemini_ft.config import GeminiConfig
+from gemini_ft.config import GeminiConfig, load_config
 from gemini_ft.placement import place, survival_probability
 
 ROOT = Path(__file__).parent.parent
@@ -68,3 +68,8 @@ def test_survival_table_of_the_failure_model() -> None:
     for lost, *cells in rows:
         for copies, cell in zip((2, 4), cells, strict=True):
             assert float(cell) == round(100 * float(survival_probability(place(hosts, copies), int(lost))), 1)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").iterdir()), ids=lambda file: file.name)
+def test_configs_are_accepted(file: Path) -> None:
+    assert load_config(environ={"GEMINI_CONFIG": str(file)}) != GeminiConfig()
