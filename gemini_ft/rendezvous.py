@@ -1,0 +1,303 @@
+"""Ranks come together: a process group for every attempt of a job, and what its ranks tell each other.
+
+torch 2.13 restarts the workers of an elastic job on the key-value store of the attempt before, so that a restarted
+gloo group reads the addresses of dead peers and fails or hangs. :func:`init_process_group` gives every attempt a key
+prefix of its own. ``TORCHELASTIC_RESTART_COUNT`` cannot be that prefix: it counts per host, and changes of membership
+do not count at all. The ranks agree on it in a handshake instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import socket
+import sys
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch.distributed as dist
+
+# torch.distributed exports these too, but not so that type checkers see it.
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.constants import default_pg_timeout
+
+from gemini_ft import errors
+from gemini_ft.errors import ConfigError, GeminiError, PeerError
+
+T = TypeVar("T")
+
+# The longest uninterrupted wait inside torch, in seconds: signal handlers run in between.
+_SLICE = 1.0
+
+
+def init_process_group(backend: str | None = None, timeout: timedelta | None = None, **kwargs: Any) -> None:
+    """Create the default process group as ``torch.distributed.init_process_group`` does, on keys of this attempt alone.
+
+    Under torchrun with its shared store (``static``, ``--standalone`` and ``c10d``) the store gets a fresh prefix.
+    Everywhere else (plain ``MASTER_ADDR``/``RANK``/``WORLD_SIZE``, or a ``store`` or ``init_method`` of the caller's)
+    this is torch's own function. The group is destroyed when the interpreter exits: otherwise a thread of gloo may end
+    the finished process with ``terminate called without an active exception``, and torchrun would restart the job.
+
+    Args:
+        backend: as torch's.
+        timeout: as torch's; also how long to wait for the other ranks (default 30 minutes).
+        **kwargs: passed on to torch.
+
+    Raises:
+        PeerError: some ranks did not come; the message names them.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not {"store", "init_method", "rank", "world_size"} & kwargs.keys():
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = _fresh_store(rank, world_size, timeout or default_pg_timeout)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size, **kwargs)
+        _use_board(_Board(dist.group.WORLD, store))
+    else:
+        dist.init_process_group(backend, timeout=timeout, **kwargs)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if not dist.is_initialized():
+        return
+    # After an exception the peers may be gone, and NCCL would wait for them: let the process end instead.
+    if hasattr(sys, "last_value") and "nccl" in dist.get_backend():
+        return
+    dist.destroy_process_group()
+
+
+def _fresh_store(rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Torchrun's store under a prefix that all ranks of this attempt, and no others, agree on.
+
+    Every rank but 0 says hello under a name made up for this attempt. Rank 0 numbers the attempt, answers each name
+    with the number, and waits until all ranks have acknowledged it. A hello that a dead predecessor left behind is
+    answered too, but nobody acknowledges for it.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        shared = TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    except dist.DistNetworkError as error:
+        raise PeerError(
+            f"rank {rank}: the launcher's store at {address}:{port} did not answer within {timeout.total_seconds():g} s; "
+            f"is the launcher on that host alive, and the port reachable? ({error})"
+        ) from error
+    store = PrefixStore("gemini/rendezvous", shared)
+    number = _gather_attempt(store, world_size, timeout) if rank == 0 else _join_attempt(store, rank, timeout)
+    return PrefixStore(f"gemini/attempt-{number}", shared)
+
+
+def _gather_attempt(store: Store, world_size: int, timeout: timedelta) -> str:
+    number = str(store.add("attempts", 1))
+    pending = set(range(1, world_size))
+    answered: dict[int, str] = {}
+    end, pause = time.monotonic() + timeout.total_seconds(), 0.001
+    while pending:
+        for rank in sorted(pending):
+            if store.check([f"acknowledged/{number}/{rank}"]):
+                pending.discard(rank)
+            elif store.check([f"hello/{rank}"]):
+                name = store.get(f"hello/{rank}").decode()
+                if answered.get(rank) != name:
+                    answered[rank] = name
+                    store.set(f"answer/{name}", number)
+        if pending and time.monotonic() > end:
+            raise PeerError(
+                f"{_ranks(pending)} of {world_size} did not join the process group within {timeout.total_seconds():g} s; "
+                "see the logs of those ranks, or allow more time (timeout)"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return number
+
+
+def _join_attempt(store: Store, rank: int, timeout: timedelta) -> str:
+    name = uuid.uuid4().hex
+    store.set(f"hello/{rank}", name)
+    if not _await(store, [f"answer/{name}"], timeout.total_seconds()):
+        raise PeerError(
+            f"rank 0 did not answer rank {rank} within {timeout.total_seconds():g} s, so there is no process group; "
+            "see the log of rank 0, or allow more time (timeout)"
+        )
+    number = store.get(f"answer/{name}").decode()
+    store.delete_key(f"answer/{name}")
+    store.set(f"acknowledged/{number}/{rank}", "")
+    return number
+
+
+def _await(store: Store, keys: Sequence[str], seconds: float) -> bool:
+    """Wait until all ``keys`` are set; False if that takes more than ``seconds``."""
+    end = time.monotonic() + seconds
+    while not store.check(list(keys)):
+        left = end - time.monotonic()
+        if left <= 0:
+            return False
+        try:
+            store.wait(list(keys), timedelta(seconds=min(left, _SLICE)))
+        except dist.DistStoreError:
+            continue  # the slice is over
+    return True
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    names = sorted(ranks)
+    return f"rank{'s' * (len(names) > 1)} {', '.join(map(str, names))}"
+
+
+@dataclass
+class _Board:
+    """Where the ranks of one process group say that they have arrived, before they enter a collective together.
+
+    The collective itself could only time out, after the group's 30 minutes, and not say who was missing.
+    """
+
+    group: object
+    store: Store
+    meetings: int = field(default=0)
+
+    def meet(self, rank: int, world_size: int, seconds: float) -> None:
+        """Return on every rank once all have come, or raise the same PeerError on every rank that has."""
+        meeting = self.meetings
+        self.meetings += 1
+        here = [f"{meeting}/here/{other}" for other in range(world_size)]
+        verdict = f"{meeting}/verdict"
+        self.store.set(here[rank], "")
+        if rank == 0:
+            missing = [] if _await(self.store, here, seconds) else [r for r, key in enumerate(here) if not self.store.check([key])]
+            text = f"{_ranks(missing)} of {world_size} did not answer within {seconds:g} s; see the logs of those ranks" if missing else ""
+            self.store.set(verdict, text)
+        # Whoever came before rank 0 gives it the full time too, counted from its arrival.
+        elif not (_await(self.store, [here[0]], seconds) and _await(self.store, [verdict], seconds + _SLICE)):
+            raise PeerError(f"rank 0 of {world_size} did not answer within {seconds:g} s; see the log of that rank")
+        text = self.store.get(verdict).decode()
+        if text:
+            raise PeerError(text)
+
+
+_current: _Board | None = None
+
+
+def _use_board(board: _Board) -> _Board:
+    global _current
+    _current = board
+    return board
+
+
+def _board() -> _Board:
+    """The board of the present default group."""
+    group = dist.group.WORLD
+    if _current is not None and _current.group is group:
+        return _current
+    # Somebody else's group, perhaps on a store with keys of an attempt before: agree on a name that was never used.
+    name = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name, src=0)
+    return _use_board(_Board(group, PrefixStore(f"gemini/{name[0]}", dist.distributed_c10d._get_default_store())))
+
+
+def exchange(obj: T, timeout: float = 60.0) -> list[T]:
+    """Give ``obj`` to all ranks of the default process group, and take theirs.
+
+    Collective: all ranks call it, in the same order. Objects are pickled. Without a group the result is ``[obj]``.
+
+    Args:
+        obj: anything that can be pickled.
+        timeout: seconds to wait for the other ranks.
+
+    Returns:
+        The objects of all ranks, in rank order.
+
+    Raises:
+        PeerError: some ranks did not come in time, or were lost during the exchange; the message names them if known.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [obj]
+    return [pickle.loads(blob) for blob in _exchange_bytes(pickle.dumps(obj), timeout)]
+
+
+def _exchange_bytes(blob: bytes, timeout: float) -> list[bytes]:
+    world_size = dist.get_world_size()
+    gathered: list[Any] = [None] * world_size
+    try:
+        _board().meet(dist.get_rank(), world_size, timeout)
+        dist.all_gather_object(gathered, blob)
+    except RuntimeError as error:  # what torch makes of a lost connection, and of its own timeout
+        raise PeerError(f"another rank was lost while the ranks exchanged what they know; see the logs of the others ({error})") from error
+    return gathered
+
+
+@dataclass(frozen=True)
+class _Result(Generic[T]):
+    value: T
+
+
+@dataclass(frozen=True)
+class _Failure:
+    classes: tuple[str, ...]  # names of the error's class and its bases, nearest first, as far as they are this package's
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        # Only classes that every rank has: all must raise the same.
+        classes = tuple(kind.__name__ for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind)
+        return cls(classes, str(error) if classes else f"{type(error).__name__}: {error}")
+
+
+def _common_error(failures: dict[int, _Failure]) -> GeminiError:
+    said = defaultdict[str, list[int]](list)
+    for rank, failure in failures.items():
+        said[failure.text].append(rank)
+    classes = failures[min(failures)].classes
+    kind: type[GeminiError] = getattr(errors, classes[0]) if classes else GeminiError
+    return kind("; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in said.items()))
+
+
+def exchange_or_raise(fn: Callable[[], T], timeout: float = 60.0) -> list[T]:
+    """Call ``fn`` on every rank; return all results in rank order, or raise the same error on every rank.
+
+    Collective, as :func:`exchange`. In a world of one rank ``fn``'s own exception passes.
+
+    Raises:
+        GeminiError: ``fn`` failed somewhere. The class is that of the lowest failed rank (its nearest base among this
+            package's errors), the text names the ranks and what each of them said.
+        PeerError: as :func:`exchange`.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [fn()]
+    cause: Exception | None = None
+    try:
+        blob = pickle.dumps(_Result(fn()))
+    except Exception as error:
+        cause = error
+        blob = pickle.dumps(_Failure.of(error))
+    outcomes: list[_Result[T] | _Failure] = [pickle.loads(each) for each in _exchange_bytes(blob, timeout)]
+    failures = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)}
+    if failures:
+        raise _common_error(failures) from cause
+    return [outcome.value for outcome in outcomes if isinstance(outcome, _Result)]
+
+
+def open_store(host: str, port: int) -> TCPStore:
+    """Serve a key-value store on ``host:port`` from a thread of this process, for as long as the result is kept.
+
+    It is the head of a rendezvous that is to survive the loss of any training host
+    (``--rdzv-backend=c10d --rdzv-endpoint=HOST:PORT --rdzv-conf=is_host=0``). Whoever reaches it can write to it.
+
+    Args:
+        host: name or address of the interface to listen on; 0.0.0.0 or :: for all.
+        port: TCP port; 0 for any free one (see ``.port`` of the result).
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port} ({error}); give an address of this machine and a free port") from error
+    port = listener.getsockname()[1]
+    # torch would listen on all interfaces, whatever the host: hand it our socket instead.
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
