@@ -99,8 +99,12 @@ def describe(placement: Mapping[str, Sequence[str]], domains: Mapping[str, str] 
     if replicas == 1:
         return f"{hosts} hosts, 1 replica: a lost process is survived, a lost host is not; replicas=2 would survive any single one."
     text = f"{hosts} hosts, {replicas} replicas, {_count_parts(hosts, replicas)}. The loss of any {_hosts(replicas - 1)} is survived"
-    text += "".join(f"; {_hosts(lost)} at once {_chance(survival_probability(placement, lost))}" for lost in _risky(hosts, replicas)) + "."
-    return f"{text} {_describe_domains(placement, domains)}" if domains else text
+    for lost in range(replicas, max(replicas + 1, min(replicas + 3, hosts))):
+        probability = survival_probability(placement, lost)
+        text += f"; {_hosts(lost)} at once {_chance(probability)}"
+        if not probability:
+            break
+    return f"{text}. {_describe_domains(placement, domains)}" if domains else f"{text}."
 
 
 def _check(hosts: Sequence[str], replicas: int, domains: Mapping[str, str]) -> None:
@@ -208,10 +212,6 @@ def _minimal(sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
 
 
 # -- words ----------------------------------------------------------------------------------------
-
-
-def _risky(hosts: int, replicas: int) -> range:
-    return range(replicas, max(replicas + 1, min(replicas + 3, hosts)))
 
 
 def _count_parts(hosts: int, replicas: int) -> str:
