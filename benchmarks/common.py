@@ -1,0 +1,287 @@
+"""What the benchmarks share: the machine's description, clean starts of ranks, the noise guard, the report.
+
+Nothing here imports torch: the parent process of a benchmark only starts others, reads clocks and writes files.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+MARK = "GEMINI_BENCH_MARK"  # every process of one trial carries this variable, daemons included: that is how they are found again
+_TICK = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+# --------------------------------------------------------------------------- the machine
+
+
+def hardware() -> dict[str, Any]:
+    """Cores, memory, kernel: what a reader needs in order to compare two reports."""
+    model = next((line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown")
+    memory = int(_meminfo()["MemTotal"] / 2**30 + 0.5)
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": memory,
+        "kernel": platform.release(),
+        "huge_pages": Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip(),
+        "network": "loopback",
+    }
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Installed version of each package, ``missing`` where there is none."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "missing"
+    return found
+
+
+def revision() -> str:
+    """The checkout's commit, with a plus sign where files differ from it."""
+    try:
+        commit, changed = _git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain", "-uno")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + ("+" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=HERE, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines()
+
+
+def _meminfo() -> dict[str, int]:
+    """/proc/meminfo in bytes."""
+    table = (line.split(":") for line in _lines("/proc/meminfo"))
+    return {name: int(value.split()[0]) * 1024 for name, value in table}
+
+
+# --------------------------------------------------------------------------- processes of one trial
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def marked(mark: str) -> list[int]:
+    """Process ids of everything that was started, directly or not, under ``mark``."""
+    needle = f"{MARK}={mark}".encode()
+    found = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        try:
+            environ = Path(entry.path, "environ").read_bytes()
+        except OSError:  # gone meanwhile, or another user's
+            continue
+        if needle in environ.split(b"\0"):
+            found.append(int(entry.name))
+    return found
+
+
+def end_marked(mark: str, patience: float = 5.0) -> list[str]:
+    """Give what is left of a trial ``patience`` seconds to end, then kill it; returns the commands that had to be killed."""
+    until = time.monotonic() + patience
+    while (left := marked(mark)) and time.monotonic() < until:
+        time.sleep(0.05)
+    names = []
+    for pid in left:
+        try:
+            names.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:120])
+            os.kill(pid, signal.SIGKILL)
+        except (OSError, ProcessLookupError):
+            continue
+    return names
+
+
+class TrialError(RuntimeError):
+    """A trial's process failed or was late; the text holds the end of its output."""
+
+
+def run_ranks(
+    argv: Sequence[str], *, world: int, mark: str, timeout: float, env: Mapping[str, str] | None = None, folder: Path | None = None
+) -> None:
+    """Run ``argv`` as ``world`` ranks with one torch thread each and wait for all of them.
+
+    The ranks find each other by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; their output goes to files.
+
+    Raises:
+        TrialError: a rank ended with an error or did not end within ``timeout`` seconds; the others were killed.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as logs:
+        shared = {**os.environ, **one_thread(), **(env or {}), MARK: mark, "WORLD_SIZE": str(world), "MASTER_PORT": str(free_port())}
+        ranks = []
+        for rank in range(world):
+            own = {**shared, "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+            with open(Path(logs, str(rank)), "wb") as log:
+                ranks.append(subprocess.Popen(argv, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT))
+        problem = _wait_all(ranks, timeout)
+        if problem is not None:
+            rank, how = problem
+            output = Path(logs, str(rank)).read_text(errors="replace").strip()[-3000:]
+            raise TrialError(f"rank {rank} {how}\n{output}")
+
+
+def _wait_all(ranks: Sequence[subprocess.Popen[bytes]], timeout: float) -> tuple[int, str] | None:
+    """Wait until all have ended; at the first that fails or is late, kill the rest and return which one and how."""
+    until = time.monotonic() + timeout
+    problem = None
+    while problem is None and any(rank.poll() is None for rank in ranks):
+        time.sleep(0.05)
+        problem = _failed(ranks)
+        if problem is None and time.monotonic() > until:
+            problem = next(((i, f"was not done after {timeout:.0f} s") for i, rank in enumerate(ranks) if rank.poll() is None), None)
+    problem = problem or _failed(ranks)
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.kill()
+        rank.wait()
+    return problem
+
+
+def _failed(ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[int, str] | None:
+    return next(((i, f"ended with {rank.returncode}") for i, rank in enumerate(ranks) if rank.poll() not in (None, 0)), None)
+
+
+def one_thread() -> dict[str, str]:
+    """Environment that keeps every numeric library of a rank on one core."""
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+
+
+# --------------------------------------------------------------------------- processor time, fresh memory, held memory
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Counters at one moment; subtract two of them."""
+
+    at: float  # seconds, monotonic clock
+    busy: float  # processor seconds of the whole machine in user and kernel mode, interrupts left out
+    stolen: float  # processor seconds taken by the hypervisor
+    per_process: Mapping[int, float] = field(repr=False)  # processor seconds of each process of the trial, reaped children included
+    faults: Mapping[int, int] = field(repr=False)  # pages freshly mapped by each process of the trial, reaped children included
+    huge: int = 0  # huge pages handed out by the whole machine
+
+    @classmethod
+    def now(cls, mark: str) -> Usage:
+        cpu = [int(x) / _TICK for x in _lines("/proc/stat")[0].split()[1:]]
+        seconds: dict[int, float] = {}
+        faults: dict[int, int] = {}
+        for pid in marked(mark):
+            try:
+                stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            seconds[pid] = sum(int(x) for x in stat[11:15]) / _TICK
+            faults[pid] = int(stat[7]) + int(stat[8])
+        huge = next((int(line.split()[1]) for line in _lines("/proc/vmstat") if line.startswith("thp_fault_alloc ")), 0)
+        return cls(time.monotonic(), cpu[0] + cpu[1] + cpu[2], cpu[7] if len(cpu) > 7 else 0.0, seconds, faults, huge)
+
+    def foreign_since(self, before: Usage) -> float:
+        """Share of the machine that other programs took, or the hypervisor, between two moments: 0 is a quiet machine."""
+        ours = sum(value - before.per_process.get(pid, 0.0) for pid, value in self.per_process.items())
+        other = max(0.0, self.busy - before.busy - ours) + self.stolen - before.stolen
+        return other / max(1e-9, (self.at - before.at) * len(os.sched_getaffinity(0)))
+
+    def fresh_since(self, before: Usage) -> int:
+        """Bytes of memory that the kernel handed to the trial's processes between two moments.
+
+        A buffer of the size of the state that is allocated anew shows up here in full; one that is reused does not.
+        Blind to pages of files (tmpfs included) that are written and not mapped.
+        """
+        pages = sum(value - before.faults.get(pid, 0) for pid, value in self.faults.items())
+        return pages * _PAGE + (self.huge - before.huge) * 2 * 2**20
+
+
+def held_memory(mark: str) -> int:
+    """Bytes of RAM the trial holds: private memory of its processes, plus all shared memory and tmpfs of the machine.
+
+    Memory that nobody maps at the moment (a memfd, a file in /dev/shm) belongs to no process; the machine's total has it.
+    """
+    private = 0
+    for pid in marked(mark):
+        try:
+            rollup = _lines(f"/proc/{pid}/smaps_rollup")
+        except OSError:
+            continue
+        private += sum(int(line.split()[1]) for line in rollup if line.startswith("Pss_Anon:")) * 1024
+    return private + _meminfo()["Shmem"]
+
+
+def wait_until_quiet(limit: float, patience: float) -> float:
+    """Wait until other programs use at most ``limit`` of the machine; returns the last share seen, after ``patience`` seconds at most."""
+    until = time.monotonic() + patience
+    while True:
+        before = Usage.now("none of ours")
+        time.sleep(1.0)
+        share = Usage.now("none of ours").foreign_since(before)
+        if share <= limit or time.monotonic() > until:
+            return share
+
+
+# --------------------------------------------------------------------------- results
+
+
+def median(values: Iterable[float]) -> float | None:
+    """Median, or None of nothing."""
+    kept = list(values)
+    return statistics.median(kept) if kept else None
+
+
+def ratio(top: float | None, bottom: float | None) -> float | None:
+    """``top / bottom`` rounded to three digits; None where either is missing or the divisor is not positive."""
+    return None if top is None or bottom is None or bottom <= 0 else round(top / bottom, 3)
+
+
+def command_line() -> str:
+    """The command as a reader would type it, without this machine's paths."""
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def write_report(name: str, title: str, body: str, packages: Mapping[str, str]) -> Path:
+    """Write ``results/<date>-<name>.md``: machine, versions, command, then ``body``."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{date.today().isoformat()}-{name}.md"
+    facts = [f"- {key}: {value}" for key, value in hardware().items()]
+    facts += ["- versions: " + ", ".join(f"{key} {value}" for key, value in packages.items())]
+    facts += [f"- commit: {revision()}", f"- command: `{command_line()}`"]
+    path.write_text(f"# {title}, {date.today().isoformat()}\n\n" + "\n".join(facts) + "\n\n" + body.rstrip() + "\n")
+    return path
+
+
+def print_result(benchmark: str, results: Mapping[str, Any], ratios: Mapping[str, float | None]) -> None:
+    """The last line of a benchmark's output: one line of JSON."""
+    print(json.dumps({"benchmark": benchmark, "hardware": hardware(), "results": results, "ratios": ratios}))

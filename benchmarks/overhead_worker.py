@@ -1,0 +1,136 @@
+"""One rank of one trial of checkpoint_overhead.py: plain and saved blocks of iterations in turns, in one process.
+
+A block's iterations are timed one by one. A saved block starts with one save that is not timed; so every timed iteration
+carries exactly one save and the background work of the one before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import peers
+from common import MARK, Usage, held_memory
+from load import Load
+
+
+@dataclass
+class Block:
+    """Measurements of one block on one rank; times in seconds."""
+
+    saved: bool
+    iterations: list[float] = field(default_factory=list)
+    blocked: list[float] = field(default_factory=list)  # of those, how long the training thread stood still
+    called: dict[int, float] = field(default_factory=dict)  # step -> monotonic time of the call that saves it
+    completed: dict[int, float] = field(default_factory=dict)  # step -> monotonic time at which its copies were complete
+    foreign: float = 0.0  # share of the machine that other programs took (rank 0 knows)
+    fresh: int = 0  # bytes the kernel handed to all processes of the trial (rank 0 knows)
+    held: int = 0  # bytes of RAM all processes of the trial hold together at its end (rank 0 knows)
+
+
+@dataclass
+class Plan:
+    """How many blocks of how many timed iterations; the same for all rows of one size."""
+
+    megabytes: int
+    tokens: int
+    pairs: int
+    plain: int
+    saved: int
+    warm: int = 3
+
+
+class Trial:
+    """Drives one adapter through ``plan``."""
+
+    def __init__(self, row: str, plan: Plan, folder: Path) -> None:
+        self.plan = plan
+        self.mark = os.environ[MARK]
+        self.first = dist.get_rank() == 0
+        self.load = Load(plan.megabytes * 10**6, plan.tokens, seed=0 if peers.ROWS[row].same_state else dist.get_rank())
+        self.peer = peers.build(row)
+        self.folder = folder
+        self.step = 0
+
+    def run(self) -> list[Block]:
+        """Plain block, (saved block, plain block) x pairs; warm-up before either kind."""
+        for _ in range(2):
+            self._iterate(None)
+        blocks = [self._block(self.plan.plain, saved=False)]
+        self.peer.setup(self.load, self.folder)
+        for _ in range(self.plan.warm):
+            blocks.append(self._block(1, saved=True))
+        warm = len(blocks)
+        for _ in range(self.plan.pairs):
+            blocks.append(self._block(self.plan.saved, saved=True))
+            blocks.append(self._block(self.plan.plain, saved=False))
+        self.peer.close()
+        return [blocks[0], *blocks[warm:]]
+
+    def _iterate(self, block: Block | None) -> None:
+        """One optimizer step; with a block whose rows are saved, a snapshot at its end."""
+        begin = time.perf_counter()
+        self.load.gradients()
+        reached = time.perf_counter()
+        if block is not None and block.saved:
+            self.peer.before_update()
+        waited = time.perf_counter() - reached
+        self.load.update()
+        self.step += 1
+        ended = time.perf_counter()
+        if block is not None and block.saved:
+            block.called[self.step] = time.monotonic()
+            self.peer.save(self.step)
+        now = time.perf_counter()
+        if block is not None:
+            block.iterations.append(now - begin)
+            block.blocked.append(waited + now - ended if block.saved else 0.0)
+
+    def _block(self, count: int, saved: bool) -> Block:
+        block = Block(saved)
+        if saved:
+            self._iterate(block)  # only so that the first timed iteration has a snapshot before it
+            block.iterations.clear()
+            block.blocked.clear()
+        dist.barrier()
+        before = Usage.now(self.mark) if self.first else None
+        for _ in range(count):
+            self._iterate(block)
+        if before is not None:
+            after = Usage.now(self.mark)
+            block.foreign, block.fresh = after.foreign_since(before), after.fresh_since(before)
+            block.held = held_memory(self.mark)
+        if saved:
+            self.peer.wait_complete()
+            block.completed = {step: at for step, at in self.peer.completed.items() if step in block.called}
+        dist.barrier()
+        return block
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("row", choices=peers.ROWS)
+    parser.add_argument("plan", type=json.loads)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("output", type=Path)
+    arguments = parser.parse_args()
+    faulthandler.dump_traceback_later(float(os.environ.get("GEMINI_BENCH_DUMP_AFTER", "300")))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    blocks = Trial(arguments.row, Plan(**arguments.plan), arguments.folder).run()
+    Path(arguments.output, f"{dist.get_rank()}.json").write_text(json.dumps([asdict(block) for block in blocks]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""One adapter per way of keeping a training state, behind one small interface.
+
+A row of the benchmark is the name of an adapter in ``ROWS``. Adapters import what they measure when they are built, so a
+package that is not installed costs only its own row.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from load import Load
+
+
+class Peer(Protocol):
+    """What the benchmark asks of every adapter. All calls come from the training thread."""
+
+    completed: dict[int, float]
+    """Step -> monotonic time at which its copies were complete; filled from any thread."""
+
+    def setup(self, load: Load, folder: Path) -> None:
+        """Get ready for ``load``; ``folder`` is an empty folder in memory (tmpfs) shared by the ranks."""
+
+    def save(self, step: int) -> None:
+        """Take the state after ``step`` updates; returns as soon as training may go on."""
+
+    def before_update(self) -> None:
+        """Called just before the optimizer changes the state."""
+
+    def wait_complete(self) -> None:
+        """Return when everything saved so far is complete, or has been given up."""
+
+    def close(self) -> None:
+        """Release everything."""
+
+
+class Adapter:
+    """Defaults for adapters that need no call before the update."""
+
+    def __init__(self) -> None:
+        self.completed: dict[int, float] = {}
+
+    def before_update(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the report."""
+
+    title: str
+    target: str  # "module:class" below this package
+    copies: str  # where the copies of one rank's state end up, the training's own tensors not counted; empty: none
+    same_state: bool = False  # whether the ranks hold equal state, as under plain data parallelism
+    quick: bool = False  # whether it starts fast enough for --quick
+    own_loop: bool = False  # whether the row drives the training itself (Lightning)
+    options: tuple[tuple[str, object], ...] = ()
+
+
+ROWS = {
+    "none": Row("no checkpoint", "nothing:Nothing", "", quick=True),
+    "floor": Row("physical floor", "floor:Floor", "own RAM, peer RAM; no commit", quick=True),
+    "floor_verified": Row("physical floor + xxh3", "floor:Floor", "own RAM, peer RAM; no commit", quick=True, options=(("verify", True),)),
+    "lm_resiliency": Row("lm-resiliency", "lmr:LmResiliency", "own RAM, peer RAM (in the trainers)", quick=True),
+    "torch_dcp": Row("torch DCP async_save", "dcp:AsyncSave", "own host (tmpfs file)"),
+    "nvrx_clique": Row("NVRx local, clique", "nvrx:Clique", "own host, peer host (tmpfs files)"),
+    "dlrover": Row("DLRover flash checkpoint", "dlrover_flash:FlashCheckpoint", "own host (shared memory)"),
+}
+
+
+def build(name: str) -> Peer:
+    """Import and build the adapter of row ``name``; raises whatever its package raises."""
+    row = ROWS[name]
+    module, _, cls = row.target.partition(":")
+    make: Callable[..., Peer] = getattr(importlib.import_module(f"peers.{module}"), cls)
+    return make(**dict(row.options))
