@@ -157,13 +157,15 @@ def _write(fd: int, part: memoryview) -> None:
 
 
 def _rename(partial: Path, target: Path) -> None:
-    """Give the file its name, durably. The folder is made as late as this, and again if a `delete` took it for a left-over."""
-    _make_folder(target.parent)
-    try:
-        partial.rename(target)
-    except FileNotFoundError:
-        _make_folder(target.parent)
-        partial.rename(target)
+    """Give the file its name, durably. A `delete` elsewhere may at any time take the folder away while it is still empty."""
+    while True:
+        try:
+            _make_folder(target.parent)
+            partial.rename(target)
+            break
+        except FileNotFoundError:
+            if not partial.exists():
+                raise
     _sync_folder(target.parent)
 
 
