@@ -206,24 +206,22 @@ def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def ordinary_user() -> Iterator[None]:
-    """Root may write everywhere, so be somebody else for a while."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
+def locked_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder that this process may not write to; root may write everywhere, so it becomes somebody else for a while."""
+    folder = tmp_path / "locked"
+    folder.mkdir(mode=0o500)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
     try:
-        yield
+        yield folder
     finally:
-        os.seteuid(0)
+        os.seteuid(user)
 
 
-def test_a_folder_without_write_permission_is_named(tmp_path: Path, ordinary_user: None) -> None:
-    locked = tmp_path / "locked"
-    if os.geteuid() == os.stat(tmp_path).st_uid:
-        locked.mkdir(mode=0o500)
+def test_a_folder_without_write_permission_is_named(locked_folder: Path) -> None:
     with pytest.raises(StorageError, match="Permission denied; give this user the right to write there"):
-        LocalStorage(locked / "store").check()
+        LocalStorage(locked_folder / "store").check()
 
 
 @pytest.fixture
