@@ -58,7 +58,11 @@ class SessionSpec(_Message):
     leader: str
     resumed: Version | None
     sources: dict[int, list[str]] = {}  # who holds the resumed version of each shard
-    config: dict[str, object] = {}  # of the fault-tolerance core, as checked on every rank
+    given_up: list[Version] = []  # versions that led to failure after failure
+    replica_timeout: float = 30.0
+    hang_timeout: float | None = None
+    chunk_bytes: int = 8 * 2**20
+    storage: dict[str, object] | None = None  # StorageConfig, as checked on every rank
 
 
 # -- worker to agent (Unix socket) ----------------------------------------------------------------
@@ -75,10 +79,10 @@ class Hello(_Message):
     secret: bytes
     bind: str
     ports: tuple[int, int] | None = None
+    preferred_port: int = 0  # where the agent's predecessor listened
     memory_limit: int | None = None
     domain: str = ""
     linger: float
-    boss: int = 0  # pid of the launcher, 0 when unknown
     tls: dict[str, str] | None = None
 
 
@@ -186,11 +190,11 @@ class Leave(_Message):
 
 
 class Inject(_Message):
-    """Fault injection: damage a byte of a replica, or fill the storage tier's disk."""
+    """Fault injection (gemini_ft.faults): flip a bit in every copy of ``owner``'s shard on this host."""
 
     kind: Literal["inject"] = "inject"
-    fault: Literal["corrupt", "storage_full", "drop_peer"]
-    owner: int = 0
+    fault: Literal["corrupt"]
+    owner: int
 
 
 # -- agent to worker ------------------------------------------------------------------------------
@@ -442,6 +446,7 @@ class Rejoin(_Message):
 
     kind: Literal["rejoin"] = "rejoin"
     committed: Version | None
+    uploading: Version | None
 
 
 class HoldersChanged(_Message):
@@ -493,7 +498,7 @@ class Description(_Message):
     layout_hash: str
     data_bytes: int
     extras_bytes: int
-    chunk_bytes: int
+    extras_capacity: int
     digests: list[int]
 
 
@@ -532,4 +537,6 @@ def unpack(body: bytes | bytearray | memoryview) -> Message:
     try:
         return _adapter.validate_python(msgpack.unpackb(body, strict_map_key=False))
     except (ValidationError, ValueError, msgpack.UnpackException) as error:
-        raise PeerError(f"not a message of protocol {PROTOCOL_VERSION} ({str(error).splitlines()[0]}); both sides must run the same gemini-ft") from None
+        raise PeerError(
+            f"not a message of protocol {PROTOCOL_VERSION} ({str(error).splitlines()[0]}); both sides must run the same gemini-ft"
+        ) from None

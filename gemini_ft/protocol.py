@@ -271,6 +271,16 @@ class Host:
                 effects += [*self._reap(owner), *self._grant(owner)]
         return effects
 
+    def finish(self) -> list[Effect]:
+        """The job is done: of every shard only the last committed version is still worth its memory."""
+        effects: list[Effect] = []
+        for owner, slots in self.shards.items():
+            spare = [s for s in slots.slots.values() if not s.readers and not s.frozen and (s.version is None or s.version != slots.committed)]
+            effects += [Free(owner, slot.index) for slot in spare]
+            for slot in spare:
+                del slots.slots[slot.index]
+        return effects
+
     def reports(self) -> list[Report]:
         """Everything a ledger that lost its memory, or the way to us, needs to hear again."""
         out: list[Report] = [Skipped(owner, version, "repeated") for owner, version in self.skipped.items()]

@@ -1,0 +1,220 @@
+"""The commit, out of band: every host's agent reports to the leader's, which keeps the ledger and tells all.
+
+``Leader`` runs in one agent, beside rank 0; ``MemberLink`` in all others. Both hand decisions to their stream as
+the same messages. A connection that broke is dialled again and everything undecided is reported once more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from gemini_ft import ledger
+from gemini_ft.errors import GeminiError, PeerError
+from gemini_ft.ledger import Decision, Ledger
+from gemini_ft.messages import (
+    Aborted,
+    AllFinished,
+    Committed,
+    Failed,
+    HoldersChanged,
+    Message,
+    Proof,
+    Rejoin,
+    ReportCompleted,
+    ReportFinished,
+    ReportSkipped,
+    ReportUploaded,
+    Thawed,
+)
+from gemini_ft.protocol import Completed, Report, Skipped
+from gemini_ft.transport.tcp import Address, Connection, dial
+from gemini_ft.versions import Version
+
+_TICK = 0.25  # seconds between looks at who is late
+
+
+class Stream(Protocol):
+    """What both sides ask of the stream they serve."""
+
+    def on_decision(self, message: Message) -> None: ...
+
+    def rejoin_reports(self) -> list[Message]: ...
+
+    async def write_manifest(self, version: Version, records: dict[int, str]) -> None: ...
+
+    def log(self, text: str) -> None: ...
+
+
+def as_message(report: Report) -> Message:
+    """A protocol report, on the wire."""
+    if isinstance(report, Skipped):
+        return ReportSkipped(owner=report.owner, version=report.version, reason=report.reason)
+    return ReportCompleted(owner=report.owner, host=report.host, version=report.version, layout=report.layout, digest=report.digest)
+
+
+class Leader:
+    """Keeps the ledger, and the connections of the other hosts."""
+
+    def __init__(self, stream: Stream, book: Ledger, world_size: int) -> None:
+        self._stream, self.book, self._world_size = stream, book, world_size
+        self._members: set[Connection] = set()
+        self._finished: set[int] = set()
+        self._tasks: set[asyncio.Task[None]] = {asyncio.get_running_loop().create_task(self._tick())}
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for member in list(self._members):
+            member.abort("the session is over")
+
+    def join(self, connection: Connection) -> MemberPort:
+        self._members.add(connection)
+        return MemberPort(self, connection)
+
+    def leave(self, connection: Connection) -> None:
+        self._members.discard(connection)
+
+    def take(self, message: Message) -> None:
+        """A report, from another host or our own."""
+        now = time.monotonic()
+        if isinstance(message, ReportCompleted):
+            report = Completed(message.owner, message.host, message.version, message.layout, message.digest)
+            self._apply(self.book.report(report, now))
+        elif isinstance(message, ReportSkipped):
+            self._apply(self.book.report(Skipped(message.owner, message.version, message.reason), now))
+        elif isinstance(message, ReportUploaded):
+            outcome = (
+                self.book.upload_over(message.version, message.error)
+                if message.error
+                else self.book.uploaded(message.owner, message.version, message.record)
+            )
+            self._apply(outcome)
+        elif isinstance(message, Rejoin):
+            self.book.rejoin(message.committed)
+            self._settle_upload(message.uploading)
+        elif isinstance(message, ReportFinished):
+            self._finished.add(message.rank)
+            if len(self._finished) == self._world_size:
+                self._tell(AllFinished())
+        else:
+            raise PeerError(f"{message.kind!r} is not a report")
+
+    def _settle_upload(self, theirs: Version | None) -> None:
+        """One side was restarted in the middle of an upload: it cannot become whole any more."""
+        if self.book.uploading is not None and theirs != self.book.uploading:
+            self._apply(self.book.upload_over(self.book.uploading, "an agent was restarted during the upload"))
+        if theirs is not None and theirs != self.book.uploading:
+            self._tell(Thawed(version=theirs, error="the leader's agent was restarted during the upload"))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK)
+            self._apply(self.book.tick(time.monotonic()))
+
+    def _apply(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            if isinstance(decision, ledger.Manifest):
+                task = asyncio.get_running_loop().create_task(self._manifest(decision))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            else:
+                self._tell(_announcement(decision))
+
+    async def _manifest(self, decision: ledger.Manifest) -> None:
+        error = ""
+        try:
+            await self._stream.write_manifest(decision.version, dict(decision.records))
+        except GeminiError as failure:
+            error = str(failure)
+        self._apply(self.book.upload_over(decision.version, error))
+
+    def _tell(self, message: Message) -> None:
+        for member in list(self._members):
+            member.send(message)
+        self._stream.on_decision(message)
+
+
+def _announcement(decision: Decision) -> Message:
+    match decision:
+        case ledger.Commit(version, freeze, digest_at):
+            return Committed(iteration=version.iteration, freeze=freeze, digest_at=digest_at)
+        case ledger.Abort(version, reason):
+            return Aborted(iteration=version.iteration, reason=reason)
+        case ledger.Holders(epoch, excluded, newly):
+            return HoldersChanged(epoch=epoch, excluded=sorted(excluded), newly=sorted(newly))
+        case ledger.Thaw(version, error):
+            return Thawed(version=version, error=error)
+        case ledger.Fatal(error, text):
+            return Failed(error=error, text=text, fatal=True)
+    raise AssertionError(decision)
+
+
+class MemberPort:
+    """The leader's end of another host's connection."""
+
+    def __init__(self, leader: Leader, connection: Connection) -> None:
+        self._leader, self._connection = leader, connection
+
+    def on_message(self, message: Message) -> memoryview | None:
+        self._leader.take(message)
+        return None
+
+    def on_bytes(self, message: Message) -> None:
+        raise PeerError("raw bytes on a reporting connection")
+
+    def on_lost(self, reason: str) -> None:
+        self._leader.leave(self._connection)
+
+
+class MemberLink:
+    """Another host's end: reports go out, decisions come in."""
+
+    def __init__(self, stream: Stream, address: Address, claims: Proof, secret: Callable[[], bytes], tls: dict[str, str] | None) -> None:
+        self._stream, self._address, self._claims, self._secret, self._tls = stream, address, claims, secret, tls
+        self._connection: Connection | None = None
+        self._finished: set[int] = set()
+        self._lost = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def close(self) -> None:
+        self._task.cancel()
+        if self._connection is not None:
+            self._connection.abort("the session is over")
+
+    def take(self, message: Message) -> None:
+        """Report now, or with everything else once the leader is reached again."""
+        if isinstance(message, ReportFinished):
+            self._finished.add(message.rank)
+        if self._connection is not None:
+            self._connection.send(message)
+
+    def on_message(self, message: Message) -> memoryview | None:
+        self._stream.on_decision(message)
+        return None
+
+    def on_bytes(self, message: Message) -> None:
+        raise PeerError("raw bytes on a reporting connection")
+
+    def on_lost(self, reason: str) -> None:
+        self._connection = None
+        self._lost.set()
+
+    async def _run(self) -> None:
+        delay = 0.05
+        while True:
+            try:
+                self._connection = await dial(self._address, self._claims, self._secret(), self, self._tls)
+            except GeminiError as error:
+                if delay == 0.05:
+                    self._stream.log(f"leader: {error}")
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, 2.0)
+                continue
+            delay = 0.05
+            self._lost.clear()
+            for message in [*self._stream.rejoin_reports(), *(ReportFinished(rank=rank) for rank in self._finished)]:
+                self._connection.send(message)
+            await self._lost.wait()

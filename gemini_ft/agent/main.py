@@ -1,0 +1,307 @@
+"""The host agent: owns the memory that outlives the workers. ``python -m gemini_ft.agent.main --run R --host H``.
+
+It never imports torch. It ends when the job has finished, when it is told to leave, or when no worker has been
+connected for ``linger`` seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+
+from gemini_ft.agent.lifecycle import machine_id, socket_name
+from gemini_ft.agent.memory import Budget, SlotMemory
+from gemini_ft.agent.stream import Stream
+from gemini_ft.agent.watch import HangDetector
+from gemini_ft.agent.workers import Desk, WorkerConnection
+from gemini_ft.errors import AgentError, CorruptDataError, MemoryBudgetError, SecretError, SupersededError
+from gemini_ft.messages import (
+    PROTOCOL_VERSION,
+    Adopt,
+    Chunk,
+    Copied,
+    GetInventory,
+    GetStatus,
+    GiveUp,
+    Goodbye,
+    Hello,
+    HostInfo,
+    Inject,
+    Inventory,
+    Leave,
+    Map,
+    Mapped,
+    Message,
+    Opened,
+    OpenSession,
+    Progress,
+    Proof,
+    Request,
+    Reserve,
+    Status,
+    Welcome,
+)
+from gemini_ft.transport.tcp import Connection, Handler, listen
+from gemini_ft.transport.wire import fingerprint
+from gemini_ft.versions import Incarnation
+
+_TICK = 0.2  # seconds between looks at hangs and at whether to leave
+
+
+class Agent:
+    """Everything one host keeps for one run."""
+
+    def __init__(self, run: str, host: str) -> None:
+        self.run, self.host = run, host
+        self.secret = b""
+        self.tls: dict[str, str] | None = None
+        self.budget = Budget(None)
+        self.streams: dict[str, Stream] = {}
+        self._workers: set[WorkerConnection] = set()
+        self._hangs: dict[WorkerConnection, HangDetector] = {}
+        self._domain = ""
+        self._linger = 1800.0
+        self._idle_since = time.monotonic()
+        self._leaving = asyncio.Event()
+        self._asked_to_leave = False
+        self._server: asyncio.Server | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._known: Incarnation | None = None
+
+    def log(self, text: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Until it is time to leave."""
+        desk = Desk(self, listener)
+        self.log(f"agent {os.getpid()} of run {self.run!r} on host {self.host!r}; may hold {self.budget.limit:,} bytes")
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._leaving.set)
+        while not self._leaving.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._leaving.wait(), _TICK)
+            self._kill_hanging()
+            if self._may_leave():
+                break
+        desk.close()
+        for stream in self.streams.values():
+            stream.close_session()
+        self.log("leaving")
+
+    def _may_leave(self) -> bool:
+        if any(w.alive and w.rank >= 0 for w in self._workers):
+            self._idle_since = time.monotonic()
+            return self._asked_to_leave and not self._uploading()
+        finished = bool(self.streams) and all(stream.finished for stream in self.streams.values())
+        done = self._asked_to_leave or finished or time.monotonic() - self._idle_since > self._linger
+        return done and not self._uploading()
+
+    def _uploading(self) -> bool:
+        return any(stream.uploading for stream in self.streams.values())
+
+    def _kill_hanging(self) -> None:
+        now = time.monotonic()
+        for worker, detector in list(self._hangs.items()):
+            silent = detector.hangs(now)
+            if silent is not None and worker.alive:
+                self.log(
+                    f"rank {worker.rank} (pid {worker.pid}) made no progress for {silent:.1f} s (hang_timeout {detector.patience:.1f} s): killing it"
+                )
+                del self._hangs[worker]
+                worker.kill()
+
+    # -- Office
+
+    def on_worker_message(self, worker: WorkerConnection, message: Message, fds: list[int]) -> None:
+        """One message from a worker, in order."""
+        match message:
+            case Hello():
+                self._hello(worker, message)
+            case GetStatus():
+                worker.send(Status(document=self._status()))
+            case Leave():
+                self._asked_to_leave = True
+            case _ if not worker.stream:
+                raise AgentError(f"{message.kind!r} before hello")
+            case Adopt():
+                self._adopt(worker, fds)
+            case GetInventory():
+                stream = self._stream(worker)
+                worker.send(Inventory(slots=stream.inventory(), given_up=sorted(stream.given_up)))
+            case OpenSession(spec=spec, readopt=readopt):
+                worker.incarnation = spec.incarnation
+                if self._known is None or spec.incarnation > self._known:
+                    self._known = spec.incarnation
+                self._stream(worker).open(spec, readopt)
+                self._hangs[worker] = HangDetector(spec.hang_timeout)
+                worker.send(Opened())
+            case Map():
+                self._map(worker, message)
+            case Goodbye(finished=finished):
+                self._goodbye(worker, finished)
+            case _:
+                self._session_message(worker, message)
+
+    def _session_message(self, worker: WorkerConnection, message: Message) -> None:
+        stream = self._stream(worker)
+        if stream.spec is None or worker.incarnation != stream.spec.incarnation:
+            current = stream.spec.incarnation if stream.spec is not None else "none"
+            raise SupersededError(f"incarnation {worker.incarnation} is over, {current} has taken over; this process must stop")
+        match message:
+            case Reserve():
+                stream.reserve(worker, message)
+            case Request():
+                stream.on_request(worker, message)
+            case Chunk(iteration=iteration, index=index, offset=offset, nbytes=nbytes, digest=digest):
+                stream.on_chunk(worker, iteration, index, offset, nbytes, digest)
+            case Copied():
+                stream.on_copied(worker, message)
+            case GiveUp():
+                stream.on_give_up(worker, message)
+            case Progress(suspended=suspended):
+                if worker in self._hangs:
+                    self._hangs[worker].progress(time.monotonic(), suspended)
+            case Inject():
+                stream.inject(message)
+            case _:
+                raise AgentError(f"{message.kind!r} is not for an agent")
+
+    def on_worker_dead(self, worker: WorkerConnection) -> None:
+        self._workers.discard(worker)
+        self._hangs.pop(worker, None)
+        if worker.stream:
+            self.log(f"rank {worker.rank} (pid {worker.pid}) is gone")
+            self.streams[worker.stream].worker_lost(worker)
+
+    def on_worker_hung_up(self, worker: WorkerConnection) -> None:
+        self._hangs.pop(worker, None)
+        if not worker.stream:  # somebody who only asked for the status
+            self._workers.discard(worker)
+            worker.close()
+
+    # -- answers
+
+    def _stream(self, worker: WorkerConnection) -> Stream:
+        return self.streams[worker.stream]
+
+    def _hello(self, worker: WorkerConnection, hello: Hello) -> None:
+        if hello.protocol != PROTOCOL_VERSION:
+            raise AgentError(
+                f"this agent speaks protocol {PROTOCOL_VERSION}, the worker {hello.protocol}: another gemini-ft started it; "
+                f"end it with `gemini leave --run-id {self.run}` or wait until it has gone"
+            )
+        if self.secret and hello.secret and hello.secret != self.secret and any(w.alive and w.stream for w in self._workers):
+            raise SecretError(
+                f"the agent of run {self.run!r} has secret {fingerprint(self.secret)}, rank {hello.rank} brings {fingerprint(hello.secret)}; "
+                "give all workers of a run the same GEMINI_SECRET_FILE"
+            )
+        self.secret = hello.secret or self.secret or secrets.token_bytes(32)
+        self.tls, self._domain, self._linger = hello.tls, hello.domain, hello.linger
+        if hello.memory_limit is not None:
+            self.budget.limit, self.budget.stated = hello.memory_limit, True
+        worker.rank, worker.stream = hello.rank, hello.stream
+        self._workers.add(worker)
+        self._asked_to_leave = False
+        self.streams.setdefault(hello.stream, Stream(hello.stream, self))
+        asyncio.get_running_loop().create_task(self._welcome(worker, hello))
+
+    async def _welcome(self, worker: WorkerConnection, hello: Hello) -> None:
+        if self._listening is None:
+            self._listening = asyncio.get_running_loop().create_task(self._listen(hello))
+        await self._listening
+        assert self._server is not None
+        address = self._server.sockets[0].getsockname()[:2]
+        info = HostInfo(
+            host=self.host,
+            machine=machine_id(),
+            address=address,
+            known=self._known,
+            fingerprint=fingerprint(self.secret),
+            memory_limit=self.budget.limit,
+            memory_used=self.budget.used,
+            domain=self._domain,
+        )
+        stream = self._stream(worker)
+        worker.send(Welcome(info=info, secret=self.secret, pid=os.getpid(), failures=stream.failures, finished=stream.finished))
+
+    async def _listen(self, hello: Hello) -> None:
+        self._server = await listen(hello.bind, hello.ports, lambda: self.secret, self._accept, self.log, self.tls, hello.preferred_port)
+
+    def _accept(self, connection: Connection, proof: Proof) -> Handler:
+        if proof.run != self.run or proof.stream not in self.streams:
+            raise AgentError(f"host {proof.host!r} asks for stream {proof.stream!r} of run {proof.run!r}; this agent serves {self.run!r}")
+        return self.streams[proof.stream].accept(connection, proof)
+
+    def _adopt(self, worker: WorkerConnection, fds: list[int]) -> None:
+        for fd in fds:
+            try:
+                memory = SlotMemory.adopt(fd)
+                self.streams.setdefault(memory.shape.stream, Stream(memory.shape.stream, self)).adopt(memory)
+            except (CorruptDataError, MemoryBudgetError, OSError, ValueError) as error:
+                self.log(f"a slot could not be adopted: {error}")
+                os.close(fd)
+
+    def _map(self, worker: WorkerConnection, message: Map) -> None:
+        stream = self._stream(worker)
+        for (owner, _), memory in stream.memory.items():
+            if owner == message.owner and memory.version == message.version:
+                mapped = Mapped(data_offset=memory.shape.data_offset, data_bytes=memory.shape.data_bytes, extras_bytes=memory.extras_bytes)
+                worker.send(mapped, (memory.fd,))
+                return
+        raise AgentError(f"host {self.host} has no copy of rank {message.owner}'s shard of {message.version} any more")
+
+    def _goodbye(self, worker: WorkerConnection, finished: bool) -> None:
+        self._hangs.pop(worker, None)
+        if finished:
+            self._stream(worker).on_finished(worker.rank)
+        else:
+            self._asked_to_leave = True
+
+    def _status(self) -> str:
+        document = {
+            "run": self.run,
+            "host": self.host,
+            "pid": os.getpid(),
+            "memory": {"limit": self.budget.limit, "used": self.budget.used},
+            "workers": {w.rank: w.pid for w in self._workers if w.alive and w.rank >= 0},
+            "streams": {name: stream.status() for name, stream in self.streams.items()},
+        }
+        return json.dumps(document)
+
+
+def _bind(run: str, host: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    listener.bind(socket_name(run, host))
+    listener.listen(256)
+    return listener
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the agent; 0 also when another agent of this run is already there."""
+    parser = argparse.ArgumentParser(prog="gemini agent", description="Own the snapshot memory of one host and run.")
+    parser.add_argument("--run", required=True, help="run id")
+    parser.add_argument("--host", required=True, help="host id")
+    options = parser.parse_args(argv)
+    try:
+        listener = _bind(options.run, options.host)
+    except OSError:
+        return 0
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the workers; they say goodbye
+
+    async def run() -> None:
+        await Agent(options.run, options.host).serve(listener)
+
+    asyncio.run(run())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

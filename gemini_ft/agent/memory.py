@@ -1,0 +1,272 @@
+"""Memory that outlives the worker: sealed memfds that describe themselves, under one budget.
+
+A slot's memfd, front to back:
+
+    header    4096 bytes   magic, length, msgpack map with the identity, xxh3_64 of the map
+    digests   8 bytes per chunk, little endian xxh3_64, in chunk order
+    layout    the shard's layout, as gemini_ft.layout writes it
+    data      page aligned; the shard's tensor bytes, then its extras
+
+Only the agent writes the first three; a worker writes data. An agent that takes the memfd over from a worker
+finds everything it needs in the header, so its predecessor's death loses nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+
+import msgpack
+import psutil
+import xxhash
+
+from gemini_ft.errors import CorruptDataError, MemoryBudgetError
+from gemini_ft.versions import Incarnation, Version
+
+_MAGIC = b"GEMINIFT"
+FORMAT = 1
+_HEADER_BYTES = 4096
+_PAGE = 2 * 2**20  # data starts on a huge-page border, so that the kernel may use huge pages for it
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MADV_POPULATE_WRITE = 23
+_MADV_DONTFORK = 10
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+@dataclass(frozen=True)
+class SlotShape:
+    """What a slot was made for. Sizes in bytes."""
+
+    run: str
+    stream: str
+    owner: int
+    world_size: int
+    layout_hash: str
+    layout: bytes
+    data_bytes: int
+    extras_capacity: int
+    chunk_bytes: int
+
+    @property
+    def capacity(self) -> int:
+        return self.data_bytes + self.extras_capacity
+
+    @property
+    def max_chunks(self) -> int:
+        # extras are cut apart from the tensors, so both ends may have a short chunk
+        return -(-self.data_bytes // self.chunk_bytes) + -(-self.extras_capacity // self.chunk_bytes)
+
+    @property
+    def layout_offset(self) -> int:
+        return _HEADER_BYTES + 8 * self.max_chunks
+
+    @property
+    def data_offset(self) -> int:
+        return _round_up(self.layout_offset + len(self.layout), _PAGE)
+
+    @property
+    def total(self) -> int:
+        return self.data_offset + max(1, self.capacity)
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def address_of(memory: mmap.mmap) -> int:
+    """Where a writable mapping starts."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def populate(memory: mmap.mmap, start: int, length: int) -> None:
+    """Fault pages in ahead of time (a fresh page costs 4-5x the copy into it); releases the interpreter lock."""
+    base = address_of(memory)
+    first = start // mmap.PAGESIZE * mmap.PAGESIZE
+    for offset in range(first, start + length, 64 * 2**20):
+        _libc.madvise(base + offset, min(64 * 2**20, start + length - offset), _MADV_POPULATE_WRITE)
+
+
+def keep_from_children(memory: mmap.mmap) -> None:
+    """A forked child (a data loader) must neither inherit nor copy the mapping."""
+    _libc.madvise(address_of(memory), len(memory), _MADV_DONTFORK)
+
+
+class SlotMemory:
+    """One slot's memfd, mapped."""
+
+    def __init__(self, shape: SlotShape, fd: int) -> None:
+        self.shape = shape
+        self.fd = fd
+        self.memory = mmap.mmap(fd, shape.total)
+        self._view = memoryview(self.memory)
+        self.version: Version | None = None
+        self.extras_bytes = 0
+        self.chunks: dict[int, tuple[int, int, int]] = {}  # index -> (offset, nbytes, digest) of what is laid down
+        self.completed_at = 0.0
+
+    @classmethod
+    def create(cls, shape: SlotShape) -> SlotMemory:
+        """Make a sealed memfd: a client that truncated it would kill every process that maps it."""
+        fd = os.memfd_create(f"gemini:{shape.stream}:{shape.owner}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, shape.total)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        slot = cls(shape, fd)
+        slot._view[shape.layout_offset : shape.layout_offset + len(shape.layout)] = shape.layout
+        slot.clear()
+        return slot
+
+    @classmethod
+    def adopt(cls, fd: int) -> SlotMemory:
+        """Take over a memfd another agent made.
+
+        Raises:
+            CorruptDataError: the header is not whole, or of another format.
+        """
+        with mmap.mmap(fd, _HEADER_BYTES, prot=mmap.PROT_READ) as head:
+            fields = _read_header(head[:])
+            layout_at, layout_len = fields["layout_offset"], fields["layout_bytes"]
+        layout = os.pread(fd, layout_len, layout_at)
+        names = ("run", "stream", "owner", "world_size", "layout_hash", "data_bytes", "extras_capacity", "chunk_bytes")
+        slot = cls(SlotShape(layout=layout, **{name: fields[name] for name in names}), fd)
+        if fields["version"] is not None:
+            (number, nonce), iteration = fields["version"]
+            slot._load(Version(Incarnation(number, nonce), iteration), fields["extras_bytes"], fields["completed_at"])
+        return slot
+
+    def _load(self, version: Version, extras_bytes: int, completed_at: float) -> None:
+        self.version, self.extras_bytes, self.completed_at = version, extras_bytes, completed_at
+        for index, (offset, nbytes) in enumerate(self.cuts(extras_bytes)):
+            at = _HEADER_BYTES + 8 * index
+            self.chunks[index] = (offset, nbytes, struct.unpack_from("<Q", self._view, at)[0])
+
+    def cuts(self, extras_bytes: int) -> list[tuple[int, int]]:
+        """(offset, nbytes) of every chunk: the tensors' first, then the extras'."""
+        step, data = self.shape.chunk_bytes, self.shape.data_bytes
+        ends = [(0, data), (data, data + extras_bytes)]
+        return [(at, min(step, stop - at)) for start, stop in ends for at in range(start, stop, step)]
+
+    def data(self, offset: int, nbytes: int) -> memoryview:
+        start = self.shape.data_offset + offset
+        return self._view[start : start + nbytes]
+
+    def clear(self) -> None:
+        """What is in the slot is worth nothing (from now on, and after a crash as well)."""
+        self.version, self.extras_bytes, self.chunks = None, 0, {}
+        self._write_header()
+
+    def put_chunk(self, index: int, offset: int, nbytes: int, digest: int) -> None:
+        self.chunks[index] = (offset, nbytes, digest)
+        struct.pack_into("<Q", self._view, _HEADER_BYTES + 8 * index, digest)
+
+    def finish(self, version: Version, extras_bytes: int) -> bool:
+        """Give the slot its identity, if every chunk is there."""
+        cuts = self.cuts(extras_bytes)
+        if any(self.chunks.get(i, (0, 0, 0))[:2] != cut for i, cut in enumerate(cuts)):
+            return False
+        self.version, self.extras_bytes, self.completed_at = version, extras_bytes, time.time()
+        self._write_header()
+        return True
+
+    def damaged(self) -> list[int]:
+        """Check every chunk against its digest; returns the indices that do not match."""
+        return [i for i, (at, n, digest) in self.chunks.items() if xxhash.xxh3_64_intdigest(self.data(at, n)) != digest]
+
+    def _write_header(self) -> None:
+        shape = self.shape
+        fields = {
+            "format": FORMAT,
+            "run": shape.run,
+            "stream": shape.stream,
+            "owner": shape.owner,
+            "world_size": shape.world_size,
+            "layout_hash": shape.layout_hash,
+            "layout_offset": shape.layout_offset,
+            "layout_bytes": len(shape.layout),
+            "data_bytes": shape.data_bytes,
+            "extras_capacity": shape.extras_capacity,
+            "chunk_bytes": shape.chunk_bytes,
+            "version": self.version,
+            "extras_bytes": self.extras_bytes,
+            "completed_at": self.completed_at,
+        }
+        body = msgpack.packb(fields)
+        head = _MAGIC + struct.pack("<I", len(body)) + body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+        self._view[: len(head)] = head
+
+    @property
+    def age(self) -> float:
+        """Seconds since the slot was completed."""
+        return max(0.0, time.time() - self.completed_at)
+
+    def close(self) -> None:
+        self._view.release()
+        with contextlib.suppress(BufferError):  # a reader still has a view: the mapping goes with it
+            self.memory.close()
+        os.close(self.fd)
+
+
+def _read_header(raw: bytes) -> dict[str, object]:
+    if raw[:8] != _MAGIC:
+        raise CorruptDataError("a slot's header has no magic number; it was not made by gemini-ft")
+    (length,) = struct.unpack_from("<I", raw, 8)
+    body, digest = raw[12 : 12 + length], raw[12 + length : 20 + length]
+    if len(digest) != 8 or xxhash.xxh3_64_intdigest(body) != struct.unpack("<Q", digest)[0]:
+        raise CorruptDataError("a slot's header does not match its checksum; the slot is ignored")
+    fields: dict[str, object] = msgpack.unpackb(body)
+    if fields["format"] != FORMAT:
+        raise CorruptDataError(f"a slot has format {fields['format']}, this gemini-ft reads format {FORMAT}; use the version that wrote it")
+    return fields
+
+
+def available_memory() -> int:
+    """Bytes this process could still take: the host's, or what its cgroup leaves."""
+    return min([psutil.virtual_memory().available, *_cgroup_headroom()])
+
+
+def _cgroup_headroom() -> list[int]:
+    found = []
+    for limit_path, used_path in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError), open(limit_path) as limit, open(used_path) as used:
+            found.append(max(0, int(limit.read()) - int(used.read())))
+    return found
+
+
+class Budget:
+    """How many bytes of slots this host may hold. One owner: the agent."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit if limit is not None else int(0.6 * available_memory())
+        self.stated = limit is not None
+        self.used = 0
+
+    def take(self, nbytes: int, what: str) -> None:
+        """Count ``nbytes`` in.
+
+        Raises:
+            MemoryBudgetError: they do not fit; the text has the numbers and the way out.
+        """
+        if self.used + nbytes > self.limit:
+            source = "memory_limit" if self.stated else "60 % of the memory available when the agent started"
+            raise MemoryBudgetError(
+                f"{what} needs {nbytes:,} bytes; this host's agent may hold {self.limit:,} ({source}) and holds {self.used:,}. "
+                "Raise memory_limit (GEMINI_MEMORY_LIMIT), lower replicas, or use more hosts."
+            )
+        if nbytes > available_memory():
+            raise MemoryBudgetError(
+                f"{what} needs {nbytes:,} bytes; only {available_memory():,} are available on this host. Lower replicas, or use more hosts."
+            )
+        self.used += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        self.used -= nbytes

@@ -1,0 +1,347 @@
+"""Shards on their way to a peer (``Link``) and from one (``Receiver``), on top of transport.tcp.
+
+A chunk is sent as soon as the worker has copied it, several are in flight, and each is verified on arrival;
+a damaged one is asked for again. A connection that breaks is dialled again and the newest version starts over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import xxhash
+
+from gemini_ft.agent.memory import SlotMemory, SlotShape
+from gemini_ft.errors import GeminiError, PeerError
+from gemini_ft.messages import Ack, Begin, Chunk, Drop, End, Message, Offer, Proof, Ready, Refused, Resend
+from gemini_ft.transport.tcp import Address, Connection, dial
+from gemini_ft.versions import Version
+
+_IN_FLIGHT = 4  # chunks handed to the kernel's queue ahead of the wire
+_MAX_RESENDS = 8  # damaged chunks of one shard before its sender gives up
+
+
+@dataclass
+class Outgoing:
+    """One shard on its way to one peer."""
+
+    owner: int
+    version: Version
+    slot: int
+    memory: SlotMemory
+    end: End | None = None  # known once the worker has copied everything
+    cursor: int = 0
+    begun: bool = False
+    end_sent: bool = False
+    cancelled: bool = False
+    drop_sent: bool = False
+    resend: deque[int] = field(default_factory=deque)
+    resends: int = 0
+
+    def restart(self) -> None:
+        self.cursor, self.begun, self.end_sent = 0, False, False
+        self.resend.clear()
+
+
+class LinkOwner(Protocol):
+    """What a link asks of its stream."""
+
+    def committed_of(self, owner: int) -> Version | None: ...
+
+    def send_over(self, out: Outgoing, peer: str) -> None:
+        """Nothing refers to ``out``'s slot any more."""
+
+    def peer_refused(self, peer: str, text: str) -> None: ...
+
+    def log(self, text: str) -> None: ...
+
+
+class Link:
+    """Everything this host sends to one peer, over one connection that is dialled for as long as there is something to send."""
+
+    def __init__(
+        self, owner: LinkOwner, peer: str, address: Address, claims: Proof, secret: Callable[[], bytes], tls: dict[str, str] | None
+    ) -> None:
+        self._owner, self.peer, self._address, self._claims, self._secret, self._tls = owner, peer, address, claims, secret, tls
+        self._active: list[Outgoing] = []
+        self._rooms: dict[int, SlotShape] = {}  # owner -> what the peer has been offered room for
+        self._ready: set[int] = set()
+        self._connection: Connection | None = None
+        self._wake = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def send(self, out: Outgoing) -> None:
+        self._active.append(out)
+        self._wake.set()
+
+    def chunk_ready(self) -> None:
+        self._wake.set()
+
+    def copied(self, owner: int, version: Version, end: End) -> None:
+        for out in self._active:
+            if out.owner == owner and out.version == version:
+                out.end = end
+        self._wake.set()
+
+    def cancel(self, owner: int, version: Version) -> None:
+        for out in self._active:
+            if out.owner == owner and out.version == version:
+                out.cancelled = True
+        self._wake.set()
+
+    def close(self) -> None:
+        """Stop for good; every slot is let go."""
+        self._task.cancel()
+        if self._connection is not None:
+            self._connection.abort("the session is over")
+        for out in list(self._active):
+            self._over(out)
+
+    # -- Handler
+
+    def on_message(self, message: Message) -> memoryview | None:
+        if isinstance(message, Ready):
+            self._ready.add(message.owner)
+        elif isinstance(message, Refused):
+            self._owner.peer_refused(self.peer, message.text)
+            for out in [o for o in self._active if o.owner == message.owner]:
+                self._over(out)
+        elif isinstance(message, Ack | Resend):
+            for out in [o for o in self._active if (o.owner, o.version.iteration) == (message.owner, message.iteration)]:
+                self._answered(out, message)
+        else:
+            raise PeerError(f"host {self.peer} sent {message.kind!r} on a replication connection")
+        self._wake.set()
+        return None
+
+    def on_bytes(self, message: Message) -> None:
+        raise PeerError(f"host {self.peer} sent raw bytes on a connection that only sends")
+
+    def on_lost(self, reason: str) -> None:
+        self._connection = None
+        for out in [o for o in self._active if o.cancelled]:
+            self._over(out)
+        if self._active:
+            self._owner.log(f"replication to host {self.peer} broke off: {reason}; dialling again")
+        self._wake.set()
+
+    # -- inside
+
+    def _answered(self, out: Outgoing, message: Ack | Resend) -> None:
+        if isinstance(message, Ack):
+            if message.ok or out.drop_sent:
+                self._over(out)
+            return
+        out.resends += 1
+        if out.resends > _MAX_RESENDS and not message.restart:
+            self._owner.log(
+                f"host {self.peer} received damaged chunks {_MAX_RESENDS} times for rank {out.owner}: giving this shard up; check its network"
+            )
+            out.cancelled = True
+        elif message.restart:
+            out.restart()
+        else:
+            out.resend.extend(message.chunks)
+            out.end_sent = False
+
+    def _over(self, out: Outgoing) -> None:
+        if out in self._active:
+            self._active.remove(out)
+            self._owner.send_over(out, self.peer)
+
+    async def _run(self) -> None:
+        delay = 0.05
+        while True:
+            await self._something_to_send()
+            try:
+                connection = await dial(self._address, self._claims, self._secret(), self, self._tls)
+            except GeminiError as error:
+                if delay == 0.05:
+                    self._owner.log(f"host {self.peer}: {error}")
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, 2.0)
+                for out in [o for o in self._active if o.cancelled]:
+                    self._over(out)
+                continue
+            delay = 0.05
+            self._connection = connection
+            self._rooms.clear()
+            self._ready.clear()
+            for out in self._active:
+                out.restart()
+            await self._pump(connection)
+
+    async def _something_to_send(self) -> None:
+        while not self._active:
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def _pump(self, connection: Connection) -> None:
+        while not connection.closed.is_set():
+            if any([self._advance(out, connection) for out in list(self._active)]):
+                await connection.flushed(_IN_FLIGHT)
+            else:
+                self._wake.clear()
+                await self._wake.wait()
+
+    def _advance(self, out: Outgoing, connection: Connection) -> bool:
+        """Queue the next frame of one shard; False when it has to wait."""
+        shape = out.memory.shape
+        if out.cancelled:
+            return self._withdraw(out, connection)
+        if self._rooms.get(out.owner) != shape:
+            self._rooms[out.owner] = shape
+            self._ready.discard(out.owner)
+            connection.send(
+                Offer(
+                    owner=out.owner,
+                    layout=shape.layout,
+                    layout_hash=shape.layout_hash,
+                    data_bytes=shape.data_bytes,
+                    extras_capacity=shape.extras_capacity,
+                )
+            )
+            return True
+        if out.owner not in self._ready:
+            return False
+        if not out.begun:
+            out.begun = True
+            connection.send(Begin(owner=out.owner, iteration=out.version.iteration, committed=self._owner.committed_of(out.owner)))
+        return self._send_chunk(out, connection)
+
+    def _send_chunk(self, out: Outgoing, connection: Connection) -> bool:
+        if out.resend:
+            index = out.resend.popleft()
+        elif out.cursor in out.memory.chunks:
+            index = out.cursor
+            out.cursor += 1
+        elif out.end is not None and not out.end_sent and out.cursor >= out.end.chunks:
+            out.end_sent = True
+            connection.send(out.end)
+            return True
+        else:
+            return False
+        offset, nbytes, digest = out.memory.chunks[index]
+        chunk = Chunk(owner=out.owner, iteration=out.version.iteration, index=index, offset=offset, nbytes=nbytes, digest=digest)
+        connection.send(chunk, (out.memory.fd, out.memory.shape.data_offset + offset, nbytes) if nbytes else None)
+        return True
+
+    def _withdraw(self, out: Outgoing, connection: Connection) -> bool:
+        if out.drop_sent:
+            return False
+        if not out.begun:
+            self._over(out)
+            return True
+        out.drop_sent = True
+        connection.send(Drop(owner=out.owner, iteration=out.version.iteration))
+        return True
+
+
+class ReceiverOwner(Protocol):
+    """What a receiver asks of its stream."""
+
+    async def make_room(self, offer: Offer) -> None: ...
+
+    def begin_receive(self, owner: int, iteration: int, committed: Version | None) -> SlotMemory | None: ...
+
+    def end_receive(self, end: End) -> bool: ...
+
+    def fail_receive(self, owner: int, iteration: int) -> None: ...
+
+    def holds(self, owner: int, iteration: int) -> bool: ...
+
+    def log(self, text: str) -> None: ...
+
+
+class Receiver:
+    """Everything one peer sends to this host."""
+
+    def __init__(self, owner: ReceiverOwner, connection: Connection, host: str) -> None:
+        self._owner, self._connection, self.host = owner, connection, host
+        self._open: dict[int, tuple[int, SlotMemory | None]] = {}  # owner -> (iteration, its memory; None: bytes are thrown away)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def on_message(self, message: Message) -> memoryview | None:
+        if isinstance(message, Chunk):
+            return self._target(message)
+        if isinstance(message, Offer):
+            task = asyncio.get_running_loop().create_task(self._answer(message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif isinstance(message, Begin):
+            self._begin(message)
+        elif isinstance(message, End):
+            self._end(message)
+        elif isinstance(message, Drop):
+            self._abandon(message.owner, message.iteration)
+            self._connection.send(Ack(owner=message.owner, iteration=message.iteration, ok=False))
+        else:
+            raise PeerError(f"host {self.host} sent {message.kind!r} on a replication connection")
+        return None
+
+    def on_bytes(self, message: Message) -> None:
+        assert isinstance(message, Chunk)
+        memory = self._memory(message.owner, message.iteration)
+        if memory is None:
+            return
+        if xxhash.xxh3_64_intdigest(memory.data(message.offset, message.nbytes)) == message.digest:
+            memory.put_chunk(message.index, message.offset, message.nbytes, message.digest)
+            return
+        self._owner.log(f"chunk {message.index} of rank {message.owner} from host {self.host} arrived damaged; asking again")
+        self._connection.send(Resend(owner=message.owner, iteration=message.iteration, chunks=[message.index]))
+
+    def on_lost(self, reason: str) -> None:
+        for owner, (iteration, memory) in list(self._open.items()):
+            if memory is not None:
+                self._owner.fail_receive(owner, iteration)
+        self._open.clear()
+
+    async def _answer(self, offer: Offer) -> None:
+        try:
+            await self._owner.make_room(offer)
+        except GeminiError as error:
+            self._connection.send(Refused(owner=offer.owner, text=str(error)))
+        else:
+            self._connection.send(Ready(owner=offer.owner))
+
+    def _memory(self, owner: int, iteration: int) -> SlotMemory | None:
+        now, memory = self._open.get(owner, (-1, None))
+        return memory if now == iteration else None
+
+    def _target(self, chunk: Chunk) -> memoryview | None:
+        memory = self._memory(chunk.owner, chunk.iteration)
+        if memory is None:
+            return None
+        shape = memory.shape
+        if not (
+            0 <= chunk.index < shape.max_chunks and 0 <= chunk.offset and 0 < chunk.nbytes and chunk.offset + chunk.nbytes <= shape.capacity
+        ):
+            raise PeerError(
+                f"host {self.host} sent chunk {chunk.index} at {chunk.offset}+{chunk.nbytes}, outside the shard's {shape.capacity} bytes"
+            )
+        return memory.data(chunk.offset, chunk.nbytes)
+
+    def _begin(self, begin: Begin) -> None:
+        memory = self._owner.begin_receive(begin.owner, begin.iteration, begin.committed)
+        self._open[begin.owner] = (begin.iteration, memory)
+        if memory is None and not self._owner.holds(begin.owner, begin.iteration):
+            loop = asyncio.get_running_loop()
+            restart = Resend(owner=begin.owner, iteration=begin.iteration, chunks=[], restart=True)
+            loop.call_later(0.05, self._connection.send, restart)
+
+    def _end(self, end: End) -> None:
+        if self._owner.holds(end.owner, end.iteration):
+            self._connection.send(Ack(owner=end.owner, iteration=end.iteration, ok=True))
+            return
+        memory = self._memory(end.owner, end.iteration)
+        if memory is not None and self._owner.end_receive(end):
+            del self._open[end.owner]
+            self._connection.send(Ack(owner=end.owner, iteration=end.iteration, ok=True))
+
+    def _abandon(self, owner: int, iteration: int) -> None:
+        if self._memory(owner, iteration) is not None:
+            self._owner.fail_receive(owner, iteration)
+            del self._open[owner]

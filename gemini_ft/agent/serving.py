@@ -1,0 +1,169 @@
+"""Complete shards, read by others: a restarted worker's recovery, or an agent that rebuilds a lost replica."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from gemini_ft.agent.memory import SlotMemory
+from gemini_ft.errors import GeminiError, PeerError
+from gemini_ft.layout import Layout
+from gemini_ft.messages import Data, Describe, Description, Failed, Fetch, Message, Offer, SessionSpec
+from gemini_ft.transport.tcp import Connection, dial
+from gemini_ft.versions import Version
+
+if TYPE_CHECKING:
+    from gemini_ft.agent.stream import AgentServices, Stream
+
+
+class Fetcher:
+    """Serves one reader. The slot it reads is pinned until the reader hangs up."""
+
+    def __init__(self, stream: Stream, connection: Connection, host: str) -> None:
+        self._stream, self._connection, self._host = stream, connection, host
+        self._held: dict[tuple[int, Version], int] = {}
+
+    @property
+    def _name(self) -> str:
+        return f"fetch:{self._host}:{self._connection.peer}"
+
+    def on_message(self, message: Message) -> memoryview | None:
+        if not isinstance(message, Fetch | Describe):
+            raise PeerError(f"host {self._host} sent {message.kind!r} on a connection for reading")
+        memory = self._pin(message.owner, message.version)
+        if memory is None:
+            text = f"host {self._stream.host.name} has no complete copy of rank {message.owner}'s shard of {message.version}"
+            self._connection.send(Failed(error="PeerError", text=text))
+        elif isinstance(message, Describe):
+            self._describe(memory)
+        else:
+            self._send(memory, message)
+        return None
+
+    def on_bytes(self, message: Message) -> None:
+        raise PeerError("raw bytes on a connection that only reads")
+
+    def on_lost(self, reason: str) -> None:
+        for (owner, _), slot in self._held.items():
+            self._stream.perform(self._stream.host.release(owner, slot, self._name))
+
+    def _pin(self, owner: int, version: Version) -> SlotMemory | None:
+        slot = self._stream.host.hold(owner, version, self._name)
+        if slot is None:
+            return None
+        self._held[owner, version] = slot.index
+        return self._stream.memory[owner, slot.index]
+
+    def _describe(self, memory: SlotMemory) -> None:
+        shape = memory.shape
+        self._connection.send(
+            Description(
+                layout=shape.layout,
+                layout_hash=shape.layout_hash,
+                data_bytes=shape.data_bytes,
+                extras_bytes=memory.extras_bytes,
+                extras_capacity=shape.extras_capacity,
+                digests=[memory.chunks[i][2] for i in range(len(memory.chunks))],
+            )
+        )
+
+    def _send(self, memory: SlotMemory, fetch: Fetch) -> None:
+        end = fetch.offset + fetch.nbytes
+        if fetch.offset < 0 or end > memory.shape.data_bytes + memory.extras_bytes:
+            raise PeerError(f"host {self._host} asked for bytes {fetch.offset}:{end}, outside the shard")
+        step = memory.shape.chunk_bytes
+        for offset in range(fetch.offset, end, step):
+            nbytes = min(step, end - offset)
+            digest = xxhash.xxh3_64_intdigest(memory.data(offset, nbytes))
+            data = Data(offset=offset, nbytes=nbytes, digest=digest)
+            self._connection.send(data, (memory.fd, memory.shape.data_offset + offset, nbytes))
+
+
+class _Copier:
+    """Receives one shard from a peer into a slot."""
+
+    def __init__(self) -> None:
+        self.memory: SlotMemory | None = None
+        self.inbox: asyncio.Queue[Message | str] = asyncio.Queue()
+
+    def on_message(self, message: Message) -> memoryview | None:
+        if isinstance(message, Data) and self.memory is not None:
+            return self.memory.data(message.offset, message.nbytes)
+        self.inbox.put_nowait(message)
+        return None
+
+    def on_bytes(self, message: Message) -> None:
+        self.inbox.put_nowait(message)
+
+    def on_lost(self, reason: str) -> None:
+        self.inbox.put_nowait(reason)
+
+
+async def rebuild(stream: Stream, spec: SessionSpec, agent: AgentServices) -> None:
+    """After a recovery: copy the resumed version of every shard this host should hold, and does not, from a peer.
+
+    Until then a second failure would find one copy less. The next commit makes it moot, so a failure is only logged.
+    """
+    assert spec.resumed is not None
+    for owner, holders in spec.holders.items():
+        if stream.host.name not in holders or stream.host.slots(owner).complete_version(spec.resumed) is not None:
+            continue
+        for source in spec.sources.get(owner, []):
+            if source == stream.host.name:
+                continue
+            try:
+                await _copy(stream, spec, agent, owner, source)
+                stream.log(f"rebuilt rank {owner}'s replica of {spec.resumed} from host {source}")
+                break
+            except (GeminiError, OSError) as error:
+                stream.log(f"rebuilding rank {owner}'s replica from host {source} failed: {error}")
+
+
+async def _copy(stream: Stream, spec: SessionSpec, agent: AgentServices, owner: int, source: str) -> None:
+    assert spec.resumed is not None
+    copier = _Copier()
+    connection = await dial(spec.addresses[source], stream.claims("fetch"), agent.secret, copier, agent.tls)
+    try:
+        connection.send(Describe(owner=owner, version=spec.resumed))
+        about = await asyncio.wait_for(copier.inbox.get(), 30)
+        if not isinstance(about, Description):
+            raise PeerError(str(getattr(about, "text", about)))
+        await _fill(stream, spec.resumed, owner, about, copier, connection)
+    finally:
+        connection.abort("done")
+
+
+async def _fill(stream: Stream, version: Version, owner: int, about: Description, copier: _Copier, connection: Connection) -> None:
+    Layout.from_bytes(about.layout)  # refuses garbage before it is kept
+    offer = Offer(
+        owner=owner,
+        layout=about.layout,
+        layout_hash=about.layout_hash,
+        data_bytes=about.data_bytes,
+        extras_capacity=about.extras_capacity,
+    )
+    if not any(o == owner for o, _ in stream.memory):
+        await stream.make_room(offer)
+    slot = stream.host.slots(owner).begin(version) if not stream.host.slots(owner).find(version) else None
+    if slot is None:
+        return  # the owner is already writing something newer
+    memory = stream.memory[owner, slot.index]
+    memory.clear()
+    copier.memory = memory
+    try:
+        for index, (offset, nbytes) in enumerate(memory.cuts(about.extras_bytes)):
+            connection.send(Fetch(owner=owner, version=version, offset=offset, nbytes=nbytes))
+            data = await asyncio.wait_for(copier.inbox.get(), 30)
+            digest = about.digests[index]
+            if not isinstance(data, Data) or xxhash.xxh3_64_intdigest(memory.data(offset, nbytes)) != digest:
+                raise PeerError(f"chunk {index} is damaged or missing: {data}")
+            memory.put_chunk(index, offset, nbytes, digest)
+        if memory.finish(version, about.extras_bytes):
+            stream.host.slots(owner).complete(version)
+    finally:
+        if memory.version is None:
+            with contextlib.suppress(KeyError):
+                stream.perform(stream.host.receive_failed(owner, version))

@@ -1,0 +1,515 @@
+"""One stream of snapshots on one host: turns what workers and peers say into protocol events, and effects into deeds.
+
+Everything runs on the agent's event loop, so nothing here needs a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from gemini_ft.agent.leadership import Leader, MemberLink, as_message
+from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape, populate
+from gemini_ft.agent.replication import Link, Outgoing, Receiver
+from gemini_ft.agent.serving import Fetcher, rebuild
+from gemini_ft.agent.uploads import Uploader
+from gemini_ft.errors import AgentError, PeerError, SupersededError
+from gemini_ft.ledger import Cadence, Ledger
+from gemini_ft.messages import (
+    Aborted,
+    AllFinished,
+    Committed,
+    Copied,
+    Custody,
+    End,
+    Failed,
+    GiveUp,
+    Granted,
+    HoldersChanged,
+    Inject,
+    Message,
+    Notice,
+    Offer,
+    Proof,
+    Rejoin,
+    ReportFinished,
+    ReportUploaded,
+    Request,
+    Reserve,
+    Reserved,
+    SessionSpec,
+    SlotInfo,
+    Thawed,
+)
+from gemini_ft.protocol import CancelSend, Effect, Free, Grant, Host, Send, Tell, Upload, Withdraw
+from gemini_ft.slots import SlotState
+from gemini_ft.transport.tcp import Connection, Handler
+from gemini_ft.versions import Incarnation, Version
+
+_REPLICA_SLOTS = 2  # one complete, one in progress
+
+
+class WorkerPort(Protocol):
+    """The agent's end of a worker's socket."""
+
+    rank: int
+    incarnation: Incarnation | None
+
+    @property
+    def alive(self) -> bool: ...
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None: ...
+
+
+class AgentServices(Protocol):
+    """What a stream asks of its agent."""
+
+    run: str
+    host: str
+    secret: bytes
+    tls: dict[str, str] | None
+    budget: Budget
+
+    def log(self, text: str) -> None: ...
+
+
+class Stream:
+    """The shards this host owns or holds for one stream, and its share of the commit."""
+
+    def __init__(self, name: str, agent: AgentServices) -> None:
+        self.name = name
+        self._agent = agent
+        self.spec: SessionSpec | None = None
+        self.host = Host(agent.host)
+        self.memory: dict[tuple[int, int], SlotMemory] = {}  # (owner, slot) -> its memfd
+        self.workers: dict[int, WorkerPort] = {}
+        self.finished = False
+        self.failures = 0  # sessions in a row that resumed the same version and committed nothing
+        self.given_up: set[Version] = set()
+        self.excluded: list[tuple[int, str]] = []
+        self.counters = {"committed": 0, "aborted": 0, "replica_bytes": 0, "uploads": 0, "failed_uploads": 0}
+        self._progressed = True
+        self._links: dict[str, Link] = {}
+        self._incoming: set[Connection] = set()
+        self._leader: Leader | None = None
+        self._member: MemberLink | None = None
+        self._uploader: Uploader | None = None
+        self._rebuilding: asyncio.Task[None] | None = None
+
+    def log(self, text: str) -> None:
+        self._agent.log(f"[{self.name}] {text}")
+
+    # -- sessions
+
+    def inventory(self) -> list[SlotInfo]:
+        """Every complete slot here that still matches its checksums' table; bytes are verified when they are read."""
+        out = []
+        for (owner, _), memory in self.memory.items():
+            if memory.version is not None and memory.version not in self.given_up:
+                shape = memory.shape
+                out.append(
+                    SlotInfo(
+                        owner=owner,
+                        version=memory.version,
+                        world_size=shape.world_size,
+                        layout_hash=shape.layout_hash,
+                        data_bytes=shape.data_bytes,
+                        extras_bytes=memory.extras_bytes,
+                        age=memory.age,
+                    )
+                )
+        return out
+
+    def adopt(self, memory: SlotMemory) -> None:
+        """Take over a slot from before this agent's own time."""
+        owner = memory.shape.owner
+        slots = self.host.slots(owner)
+        index = max(slots.slots, default=-1) + 1
+        if memory.version is not None and any(m.version == memory.version for (o, _), m in self.memory.items() if o == owner):
+            memory.close()
+            return
+        self._agent.budget.take(memory.shape.total, f"adopting rank {owner}'s slot")
+        slots.adopt(index, memory.version)
+        self.memory[owner, index] = memory
+
+    def open(self, spec: SessionSpec, readopt: bool) -> None:
+        """Begin an incarnation.
+
+        Raises:
+            SupersededError: a newer one, or another with the same number, is already under way.
+        """
+        if self.spec is not None and spec.incarnation == self.spec.incarnation:
+            return
+        if self.spec is not None and spec.incarnation.number <= self.spec.incarnation.number:
+            raise SupersededError(
+                f"incarnation {spec.incarnation} comes after {self.spec.incarnation} began; this process belongs to the past and must stop"
+            )
+        if not readopt:
+            stuck = self.spec is not None and not self._progressed and spec.resumed == self.spec.resumed
+            self.failures = self.failures + 1 if stuck else 0
+        self.close_session()
+        self.spec, self.finished, self._progressed = spec, False, readopt
+        self.given_up.update(spec.given_up)
+        self.host.open({o: tuple(h) for o, h in spec.holders.items()}, self.host.committed if readopt else spec.resumed)
+        if not readopt:
+            self._sync_headers()
+        self._connect(spec)
+        if not readopt and spec.resumed is not None and spec.sources:
+            self._rebuilding = asyncio.get_running_loop().create_task(rebuild(self, spec, self._agent))
+        self.log(f"incarnation {spec.incarnation} of {spec.world_size} ranks, from {spec.resumed or 'nothing'}")
+
+    def close_session(self) -> None:
+        """Let go of the present incarnation's connections; memory stays."""
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        for connection in list(self._incoming):
+            connection.abort("the session is over")
+        for part in (self._leader, self._member, self._uploader):
+            if part is not None:
+                part.close()
+        self._leader = self._member = self._uploader = None
+        if self._rebuilding is not None:
+            self._rebuilding.cancel()
+
+    def _connect(self, spec: SessionSpec) -> None:
+        if spec.storage is not None:
+            self._uploader = Uploader(spec, self._agent.run, self.log)
+        if spec.leader == self.host.name:
+            cadence = None
+            if spec.storage is not None:
+                start = spec.resumed.iteration if spec.resumed else 0
+                every_steps, every_seconds = spec.storage.get("every_steps"), spec.storage.get("every_seconds")
+                cadence = Cadence(every_steps, every_seconds, start, asyncio.get_running_loop().time())  # type: ignore[arg-type]
+            book = Ledger(self.host.holders, self.host.committed, spec.replica_timeout, cadence)
+            self._leader = Leader(self, book, spec.world_size)
+        else:
+            self._member = MemberLink(self, spec.addresses[spec.leader], self.claims("report"), lambda: self._agent.secret, self._agent.tls)
+
+    def claims(self, role: str) -> Proof:
+        """What this host says of itself when it dials a peer."""
+        incarnation = self.spec.incarnation if self.spec is not None else None
+        return Proof(run=self._agent.run, stream=self.name, host=self.host.name, role=role, incarnation=incarnation, nonce=b"", mac=b"")  # type: ignore[arg-type]
+
+    def accept(self, connection: Connection, proof: Proof) -> Handler:
+        """A peer that knows the secret has connected."""
+        if proof.role == "fetch":
+            return Fetcher(self, connection, proof.host)
+        if self.spec is None or proof.incarnation != self.spec.incarnation:
+            mine = self.spec.incarnation if self.spec is not None else "none"
+            raise SupersededError(f"host {proof.host!r} speaks for incarnation {proof.incarnation}, this host is at {mine}")
+        if proof.role == "report":
+            if self._leader is None:
+                raise PeerError(f"host {self.host.name!r} does not lead this run")
+            return self._leader.join(connection)
+        self._incoming.add(connection)
+        return _Tracked(Receiver(self, connection, proof.host), lambda: self._incoming.discard(connection))
+
+    # -- workers
+
+    def reserve(self, worker: WorkerPort, message: Reserve) -> None:
+        """Give a worker the memory of its shard: the slots it had, if nobody else can still write to them."""
+        assert self.spec is not None
+        owner = worker.rank
+        shape = self._shape(owner, message.layout, message.layout_hash, message.data_bytes, message.extras_capacity)
+        count = _REPLICA_SLOTS + (self.spec.storage is not None)
+        before = self.workers.get(owner)
+        writer_gone = before is None or before is worker or not before.alive
+        self.workers[owner] = worker
+        indices = self._ensure(owner, shape, count, reuse=writer_gone)
+        fds = [self.memory[owner, index].fd for index in indices]
+        worker.send(Reserved(slots=indices, data_offset=shape.data_offset, capacity=shape.capacity), fds)
+
+    def _shape(self, owner: int, layout: bytes, layout_hash: str, data_bytes: int, extras_capacity: int) -> SlotShape:
+        assert self.spec is not None
+        return SlotShape(
+            self._agent.run, self.name, owner, self.spec.world_size, layout_hash, layout, data_bytes, extras_capacity, self.spec.chunk_bytes
+        )
+
+    def _ensure(self, owner: int, shape: SlotShape, count: int, reuse: bool) -> list[int]:
+        slots = self.host.slots(owner)
+        mine = [i for i, slot in slots.slots.items() if not slot.retired]
+        fits = [i for i in mine if self.memory[owner, i].shape == shape]
+        if reuse and len(fits) == len(mine) and fits:
+            missing = count - len(fits)
+            self._agent.budget.take(max(0, missing) * shape.total, f"rank {owner}'s shard")
+            fresh = slots.add(missing) if missing > 0 else []
+        else:
+            self._agent.budget.take(count * shape.total, f"rank {owner}'s shard ({count} slots of {shape.total:,} bytes)")
+            fresh, effects = self.host.renew(owner, count)
+            self.perform(effects)
+        for slot in fresh:
+            self.memory[owner, slot.index] = SlotMemory.create(shape)
+        return [i for i, slot in slots.slots.items() if not slot.retired]
+
+    def version(self, iteration: int) -> Version:
+        assert self.spec is not None
+        return Version(self.spec.incarnation, iteration)
+
+    def on_request(self, worker: WorkerPort, message: Request) -> None:
+        self.perform(self.host.request(worker.rank, self.version(message.iteration)))
+
+    def on_chunk(self, worker: WorkerPort, iteration: int, index: int, offset: int, nbytes: int, digest: int) -> None:
+        """The worker has copied a chunk: it may travel."""
+        memory = self._writing(worker.rank, iteration)
+        if memory is not None:
+            memory.put_chunk(index, offset, nbytes, digest)
+            for peer in self.host.holders.get(worker.rank, ())[1:]:
+                if peer in self._links:
+                    self._links[peer].chunk_ready()
+
+    def on_copied(self, worker: WorkerPort, message: Copied) -> None:
+        version, owner = self.version(message.iteration), worker.rank
+        memory = self._writing(owner, message.iteration)
+        if memory is None:
+            return
+        if not memory.finish(version, message.extras_bytes):
+            raise AgentError(f"rank {owner} declared iteration {message.iteration} copied, but chunks are missing")
+        end = End(
+            owner=owner,
+            iteration=message.iteration,
+            extras_bytes=message.extras_bytes,
+            chunks=len(memory.chunks),
+            layout=memory.shape.layout_hash,
+            digest=message.digest,
+        )
+        for link in self._links.values():
+            link.copied(owner, version, end)
+        self.perform(self.host.copied(owner, version, memory.shape.layout_hash, message.digest))
+
+    def on_give_up(self, worker: WorkerPort, message: GiveUp) -> None:
+        self.perform(self.host.give_up(worker.rank, self.version(message.iteration), message.reason))
+
+    def on_finished(self, rank: int) -> None:
+        self._report(ReportFinished(rank=rank))
+
+    def worker_lost(self, worker: WorkerPort) -> None:
+        """A worker is proven dead."""
+        if self.workers.get(worker.rank) is worker and self.spec is not None and worker.incarnation == self.spec.incarnation:
+            self.perform(self.host.worker_lost(worker.rank))
+
+    def _writing(self, owner: int, iteration: int) -> SlotMemory | None:
+        slot = self.host.slots(owner).find(self.version(iteration))
+        return self.memory[owner, slot.index] if slot is not None and slot.state is SlotState.WRITING else None
+
+    def tell_workers(self, message: Message) -> None:
+        for worker in self.workers.values():
+            if self.spec is not None and worker.incarnation == self.spec.incarnation:
+                worker.send(message)
+
+    # -- effects
+
+    def perform(self, effects: list[Effect]) -> None:
+        """Carry out what the protocol decided."""
+        self._sync_headers()
+        for effect in effects:
+            match effect:
+                case Grant(owner, slot, version):
+                    self.memory[owner, slot].clear()
+                    if owner in self.workers:
+                        self.workers[owner].send(Granted(iteration=version.iteration, slot=slot))
+                case Send(owner, slot, version, peer):
+                    self._link(peer).send(Outgoing(owner, version, slot, self.memory[owner, slot]))
+                case CancelSend(owner, version, peer):
+                    self._link(peer).cancel(owner, version)
+                case Tell(report):
+                    self._report(as_message(report))
+                case Withdraw(owner, version):
+                    if owner in self.workers:
+                        self.workers[owner].send(Aborted(iteration=version.iteration, reason="withdrawn"))
+                case Upload(owner, slot, version):
+                    self._upload(owner, slot, version)
+                case Free(owner, slot):
+                    self._free(owner, slot)
+
+    def _sync_headers(self) -> None:
+        """A slot the protocol has cleared must say so in memory too, before anybody writes to it."""
+        for owner, slots in self.host.shards.items():
+            for index, slot in slots.slots.items():
+                memory = self.memory.get((owner, index))
+                if memory is not None and memory.version is not None and slot.state is not SlotState.COMPLETE:
+                    memory.clear()
+
+    def _free(self, owner: int, slot: int) -> None:
+        memory = self.memory.pop((owner, slot))
+        self._agent.budget.give_back(memory.shape.total)
+        self._entrust(memory, drop=True)
+        memory.close()
+
+    def _link(self, peer: str) -> Link:
+        if peer not in self._links:
+            assert self.spec is not None
+            self._links[peer] = Link(
+                self, peer, self.spec.addresses[peer], self.claims("replicate"), lambda: self._agent.secret, self._agent.tls
+            )
+        return self._links[peer]
+
+    def _report(self, message: Message) -> None:
+        if self._leader is not None:
+            self._leader.take(message)
+        elif self._member is not None:
+            self._member.take(message)
+
+    def _upload(self, owner: int, slot: int, version: Version) -> None:
+        assert self._uploader is not None
+
+        def done(record: str, error: str) -> None:
+            self._report(ReportUploaded(owner=owner, version=version, record=record, error=error))
+
+        self._uploader.start(owner, self.memory[owner, slot], version, done)
+
+    # -- decisions
+
+    def on_decision(self, message: Message) -> None:
+        """The leader has decided."""
+        match message:
+            case Committed(iteration=iteration, freeze=freeze):
+                version = self.version(iteration)
+                self.counters["committed"] += 1
+                self._progressed = True
+                self.failures = 0
+                self.perform(self.host.on_commit(version, freeze))
+                self.tell_workers(message)
+            case Aborted(iteration=iteration):
+                self.counters["aborted"] += 1
+                self.perform(self.host.on_abort(self.version(iteration)))
+                self.tell_workers(message)
+            case HoldersChanged(epoch=epoch, excluded=excluded, newly=newly):
+                self._holders_changed(epoch, excluded, newly)
+            case Thawed(version=version, error=error):
+                self.counters["failed_uploads" if error else "uploads"] += 1
+                self.log(f"upload of {version}: {error or 'complete'}")
+                if self._uploader is not None:
+                    self._uploader.over()
+                self.perform(self.host.thawed(version))
+                if error:
+                    self.tell_workers(
+                        Notice(text=f"storage: the upload of {version} failed: {error}; training goes on, the next upload is tried")
+                    )
+            case Failed():
+                self.log(f"{message.error}: {message.text}")
+                self.tell_workers(message)
+            case AllFinished():
+                self.finished = True
+                self.perform(self.host.finish())
+            case _:
+                raise PeerError(f"{message.kind!r} is not a decision")
+
+    def _holders_changed(self, epoch: int, excluded: list[tuple[int, str]], newly: list[tuple[int, str]]) -> None:
+        self.excluded = excluded
+        text = f"epoch {epoch}: " + (
+            f"commits go on without {', '.join(f'host {host} (shard of rank {owner})' for owner, host in excluded)}, which did not acknowledge in time"
+            if excluded
+            else "every replica counts again"
+        )
+        self.log(text)
+        self.tell_workers(Notice(text=text))
+        for owner, peer in newly:
+            self.perform(self.host.on_exclude(owner, peer))
+
+    def rejoin_reports(self) -> list[Message]:
+        uploading = self._uploader.version if self._uploader is not None else None
+        return [Rejoin(committed=self.host.committed, uploading=uploading), *map(as_message, self.host.reports())]
+
+    async def write_manifest(self, version: Version, records: dict[int, str]) -> None:
+        assert self._uploader is not None
+        await self._uploader.write_manifest(version, records)
+
+    # -- links (LinkOwner)
+
+    def committed_of(self, owner: int) -> Version | None:
+        return self.host.slots(owner).committed
+
+    def send_over(self, out: Outgoing, peer: str) -> None:
+        self.counters["replica_bytes"] += sum(n for _, n, _ in out.memory.chunks.values())
+        self.perform(self.host.sent(out.owner, out.slot, peer))
+
+    def peer_refused(self, peer: str, text: str) -> None:
+        self.log(f"host {peer} refused a replica: {text}")
+        self.tell_workers(Failed(error="MemoryBudgetError", text=f"host {peer}: {text}", fatal=True))
+
+    # -- receivers (ReceiverOwner)
+
+    async def make_room(self, offer: Offer) -> None:
+        """Have slots for a peer's shard, their pages already faulted in."""
+        before = {i for o, i in self.memory if o == offer.owner}
+        shape = self._shape(offer.owner, offer.layout, offer.layout_hash, offer.data_bytes, offer.extras_capacity)
+        indices = self._ensure(offer.owner, shape, _REPLICA_SLOTS, reuse=True)
+        for index in indices:
+            if index not in before:
+                memory = self.memory[offer.owner, index]
+                await asyncio.to_thread(populate, memory.memory, 0, shape.total)
+                self._entrust(memory)
+
+    def _entrust(self, memory: SlotMemory, drop: bool = False) -> None:
+        """Let a local worker keep a replica's descriptor, so that it survives this agent."""
+        worker = next((w for w in self.workers.values() if w.alive), None)
+        if worker is not None and memory.shape.owner not in self.workers:
+            worker.send(Custody(key=f"{memory.shape.owner}:{id(memory)}", drop=drop), () if drop else (memory.fd,))
+
+    def begin_receive(self, owner: int, iteration: int, committed: Version | None) -> SlotMemory | None:
+        if self.host.owns(owner) or self.host.name not in self.host.holders.get(owner, ()):
+            raise PeerError(f"host {self.host.name!r} does not hold rank {owner}'s shard")
+        slot = self.host.receive(owner, self.version(iteration), committed)
+        self._sync_headers()
+        if slot is None:
+            return None
+        memory = self.memory[owner, slot.index]
+        memory.clear()
+        return memory
+
+    def end_receive(self, end: End) -> bool:
+        version = self.version(end.iteration)
+        memory = self._writing(end.owner, end.iteration)
+        if memory is None or not memory.finish(version, end.extras_bytes):
+            return False
+        self.perform(self.host.received(end.owner, version, end.layout, end.digest))
+        return True
+
+    def fail_receive(self, owner: int, iteration: int) -> None:
+        self.perform(self.host.receive_failed(owner, self.version(iteration)))
+
+    def holds(self, owner: int, iteration: int) -> bool:
+        return self.host.slots(owner).complete_version(self.version(iteration)) is not None
+
+    @property
+    def uploading(self) -> bool:
+        return self._uploader is not None and self._uploader.busy
+
+    def inject(self, message: Inject) -> None:
+        """Fault injection: damage what this host holds of a shard, as a failing memory module would."""
+        for (owner, slot), memory in self.memory.items():
+            if owner == message.owner and memory.version is not None and memory.shape.data_bytes:
+                memory.data(0, 1)[0] ^= 1
+                self.log(f"fault injection: flipped a bit of rank {owner}'s {memory.version} in slot {slot}")
+
+    def status(self) -> dict[str, object]:
+        """What ``gemini status`` shows of this stream."""
+        spec = self.spec
+        return {
+            "incarnation": str(spec.incarnation) if spec else None,
+            "world_size": spec.world_size if spec else None,
+            "leader": spec.leader if spec else None,
+            "committed": self.host.committed.iteration if self.host.committed else None,
+            "finished": self.finished,
+            "excluded": self.excluded,
+            "uploading": str(self._uploader.version) if self._uploader and self._uploader.version else None,
+            "counters": self.counters,
+            "shards": {
+                str(owner): [f"{s.state}:{s.version.iteration if s.version else '-'}" for s in slots.slots.values()]
+                for owner, slots in self.host.shards.items()
+            },
+        }
+
+
+class _Tracked:
+    """A handler whose end is noticed."""
+
+    def __init__(self, inner: Receiver, gone: Callable[[], None]) -> None:
+        self._inner, self._gone = inner, gone
+        self.on_message, self.on_bytes = inner.on_message, inner.on_bytes
+
+    def on_lost(self, reason: str) -> None:
+        self._gone()
+        self._inner.on_lost(reason)

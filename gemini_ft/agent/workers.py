@@ -1,0 +1,184 @@
+"""The Unix socket that workers of this host talk to: messages, descriptors, and proof of who lives.
+
+The socket is abstract (nothing to clean up; the first agent to bind it wins). A peer of another uid is turned away.
+A worker's death is known by its pidfd: an orphaned data loader may keep its socket open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from gemini_ft.errors import GeminiError, PeerError
+from gemini_ft.messages import Failed, Message, pack, unpack
+from gemini_ft.transport.wire import frame_length
+from gemini_ft.versions import Incarnation
+
+_READ = 256 * 1024
+_MAX_FDS = 250
+
+
+class Office(Protocol):
+    """Who answers the workers."""
+
+    def on_worker_message(self, worker: WorkerConnection, message: Message, fds: list[int]) -> None: ...
+
+    def on_worker_dead(self, worker: WorkerConnection) -> None: ...
+
+    def on_worker_hung_up(self, worker: WorkerConnection) -> None: ...
+
+    def log(self, text: str) -> None: ...
+
+
+class WorkerConnection:
+    """The agent's end of one worker's socket."""
+
+    def __init__(self, office: Office, sock: socket.socket, pid: int) -> None:
+        self.rank = -1
+        self.stream = ""
+        self.incarnation: Incarnation | None = None
+        self.pid = pid
+        self._office, self._socket = office, sock
+        self._loop = asyncio.get_running_loop()
+        self._inbox = bytearray()
+        self._fds: list[int] = []
+        self._outbox: deque[tuple[bytearray, list[int]]] = deque()
+        self._pidfd = os.pidfd_open(pid)
+        self._alive = True
+        self._connected = True
+        self._loop.add_reader(sock, self._readable)
+        self._loop.add_reader(self._pidfd, self._died)
+
+    @property
+    def alive(self) -> bool:
+        return self._alive
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Queue a message; descriptors are duplicated now, so that the caller may close its own."""
+        if self._connected:
+            self._outbox.append((bytearray(pack(message)), [os.dup(fd) for fd in fds]))
+            self._writable()
+
+    def kill(self) -> None:
+        """SIGKILL, without the risk of hitting another process that got the same pid."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        self._disconnect()
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _died(self) -> None:
+        self._alive = False
+        self._readable()  # what it said before it died still counts
+        self.close()
+        self._office.on_worker_dead(self)
+
+    def _disconnect(self) -> None:
+        if self._connected:
+            self._connected = False
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            self._socket.close()
+            for fd in [*self._fds, *(fd for _, fds in self._outbox for fd in fds)]:
+                os.close(fd)
+            self._fds, self._outbox = [], deque()
+
+    def _readable(self) -> None:
+        while self._connected:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._socket, _READ, _MAX_FDS)
+            except BlockingIOError:
+                return
+            except OSError:
+                data, fds = b"", []
+            self._fds += fds
+            if not data:
+                self._disconnect()
+                self._office.on_worker_hung_up(self)
+                return
+            self._inbox += data
+            self._parse()
+
+    def _parse(self) -> None:
+        try:
+            while len(self._inbox) >= 4:
+                length = frame_length(self._inbox[:4])
+                if len(self._inbox) < 4 + length:
+                    return
+                message = unpack(self._inbox[4 : 4 + length])
+                del self._inbox[: 4 + length]
+                self._dispatch(message)
+        except PeerError as error:
+            self._office.log(f"worker {self.pid}: {error}")
+            self._disconnect()
+
+    def _dispatch(self, message: Message) -> None:
+        fds, self._fds = self._fds, []
+        try:
+            self._office.on_worker_message(self, message, fds)
+        except GeminiError as error:
+            self.send(Failed(error=type(error).__name__, text=str(error), fatal=True))
+
+    def _writable(self) -> None:
+        self._loop.remove_writer(self._socket)
+        while self._outbox:
+            frame, fds = self._outbox[0]
+            try:
+                sent = socket.send_fds(self._socket, [frame], fds) if fds else self._socket.send(frame)
+            except BlockingIOError:
+                self._loop.add_writer(self._socket, self._writable)
+                return
+            except OSError:
+                self._disconnect()
+                return
+            for fd in fds:
+                os.close(fd)
+            fds.clear()
+            del frame[:sent]
+            if not frame:
+                self._outbox.popleft()
+
+
+class Desk:
+    """The listening socket."""
+
+    def __init__(self, office: Office, listener: socket.socket) -> None:
+        self._office, self._listener = office, listener
+        listener.setblocking(False)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(listener, self._accept)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        sock.setblocking(False)
+        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        if uid != os.getuid():
+            self._office.log(f"turned away pid {pid} of uid {uid}: this agent serves uid {os.getuid()} only")
+            sock.close()
+            return
+        try:
+            WorkerConnection(self._office, sock, pid)
+        except ProcessLookupError:
+            sock.close()

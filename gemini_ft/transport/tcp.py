@@ -1,0 +1,282 @@
+"""Asynchronous connections between agents: messages, and raw bytes straight into and out of slot memory.
+
+Receiving reads from the socket into the slot's own pages; sending hands the slot's pages to the kernel
+(``sendfile``). Neither copies in Python. That ``sendfile`` returned proves nothing about the peer: the pages
+stay referenced until the peer has acknowledged the bytes or the connection has been reset.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from gemini_ft.errors import GeminiError, PeerError, SecretError
+from gemini_ft.messages import Accepted, Challenge, Chunk, Data, Failed, Message, Proof, pack, unpack
+from gemini_ft.transport.wire import check_accepted, check_proof, frame_length, make_proof, tls_context
+
+Address = tuple[str, int]
+_HANDSHAKE_TIMEOUT = 10.0  # seconds an unknown peer may take
+_SCRATCH = bytearray(256 * 1024)  # where unwanted bytes go
+
+
+class Handler(Protocol):
+    """Who a connection talks to."""
+
+    def on_message(self, message: Message) -> memoryview | None:
+        """A message came. For one that raw bytes follow: where to put them (None: throw them away)."""
+
+    def on_bytes(self, message: Message) -> None:
+        """The raw bytes that followed ``message`` are all there."""
+
+    def on_lost(self, reason: str) -> None:
+        """The connection is closed; no byte that was sent is referenced any more."""
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One framed connection. A single writer task owns the sending side, in order."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+        self.peer = "?"
+        self.closed = asyncio.Event()
+        self._transport: asyncio.Transport | None = None
+        self._target = memoryview(bytearray(4))
+        self._filled = 0
+        self._state = "head"
+        self._message: Message | None = None
+        self._payload_left = 0
+        self._outbox: deque[tuple[bytes, tuple[int, int, int] | None]] = deque()
+        self._wake = asyncio.Event()
+        self._handed_over = asyncio.Event()
+        self._writer: asyncio.Task[None] | None = None
+        self._reason = "the peer closed the connection"
+
+    # -- asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self.peer = "{}:{}".format(*transport.get_extra_info("peername")[:2])
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._writer = asyncio.get_running_loop().create_task(self._write())
+
+    def get_buffer(self, _sizehint: int) -> memoryview:
+        return self._target[self._filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._filled += nbytes
+        if self._filled < len(self._target):
+            return
+        try:
+            getattr(self, f"_end_of_{self._state}")()
+        except GeminiError as error:
+            self.abort(str(error))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.closed.is_set():
+            return
+        self.closed.set()
+        self._handed_over.set()
+        if self._writer is not None:
+            self._writer.cancel()
+        self.handler.on_lost(self._reason if error is None else str(error))
+
+    # -- receiving
+
+    def _expect(self, state: str, target: memoryview) -> None:
+        self._state, self._target, self._filled = state, target, 0
+
+    def _end_of_head(self) -> None:
+        self._expect("body", memoryview(bytearray(frame_length(self._target))))
+
+    def _end_of_body(self) -> None:
+        message = unpack(self._target)
+        target = self.handler.on_message(message)
+        if not isinstance(message, Chunk | Data) or message.nbytes == 0:
+            self._expect("head", memoryview(bytearray(4)))
+            return
+        self._message, self._payload_left = message, message.nbytes
+        if target is not None and len(target) != message.nbytes:
+            raise PeerError(f"{self.peer} announced {message.nbytes} bytes where {len(target)} are due")
+        self._expect("payload", target if target is not None else self._scratch())
+
+    def _scratch(self) -> memoryview:
+        return memoryview(_SCRATCH)[: min(self._payload_left, len(_SCRATCH))]
+
+    def _end_of_payload(self) -> None:
+        self._payload_left -= len(self._target)
+        if self._payload_left:
+            self._expect("payload", self._scratch())
+            return
+        message, self._message = self._message, None
+        self._expect("head", memoryview(bytearray(4)))
+        if message is not None:
+            self.handler.on_bytes(message)
+
+    # -- sending
+
+    def send(self, message: Message, source: tuple[int, int, int] | None = None) -> None:
+        """Queue a message, and after it ``source`` = (descriptor, offset, nbytes) of raw bytes."""
+        if not self.closed.is_set():
+            self._outbox.append((pack(message), source))
+            self._wake.set()
+
+    @property
+    def backlog(self) -> int:
+        """Messages not handed to the kernel yet."""
+        return len(self._outbox)
+
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        transport = self._transport
+        assert transport is not None
+        try:
+            while True:
+                while not self._outbox:
+                    self._wake.clear()
+                    await self._wake.wait()
+                frame, source = self._outbox[0]
+                transport.write(frame)
+                if source is not None:
+                    fd, offset, nbytes = source
+                    with os.fdopen(os.dup(fd), "rb", buffering=0) as file:
+                        await loop.sendfile(transport, file, offset, nbytes)
+                self._outbox.popleft()
+                self._handed_over.set()
+        except (OSError, RuntimeError) as error:
+            self.abort(f"sending failed: {error}")
+
+    async def flushed(self, below: int) -> None:
+        """Wait until fewer than ``below`` messages are queued, or the connection is closed."""
+        while self.backlog >= below and not self.closed.is_set():
+            self._handed_over.clear()
+            await self._handed_over.wait()
+
+    def abort(self, reason: str) -> None:
+        """Close now and let the kernel forget what it still has to send: it refers to slot pages."""
+        self._reason = reason
+        transport = self._transport
+        if transport is None:
+            return
+        with contextlib.suppress(OSError):
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        transport.abort()
+
+
+class _Dialling:
+    """The dialling side's handshake, until the real handler takes over."""
+
+    def __init__(self) -> None:
+        self.inbox: asyncio.Queue[Message | str] = asyncio.Queue()
+
+    def on_message(self, message: Message) -> memoryview | None:
+        self.inbox.put_nowait(message)
+        return None
+
+    def on_bytes(self, message: Message) -> None:
+        raise PeerError("raw bytes during the handshake")
+
+    def on_lost(self, reason: str) -> None:
+        self.inbox.put_nowait(reason)
+
+
+async def dial(address: Address, claims: Proof, secret: bytes, handler: Handler, tls: dict[str, str] | None) -> Connection:
+    """Connect to a peer's agent and prove who we are.
+
+    Raises:
+        PeerError: nobody answers at ``address``, or not in time.
+        SecretError: the two sides have different secrets.
+    """
+    opening = _Dialling()
+    loop = asyncio.get_running_loop()
+    context = tls_context(tls, server=False) if tls else None
+    try:
+        async with asyncio.timeout(_HANDSHAKE_TIMEOUT):
+            _, connection = await loop.create_connection(lambda: Connection(opening), *address, ssl=context)
+            challenge = await opening.inbox.get()
+            if not isinstance(challenge, Challenge):
+                raise PeerError(f"the agent at {address[0]}:{address[1]} did not begin with a challenge: {challenge}")
+            proof = make_proof(secret, claims, challenge)
+            connection.send(proof)
+            answer = await opening.inbox.get()
+    except (OSError, TimeoutError) as error:
+        raise PeerError(
+            f"the agent at {address[0]}:{address[1]} does not answer ({error or 'timeout'}); is its host up, and its port open?"
+        ) from None
+    if not isinstance(answer, Accepted):
+        connection.abort("not accepted")
+        text = answer.text if isinstance(answer, Failed) else str(answer)
+        raise PeerError(f"the agent at {address[0]}:{address[1]} refused this host: {text}")
+    check_accepted(secret, answer, proof, challenge.nonce)
+    connection.handler = handler
+    return connection
+
+
+class _Greeting:
+    """The listening side's handshake."""
+
+    def __init__(self, secret: Callable[[], bytes], accept: Callable[[Connection, Proof], Handler], log: Callable[[str], None]) -> None:
+        self.connection = Connection(self)
+        self._secret, self._accept, self._log = secret, accept, log
+        self._nonce = os.urandom(16)
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def begin(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self.connection.send, Challenge(nonce=self._nonce))
+        self._deadline = loop.call_later(_HANDSHAKE_TIMEOUT, self.connection.abort, "no handshake in time")
+        return self.connection
+
+    def on_message(self, message: Message) -> memoryview | None:
+        if not isinstance(message, Proof):
+            raise PeerError(f"{self.connection.peer} began with {message.kind!r} instead of a proof")
+        try:
+            accepted = check_proof(self._secret(), message, self._nonce)
+            handler = self._accept(self.connection, message)
+        except GeminiError as error:
+            self._log(f"refused {self.connection.peer}: {error}")
+            text = "this run has another secret" if isinstance(error, SecretError) else str(error)
+            self.connection.send(Failed(error=type(error).__name__, text=text, fatal=True))
+            asyncio.get_running_loop().call_later(0.2, self.connection.abort, "refused")
+            return None
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self.connection.handler = handler
+        self.connection.send(accepted)
+        return None
+
+    def on_bytes(self, message: Message) -> None:
+        raise PeerError("raw bytes during the handshake")
+
+    def on_lost(self, reason: str) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+
+async def listen(
+    bind: str,
+    ports: tuple[int, int] | None,
+    secret: Callable[[], bytes],
+    accept: Callable[[Connection, Proof], Handler],
+    log: Callable[[str], None],
+    tls: dict[str, str] | None,
+    preferred: int = 0,
+) -> asyncio.Server:
+    """Listen on ``bind``, at ``preferred`` if it is free (an agent that was restarted keeps its address).
+
+    Raises:
+        PeerError: no port of ``ports`` is free.
+    """
+    loop = asyncio.get_running_loop()
+    context = tls_context(tls, server=True) if tls else None
+    candidates = [preferred] * bool(preferred) + (list(range(ports[0], ports[1] + 1)) if ports else [0])
+    for port in candidates:
+        with contextlib.suppress(OSError):
+            return await loop.create_server(lambda: _Greeting(secret, accept, log).begin(), bind, port, ssl=context)
+    raise PeerError(f"no port of {candidates} can be listened on at {bind}; widen port_range or free one of them")
