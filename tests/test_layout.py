@@ -42,7 +42,7 @@ def jobs(draw: st.DrawFn) -> Job:
     for index in range(draw(st.integers(0, 8))):
         dtype = draw(st.sampled_from(sorted(ITEMSIZES)))
         kind = draw(st.sampled_from(["replicated", "mesh row", "per rank"]))
-        groups = {
+        groups: dict[str, list[tuple[int, ...]]] = {
             "replicated": [tuple(range(world))],
             "mesh row": [tuple(range(row, world, rows)) for row in range(rows)],
             "per rank": [(rank,) for rank in range(world)],
