@@ -10,12 +10,14 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gemini_ft.lightning.registration import install as _register_strategies
+
 _here = Path(__file__).parent
 if not (_here / "sync").is_dir():  # a checkout: sync/ and compression/ lie beside this folder, not in it
     __path__.append(str(_here.parent))
 
 if TYPE_CHECKING:
-    from gemini_ft import errors, lightning
+    from gemini_ft import errors, lightning, pytorch_lightning
     from gemini_ft.checkpointer import Checkpointer
     from gemini_ft.config import GeminiConfig
     from gemini_ft.errors import GeminiError
@@ -31,6 +33,7 @@ __all__ = [
     "errors",
     "init_process_group",
     "lightning",
+    "pytorch_lightning",
 ]
 
 # public name -> the module that defines it; a submodule stands for itself
@@ -41,6 +44,7 @@ _LAZY = {
     "errors": "gemini_ft.errors",
     "init_process_group": "gemini_ft.rendezvous",
     "lightning": "gemini_ft.lightning",
+    "pytorch_lightning": "gemini_ft.pytorch_lightning",
 }
 
 
@@ -55,3 +59,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+_register_strategies()
