@@ -109,7 +109,7 @@ def round_trip(value: object) -> Any:
 
 def rebuilt(body: object, version: int = 1) -> bytes:
     """A blob with a right checksum around any msgpack, as an attacker would make it."""
-    packed = msgpack.packb(body)
+    packed: bytes = msgpack.packb(body)
     return b"GFX" + bytes([version]) + xxhash.xxh3_64_digest(packed) + packed
 
 

@@ -42,12 +42,12 @@ def jobs(draw: st.DrawFn) -> Job:
     for index in range(draw(st.integers(0, 8))):
         dtype = draw(st.sampled_from(sorted(ITEMSIZES)))
         kind = draw(st.sampled_from(["replicated", "mesh row", "per rank"]))
-        groups: dict[str, list[tuple[int, ...]]] = {
+        every: dict[str, list[tuple[int, ...]]] = {
             "replicated": [tuple(range(world))],
             "mesh row": [tuple(range(row, world, rows)) for row in range(rows)],
             "per rank": [(rank,) for rank in range(world)],
-        }[kind]
-        for group in groups:
+        }
+        for group in every[kind]:
             shape = draw(shapes)
             for rank in group:
                 job[rank].append(TensorSpec(f"t{index}", dtype, shape, group, "" if kind == "replicated" else kind))
