@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gemini_ft.cli import COMMANDS
 from gemini_ft.config import GeminiConfig, load_config
 from gemini_ft.placement import place, survival_probability
 
@@ -58,6 +59,12 @@ def test_make_targets_exist(page: Path) -> None:
     named = re.findall(r"^make ([a-z-]+)", "\n".join(_blocks(page, "console")), re.MULTILINE)
     named += re.findall(r"`make ([a-z-]+)`", page.read_text())
     assert set(named) <= targets
+
+
+@pages
+def test_commands_exist(page: Path) -> None:
+    fenced = "".join(_blocks(page, r"\w+"))
+    assert set(re.findall(r"(?:^|bin/|[ \[])gemini,? ([a-z]+)", fenced, re.MULTILINE)) <= set(COMMANDS)
 
 
 def test_survival_table_of_the_failure_model() -> None:
