@@ -108,9 +108,7 @@ def write_manifest(storage: Storage, manifest: Manifest) -> None:
     """
     present = set(storage.list(f"{manifest.folder}/"))
     if missing := sorted({record.key for record in manifest.shards.values()} - present):
-        raise StorageError(
-            f"{storage.url}: {manifest.folder} lacks {len(missing)} shards, first {missing[0]}; it does not become a checkpoint"
-        )
+        raise StorageError(f"{storage.url}: {missing[0]} is missing ({len(missing)} in all); without it this is no checkpoint")
     body = manifest.model_dump(mode="json")
     storage.put(f"{manifest.folder}/{_MANIFEST}", [json.dumps({**body, "xxh3": _checksum(body)}, indent=1).encode()])
 
@@ -166,7 +164,7 @@ def newest_whole(storage: Storage, run: str, stream: str, refused: Collection[st
             _log.warning("%s", error)
             continue
         if missing := sorted(record.key for record in manifest.shards.values() if record.key.rpartition("/")[2] not in files):
-            _log.warning("%s: %s lacks %s; looking for an older checkpoint", storage.url, info.folder, missing[0])
+            _log.warning("%s: %s is missing; looking for an older checkpoint", storage.url, missing[0])
             continue
         return manifest
     return None

@@ -1,0 +1,378 @@
+"""Checkpoints in storage: what exists, what is torn, which is the newest, and what retention may delete."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
+from gemini_ft.layout import TensorSpec, build_layout
+from gemini_ft.storage.base import Storage
+from gemini_ft.storage.checkpoints import (
+    Manifest,
+    apply_retention,
+    checkpoint_folder,
+    list_checkpoints,
+    newest_whole,
+    read_manifest,
+    shard_key,
+    write_manifest,
+)
+from gemini_ft.storage.local import LocalStorage
+from gemini_ft.storage.shard import StoredShard, write_shard
+from gemini_ft.versions import Incarnation, Version
+
+WORLD = 2
+WAIT = 60  # seconds until a process that must answer is given up
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    return LocalStorage(tmp_path)
+
+
+class InMemory:
+    """A storage without a disk, for tests that make hundreds of checkpoints."""
+
+    url = "memory:"
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+
+    def put(self, key: str, parts: Iterable[memoryview | bytes]) -> None:
+        self.objects[key] = b"".join(parts)
+
+    def get(self, key: str) -> bytes:
+        return self.objects[key]
+
+    def get_range(self, key: str, offset: int, out: memoryview) -> None:
+        out[:] = self.objects[key][offset : offset + out.nbytes]
+
+    def list(self, prefix: str = "") -> Sequence[str]:
+        return sorted(key for key in self.objects if key.startswith(prefix))
+
+    def delete(self, key: str) -> None:
+        self.objects.pop(key, None)
+
+    def check(self) -> None: ...
+
+
+def version(iteration: int, incarnation: int = 1) -> Version:
+    return Version(Incarnation(incarnation, f"{incarnation:08x}"), iteration)
+
+
+def manifest_for(storage: Storage, at: Version, run: str = "run", stream: str = "main") -> Manifest:
+    """Write all shards of a checkpoint, but not its manifest."""
+    folder = checkpoint_folder(run, stream, at)
+    shards = {}
+    for owner in range(WORLD):
+        layout = build_layout([TensorSpec("w", "int64", (64,), (0, 1))], owner, WORLD)
+        data = memoryview(at.iteration.to_bytes(8, "little") * 32)
+        shards[owner] = write_shard(storage, shard_key(folder, owner), layout, data, f"extras {owner}".encode())
+    return Manifest(
+        run=run,
+        stream=stream,
+        incarnation=at.incarnation,
+        iteration=at.iteration,
+        world_size=WORLD,
+        logical_hash=layout.logical_hash,
+        shards=shards,
+        versions={"torch": "2.13.0"},
+    )
+
+
+def save(storage: Storage, at: Version, run: str = "run", stream: str = "main") -> Manifest:
+    manifest = manifest_for(storage, at, run, stream)
+    write_manifest(storage, manifest)
+    return manifest
+
+
+def tear(storage: Storage, at: Version) -> str:
+    """What an upload leaves that never came to its manifest."""
+    folder = checkpoint_folder("run", "main", at)
+    storage.put(shard_key(folder, 0), [b"half of it"])
+    return folder
+
+
+def edit_manifest(storage: Storage, folder: str, **changes: Any) -> None:
+    key = f"{folder}/manifest.json"
+    storage.put(key, [json.dumps({**json.loads(storage.get(key)), **changes}).encode()])
+
+
+def folders(storage: Storage) -> set[str]:
+    return {key.rpartition("/")[0] for key in storage.list()}
+
+
+# -- what a checkpoint is -------------------------------------------------------------------------
+
+
+def test_keys_say_run_stream_step_and_incarnation(storage: LocalStorage) -> None:
+    save(storage, Version(Incarnation(7, "0a1b2c3d"), 1234), "my-run", "fit-0")
+    assert storage.list() == [
+        "my-run/fit-0/step-00001234-inc-7-0a1b2c3d/manifest.json",
+        "my-run/fit-0/step-00001234-inc-7-0a1b2c3d/shard-00000.safetensors",
+        "my-run/fit-0/step-00001234-inc-7-0a1b2c3d/shard-00001.safetensors",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("run", "stream", "option"), [("a/b", "main", "run_id='a/b'"), ("run", "../x", "name='../x'"), (".a", "main", "run_id='.a'")]
+)
+def test_names_that_cannot_be_keys_are_refused(run: str, stream: str, option: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        checkpoint_folder(run, stream, version(1))
+    assert option in str(error.value)
+
+
+def test_a_manifest_comes_back_whole(storage: LocalStorage) -> None:
+    manifest = save(storage, version(10))
+    assert read_manifest(storage, manifest.folder) == manifest
+    assert manifest.version == version(10)
+    assert manifest.created.tzinfo is not None
+
+
+def test_shards_come_back_by_their_manifest(storage: LocalStorage) -> None:
+    save(storage, version(10))
+    manifest = newest_whole(storage, "run", "main")
+    assert manifest is not None
+    for owner, record in manifest.shards.items():
+        opened = StoredShard(storage, record)
+        assert opened.extras == f"extras {owner}".encode()
+        out = memoryview(bytearray(8))
+        opened.read(8, out)
+        assert bytes(out) == (10).to_bytes(8, "little")
+        assert opened.layout.logical_hash == manifest.logical_hash
+
+
+def test_shards_without_a_manifest_are_no_checkpoint(storage: LocalStorage) -> None:
+    save(storage, version(10))
+    manifest = manifest_for(storage, version(20))
+    assert [info.version for info in list_checkpoints(storage)] == [version(10)]
+    write_manifest(storage, manifest)
+    assert [info.version for info in list_checkpoints(storage)] == [version(20), version(10)]
+
+
+def test_a_manifest_is_not_written_over_a_missing_shard(storage: LocalStorage) -> None:
+    manifest = manifest_for(storage, version(10))
+    storage.delete(manifest.shards[1].key)
+    with pytest.raises(StorageError, match=r"shard-00001.safetensors is missing \(1 in all\)"):
+        write_manifest(storage, manifest)
+    assert list_checkpoints(storage) == []
+
+
+def test_a_manifest_needs_every_owner_under_its_own_key(storage: LocalStorage) -> None:
+    body = manifest_for(storage, version(10)).model_dump()
+    with pytest.raises(ValueError, match=r"shards of owners \[0\], expected 0 to 1"):
+        Manifest.model_validate({**body, "shards": {0: body["shards"][0]}})
+    with pytest.raises(ValueError, match="does not belong to run/main/step-00000011"):
+        Manifest.model_validate({**body, "iteration": 11})
+
+
+DYING_UPLOAD = """
+import sys, time
+sys.path.insert(0, sys.argv[2])
+from test_checkpoints import LocalStorage, save, version
+
+class Slow(LocalStorage):
+    def put(self, key, parts):
+        if key.endswith(sys.argv[3]):
+            print("reached", flush=True)
+            time.sleep(600)
+        super().put(key, parts)
+
+save(Slow(sys.argv[1]), version(20))
+"""
+
+
+@pytest.mark.parametrize("at", ["shard-00001.safetensors", "manifest.json"])
+def test_an_upload_killed_before_its_manifest_is_invisible(storage: LocalStorage, at: str) -> None:
+    older = save(storage, version(10))
+    arguments = [sys.executable, "-c", DYING_UPLOAD, str(storage.root), str(Path(__file__).parent), at]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as upload:
+        try:
+            assert upload.stdout is not None
+            assert upload.stdout.readline() == b"reached\n"
+        finally:
+            upload.kill()
+            assert upload.wait(WAIT) == -signal.SIGKILL
+    assert len(folders(storage)) == 2
+    assert newest_whole(storage, "run", "main") == older
+    newer = save(storage, version(30))
+    assert apply_retention(storage, "run", "main", keep_last=2) == [checkpoint_folder("run", "main", version(20))]
+    assert folders(storage) == {older.folder, newer.folder}
+
+
+# -- which is the newest --------------------------------------------------------------------------
+
+
+def test_a_later_incarnation_is_newer_whatever_its_iteration(storage: LocalStorage) -> None:
+    for at in (version(30, 1), version(10, 2), version(20, 2), version(9, 10)):
+        save(storage, at)
+    assert [info.version for info in list_checkpoints(storage, "run", "main")] == [
+        version(9, 10),
+        version(20, 2),
+        version(10, 2),
+        version(30, 1),
+    ]
+
+
+def test_runs_and_streams_are_listed_apart(storage: LocalStorage) -> None:
+    save(storage, version(1), "run", "main")
+    save(storage, version(2), "run", "fit-0")
+    save(storage, version(3), "run-2", "main")
+    storage.put("run/main/notes.txt", [b"somebody else's"])
+    assert [(info.run, info.stream, info.iteration) for info in list_checkpoints(storage)] == [
+        ("run", "fit-0", 2),
+        ("run", "main", 1),
+        ("run-2", "main", 3),
+    ]
+    assert [info.iteration for info in list_checkpoints(storage, "run")] == [2, 1]
+    assert [info.iteration for info in list_checkpoints(storage, stream="main")] == [1, 3]
+    assert newest_whole(storage, "run-3", "main") is None
+
+
+def test_a_damaged_shard_leads_to_the_next_older_checkpoint(storage: LocalStorage) -> None:
+    """As recovery does it: what turns out damaged on reading is refused from then on."""
+    older, newer = save(storage, version(10)), save(storage, version(20))
+    blob = bytearray(storage.get(newer.shards[1].key))
+    blob[-1] ^= 1
+    storage.put(newer.shards[1].key, [bytes(blob)])
+
+    found = newest_whole(storage, "run", "main")
+    assert found == newer
+    with pytest.raises(CorruptDataError, match=f"{newer.folder}/shard-00001.safetensors"):
+        StoredShard(storage, found.shards[1]).read(0, memoryview(bytearray(256)))
+    assert newest_whole(storage, "run", "main", refused=[newer.folder]) == older
+    assert newest_whole(storage, "run", "main", refused=[newer.folder, older.folder]) is None
+
+
+@pytest.mark.parametrize("damage", ["cut", "edited", "foreign", "not a map", "no shard"])
+def test_what_is_visibly_damaged_is_passed_over_with_a_warning(
+    storage: LocalStorage, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    older, newer = save(storage, version(10)), save(storage, version(20))
+    key = f"{newer.folder}/manifest.json"
+    if damage == "cut":
+        storage.put(key, [storage.get(key)[:-20]])
+    elif damage == "edited":
+        edit_manifest(storage, newer.folder, iteration=21)
+    elif damage == "foreign":
+        storage.put(key, [storage.get(f"{older.folder}/manifest.json")])
+    elif damage == "not a map":
+        storage.put(key, [b"[]"])
+    else:
+        storage.delete(newer.shards[0].key)
+    assert newest_whole(storage, "run", "main") == older
+    assert newer.folder in caplog.text
+
+
+def test_an_unknown_format_is_refused_by_number(storage: LocalStorage) -> None:
+    """Going back to an older checkpoint without a word would lose work; the older one stays readable."""
+    older, newer = save(storage, version(10)), save(storage, version(20))
+    edit_manifest(storage, newer.folder, format=2)
+    for look in (lambda: newest_whole(storage, "run", "main"), lambda: read_manifest(storage, newer.folder)):
+        with pytest.raises(StorageError, match=r"manifest.json has format 2, this gemini_ft reads format 1; .*'torch': '2.13.0'"):
+            look()
+    assert read_manifest(storage, older.folder) == older
+
+
+# -- retention ------------------------------------------------------------------------------------
+
+
+def test_the_last_and_every_so_many_are_kept(storage: LocalStorage) -> None:
+    for iteration in range(1, 11):
+        save(storage, version(iteration))
+    deleted = apply_retention(storage, "run", "main", keep_last=2, keep_every=4)
+    assert [info.iteration for info in list_checkpoints(storage)] == [10, 9, 8, 4]
+    assert deleted == [checkpoint_folder("run", "main", version(iteration)) for iteration in (7, 6, 5, 3, 2, 1)]
+    assert len(folders(storage)) == 4
+
+
+def test_of_an_iteration_that_was_run_again_the_newest_is_kept(storage: LocalStorage) -> None:
+    for at in (version(4, 1), version(4, 2), version(5, 2)):
+        save(storage, at)
+    apply_retention(storage, "run", "main", keep_last=1, keep_every=4)
+    assert [info.version for info in list_checkpoints(storage)] == [version(5, 2), version(4, 2)]
+
+
+def test_other_runs_and_streams_are_left_alone(storage: LocalStorage) -> None:
+    for iteration in (1, 2):
+        for run, stream in (("run", "main"), ("run", "fit-0"), ("run-2", "main")):
+            save(storage, version(iteration), run, stream)
+    storage.put("run/main/notes.txt", [b"somebody else's"])
+    assert len(apply_retention(storage, "run", "main", keep_last=1)) == 1
+    assert len(list_checkpoints(storage)) == 5
+    assert "run/main/notes.txt" in storage.list()
+
+
+def test_an_upload_under_way_is_left_alone(storage: LocalStorage) -> None:
+    torn, newest, running = tear(storage, version(5)), save(storage, version(10)), tear(storage, version(20))
+    assert apply_retention(storage, "run", "main", keep_last=1) == [torn]
+    assert folders(storage) == {newest.folder, running}
+
+
+def test_the_newest_whole_one_stays_when_newer_ones_are_damaged(storage: LocalStorage) -> None:
+    old, whole, newest = (save(storage, version(iteration)) for iteration in (1, 2, 3))
+    storage.delete(newest.shards[0].key)
+    assert apply_retention(storage, "run", "main", keep_last=1) == [old.folder]
+    assert newest_whole(storage, "run", "main") == whole
+
+
+def test_without_a_whole_checkpoint_nothing_is_deleted(storage: LocalStorage) -> None:
+    torn = tear(storage, version(1))
+    assert apply_retention(storage, "run", "main", keep_last=1) == []
+    assert folders(storage) == {torn}
+
+
+def test_what_is_half_deleted_is_no_checkpoint(storage: LocalStorage) -> None:
+    class Dying(LocalStorage):
+        def delete(self, key: str) -> None:
+            if key.endswith("shard-00000.safetensors"):
+                raise StorageError("gone for now")
+            super().delete(key)
+
+    save(storage, version(1))
+    newest = save(storage, version(2))
+    with pytest.raises(StorageError, match="gone for now"):
+        apply_retention(Dying(storage.root), "run", "main", keep_last=1)
+    assert [info.iteration for info in list_checkpoints(storage)] == [2]
+    assert apply_retention(storage, "run", "main", keep_last=1) == [checkpoint_folder("run", "main", version(1))]
+    assert folders(storage) == {newest.folder}
+
+
+@given(
+    st.dictionaries(st.tuples(st.integers(1, 3), st.integers(1, 12)), st.sampled_from(["whole", "torn", "lacking"]), max_size=8),
+    st.integers(1, 3),
+    st.one_of(st.none(), st.integers(1, 5)),
+)
+def test_retention_keeps_what_it_must_and_no_more(states: dict[tuple[int, int], str], keep_last: int, keep_every: int | None) -> None:
+    storage = InMemory()
+    for (incarnation, iteration), state in states.items():
+        at = version(iteration, incarnation)
+        if state == "torn":
+            tear(storage, at)
+        elif state == "lacking":
+            storage.delete(save(storage, at).shards[1].key)
+        else:
+            save(storage, at)
+    newest, before, folders_before = newest_whole(storage, "run", "main"), list_checkpoints(storage), folders(storage)
+    deleted = apply_retention(storage, "run", "main", keep_last, keep_every)
+
+    assert newest_whole(storage, "run", "main") == newest
+    assert folders(storage) == folders_before - set(deleted)
+    assert not {info.folder for info in before[:keep_last]} & set(deleted)
+    if newest is None:
+        assert deleted == []
+    else:
+        for info in list_checkpoints(storage)[keep_last:]:
+            assert info.version >= newest.version or (keep_every and info.iteration % keep_every == 0)
+    assert apply_retention(storage, "run", "main", keep_last, keep_every) == []
