@@ -97,7 +97,9 @@ class OpenSession(_Message):
 
     kind: Literal["open_session"] = "open_session"
     spec: SessionSpec
+    secret: bytes  # the one all hosts agreed on
     readopt: bool = False  # the agent was restarted within this incarnation: keep what was adopted
+    committed: Version | None = None  # the newest commit this worker knows of
 
 
 class Reserve(_Message):
@@ -154,6 +156,20 @@ class Progress(_Message):
     suspended: bool = False
 
 
+class Verify(_Message):
+    """Ask for a check of every local copy of ``version`` against its checksums."""
+
+    kind: Literal["verify"] = "verify"
+    version: Version
+
+
+class Verified(_Message):
+    """Answer to Verify: owners whose copies are sound; damaged ones have been discarded."""
+
+    kind: Literal["verified"] = "verified"
+    sound: list[int]
+
+
 class Map(_Message):
     """Ask for a local slot's descriptor, to read it."""
 
@@ -207,7 +223,8 @@ class Welcome(_Message):
     info: HostInfo
     secret: bytes
     pid: int
-    failures: int  # restarts in a row without a commit
+    resumed: Version | None  # what the last session resumed, if nothing has been committed since
+    attempts: int  # sessions in a row that resumed it
     finished: bool  # this stream's work was already finished in this run
 
 
@@ -266,6 +283,7 @@ class Failed(_Message):
     error: str
     text: str
     fatal: bool = False
+    reply_to: str = ""  # kind of the message that was refused
 
 
 class Notice(_Message):
@@ -499,6 +517,7 @@ class Description(_Message):
     data_bytes: int
     extras_bytes: int
     extras_capacity: int
+    chunk_bytes: int
     digests: list[int]
 
 
@@ -512,7 +531,7 @@ class Data(_Message):
 
 
 Message = Annotated[
-    Hello | GetInventory | OpenSession | Reserve | Request | Chunk | Copied | GiveUp | Progress | Map | Adopt | Goodbye
+    Hello | GetInventory | OpenSession | Reserve | Request | Chunk | Copied | GiveUp | Progress | Map | Verify | Verified | Adopt | Goodbye
     | GetStatus | Leave | Inject | Welcome | Inventory | Opened | Reserved | Granted | Committed | Aborted | Failed | Notice
     | Mapped | Custody | Status | Challenge | Proof | Accepted | Offer | Ready | Refused | Begin | End | Drop | Ack | Resend
     | ReportCompleted | ReportSkipped | ReportUploaded | ReportFinished | Rejoin | HoldersChanged | Thawed | AllFinished

@@ -16,13 +16,14 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Coroutine
 
 from gemini_ft.agent.lifecycle import machine_id, socket_name
 from gemini_ft.agent.memory import Budget, SlotMemory
 from gemini_ft.agent.stream import Stream
 from gemini_ft.agent.watch import HangDetector
 from gemini_ft.agent.workers import Desk, WorkerConnection
-from gemini_ft.errors import AgentError, CorruptDataError, MemoryBudgetError, SecretError, SupersededError
+from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, MemoryBudgetError, SecretError, SupersededError
 from gemini_ft.messages import (
     PROTOCOL_VERSION,
     Adopt,
@@ -47,11 +48,13 @@ from gemini_ft.messages import (
     Request,
     Reserve,
     Status,
+    Verified,
+    Verify,
     Welcome,
 )
 from gemini_ft.transport.tcp import Connection, Handler, listen
 from gemini_ft.transport.wire import fingerprint
-from gemini_ft.versions import Incarnation
+from gemini_ft.versions import Incarnation, Version
 
 _TICK = 0.2  # seconds between looks at hangs and at whether to leave
 
@@ -75,6 +78,7 @@ class Agent:
         self._server: asyncio.Server | None = None
         self._listening: asyncio.Task[None] | None = None
         self._known: Incarnation | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def log(self, text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
@@ -136,13 +140,10 @@ class Agent:
             case GetInventory():
                 stream = self._stream(worker)
                 worker.send(Inventory(slots=stream.inventory(), given_up=sorted(stream.given_up)))
-            case OpenSession(spec=spec, readopt=readopt):
-                worker.incarnation = spec.incarnation
-                if self._known is None or spec.incarnation > self._known:
-                    self._known = spec.incarnation
-                self._stream(worker).open(spec, readopt)
-                self._hangs[worker] = HangDetector(spec.hang_timeout)
-                worker.send(Opened())
+            case OpenSession():
+                self._open_session(worker, message)
+            case Verify(version=version):
+                self._spawn(self._verify(worker, version))
             case Map():
                 self._map(worker, message)
             case Goodbye(finished=finished):
@@ -192,6 +193,23 @@ class Agent:
     def _stream(self, worker: WorkerConnection) -> Stream:
         return self.streams[worker.stream]
 
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _open_session(self, worker: WorkerConnection, message: OpenSession) -> None:
+        incarnation = message.spec.incarnation
+        worker.incarnation = incarnation
+        self._known = incarnation if self._known is None else max(self._known, incarnation)
+        self.secret = message.secret
+        self._stream(worker).open(message.spec, message.readopt, message.committed)
+        self._hangs[worker] = HangDetector(message.spec.hang_timeout)
+        worker.send(Opened())
+
+    async def _verify(self, worker: WorkerConnection, version: Version) -> None:
+        worker.send(Verified(sound=await self._stream(worker).verify(version)))
+
     def _hello(self, worker: WorkerConnection, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION:
             raise AgentError(
@@ -211,12 +229,17 @@ class Agent:
         self._workers.add(worker)
         self._asked_to_leave = False
         self.streams.setdefault(hello.stream, Stream(hello.stream, self))
-        asyncio.get_running_loop().create_task(self._welcome(worker, hello))
+        self._spawn(self._welcome(worker, hello))
 
     async def _welcome(self, worker: WorkerConnection, hello: Hello) -> None:
         if self._listening is None:
             self._listening = asyncio.get_running_loop().create_task(self._listen(hello))
-        await self._listening
+        try:
+            await self._listening
+        except GeminiError as error:
+            self._listening = None
+            worker.refuse(hello, error)
+            return
         assert self._server is not None
         address = self._server.sockets[0].getsockname()[:2]
         info = HostInfo(
@@ -230,7 +253,16 @@ class Agent:
             domain=self._domain,
         )
         stream = self._stream(worker)
-        worker.send(Welcome(info=info, secret=self.secret, pid=os.getpid(), failures=stream.failures, finished=stream.finished))
+        worker.send(
+            Welcome(
+                info=info,
+                secret=self.secret,
+                pid=os.getpid(),
+                resumed=stream.stuck_at,
+                attempts=stream.attempts,
+                finished=stream.finished,
+            )
+        )
 
     async def _listen(self, hello: Hello) -> None:
         self._server = await listen(hello.bind, hello.ports, lambda: self.secret, self._accept, self.log, self.tls, hello.preferred_port)

@@ -66,6 +66,7 @@ class Fetcher:
                 data_bytes=shape.data_bytes,
                 extras_bytes=memory.extras_bytes,
                 extras_capacity=shape.extras_capacity,
+                chunk_bytes=shape.chunk_bytes,
                 digests=[memory.chunks[i][2] for i in range(len(memory.chunks))],
             )
         )

@@ -85,7 +85,7 @@ class Stream:
         self.memory: dict[tuple[int, int], SlotMemory] = {}  # (owner, slot) -> its memfd
         self.workers: dict[int, WorkerPort] = {}
         self.finished = False
-        self.failures = 0  # sessions in a row that resumed the same version and committed nothing
+        self.attempts = 0  # sessions in a row that resumed the same version and committed nothing
         self.given_up: set[Version] = set()
         self.excluded: list[tuple[int, str]] = []
         self.counters = {"committed": 0, "aborted": 0, "replica_bytes": 0, "uploads": 0, "failed_uploads": 0}
@@ -133,8 +133,25 @@ class Stream:
         slots.adopt(index, memory.version)
         self.memory[owner, index] = memory
 
-    def open(self, spec: SessionSpec, readopt: bool) -> None:
-        """Begin an incarnation.
+    async def verify(self, version: Version) -> list[int]:
+        """Check all copies of ``version`` here; what does not match its checksums is discarded.
+
+        Returns the owners whose copies are sound.
+        """
+        sound = []
+        copies = [(owner, memory) for (owner, _), memory in self.memory.items() if memory.version == version]
+        damages = await asyncio.gather(*(asyncio.to_thread(memory.damaged) for _, memory in copies))
+        for (owner, memory), damaged in zip(copies, damages, strict=True):
+            if not damaged:
+                sound.append(owner)
+                continue
+            self.log(f"rank {owner}'s {version} is damaged in chunks {damaged[:8]}: discarded")
+            self.host.slots(owner).discard(version)
+            memory.clear()
+        return sorted(sound)
+
+    def open(self, spec: SessionSpec, readopt: bool, committed: Version | None) -> None:
+        """Begin an incarnation; ``readopt``: go on with the present one, after this agent was restarted in its middle.
 
         Raises:
             SupersededError: a newer one, or another with the same number, is already under way.
@@ -145,19 +162,27 @@ class Stream:
             raise SupersededError(
                 f"incarnation {spec.incarnation} comes after {self.spec.incarnation} began; this process belongs to the past and must stop"
             )
-        if not readopt:
-            stuck = self.spec is not None and not self._progressed and spec.resumed == self.spec.resumed
-            self.failures = self.failures + 1 if stuck else 0
         self.close_session()
-        self.spec, self.finished, self._progressed = spec, False, readopt
-        self.given_up.update(spec.given_up)
-        self.host.open({o: tuple(h) for o, h in spec.holders.items()}, self.host.committed if readopt else spec.resumed)
-        if not readopt:
+        holders = {owner: tuple(hosts) for owner, hosts in spec.holders.items()}
+        if readopt:
+            self.host.reopen(holders, committed)
+        else:
+            stuck = self.spec is not None and not self._progressed and spec.resumed == self.spec.resumed
+            self.attempts = self.attempts + 1 if stuck else 1
+            self._progressed, self.finished = False, False
+            self.given_up.update(spec.given_up)
+            self.host.open(holders, spec.resumed)
             self._sync_headers()
+        self.spec = spec
         self._connect(spec)
         if not readopt and spec.resumed is not None and spec.sources:
             self._rebuilding = asyncio.get_running_loop().create_task(rebuild(self, spec, self._agent))
         self.log(f"incarnation {spec.incarnation} of {spec.world_size} ranks, from {spec.resumed or 'nothing'}")
+
+    @property
+    def stuck_at(self) -> Version | None:
+        """What the last session resumed, if nothing has been committed since."""
+        return self.spec.resumed if self.spec is not None and not self._progressed else None
 
     def close_session(self) -> None:
         """Let go of the present incarnation's connections; memory stays."""
@@ -368,7 +393,6 @@ class Stream:
                 version = self.version(iteration)
                 self.counters["committed"] += 1
                 self._progressed = True
-                self.failures = 0
                 self.perform(self.host.on_commit(version, freeze))
                 self.tell_workers(message)
             case Aborted(iteration=iteration):

@@ -70,6 +70,10 @@ class WorkerConnection:
             self._outbox.append((bytearray(pack(message)), [os.dup(fd) for fd in fds]))
             self._writable()
 
+    def refuse(self, message: Message, error: GeminiError) -> None:
+        """Answer ``message`` with what is wrong."""
+        self.send(Failed(error=type(error).__name__, text=str(error), fatal=True, reply_to=message.kind))
+
     def kill(self) -> None:
         """SIGKILL, without the risk of hitting another process that got the same pid."""
         with contextlib.suppress(ProcessLookupError):
@@ -132,7 +136,7 @@ class WorkerConnection:
         try:
             self._office.on_worker_message(self, message, fds)
         except GeminiError as error:
-            self.send(Failed(error=type(error).__name__, text=str(error), fatal=True))
+            self.refuse(message, error)
 
     def _writable(self) -> None:
         self._loop.remove_writer(self._socket)

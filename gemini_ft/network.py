@@ -1,0 +1,61 @@
+"""Which of a host's networks replicas travel on: chosen by the user, or the route to the job's master."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+
+import psutil
+
+from gemini_ft.errors import ConfigError
+
+
+def bind_address(interface: str | None, master: str | None = None) -> str:
+    """Address of this host that its agent listens on.
+
+    Args:
+        interface: an interface's name (``ib0``), a CIDR (``10.1.0.0/16``, ``fd00::/8``), or None.
+        master: host to route to when ``interface`` is None; default: MASTER_ADDR.
+
+    Raises:
+        ConfigError: no such interface, or none with an address in that network; the message lists what there is.
+    """
+    found = _addresses()
+    if interface is None:
+        return _route_to(master or os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    if interface in found:
+        return found[interface][0]
+    try:
+        network = ipaddress.ip_network(interface, strict=False)
+    except ValueError:
+        raise ConfigError(f"interface={interface!r}: no such interface, and not a CIDR; this host has {_listing(found)}") from None
+    for addresses in found.values():
+        for address in addresses:
+            if ipaddress.ip_address(address) in network:
+                return address
+    raise ConfigError(f"interface={interface!r}: no address of this host is in that network; it has {_listing(found)}")
+
+
+def _addresses() -> dict[str, list[str]]:
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = {
+        name: [a.address.partition("%")[0] for a in sorted(entries, key=lambda a: a.family) if a.family in families]
+        for name, entries in psutil.net_if_addrs().items()
+    }
+    return {name: addresses for name, addresses in found.items() if addresses}
+
+
+def _listing(found: dict[str, list[str]]) -> str:
+    return ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in sorted(found.items()))
+
+
+def _route_to(master: str) -> str:
+    """Our address on the way to ``master``. A connected datagram socket sends nothing."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"no route to the master {master!r} ({error}); set interface (GEMINI_INTERFACE) to the network of the training hosts") from None

@@ -1,0 +1,319 @@
+"""Which state to resume, and from where: inventories -> plan, pure; then reading what the plan says.
+
+The newest version of which every shard has a complete copy wins; versions are never mixed. Where none is left
+in memory, the newest whole checkpoint in storage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeVar
+
+import xxhash
+
+from gemini_ft.agent.client import AgentClient
+from gemini_ft.agent.memory import SlotMemory
+from gemini_ft.errors import AgentError, CorruptDataError, PeerError, RecoveryError, StorageError, WorldSizeError
+from gemini_ft.layout import Layout
+from gemini_ft.messages import Data, Describe, Description, Failed, Fetch, Map, Mapped, Proof, SlotInfo
+from gemini_ft.storage.base import Storage
+from gemini_ft.storage.checkpoints import Manifest
+from gemini_ft.storage.shard import StoredShard
+from gemini_ft.transport.wire import BlockingWire
+from gemini_ft.versions import Version
+
+T = TypeVar("T")
+
+# -- the plan ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one host's agent says it has."""
+
+    host: str
+    slots: Sequence[SlotInfo]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to resume. ``sources``: owner -> hosts with a complete copy (empty when it comes from storage)."""
+
+    kind: Literal["nothing", "memory", "storage"]
+    version: Version | None = None
+    sources: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    age: float = 0.0  # seconds since the copy was made
+    lost: int | None = None  # steps that copies existed of, but not of all shards (kind: storage)
+    incomplete: Mapping[int, Sequence[int]] = field(default_factory=dict)  # iteration -> owners without any copy
+
+
+def plan_recovery(
+    holdings: Sequence[Holding],
+    world_size: int,
+    stored: Version | None = None,
+    stored_world_size: int | None = None,
+    refused: Sequence[Version] = (),
+) -> Plan:
+    """Choose the newest version that is whole: in memory, else in storage.
+
+    Args:
+        holdings: what every host's agent has, each host once.
+        world_size: ranks of the job now.
+        stored: the newest whole checkpoint in storage.
+        stored_world_size: ranks of the job that wrote it.
+        refused: versions that led to failure after failure, or whose copies are damaged.
+
+    Raises:
+        WorldSizeError: all there is was made by another number of ranks.
+    """
+    copies = _copies(holdings, refused)
+    sizes = {info.world_size for held in copies.values() for _, info in held}
+    whole = [v for v, held in copies.items() if _is_whole(held, world_size)]
+    best = max(whole, default=None)
+    if best is not None and (stored is None or best >= stored):
+        sources: dict[int, list[str]] = {}
+        for host, info in copies[best]:
+            sources.setdefault(info.owner, []).append(host)
+        age = min(info.age for _, info in copies[best])
+        return Plan("memory", best, {owner: tuple(sorted(hosts)) for owner, hosts in sorted(sources.items())}, age)
+    if stored is not None:
+        if stored_world_size != world_size:
+            raise _wrong_size(stored_world_size or 0, world_size, "the checkpoint in storage")
+        newest = max((v.iteration for v in copies), default=None)
+        lost = max(0, newest - stored.iteration) if newest is not None else None
+        return Plan("storage", stored, lost=lost, incomplete=_incomplete(copies, world_size))
+    if sizes and world_size not in sizes:
+        raise _wrong_size(max(sizes), world_size, "the snapshot in memory")
+    return Plan("nothing", incomplete=_incomplete(copies, world_size))
+
+
+def _wrong_size(then: int, now: int, what: str) -> WorldSizeError:
+    return WorldSizeError(
+        f"{what} was made by {then} ranks, this job has {now}. Start {then} ranks to resume it, or set resume='never' "
+        "(GEMINI_RESUME=never) or another run id (GEMINI_RUN_ID) to start from the beginning."
+    )
+
+
+def _copies(holdings: Sequence[Holding], refused: Sequence[Version]) -> dict[Version, list[tuple[str, SlotInfo]]]:
+    copies: dict[Version, list[tuple[str, SlotInfo]]] = {}
+    for holding in holdings:
+        for info in holding.slots:
+            if info.version not in refused:
+                copies.setdefault(info.version, []).append((holding.host, info))
+    return copies
+
+
+def _is_whole(held: Sequence[tuple[str, SlotInfo]], world_size: int) -> bool:
+    owners = {info.owner for _, info in held}
+    agreed = len({info.layout_hash for _, info in held}) == 1 and all(info.world_size == world_size for _, info in held)
+    return agreed and owners == set(range(world_size))
+
+
+def _incomplete(copies: Mapping[Version, Sequence[tuple[str, SlotInfo]]], world_size: int) -> dict[int, list[int]]:
+    everyone = set(range(world_size))
+    return {v.iteration: sorted(everyone - {info.owner for _, info in held}) for v, held in copies.items()}
+
+
+def describe(plan: Plan) -> str:
+    """The outcome in one line, unmistakably different for each kind."""
+    if plan.version is None:
+        if not plan.incomplete:
+            return "nothing to resume yet: starting from the beginning"
+        newest = max(plan.incomplete)
+        return (
+            f"copies of iteration {newest} exist, but none of the shards of ranks {list(plan.incomplete[newest])}, and no checkpoint in storage: "
+            "starting from the beginning"
+        )
+    if plan.kind == "memory":
+        return f"resuming at iteration {plan.version.iteration} from memory ({plan.age:.1f} s old)"
+    lost = f", {plan.lost} steps lost" if plan.lost else ""
+    why = "copies in memory exist but no common iteration" if plan.incomplete else "no copies in memory"
+    return f"{why}: falling back to storage, iteration {plan.version.iteration}{lost}"
+
+
+def require(plan: Plan) -> None:
+    """For ``resume="require"``.
+
+    Raises:
+        RecoveryError: there is nothing to resume.
+    """
+    if plan.version is None:
+        raise RecoveryError(f"resume='require', but {describe(plan)}. Set resume='auto' to allow that, or check run_id and storage.url.")
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+class ShardReader(Protocol):
+    """One owner's shard of the resumed version, wherever it is."""
+
+    where: str  # "own memory", "peer <host>" or "storage"
+    layout: Layout
+
+    def extras(self) -> bytes: ...
+
+    def chunks(self) -> Iterator[tuple[int, memoryview]]:
+        """(offset, verified bytes) of the tensors' data, in order; a view is valid until the next one is asked for."""
+
+
+class LocalShard:
+    """From this host's agent, by mapping its memory."""
+
+    where = "own memory"
+
+    def __init__(self, client: AgentClient, owner: int, version: Version) -> None:
+        _, (fd,) = client.call(Map(owner=owner, version=version), Mapped)
+        self._memory = SlotMemory.adopt(fd)
+        self.layout = Layout.from_bytes(self._memory.shape.layout)
+        self._cuts = self._memory.cuts(self._memory.extras_bytes)
+
+    def extras(self) -> bytes:
+        data = self._memory.shape.data_bytes
+        return b"".join(bytes(view) for offset, view in self._verified() if offset >= data)
+
+    def chunks(self) -> Iterator[tuple[int, memoryview]]:
+        data = self._memory.shape.data_bytes
+        return ((offset, view) for offset, view in self._verified(data))
+
+    def _verified(self, until: int | None = None) -> Iterator[tuple[int, memoryview]]:
+        for index, (offset, nbytes) in enumerate(self._cuts):
+            if until is not None and offset >= until:
+                return
+            view = self._memory.data(offset, nbytes)
+            _compare(view, self._memory.chunks[index][2], f"chunk {index} of rank {self._memory.shape.owner}'s shard in this host's memory")
+            yield offset, view
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+class PeerShard:
+    """From another host's agent, over the network."""
+
+    def __init__(
+        self,
+        host: str,
+        address: tuple[str, int],
+        claims: Proof,
+        secret: bytes,
+        owner: int,
+        version: Version,
+        timeout: float,
+        tls: dict[str, str] | None,
+    ) -> None:
+        self.where = f"peer {host}"
+        self._owner, self._version = owner, version
+        self._wire = BlockingWire(address, claims, secret, timeout, tls)
+        self._wire.send(Describe(owner=owner, version=version))
+        about = self._wire.receive()
+        if not isinstance(about, Description):
+            raise PeerError(f"host {host}: {about.text if isinstance(about, Failed) else about.kind}")
+        self._about = about
+        self.layout = Layout.from_bytes(about.layout)
+
+    def extras(self) -> bytes:
+        about = self._about
+        return b"".join(bytes(v) for _, v in self._fetch(about.data_bytes, about.data_bytes + about.extras_bytes))
+
+    def chunks(self) -> Iterator[tuple[int, memoryview]]:
+        return self._fetch(0, self._about.data_bytes)
+
+    def _fetch(self, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        if start == stop:
+            return
+        self._wire.send(Fetch(owner=self._owner, version=self._version, offset=start, nbytes=stop - start))
+        first = 0 if start == 0 else len(self._about.digests) - self._extras_chunks(stop - start)
+        at, index, buffer = start, first, bytearray(0)
+        while at < stop:
+            head = self._wire.receive()
+            if not isinstance(head, Data) or head.offset != at:
+                raise PeerError(f"{self.where} sent {head.kind!r} where bytes from {at} were due")
+            if len(buffer) != head.nbytes:
+                buffer = bytearray(head.nbytes)
+            self._wire.receive_into(memoryview(buffer))
+            _compare(buffer, self._about.digests[index], f"chunk {index} of rank {self._owner}'s shard from {self.where}")
+            yield at, memoryview(buffer)
+            at, index = at + head.nbytes, index + 1
+
+    def _extras_chunks(self, nbytes: int) -> int:
+        return -(-nbytes // self._about.chunk_bytes)
+
+    def close(self) -> None:
+        self._wire.close()
+
+
+class StorageShard:
+    """From the slow tier."""
+
+    where = "storage"
+
+    def __init__(self, storage: Storage, manifest: Manifest, owner: int) -> None:
+        self._stored = StoredShard(storage, manifest.shards[owner])
+        self.layout = self._stored.layout
+
+    def extras(self) -> bytes:
+        return self._stored.extras
+
+    def chunks(self) -> Iterator[tuple[int, memoryview]]:
+        step = self._stored.record.chunk_bytes
+        buffer = bytearray(step)
+        for offset in range(0, self.layout.nbytes, step):
+            view = memoryview(buffer)[: min(step, self.layout.nbytes - offset)]
+            self._stored.read(offset, view)
+            yield offset, view
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def _compare(view: memoryview | bytearray, digest: int, what: str) -> None:
+    if xxhash.xxh3_64_intdigest(view) != digest:
+        raise CorruptDataError(f"{what} does not match its checksum")
+
+
+@dataclass
+class Sources:
+    """Opens shards of the planned version, own host first, then peers in turn."""
+
+    client: AgentClient
+    host: str
+    plan: Plan
+    addresses: Mapping[str, tuple[str, int]]
+    claims: Proof
+    secret: bytes
+    timeout: float
+    tls: dict[str, str] | None = None
+    storage: Storage | None = None
+    manifest: Manifest | None = None
+
+    def candidates(self, owner: int, reader: int) -> list[str]:
+        """Hosts to ask for ``owner``'s shard; readers are spread over them."""
+        hosts = list(self.plan.sources.get(owner, ()))
+        turn = reader % len(hosts) if hosts else 0
+        return sorted(hosts[turn:] + hosts[:turn], key=lambda host: host != self.host)
+
+    def open(self, owner: int, host: str) -> LocalShard | PeerShard | StorageShard:
+        """Open one copy. Raises GeminiError when it cannot be had."""
+        assert self.plan.version is not None
+        if self.manifest is not None and self.storage is not None:
+            return StorageShard(self.storage, self.manifest, owner)
+        if host == self.host:
+            return LocalShard(self.client, owner, self.plan.version)
+        return PeerShard(host, self.addresses[host], self.claims, self.secret, owner, self.plan.version, self.timeout, self.tls)
+
+    def read(self, owner: int, reader: int, use: Callable[[LocalShard | PeerShard | StorageShard], T]) -> T:
+        """Let ``use`` read one shard; when that fails, let it start over with the next copy.
+
+        Raises:
+            RecoveryError: no copy could be read; the text says why each failed.
+        """
+        failures: list[str] = []
+        for host in ["storage"] if self.manifest is not None else self.candidates(owner, reader):
+            try:
+                with contextlib.closing(self.open(owner, host)) as shard:
+                    return use(shard)
+            except (PeerError, CorruptDataError, AgentError, StorageError, OSError) as error:
+                failures.append(str(error))
+        raise RecoveryError(f"no copy of rank {owner}'s shard of {self.plan.version} could be read: {'; '.join(failures)}")
