@@ -80,7 +80,7 @@ def survival_probability(placement: Mapping[str, Iterable[str]], lost: int) -> F
     """
     if not 0 <= lost <= len(placement):
         raise ConfigError(f"lost={lost} hosts of {len(placement)}: must be between 0 and the number of hosts")
-    fatal = _minimal(frozenset(holders) for holders in placement.values())
+    fatal = list(dict.fromkeys(frozenset(holders) for holders in placement.values()))
     return Fraction(_safe_choices(list(placement), fatal, lost), comb(len(placement), lost))
 
 
@@ -203,12 +203,6 @@ def _walk(hosts: Sequence[str], fatal: Sequence[frozenset[str]], containing: Map
             if not remaining[i]:
                 del begun[i]
         yield host
-
-
-def _minimal(sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
-    """Distinct sets without those that contain another: losing the smaller one is already fatal."""
-    distinct = sorted(set(sets), key=lambda members: (len(members), sorted(members)))
-    return [members for i, members in enumerate(distinct) if not any(smaller < members for smaller in distinct[:i])]
 
 
 # -- words ----------------------------------------------------------------------------------------

@@ -264,7 +264,7 @@ def test_what_is_visibly_damaged_is_passed_over_with_a_warning(
     if damage == "cut":
         storage.put(key, [storage.get(key)[:-20]])
     elif damage == "edited":
-        edit_manifest(storage, newer.folder, iteration=21)
+        edit_manifest(storage, newer.folder, logical_hash="0123456789abcdef")
     elif damage == "foreign":
         storage.put(key, [storage.get(f"{older.folder}/manifest.json")])
     elif damage == "not a map":

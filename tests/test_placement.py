@@ -153,6 +153,14 @@ def test_domains_against_every_other_order_of_the_hosts(count: int, replicas: in
         assert ours[2] >= best[2] - 1, sizes
 
 
+def test_a_domain_is_split_between_a_group_and_the_larger_ring() -> None:
+    hosts = named(8)
+    racks = {host: f"rack-{max(index, 1)}" for index, host in enumerate(hosts)}  # the first two share one
+    placement = place(hosts, 3, racks)
+    assert not set(placement[hosts[0]]) & set(placement[hosts[1]])
+    assert all(len({racks[holder] for holder in holders}) == 3 for holders in placement.values())
+
+
 def spans_of(placement: Placement, domains: Mapping[str, str]) -> tuple[int, int, int]:
     """Fatal domains (negative), domains of the narrowest holder set, and of all together."""
     spans = [len({domains[holder] for holder in holders}) for holders in placement.values()]

@@ -108,6 +108,12 @@ def test_the_slot_is_written_without_being_copied() -> None:
     assert sum(len(part) for part in recorder.parts) - layout.nbytes < 4096
 
 
+def test_a_slot_too_short_for_its_layout_is_refused(storage: LocalStorage) -> None:
+    with pytest.raises(StorageError, match=f"{KEY} was given 63 bytes for a layout of 64"):
+        write_shard(storage, KEY, layout_of((16,)), memoryview(bytes(63)), b"")
+    assert storage.list() == []
+
+
 # -- reading back ---------------------------------------------------------------------------------
 
 

@@ -16,8 +16,8 @@ from urllib.parse import unquote, urlsplit
 
 from gemini_ft.errors import ConfigError, StorageError
 
-_WORD = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
-_KEY = re.compile(rf"{_WORD}(/{_WORD})*")
+WORD = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
+_KEY = re.compile(rf"{WORD}(/{WORD})*")
 
 
 class Storage(Protocol):

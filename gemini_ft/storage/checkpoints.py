@@ -20,14 +20,13 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
-from gemini_ft.storage.base import Storage
+from gemini_ft.storage.base import WORD, Storage
 from gemini_ft.storage.shard import ShardRecord
 from gemini_ft.versions import Incarnation, Version
 
 FORMAT_VERSION: Final = 1
 
 _log = logging.getLogger(__name__)
-_WORD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _FOLDER = r"(?P<run>[^/]+)/(?P<stream>[^/]+)/step-(?P<step>\d{8,})-inc-(?P<number>\d+)-(?P<nonce>[^/]+)"
 _KEY = re.compile(rf"(?P<folder>{_FOLDER})/(?P<file>[^/]+)")
 _MANIFEST = "manifest.json"
@@ -40,7 +39,7 @@ def checkpoint_folder(run: str, stream: str, version: Version) -> str:
         ConfigError: ``run`` or ``stream`` cannot be a part of a key.
     """
     for option, value in (("run_id", run), ("name", stream)):
-        if not _WORD.fullmatch(value):
+        if not re.fullmatch(WORD, value):
             raise ConfigError(f"{option}={value!r}: must be letters, digits and . _ -, not beginning with a dot, to be a name in storage")
     return f"{run}/{stream}/step-{version.iteration:08}-inc-{version.incarnation.number}-{version.incarnation.nonce}"
 

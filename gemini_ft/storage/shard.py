@@ -75,8 +75,10 @@ def write_shard(storage: Storage, key: str, layout: Layout, data: memoryview, ex
         extras: the encoded small state.
 
     Raises:
-        StorageError: the storage failed, and nothing is visible under ``key``.
+        StorageError: ``data`` is too short, or the storage failed; nothing is visible under ``key``.
     """
+    if data.nbytes < layout.nbytes:
+        raise StorageError(f"{storage.url}: {key} was given {data.nbytes} bytes for a layout of {layout.nbytes}")
     chunks = [data[start : min(start + CHUNK_BYTES, layout.nbytes)] for start in range(0, layout.nbytes, CHUNK_BYTES)]
     digests = b"".join(pack("<Q", xxhash.xxh3_64_intdigest(chunk)) for chunk in chunks)
     small = {"layout": layout.to_bytes(), "extras": extras, "digests": digests}
