@@ -115,31 +115,29 @@ class Ledger:
         self._timeout = replica_timeout
         self._cadence = cadence
         self._rounds: dict[Version, _Round] = {}
-        self._aborted: set[Version] = set()
+        self._aborted: dict[Version, str] = {}  # above the committed one -> reason
+        self._passed: dict[int, Version] = {}  # owner -> newest version it has spoken of
         self._records: dict[int, str] = {}
-        self._finished: set[int] = set()
 
     # -- reports
 
     def report(self, report: Report, now: float) -> list[Decision]:
-        """Take in what a host says. Old news changes nothing."""
+        """Take in what a host says, in the order in which it was said. Old news changes nothing."""
         if self.committed is not None and report.version <= self.committed:
             return self._readmit(report)
-        if report.version in self._aborted:
-            return []
         if isinstance(report, Skipped):
-            return self._abort(report.version, f"rank {report.owner}: {report.reason}")
-        pair = (report.owner, report.host)
+            decisions = self._abort(report.version, f"rank {report.owner}: {report.reason}")
+            return decisions + self._overtaken(report.owner, report.version)
         if report.host not in self.holders.get(report.owner, ()):
             return []
+        if report.version in self._aborted:  # its host was away when that was decided; replicas go with the owner's next version
+            return [Abort(report.version, self._aborted[report.version])] if self._is_own(report) else []
         current = self._rounds.setdefault(report.version, _Round())
-        current.acks[pair] = report
+        current.acks[report.owner, report.host] = report
         decisions = self._readmit(report)
-        if conflict := self._conflict(current):
-            return [*decisions, conflict]
-        if current.own_copies_since is None and all((o, hosts[0]) in current.acks for o, hosts in self.holders.items()):
-            current.own_copies_since = now
-        return decisions + self._try_commit(report.version, now)
+        if self._is_own(report):
+            decisions += self._overtaken(report.owner, report.version)
+        return decisions + self._judge(report.version, current, now)
 
     def tick(self, now: float) -> list[Decision]:
         """Leave out holders that let everybody wait; the owner's own copy always counts."""
@@ -148,14 +146,19 @@ class Ledger:
                 continue
             late = frozenset(self._expected() - current.acks.keys())
             self.excluded |= late
-            self.epoch += 1
-            return [Holders(self.epoch, frozenset(self.excluded), late), *self._try_commit(version, now)]
+            return [*([self._epoch(late)] if late else []), *self._try_commit(version, now)]
         return []
 
-    def rejoin(self, committed: Version | None) -> None:
-        """A host that kept its memory tells a leader that lost its own what was committed."""
+    def rejoin(self, committed: Version | None, now: float = 0.0) -> list[Decision]:
+        """A host speaks for the first time, or again: one of us may not have heard of the newest commit.
+
+        Comes before that host's repeated reports.
+        """
         if committed is not None and (self.committed is None or committed > self.committed):
             self._close(committed)
+        if self.committed is None or self.committed == committed:
+            return []
+        return [Commit(self.committed, freeze=False, digest_at=self._digest_at(self.committed, now))]
 
     # -- uploads
 
@@ -181,12 +184,18 @@ class Ledger:
         return {(owner, host) for owner, hosts in self.holders.items() for host in hosts} - self.excluded
 
     def _readmit(self, report: Report) -> list[Decision]:
-        pair = (report.owner, report.host) if isinstance(report, Completed) else None
+        """A holder that was left out counts again once it has what is committed; a straggler's older copy is not enough."""
+        if isinstance(report, Skipped) or (self.committed is not None and report.version < self.committed):
+            return []
+        pair = (report.owner, report.host)
         if pair not in self.excluded:
             return []
         self.excluded.discard(pair)
+        return [self._epoch(frozenset())]
+
+    def _epoch(self, newly: frozenset[Pair]) -> Holders:
         self.epoch += 1
-        return [Holders(self.epoch, frozenset(self.excluded), frozenset())]
+        return Holders(self.epoch, frozenset(self.excluded), newly)
 
     def _conflict(self, current: _Round) -> Fatal | None:
         by_layout = _by_value((ack.layout, ack.owner) for ack in current.acks.values() if ack.layout)
@@ -210,8 +219,10 @@ class Ledger:
             return []
         self._close(version)
         freeze = self._freeze(version, current, now)
-        digest_at = self._cadence.next_iteration(version.iteration, now) if self._cadence else None
-        return [Commit(version, freeze, digest_at)]
+        return [Commit(version, freeze, self._digest_at(version, now))]
+
+    def _digest_at(self, version: Version, now: float) -> int | None:
+        return self._cadence.next_iteration(version.iteration, now) if self._cadence else None
 
     def _freeze(self, version: Version, current: _Round, now: float) -> bool:
         cadence = self._cadence
@@ -225,13 +236,40 @@ class Ledger:
 
     def _abort(self, version: Version, reason: str) -> list[Decision]:
         self._rounds.pop(version, None)
-        self._aborted.add(version)
+        if version in self._aborted:
+            return []
+        self._aborted[version] = reason
         return [Abort(version, reason)]
+
+    def _is_own(self, report: Completed) -> bool:
+        return report.host == self.holders[report.owner][0]
+
+    def _overtaken(self, owner: int, version: Version) -> list[Decision]:
+        """An owner goes forward only: what it has not completed by now, it never will."""
+        self._passed[owner] = max(version, self._passed.get(owner, version))
+        return [d for older in sorted(self._rounds) if older < version for d in self._judge_passed(older)]
+
+    def _judge_passed(self, version: Version) -> list[Decision]:
+        acks = self._rounds[version].acks
+        for owner, at in self._passed.items():
+            if at > version and (owner, self.holders[owner][0]) not in acks:
+                return self._abort(version, f"rank {owner} has gone on to {at} without it")
+        return []
+
+    def _judge(self, version: Version, current: _Round, now: float) -> list[Decision]:
+        """Abort, wait or commit."""
+        if gone := self._judge_passed(version):
+            return gone
+        if conflict := self._conflict(current):
+            return [*self._abort(version, conflict.text), conflict]
+        if current.own_copies_since is None and all((o, hosts[0]) in current.acks for o, hosts in self.holders.items()):
+            current.own_copies_since = now
+        return self._try_commit(version, now)
 
     def _close(self, version: Version) -> None:
         self.committed = version
         self._rounds = {v: r for v, r in self._rounds.items() if v > version}
-        self._aborted = {v for v in self._aborted if v > version}
+        self._aborted = {v: reason for v, reason in self._aborted.items() if v > version}
 
 
 def _by_value(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:

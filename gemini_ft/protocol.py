@@ -10,6 +10,8 @@ Life of a version on its owner's host:
 
 and on a peer: receive -> (bytes arrive) -> received -> Report(Completed).
 
+A Tell comes last in a list of effects: on the leader's own host it may lead to the next decision at once.
+
 Source: GEMINI (SOSP'23), section 5: two buffers per replica, one complete and one in progress; the rule
 that a buffer is reused only after the newer version is complete everywhere is stated there implicitly.
 """
@@ -91,7 +93,7 @@ class Tell:
 
 @dataclass(frozen=True)
 class Upload:
-    """Write the frozen slot to storage. ``thawed`` ends it."""
+    """Write the frozen slot to storage. ``thawed`` ends it, perhaps before the last byte is read: ``hold`` the slot meanwhile."""
 
     owner: int
     slot: int
@@ -119,63 +121,93 @@ class Host:
     waiting: dict[int, Version] = field(default_factory=dict)  # requests of local owners not granted yet
     skipped: dict[int, Version] = field(default_factory=dict)  # newest version each local owner gave up
     details: dict[tuple[int, Version], tuple[str, str]] = field(default_factory=dict)  # layout and digest as reported
+    aborted: set[Version] = field(default_factory=set)  # above the committed one
+    committed: Version | None = None  # the newest version this host knows to be complete everywhere
 
     # -- incarnations
 
+    def seal(self) -> None:
+        """Until ``open``, nothing that is complete here is overwritten or freed.
+
+        Said before the inventory from which a new incarnation chooses its version: the former one may still be
+        at work, and its next commit would otherwise let it overwrite what has just been promised.
+        """
+        for slots in self.shards.values():
+            slots.sealed = True
+
     def open(self, holders: Mapping[int, Sequence[str]], resumed: Version | None) -> list[Effect]:
-        """A new incarnation begins from ``resumed`` (None: from nothing). Versions above it are gone for good."""
+        """A new incarnation begins from ``resumed`` (None: from nothing). Versions above it are gone for good.
+
+        The former incarnation's connections must be closed. Shards that are no longer held here stay readable
+        until the next commit: nobody else may have a copy yet.
+        """
         self.holders = {owner: tuple(hosts) for owner, hosts in holders.items()}
         self.waiting.clear()
         self.skipped.clear()
         self.details.clear()
-        for slots in self.shards.values():
+        self.aborted.clear()
+        self.committed = resumed
+        for owner, slots in self.shards.items():
             slots.rewind(resumed)
+            if self.name not in self.holders.get(owner, ()):
+                slots.retire()
         return []
+
+    def reopen(self, holders: Mapping[int, Sequence[str]], committed: Version | None) -> None:
+        """Go on with the present incarnation after this host's agent has lost its memory, but not the slots.
+
+        ``committed``: the newest version known here, at least the one that was resumed. Complete versions above it
+        stay: they may have been committed meanwhile, or still will be.
+        """
+        self.holders = {owner: tuple(hosts) for owner, hosts in holders.items()}
+        self.committed = committed
+        for slots in self.shards.values():
+            slots.commit(committed)
 
     def owns(self, owner: int) -> bool:
         return self.holders.get(owner, ("",))[0] == self.name
 
     def slots(self, owner: int) -> SlotSet:
-        return self.shards.setdefault(owner, SlotSet())
+        return self.shards.setdefault(owner, SlotSet(self.committed))
 
     def renew(self, owner: int, count: int) -> tuple[list[Slot], list[Effect]]:
         """Give the shard fresh slots (first use, another layout, or a former writer that may still live)."""
         slots = self.slots(owner)
         slots.retire()
-        if slots.committed is None:
-            slots.committed = self.committed
         fresh = slots.add(count)
         return fresh, self._reap(owner)
-
-    @property
-    def committed(self) -> Version | None:
-        """The newest version this host knows to be complete everywhere."""
-        return max((s.committed for s in self.shards.values() if s.committed is not None), default=None)
 
     # -- the owner's side
 
     def request(self, owner: int, version: Version) -> list[Effect]:
-        """The worker wants to write ``version``; the Grant comes now or when a slot becomes free."""
+        """The worker wants to write ``version``; the Grant comes now or when a slot becomes free.
+
+        A worker asks only after it has stopped writing whatever it wrote before.
+        """
+        self._writer_stopped(owner)
+        if version in self.aborted:
+            return [Withdraw(owner, version)]
         self.waiting[owner] = version
         return self._grant(owner)
 
     def give_up(self, owner: int, version: Version, reason: str) -> list[Effect]:
-        """The worker will not finish ``version`` (late, torn, or it died)."""
-        self.waiting.pop(owner, None)
+        """The worker will not finish ``version`` (late, torn, or it died), and has stopped writing it."""
+        if self.waiting.get(owner) == version:
+            del self.waiting[owner]
         slots = self.slots(owner)
-        slot = slots.find(version)
-        if slot is not None and slot.state is SlotState.COMPLETE:
+        if slots.complete_version(version) is not None:
             return []  # too late to take back: it may already be committed
-        effects: list[Effect] = self._cancel_sends(owner, version)
-        slots.discard(version)
+        effects = self._cancel_sends(owner, version)
+        slots.let_go(version)
         self.skipped[owner] = version
-        return [*effects, Tell(Skipped(owner, version, reason)), *self._grant(owner)]
+        return [*effects, *self._reap(owner), *self._grant(owner), Tell(Skipped(owner, version, reason))]
 
     def worker_lost(self, owner: int) -> list[Effect]:
         """The local worker that owns the shard is proven dead: what it was writing will never be whole."""
-        torn = [s.version for s in self.slots(owner).slots.values() if s.state is SlotState.WRITING and s.version]
         self.waiting.pop(owner, None)
-        return [effect for version in torn for effect in self.give_up(owner, version, "its worker died")]
+        self._writer_stopped(owner)
+        unfinished = [s.version for s in self.slots(owner).slots.values() if s.state is SlotState.WRITING and s.version]
+        return [effect for version in unfinished for effect in self.give_up(owner, version, "its worker died")]
 
     def copied(self, owner: int, version: Version, layout: str = "", digest: str = "") -> list[Effect]:
         """The worker has laid down all bytes of its shard."""
@@ -188,22 +220,22 @@ class Host:
     # -- the holder's side
 
     def receive(self, owner: int, version: Version, committed: Version | None) -> Slot | None:
-        """A peer is about to send its shard. None: no slot can be given right now, or it is complete already."""
+        """A peer is about to send its shard. None: no slot can be given right now, or it is complete already.
+
+        The slot is the connection's until ``received`` or ``receive_failed``, one of which is due in any case.
+        """
         slots = self.slots(owner)
         slots.supersede(version, committed)
-        return slots.begin(version)
+        return None if version in self.aborted else slots.begin(version)
 
     def received(self, owner: int, version: Version, layout: str = "", digest: str = "") -> list[Effect]:
         """Every byte of a peer's shard is here and verified."""
         return self._completed(owner, version, layout, digest)
 
     def receive_failed(self, owner: int, version: Version) -> list[Effect]:
-        """The sender is gone or gave up before its shard was whole."""
-        slots = self.slots(owner)
-        slot = slots.find(version)
-        if slot is not None and slot.state is SlotState.WRITING:
-            slot.clear()
-        return []
+        """The sender is gone or gave up before its shard was whole; no more bytes of it will come."""
+        self.slots(owner).let_go(version)
+        return self._reap(owner)
 
     # -- readers
 
@@ -224,34 +256,38 @@ class Host:
     # -- decisions of the ledger
 
     def on_commit(self, version: Version, freeze: bool) -> list[Effect]:
-        """``version`` is complete everywhere. ``freeze``: it is also the one to upload, on all hosts alike."""
+        """``version`` is complete everywhere. ``freeze``: it is also the one to upload, on all hosts alike.
+
+        A send of an older version is of no more use to anybody; a peer that has hung must not keep its slot.
+        """
+        self.committed = max(version, self.committed or version)
+        self.aborted = {other for other in self.aborted if other > version}
+        self.details = {key: value for key, value in self.details.items() if key[1] > version}
         effects: list[Effect] = []
-        for owner in [o for o in self.holders if self.owns(o)] if freeze else []:
-            slot = self.slots(owner).complete_version(version)
-            if slot is not None:
-                slot.frozen = True
-                effects.append(Upload(owner, slot.index, version))
         for owner, slots in self.shards.items():
             slots.commit(version)
+            if freeze and self.owns(owner):
+                effects += self._freeze(owner, version)
+            for slot in slots.slots.values():
+                if slot.version is not None and slot.version < version:
+                    effects += self._cancel_sends(owner, slot.version)
             effects += [*self._reap(owner), *self._grant(owner)]
-        self.details = {key: value for key, value in self.details.items() if key[1] > version}
         return effects
 
     def on_abort(self, version: Version) -> list[Effect]:
         """``version`` will never be complete everywhere."""
+        if self.committed is not None and version <= self.committed:
+            return []
+        self.aborted.add(version)
         effects: list[Effect] = []
         for owner, slots in self.shards.items():
-            slot = slots.find(version)
-            if self.waiting.get(owner) == version:
+            asked = self.waiting.get(owner) == version
+            if asked:
                 del self.waiting[owner]
-                effects.append(Withdraw(owner, version))
-            if slot is None or slots.committed == version:
-                continue
-            if self.owns(owner):
-                effects += self._cancel_sends(owner, version)
-                effects.append(Withdraw(owner, version))
+            if self.owns(owner) and (asked or slots.find(version) is not None):
+                effects += [*self._cancel_sends(owner, version), Withdraw(owner, version)]
             slots.discard(version)
-            effects += self._grant(owner)
+            effects += [*self._reap(owner), *self._grant(owner)]
         return effects
 
     def on_exclude(self, owner: int, peer: str) -> list[Effect]:
@@ -275,20 +311,24 @@ class Host:
         """The job is done: of every shard only the last committed version is still worth its memory."""
         effects: list[Effect] = []
         for owner, slots in self.shards.items():
-            spare = [s for s in slots.slots.values() if not s.readers and not s.frozen and (s.version is None or s.version != slots.committed)]
+            still = [s for s in slots.slots.values() if s.state in (SlotState.EMPTY, SlotState.COMPLETE) and not s.readers and not s.frozen]
+            spare = [slot for slot in still if slot.version is None or slot.version != slots.committed]
             effects += [Free(owner, slot.index) for slot in spare]
             for slot in spare:
                 del slots.slots[slot.index]
         return effects
 
     def reports(self) -> list[Report]:
-        """Everything a ledger that lost its memory, or the way to us, needs to hear again."""
+        """Everything a ledger that lost its memory, or the way to us, needs to hear again.
+
+        In the order of versions: a ledger takes what an owner says of a later version as the end of the earlier ones.
+        """
         out: list[Report] = [Skipped(owner, version, "repeated") for owner, version in self.skipped.items()]
         for owner, slots in self.shards.items():
             fresh = [s.version for s in slots.slots.values() if s.state is SlotState.COMPLETE and s.version]
             above = [version for version in fresh if slots.committed is None or version > slots.committed]
             out += [Completed(owner, self.name, version, *self.details.get((owner, version), ("", ""))) for version in above]
-        return out
+        return sorted(out, key=lambda report: report.version)
 
     # -- inside
 
@@ -306,6 +346,22 @@ class Host:
         peers = [peer for peer in self.holders.get(owner, ()) if peer != self.name]
         slot.readers.update(f"send:{peer}" for peer in peers)
         return [Grant(owner, slot.index, version), *(Send(owner, slot.index, version, peer) for peer in peers)]
+
+    def _writer_stopped(self, owner: int) -> None:
+        """Nobody writes into the slots of aborted versions any more."""
+        for slot in self.slots(owner).slots.values():
+            if slot.state is SlotState.TORN:
+                slot.clear()
+
+    def _freeze(self, owner: int, version: Version) -> list[Effect]:
+        slots = self.slots(owner)
+        for slot in slots.slots.values():
+            slot.frozen = False  # never two uploads at once: that an earlier one is over can be lost on the way, this cannot
+        chosen = slots.complete_version(version)
+        if chosen is None:
+            return []
+        chosen.frozen = True
+        return [Upload(owner, chosen.index, version)]
 
     def _cancel_sends(self, owner: int, version: Version) -> list[Effect]:
         slot = self.slots(owner).find(version)

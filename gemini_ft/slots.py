@@ -1,8 +1,12 @@
 """The slots one host keeps for one shard: pure state, no memory, no clock.
 
-A slot is EMPTY, WRITING (its bytes are being laid down) or COMPLETE (all bytes are there and verified).
-The newest state that is safe everywhere is never overwritten, a slot that somebody reads is never
-overwritten, and a slot that is being uploaded is out of the rotation.
+    EMPTY -> WRITING -> COMPLETE      ``begin``, ``complete``
+             WRITING -> TORN          ``discard``: given up, but its writer may still lay bytes down
+             WRITING, TORN -> EMPTY   ``let_go``: its writer has stopped
+             COMPLETE -> EMPTY        ``discard``; or straight to WRITING once a newer version is committed
+
+The newest state that is safe everywhere is never overwritten, a slot that somebody reads or may still write is
+never granted, and a slot that is being uploaded is out of the rotation.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ class SlotState(StrEnum):
 
     EMPTY = "empty"
     WRITING = "writing"
+    TORN = "torn"
     COMPLETE = "complete"
 
 
@@ -27,10 +32,10 @@ class Slot:
 
     index: int
     state: SlotState = SlotState.EMPTY
-    version: Version | None = None  # None exactly when EMPTY
+    version: Version | None = None  # None exactly when EMPTY; no two slots of a shard have the same
     frozen: bool = False  # being uploaded; only a COMPLETE slot is frozen
-    retired: bool = False  # of an earlier layout or a writer that may still live; never granted again
-    readers: set[str] = field(default_factory=set)  # who may still look at the bytes
+    retired: bool = False  # of an earlier layout, an earlier placement, or a writer that may still live; never granted again
+    readers: set[str] = field(default_factory=set)  # who may still look at the bytes, whatever has become of the version
 
     def clear(self) -> None:
         self.state, self.version, self.frozen = SlotState.EMPTY, None, False
@@ -39,9 +44,10 @@ class Slot:
 class SlotSet:
     """All slots of one shard on one host."""
 
-    def __init__(self) -> None:
+    def __init__(self, committed: Version | None = None) -> None:
         self.slots: dict[int, Slot] = {}
-        self.committed: Version | None = None  # newest version known to be complete everywhere
+        self.committed = committed  # newest version known to be complete everywhere
+        self.sealed = False  # a new incarnation is choosing what to resume: nothing that is complete may go
 
     def add(self, count: int) -> list[Slot]:
         """Put ``count`` fresh slots into the rotation."""
@@ -61,7 +67,7 @@ class SlotSet:
         for slot in self.slots.values():
             slot.retired = True
             if slot.state is SlotState.WRITING:
-                slot.clear()
+                slot.state = SlotState.TORN
 
     def find(self, version: Version) -> Slot | None:
         return next((slot for slot in self.slots.values() if slot.version == version), None)
@@ -75,21 +81,23 @@ class SlotSet:
         """The newest complete version here."""
         return max((s.version for s in self.slots.values() if s.version and s.state is SlotState.COMPLETE), default=None)
 
+    def _undecided(self) -> list[Slot]:
+        """Slots whose version will be committed or aborted."""
+        hopeful = [s for s in self.slots.values() if s.state in (SlotState.WRITING, SlotState.COMPLETE)]
+        return [s for s in hopeful if s.version and (self.committed is None or s.version > self.committed)]
+
     def _is_free(self, slot: Slot, keep: Version | None) -> bool:
-        if slot.retired or slot.frozen or slot.readers or slot.state is SlotState.WRITING:
+        if slot.retired or slot.frozen or slot.readers:
             return False
-        return slot.state is SlotState.EMPTY or slot.version != keep
+        return slot.state is SlotState.EMPTY or (slot.state is SlotState.COMPLETE and slot.version != keep)
 
     def begin(self, version: Version) -> Slot | None:
         """Grant a slot for writing ``version``, or None while none may be overwritten.
 
         A complete version above the committed one still waits for its commit, so it is as untouchable as
-        the committed one itself; ``commit``, ``discard`` or ``supersede`` decide its fate first.
+        the committed one itself, retired or not; ``commit``, ``discard`` or ``supersede`` decide its fate first.
         """
-        if (present := self.find(version)) is not None:
-            return present if present.state is SlotState.WRITING else None
-        pending = [s for s in self.slots.values() if s.version and (self.committed is None or s.version > self.committed)]
-        if any(not slot.retired for slot in pending):
+        if self.sealed or self.find(version) is not None or self._undecided():
             return None
         keep = self.committed if self.committed and self.complete_version(self.committed) else self.newest
         free = [slot for slot in self.slots.values() if self._is_free(slot, keep)]
@@ -99,51 +107,65 @@ class SlotSet:
         slot.state, slot.version = SlotState.WRITING, version
         return slot
 
-    def supersede(self, version: Version, committed: Version | None) -> list[Slot]:
+    def supersede(self, version: Version, committed: Version | None) -> None:
         """Learn from the owner, about to send ``version``, what is committed; everything between was aborted."""
         self.commit(committed)
-        stale = [s for s in self.slots.values() if s.version and (committed is None or s.version > committed)]
-        cleared = [s for s in stale if s.version is not None and s.version < version and not s.frozen]
-        for slot in cleared:
-            slot.clear()
-        return cleared
+        if self.sealed:
+            return
+        for slot in self._undecided():
+            if slot.version is not None and slot.version < version:
+                self.discard(slot.version)
 
     def complete(self, version: Version) -> bool:
-        """All bytes are there; False when the slot was discarded meanwhile."""
+        """All bytes are there; False when the version was given up meanwhile (its slot is free again then)."""
         slot = self.find(version)
         if slot is None or slot.state is not SlotState.WRITING:
+            self.let_go(version)
             return False
         slot.state = SlotState.COMPLETE
         return True
 
-    def discard(self, version: Version) -> Slot | None:
-        """Give ``version`` up (aborted, torn, or its writer died). Readers keep the slot from being reused."""
+    def discard(self, version: Version) -> None:
+        """Give ``version`` up. A slot that is being written stays out of reach until its writer is known to have stopped."""
         slot = self.find(version)
-        if slot is not None:
+        if slot is not None and slot.state is SlotState.WRITING:
+            slot.state = SlotState.TORN
+        elif slot is not None and slot.state is SlotState.COMPLETE:
             slot.clear()
-        return slot
+
+    def let_go(self, version: Version) -> None:
+        """The writer of ``version`` lays no more bytes down. Nothing happens to a complete version."""
+        slot = self.find(version)
+        if slot is not None and slot.state in (SlotState.WRITING, SlotState.TORN):
+            slot.clear()
 
     def commit(self, version: Version | None) -> None:
         """``version`` is complete everywhere; the committed version never moves back."""
         if version is not None and (self.committed is None or version > self.committed):
             self.committed = version
 
-    def rewind(self, resumed: Version | None) -> list[Slot]:
-        """Start a new incarnation from ``resumed``: every newer version belongs to a history that is over."""
-        gone = [s for s in self.slots.values() if s.version and (resumed is None or s.version > resumed or s.state is SlotState.WRITING)]
-        for slot in gone:
-            slot.clear()
+    def rewind(self, resumed: Version | None) -> None:
+        """Start a new incarnation from ``resumed``: every newer version belongs to a history that is over.
+
+        Whoever wrote for the former incarnation must have been shut out: its connections closed, its workers
+        dead or their slots retired before anything is granted.
+        """
         for slot in self.slots.values():
             slot.frozen = False
+            if slot.state is not SlotState.COMPLETE or resumed is None or (slot.version and slot.version > resumed):
+                slot.clear()
         self.committed = resumed
-        return gone
+        self.sealed = False
 
     def reap(self) -> list[Slot]:
-        """Drop retired slots nobody needs: those that are read no more and are not the committed version's last copy."""
-        safe = self.committed is not None and any(
-            s.version == self.committed and s.state is SlotState.COMPLETE and not s.retired for s in self.slots.values()
-        )
-        gone = [s for s in self.slots.values() if s.retired and not s.readers and not s.frozen and (safe or s.state is SlotState.EMPTY)]
+        """Drop retired slots that nobody reads or writes and whose version will not be needed again."""
+        gone = [s for s in self.slots.values() if s.retired and not s.readers and not s.frozen and self._is_spent(s)]
         for slot in gone:
             del self.slots[slot.index]
         return gone
+
+    def _is_spent(self, slot: Slot) -> bool:
+        if slot.state is SlotState.EMPTY:
+            return True
+        outdated = self.committed is not None and slot.version is not None and slot.version < self.committed
+        return slot.state is SlotState.COMPLETE and outdated and not self.sealed
