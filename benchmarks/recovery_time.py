@@ -1,0 +1,337 @@
+"""Seconds from a failure to the next optimizer step, split into phases: gemini-ft beside plain torchrun, in one run.
+
+A worker is killed with SIGKILL; or a whole host (its launcher, worker and agent at once) while a spare waits in the
+rendezvous. Plain torchrun resumes from Lightning's checkpoint of every step on local disk. See benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import common
+
+PACKAGES = ("torch", "lightning", "gemini-ft")
+PHASES = ("detection", "rendezvous", "process start", "group", "restore", "first step")
+STEPS_BETWEEN = 4  # optimizer steps from one recovery to the next failure
+SPARE_HEAD_START = 8.0  # seconds a spare gets to start and to wait in the rendezvous
+PATIENCE = 180.0  # seconds until a job that makes no step counts as failed
+
+
+@dataclass(frozen=True)
+class Job:
+    """Who keeps the state, and around which loop."""
+
+    title: str
+    launcher: tuple[str, ...]
+    loop: str
+    keeper: str
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+GEMINI_RUN = (sys.executable, "-m", "gemini_ft.cli", "run")
+JOBS = {
+    "gemini_lightning": Job("gemini-ft, Lightning", GEMINI_RUN, "lightning", "gemini"),
+    "gemini_plain": Job("gemini-ft, plain loop", GEMINI_RUN, "plain", "gemini"),
+    "torchrun": Job("torchrun, Lightning's checkpoint of every step", TORCHRUN, "lightning", "lightning"),
+}
+BASELINE = "torchrun"
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One failure; seconds. Each phase ends when the slowest rank has reached its end.
+
+    detection ends when no worker of before the failure is left; rendezvous, when the last new worker process exists;
+    process start, when the last one has imported everything; then the process group, the restored state, one optimizer step.
+    """
+
+    phases: tuple[float, ...]
+    steps_lost: int
+
+    @property
+    def total(self) -> float:
+        """From the signal to the end of the next optimizer step."""
+        return sum(self.phases)
+
+
+# --------------------------------------------------------------------------- a running job
+
+
+class Running:
+    """One job: its launchers (one per emulated host), and the events its workers write."""
+
+    def __init__(self, job: Job, megabytes: int, hosts: int, folder: Path) -> None:
+        self.job, self.hosts, self.folder = job, hosts, folder
+        self.mark = f"bench-{uuid.uuid4().hex[:12]}"
+        self._log = folder / "events"
+        self._log.touch()
+        self._endpoint = f"127.0.0.1:{common.free_port()}"
+        self._started = 0
+        worker = str(Path(__file__).with_name("recovery_worker.py"))
+        options = ["--loop", job.loop, "--keeper", job.keeper, "--events", str(self._log), "--folder", str(folder / "checkpoints")]
+        self._script = [worker, *options, "--megabytes", str(megabytes)]
+
+    def start_host(self) -> None:
+        """Start one more launcher; the first ``hosts`` of them train, further ones wait as spares."""
+        name = f"host{self._started}"
+        self._started += 1
+        if self.hosts == 1:
+            where = ["--standalone", "--nproc-per-node=2"]
+        else:
+            where = [f"--nnodes={self.hosts}", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={self._endpoint}"]
+        argv = [*self.job.launcher, *where, "--max-restarts=20", *self._script]
+        env = {**os.environ, **common.one_thread(), common.MARK: self.mark, "GEMINI_HOST_ID": name, "GEMINI_RUN_ID": self.mark}
+        env |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+        # without it restarts of torch 2.13 on gloo find the dead workers' addresses in the store, and most hang
+        env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with open(self.folder / f"{name}.log", "ab") as log:
+            subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+
+    def events(self) -> list[dict[str, Any]]:
+        """Everything written so far, whole lines only."""
+        text = self._log.read_text()
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def wait(self, reached: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+        """Poll the events until ``reached`` holds.
+
+        Raises:
+            common.TrialError: it did not within the time a job gets; with the ends of the launchers' outputs.
+        """
+        until = time.monotonic() + PATIENCE
+        while not reached(events := self.events()):
+            if time.monotonic() > until or not common.marked(self.mark):
+                tails = [f"[{log.stem}] {log.read_text(errors='replace')[-1500:]}" for log in sorted(self.folder.glob("*.log"))]
+                raise common.TrialError("no further optimizer step\n" + "\n".join(tails))
+            time.sleep(0.01)
+        return events
+
+
+@contextmanager
+def running(job: Job, megabytes: int, hosts: int) -> Iterator[Running]:
+    """A job with one launcher per host, and nothing of it left afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Running(job, megabytes, hosts, Path(folder))
+        try:
+            for _ in range(hosts):
+                found.start_host()
+                if hosts > 1:
+                    time.sleep(1.0)  # the first one is to hold the store
+            yield found
+        finally:
+            common.end_marked(found.mark, patience=0.0)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The newest set of workers that has all its ranks."""
+
+    pids: Mapping[int, int]  # rank -> process
+    hosts: Mapping[int, str]  # rank -> host it runs on
+    events: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def newest(cls, events: Sequence[Mapping[str, Any]]) -> Attempt | None:
+        """None until a world's ranks have all started; a rank counts as its latest process."""
+        starts = {event["rank"]: event for event in events if event["event"] == "started"}
+        if not starts or len(starts) < next(iter(starts.values()))["world"]:
+            return None
+        pids = {rank: start["pid"] for rank, start in starts.items()}
+        own = [event for event in events if event["pid"] in pids.values()]
+        return cls(pids, {rank: start["host"] for rank, start in starts.items()}, own)
+
+    def times(self, event: str, key: str = "at") -> list[float]:
+        """When each rank first had ``event``; ranks that have not are missing."""
+        first: dict[int, float] = {}
+        for entry in self.events:
+            if entry["event"] == event:
+                first.setdefault(entry["pid"], entry[key])
+        return list(first.values())
+
+    def steps(self, event: str = "step") -> list[int]:
+        """The steps of all ``event`` entries."""
+        return [entry["step"] for entry in self.events if entry["event"] == event]
+
+    def has_stepped(self, count: int) -> bool:
+        """Whether every rank has made ``count`` steps."""
+        made = Counter(entry["pid"] for entry in self.events if entry["event"] == "step")
+        return all(made[pid] >= count for pid in self.pids.values())
+
+
+# --------------------------------------------------------------------------- failures
+
+
+def fail(job: Running, scenario: str) -> Recovery:
+    """Let the job train a little, make one failure, and wait for the next optimizer step of all ranks."""
+    old = _attempt(job.wait(lambda events: _stepped(events, STEPS_BETWEEN)))
+    watched = [os.pidfd_open(pid) for pid in old.pids.values()]
+    rank = max(old.pids) if scenario == "worker" else next(rank for rank, host in old.hosts.items() if host != "host0")
+    at = time.monotonic()
+    if scenario == "worker":
+        os.kill(old.pids[rank], signal.SIGKILL)
+    else:
+        _kill_host(job.mark, old.hosts[rank])
+    gone = _all_ended(watched)
+    known = set(old.pids.values())
+    new = _attempt(job.wait(lambda events: _stepped(events, 1, besides=known)))
+    marks = [at, gone, max(new.times("started", "created")), max(new.times("started"))]
+    marks += [max(new.times("group")), max(new.times("restored")), max(new.times("step"))]
+    marks = [max(marks[: i + 1]) for i in range(len(marks))]  # a spare's worker may exist before the last old one has gone
+    before = _attempt([event for event in job.events() if event["pid"] in known])
+    return Recovery(tuple(b - a for a, b in pairwise(marks)), max(before.steps()) - max(new.steps("restored")))
+
+
+def _stepped(events: Sequence[Mapping[str, Any]], count: int, besides: set[int] | None = None) -> bool:
+    attempt = Attempt.newest(events)
+    return attempt is not None and not (besides or set()) & set(attempt.pids.values()) and attempt.has_stepped(count)
+
+
+def _attempt(events: Sequence[Mapping[str, Any]]) -> Attempt:
+    found = Attempt.newest(events)
+    assert found is not None
+    return found
+
+
+def _kill_host(mark: str, host: str) -> None:
+    """End everything of one emulated host as a power cut would: nobody on it gets to say goodbye."""
+    for pid in common.marked(mark):
+        try:
+            if f"GEMINI_HOST_ID={host}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                os.kill(pid, signal.SIGKILL)
+        except OSError:  # gone meanwhile
+            continue
+
+
+def _all_ended(pidfds: Sequence[int]) -> float:
+    """Wait for all processes to end; when the last one did, on the monotonic clock."""
+    poller = select.poll()
+    for pidfd in pidfds:
+        poller.register(pidfd, select.POLLIN)
+    left, until = set(pidfds), time.monotonic() + PATIENCE
+    while left:
+        for pidfd, _ in poller.poll(100):
+            poller.unregister(pidfd)
+            left.discard(pidfd)
+            os.close(pidfd)
+        if time.monotonic() > until:
+            raise common.TrialError(f"{len(left)} workers of before the failure are still there after {PATIENCE:.0f} s")
+    return time.monotonic()
+
+
+# --------------------------------------------------------------------------- the benchmark
+
+
+def measure(job: Job, scenario: str, megabytes: int, failures: int) -> tuple[list[Recovery], str | None]:
+    """One job, ``failures`` times failed and recovered; with the reason if it did not come back."""
+    found: list[Recovery] = []
+    try:
+        with running(job, megabytes, hosts=1 if scenario == "worker" else 2) as job_run:
+            for _ in range(failures):
+                if scenario == "host":
+                    job_run.start_host()
+                    time.sleep(SPARE_HEAD_START)
+                found.append(fail(job_run, scenario))
+    except common.TrialError as error:
+        return found, str(error)
+    return found, None
+
+
+def summary(recoveries: Sequence[Recovery], problem: str | None) -> dict[str, Any]:
+    """Medians over all failures of one kind."""
+    if not recoveries:
+        return {"problem": (problem or "not run").strip().splitlines()[-1][:300]}
+    phases = {name: round(common.median(recovery.phases[i] for recovery in recoveries) or 0.0, 3) for i, name in enumerate(PHASES)}
+    totals = [recovery.total for recovery in recoveries]
+    found: dict[str, Any] = {"total_s": round(common.median(totals) or 0.0, 3), "worst_s": round(max(totals), 3), "phases_s": phases}
+    found |= {"failures": len(totals), "steps_lost": max(recovery.steps_lost for recovery in recoveries)}
+    return found | ({"problem": problem.strip().splitlines()[-1][:300]} if problem else {})
+
+
+def ratios(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, float | None]:
+    """The worst over sizes and loops of gemini-ft's median against torchrun's, for each kind of failure."""
+    found: dict[str, float | None] = {}
+    for scenario in ("worker", "host"):
+        each = [
+            common.ratio(row.get("total_s"), rows[BASELINE].get("total_s"))
+            for case, rows in results.items()
+            if case.startswith(scenario) and BASELINE in rows
+            for name, row in rows.items()
+            if name != BASELINE
+        ]
+        known = [value for value in each if value is not None]
+        found[f"{scenario}_vs_torchrun"] = max(known) if known else None
+    return found
+
+
+def report(results: Mapping[str, Mapping[str, Mapping[str, Any]]], ratio: Mapping[str, float | None]) -> str:
+    """The body of the dated report."""
+    parts = ["Seconds, medians; `total` runs from the signal to the end of the next optimizer step on all ranks."]
+    for case, rows in results.items():
+        lines = []
+        for name, row in rows.items():
+            if "total_s" in row:
+                cells = [f"{row['phases_s'][phase]:.2f}" for phase in PHASES]
+                cells += [f"{row['total_s']:.2f}", f"{row['worst_s']:.2f}", str(row["steps_lost"]), str(row["failures"])]
+            else:
+                cells = [f"no result: {row['problem']}".replace("|", "/"), *[""] * (len(PHASES) + 3)]
+            lines.append([JOBS[name].title, *cells])
+        scenario, _, megabytes = case.partition(" ")
+        what = "a killed worker" if scenario == "worker" else "a lost host, a spare waiting"
+        header = ["job", *PHASES, "total", "worst", "steps lost", "failures"]
+        parts.append(f"## {what.capitalize()}, {megabytes} of state\n\n{common.table(header, lines)}")
+    shown = [[name, "not measured" if value is None else f"{value:.3f}"] for name, value in ratio.items()]
+    parts.append("## Ratios\n\nThe worst over sizes and loops.\n\n" + common.table(["ratio", "value"], shown))
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="64 MB, one failure of each kind: writes no report")
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS), metavar="JOB", help=f"of: {', '.join(JOBS)}")
+    parser.add_argument("--scenarios", nargs="+", choices=("worker", "host"), default=["worker", "host"])
+    parser.add_argument("--sizes", nargs="+", type=int, default=None, metavar="MB", help="megabytes of state; default: 64 1000")
+    parser.add_argument("--failures", type=int, help="failures per job and round; default: 2")
+    parser.add_argument("--rounds", type=int, help="rounds over all jobs; default: 3")
+    arguments = parser.parse_args()
+
+    rounds, failures = (arguments.rounds or (1 if arguments.quick else 3)), (arguments.failures or (1 if arguments.quick else 2))
+    cases = [(scenario, size) for scenario in arguments.scenarios for size in arguments.sizes or ([64] if arguments.quick else [64, 1000])]
+    found: dict[str, dict[str, list[Recovery]]] = {f"{kind} {size} MB": {name: [] for name in arguments.jobs} for kind, size in cases}
+    problems: dict[tuple[str, str], str | None] = {}
+    for turn in range(rounds):
+        for scenario, size in cases:
+            for name in arguments.jobs:
+                case = f"{scenario} {size} MB"
+                recoveries, problem = measure(JOBS[name], scenario, size, failures)
+                found[case][name] += recoveries
+                problems[case, name] = problem or problems.get((case, name))
+                note = ", ".join(f"{recovery.total:.2f} s" for recovery in recoveries) + (f" problem: {problem}" if problem else "")
+                print(f"round {turn + 1}/{rounds}, {case}, {name}: {note}", file=sys.stderr, flush=True)
+    results = {case: {name: summary(rows[name], problems[case, name]) for name in rows} for case, rows in found.items()}
+    ratio = ratios(results)
+    if not arguments.quick:
+        path = common.write_report(
+            "recovery-time", "Time to the next step after a failure", report(results, ratio), common.versions(PACKAGES)
+        )
+        print(f"report: benchmarks/results/{path.name}", file=sys.stderr)
+    common.print_result("recovery_time", results, ratio)
+
+
+if __name__ == "__main__":
+    main()

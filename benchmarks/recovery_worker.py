@@ -1,0 +1,144 @@
+"""The training job that recovery_time.py kills. It writes down when it reaches each phase; run it by torchrun or `gemini run`.
+
+The model is the same in all jobs: data parallel, `--megabytes` of weights and Adam's moments, equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from load import WIDTH, Load, Model
+
+TOKENS = 32
+STEPS = 100_000  # it is killed long before
+
+
+class Log:
+    """Appends one line of JSON per event to a file that all ranks of all attempts share."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def write(self, event: str, **more: Any) -> None:
+        line = {"event": event, "at": time.monotonic(), "pid": os.getpid(), "rank": int(os.environ["RANK"]), **more}
+        os.write(self._file, (json.dumps(line) + "\n").encode())
+
+
+def created() -> float:
+    """Monotonic time at which this process came to be, to 10 ms: the fork, where a fork server made it."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    since_boot = ticks / os.sysconf("SC_CLK_TCK")
+    return since_boot + time.monotonic() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Inputs(Dataset[torch.Tensor]):
+    """One seeded batch per step."""
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+class Module(L.LightningModule):
+    """The load as a LightningModule that reports its phases."""
+
+    def __init__(self, megabytes: int, log: Log) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = Model(megabytes * 10**6)
+        self.log_file = log
+
+    def setup(self, stage: str) -> None:
+        self.log_file.write("group")  # Lightning has made the process group just before
+
+    def on_train_start(self) -> None:
+        self.log_file.write("restored", step=self.global_step)  # and has restored everything by now
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(batch)
+        return loss
+
+    def optimizer_step(self, *arguments: Any, **named: Any) -> None:
+        super().optimizer_step(*arguments, **named)
+        self.log_file.write("step", step=self.global_step + 1)  # Lightning counts it after this hook
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-4, fused=True)
+
+
+def lightning_job(arguments: argparse.Namespace, log: Log) -> None:
+    """Lightning, with gemini-ft's strategy or with a checkpoint of every step on local disk."""
+    gemini = arguments.keeper == "gemini"
+    if gemini:
+        import gemini_ft  # noqa: F401  registers the strategy
+    every_step = ModelCheckpoint(arguments.folder, filename="{step}", every_n_train_steps=1, save_top_k=1, save_last="link")
+    trainer = L.Trainer(
+        strategy="gemini" if gemini else "ddp",
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
+        max_steps=STEPS,
+        callbacks=[] if gemini else [every_step],
+        enable_checkpointing=not gemini,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(arguments.megabytes, log), DataLoader(Inputs(), batch_size=None), ckpt_path=None if gemini else "last")
+
+
+def plain_job(arguments: argparse.Namespace, log: Log) -> None:
+    """A loop of one's own around gemini-ft's Checkpointer."""
+    import gemini_ft
+
+    gemini_ft.init_process_group("gloo", timeout=timedelta(seconds=60))
+    log.write("group")
+    load = Load(arguments.megabytes * 10**6, TOKENS, seed=0)
+    model = DistributedDataParallel(load.model)
+    checkpointer = gemini_ft.Checkpointer(load.model, load.optimizer)
+    start = checkpointer.resume()
+    log.write("restored", step=start)
+    inputs = Inputs()
+    for step in range(start, STEPS):
+        model(inputs[step]).backward()
+        load.update()
+        log.write("step", step=step + 1)
+        checkpointer.step()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--loop", choices=("plain", "lightning"), required=True)
+    parser.add_argument("--keeper", choices=("gemini", "lightning"), required=True)
+    parser.add_argument("--megabytes", type=int, required=True)
+    parser.add_argument("--events", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required=True, help="where Lightning's checkpoints go")
+    arguments = parser.parse_args()
+    log = Log(arguments.events)
+    log.write("started", created=created(), host=os.environ.get("GEMINI_HOST_ID", ""), world=int(os.environ["WORLD_SIZE"]))
+    torch.set_num_threads(1)
+    if arguments.loop == "plain":
+        plain_job(arguments, log)
+    else:
+        lightning_job(arguments, log)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
