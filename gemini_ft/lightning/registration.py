@@ -1,0 +1,102 @@
+"""Makes the strategy names known to Lightning: now where Lightning is loaded, else right after it gets loaded.
+
+Standard library only, because ``import gemini_ft`` runs this: neither torch nor Lightning is imported for it, and a
+user of ``lightning`` does not get ``pytorch_lightning`` loaded as well. The two packages are always installed together
+but share nothing: they have four registries, and classes that are no subclasses of each other's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from gemini_ft.errors import ConfigError
+
+# Module whose import creates a registry -> (the registry's name in it, the package its strategies belong to).
+_REGISTRIES = {
+    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning.pytorch"),
+    "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch_lightning"),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning.fabric"),
+    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "lightning_fabric"),
+}
+
+_DESCRIPTIONS = {
+    "gemini": "DDP whose training state survives failures in the hosts' memory",
+    "gemini_fsdp2": "FSDP2 (ModelParallelStrategy) whose training state survives failures in the hosts' memory",
+    "gemini_fsdp": "not supported: use gemini_fsdp2",
+}
+
+_REFUSED = {
+    "gemini_fsdp": "strategy='gemini_fsdp': FSDP1 is not supported, because torch has replaced it; "
+    "use strategy='gemini_fsdp2' and shard the model with torch.distributed.fsdp.fully_shard in configure_model()",
+}
+
+
+def install() -> None:
+    """Register into the registries that exist, and into the others as soon as they do. May be called any number of times."""
+    for name in _REGISTRIES:
+        _register(name)
+    if not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RegistryFinder())
+
+
+def _register(module_name: str) -> None:
+    attribute, package = _REGISTRIES[module_name]
+    registry = getattr(sys.modules.get(module_name), attribute, None)
+    if registry is None:
+        return
+    for name, description in _DESCRIPTIONS.items():
+        if name not in registry:
+            registry.register(name, _factory(name, package), description=description)
+
+
+def _factory(name: str, package: str) -> Callable[..., Any]:
+    """What Lightning calls for ``strategy=name``: the class is imported only then."""
+
+    def create(**options: Any) -> Any:
+        if name in _REFUSED:
+            raise ConfigError(_REFUSED[name])
+        if package.endswith("fabric"):
+            return importlib.import_module("gemini_ft.lightning.fabric").by_name(name, package)(**options)
+        return importlib.import_module("gemini_ft.lightning.strategy").by_name(name, package)(**options)
+
+    return create
+
+
+class _RegistryFinder(MetaPathFinder):
+    """Lets the other finders find the modules that hold a registry, and registers once they have run."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname not in _REGISTRIES:
+            return None
+        for finder in sys.meta_path:
+            find = None if isinstance(finder, _RegistryFinder) else getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = find(fullname, path, target) if find else None
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _RegisteringLoader(spec.loader)
+                return spec
+        return None
+
+
+class _RegisteringLoader(Loader):
+    def __init__(self, inner: Loader) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)  # resource readers and debuggers ask loaders for more than import does
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner
+        module.__loader__ = self._inner
+        self._inner.exec_module(module)
+        _register(module.__name__)
