@@ -1,0 +1,50 @@
+"""Lightning on top of :class:`gemini_ft.Checkpointer`: ``Trainer(strategy="gemini")`` and ``Fabric(strategy="gemini")``.
+
+``import gemini_ft`` is enough to use the names ``gemini`` (DDP) and ``gemini_fsdp2``. The classes here are for those
+who want to give options in code::
+
+    trainer = lightning.Trainer(strategy=gemini_ft.lightning.GeminiStrategy(replicas=2, storage="file:///checkpoints"))
+
+They belong to the package ``lightning``; :mod:`gemini_ft.pytorch_lightning` has the same for ``pytorch_lightning``.
+Importing this module imports neither.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies import DDPStrategy as _FabricDDP
+    from lightning.fabric.strategies import ModelParallelStrategy as _FabricModelParallel
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+    from gemini_ft.lightning.fabric import GeminiFabricMixin
+    from gemini_ft.lightning.strategy import GeminiMixin
+
+    class GeminiStrategy(GeminiMixin, DDPStrategy): ...
+
+    class GeminiModelParallelStrategy(GeminiMixin, ModelParallelStrategy): ...
+
+    class GeminiFabricStrategy(GeminiFabricMixin, _FabricDDP): ...
+
+    class GeminiFabricModelParallelStrategy(GeminiFabricMixin, _FabricModelParallel): ...
+
+
+__all__ = [
+    "GeminiFabricModelParallelStrategy",
+    "GeminiFabricStrategy",
+    "GeminiModelParallelStrategy",
+    "GeminiStrategy",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if "Fabric" in name:
+        from gemini_ft.lightning import fabric
+
+        return fabric.by_class(name, "lightning.fabric")
+    from gemini_ft.lightning import strategy
+
+    return strategy.by_class(name, "lightning.pytorch")
