@@ -58,4 +58,5 @@ def _route_to(master: str) -> str:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise ConfigError(f"no route to the master {master!r} ({error}); set interface (GEMINI_INTERFACE) to the network of the training hosts") from None
+        hint = "set interface (GEMINI_INTERFACE) to the network of the training hosts"
+        raise ConfigError(f"no route to the master {master!r} ({error}); {hint}") from None

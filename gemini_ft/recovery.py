@@ -123,8 +123,8 @@ def describe(plan: Plan) -> str:
             return "nothing to resume yet: starting from the beginning"
         newest = max(plan.incomplete)
         return (
-            f"copies of iteration {newest} exist, but none of the shards of ranks {list(plan.incomplete[newest])}, and no checkpoint in storage: "
-            "starting from the beginning"
+            f"copies of iteration {newest} exist, but none of the shards of ranks {list(plan.incomplete[newest])}, "
+            "and no checkpoint in storage: starting from the beginning"
         )
     if plan.kind == "memory":
         return f"resuming at iteration {plan.version.iteration} from memory ({plan.age:.1f} s old)"

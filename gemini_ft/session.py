@@ -195,9 +195,13 @@ def _agree_on_secret(everyone: list[_Introduction]) -> bytes:
     given = {about.configured_secret: rank for rank, about in reversed(list(enumerate(everyone)))}
     if len(given) > 1:
         who = ", ".join(f"rank {rank} has {print_ or 'none'}" for print_, rank in given.items())
-        raise SecretError(f"the ranks were given different run secrets (fingerprints: {who}); give all hosts the same GEMINI_SECRET_FILE, or none")
+        raise SecretError(
+            f"the ranks were given different run secrets (fingerprints: {who}); give all hosts the same GEMINI_SECRET_FILE, or none"
+        )
     if next(iter(given)) == "" and len({about.welcome.info.host for about in everyone}) > 1:
-        _log.warning("no run secret was configured: rank 0's travels through the rendezvous store, and is as safe as that store (GEMINI_SECRET_FILE)")
+        _log.warning(
+            "no run secret was configured: rank 0's travels through the rendezvous store, and is as safe as that store (GEMINI_SECRET_FILE)"
+        )
     # An agent that lived before this incarnation has the secret under which older state was signed.
     chosen = max(everyone, key=lambda about: about.welcome.info.known or (0, ""))
     return chosen.welcome.secret
@@ -252,8 +256,9 @@ def _agree_on_plan(
     holdings = {about.welcome.info.host: Holding(about.welcome.info.host, about.inventory.slots) for about in everyone}
     while True:
         manifest = exchange(_newest(storage, run, stream, folders, refused) if rank == 0 else None, config.timeout)[0]
-        stored = (manifest.version, manifest.world_size) if manifest is not None else (None, None)
-        plan = plan_recovery(list(holdings.values()), world_size, *stored, refused=sorted(refused))
+        stored = manifest.version if manifest is not None else None
+        stored_size = manifest.world_size if manifest is not None else None
+        plan = plan_recovery(list(holdings.values()), world_size, stored, stored_size, sorted(refused))
         if plan.kind == "memory":
             damaged = _check_memory(client, plan, everyone, config.timeout)
             if not damaged:
@@ -301,7 +306,9 @@ def _check_memory(client: AgentClient, plan: Plan, everyone: list[_Introduction]
             if owner not in by_host[host]:
                 damaged.setdefault(host, set()).add(owner)
     for host, owners in damaged.items():
-        _log.warning("host %s: the copies of ranks %s of %s do not match their checksums and are ignored", host, sorted(owners), plan.version)
+        _log.warning(
+            "host %s: the copies of ranks %s of %s do not match their checksums and are ignored", host, sorted(owners), plan.version
+        )
     return damaged
 
 

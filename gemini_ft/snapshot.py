@@ -21,9 +21,11 @@ import torch
 import xxhash
 
 from gemini_ft.agent.memory import keep_from_children, populate
+from gemini_ft.copies import Copy, plan_copies
 from gemini_ft.errors import AgentError, ConcurrentWriteError, GeminiError
+from gemini_ft.layout import Layout
 from gemini_ft.messages import Chunk, Copied, GiveUp, Message, Request
-from gemini_ft.state import Copy
+from gemini_ft.sources import Source
 
 _libc = ctypes.CDLL(None)
 _libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -83,39 +85,35 @@ class Slot:
 
 
 class CopyPlan:
-    """Which bytes go where, cut into chunks once and used for every snapshot of this layout."""
+    """Which bytes go where; made once per layout, used for every snapshot of it.
 
-    def __init__(self, copies: Sequence[Copy], nbytes: int, chunk_bytes: int) -> None:
-        self.copies = list(copies)
-        self.nbytes, self.chunk_bytes = nbytes, chunk_bytes
+    Copies are made in the order of their place in the slot, so a chunk is whole as soon as they have passed its end.
+    """
+
+    def __init__(self, sources: Sequence[Source], layout: Layout, chunk_bytes: int) -> None:
+        self.sources = sources  # kept alive: their addresses are in the plan
+        self.nbytes, self.chunk_bytes = layout.nbytes, chunk_bytes
+        copies = plan_copies(sources, layout, chunk_bytes)
         self.on_cuda = any(copy.view.is_cuda for copy in copies)
-        self.staging = {id(copy): torch.empty_like(copy.view, device="cpu") for copy in copies if copy.mutable}
-        self.background = [copy for copy in self.copies if not copy.mutable]
-        self.chunks = [self._in_chunk(start, min(start + chunk_bytes, nbytes)) for start in range(0, nbytes, chunk_bytes)]
-
-    def _in_chunk(self, start: int, stop: int) -> list[tuple[int, torch.Tensor]]:
-        """(slot offset, source) of everything in one chunk; a tensor that crosses its border is cut there."""
-        parts = []
-        for copy in self.copies:
-            low, high = max(start, copy.offset), min(stop, copy.offset + copy.nbytes)
-            if low < high:
-                size = copy.view.element_size()
-                source = self.staging.get(id(copy), copy.view)
-                parts.append((low, source[(low - copy.offset) // size : (high - copy.offset) // size]))
-        return parts
+        self.background = [copy for copy in copies if not copy.mutable]
+        self._mutable = [copy for copy in copies if copy.mutable]
+        self._staged = [torch.empty_like(copy.view, device="cpu", memory_format=torch.contiguous_format) for copy in self._mutable]
+        staged = {id(copy): target for copy, target in zip(self._mutable, self._staged, strict=True)}
+        self.moves = [(copy.offset, staged.get(id(copy), copy.view)) for copy in copies]
 
     def marks(self) -> list[tuple[int, int]]:
+        """Version counter and address of every tensor that is copied in the background."""
         return [(_version(copy.view), copy.view.data_ptr()) for copy in self.background]
 
     def stage(self) -> None:
         """Copy what may change before the next update."""
-        for copy in self.copies:
-            if copy.mutable:
-                self.staging[id(copy)].copy_(copy.view)
+        for copy, target in zip(self._mutable, self._staged, strict=True):
+            target.copy_(copy.view)
 
     def changed(self, marks: list[tuple[int, int]]) -> list[str]:
         """Names of tensors that were written or moved since ``marks``."""
-        return [copy.name for copy, before, now in zip(self.background, marks, self.marks(), strict=True) if before != now]
+        names = (copy.name for copy, before, now in zip(self.background, marks, self.marks(), strict=True) if before != now)
+        return list(dict.fromkeys(names))
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -186,7 +184,9 @@ class Snapshotter:
             enough = (JobState.ISSUED, JobState.DONE) if on_cuda else (JobState.DONE,)
             if not self._condition.wait_for(lambda: job.state in enough, self._timeout):
                 job.cancelled = f"it was not copied within {self._timeout:g} s"
-                raise AgentError(f"iteration {job.iteration} was not copied within {self._timeout:g} s (state {job.state}); is the agent stuck?")
+                raise AgentError(
+                    f"iteration {job.iteration} was not copied within {self._timeout:g} s (state {job.state}); is the agent stuck?"
+                )
         if on_cuda and job.copied is not None:
             torch.cuda.current_stream().wait_event(job.copied)
             return
@@ -226,7 +226,8 @@ class Snapshotter:
 
     def _compare(self, job: Job) -> None:
         """Compare the copy with the live state; only then is it declared copied."""
-        assert self.plan is not None and job.slot is not None
+        assert self.plan is not None
+        assert job.slot is not None
         slot = self.slots[job.slot]
         if slot.view.nbytes and (different := [c.name for c in self.plan.background if not _same(slot, c)]):
             text = f"iteration {job.iteration}: {', '.join(different[:5])} changed between the snapshot and the next update"
@@ -274,47 +275,52 @@ class Snapshotter:
 
     def _copy(self, job: Job, slot: Slot) -> None:
         assert self.plan is not None
-        if self.plan.on_cuda:
-            self._copy_from_cuda(job, slot)
-        for index, parts in enumerate(self.plan.chunks):
-            start = index * self.plan.chunk_bytes
-            nbytes = min(self.plan.chunk_bytes, self.plan.nbytes - start)
-            for offset, source in parts:
-                if not source.is_cuda:
-                    _libc.memcpy(slot.address + offset, source.data_ptr(), source.nbytes)
-            if self.plan.on_cuda:
-                self._chunk_events[index].synchronize()
-            self._publish(job, index, slot, start, nbytes)
+        events = self._queue_cuda_copies(job, slot) if self.plan.on_cuda else []
+        published = 0
+        for number, (offset, source) in enumerate(self.plan.moves):
+            if events:
+                events[number].synchronize()
+            else:
+                _move(slot, offset, source)
+            published = self._publish_until(job, slot, published, offset + source.nbytes)
+        self._publish_until(job, slot, published, self.plan.nbytes, last=True)
         self._copy_extras(job, slot)
 
-    def _copy_from_cuda(self, job: Job, slot: Slot) -> None:
-        """Queue every copy on a side stream, after the state is final; one event per chunk says when it has arrived."""
+    def _publish_until(self, job: Job, slot: Slot, published: int, done: int, last: bool = False) -> int:
+        """Announce every chunk that ends before ``done``; returns how many have been announced."""
+        assert self.plan is not None
+        step = self.plan.chunk_bytes
+        while (published + 1) * step <= done or (last and published * step < done):
+            start = published * step
+            self._publish(job, published, slot, start, min(step, self.plan.nbytes - start))
+            published += 1
+        return published
+
+    def _queue_cuda_copies(self, job: Job, slot: Slot) -> list[Any]:
+        """Queue every copy on a side stream, after the state is final; the events say when each has arrived."""
         assert self.plan is not None
         if self._stream is None:
             self._stream = torch.cuda.Stream()
-        self._chunk_events: list[Any] = []
+        events = []
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(job.ready)
-            for parts in self.plan.chunks:
-                for offset, source in parts:
-                    if source.is_cuda:
-                        target = slot.tensor[offset : offset + source.nbytes].view(source.dtype)
-                        target.copy_(source, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record(self._stream)
-                self._chunk_events.append(event)
-            job.copied = torch.cuda.Event()
-            job.copied.record(self._stream)
+            for offset, source in self.plan.moves:
+                _move(slot, offset, source)
+                events.append(torch.cuda.Event())
+                events[-1].record(self._stream)
+            job.copied = events[-1]
         with self._condition:
             job.state = JobState.ISSUED
             self._condition.notify_all()
+        return events
 
     def _copy_extras(self, job: Job, slot: Slot) -> None:
         assert self.plan is not None
         start, step = self.plan.nbytes, self.plan.chunk_bytes
         slot.view[start : start + len(job.extras)] = job.extras
+        chunks = -(-start // step)
         for number, offset in enumerate(range(start, start + len(job.extras), step)):
-            self._publish(job, len(self.plan.chunks) + number, slot, offset, min(step, start + len(job.extras) - offset))
+            self._publish(job, chunks + number, slot, offset, min(step, start + len(job.extras) - offset))
 
     def _publish(self, job: Job, index: int, slot: Slot, offset: int, nbytes: int) -> None:
         digest = xxhash.xxh3_64_intdigest(slot.view[offset : offset + nbytes])
@@ -340,7 +346,16 @@ class Snapshotter:
             self._tell(GiveUp(iteration=job.iteration, reason="this host's agent was restarted"))
 
 
+def _move(slot: Slot, offset: int, source: torch.Tensor) -> None:
+    if source.is_cuda or not source.is_contiguous():
+        target = slot.tensor[offset : offset + source.nbytes].view(source.dtype).view(source.shape)
+        target.copy_(source, non_blocking=source.is_cuda)
+    else:
+        # torch would start a pool of threads of its own for a large copy, beside those that train
+        _libc.memcpy(slot.address + offset, source.data_ptr(), source.nbytes)
+
+
 def _same(slot: Slot, copy: Copy) -> bool:
-    target = slot.tensor[copy.offset : copy.offset + copy.nbytes]
-    live = copy.view.view(torch.uint8) if copy.nbytes else target
-    return bool(torch.equal(target, live.cpu()))
+    copied = slot.tensor[copy.offset : copy.offset + copy.nbytes]
+    live = copy.view.cpu().contiguous().view(-1).view(torch.uint8)  # bytes, not values: NaN equals itself
+    return bool(torch.equal(copied, live))

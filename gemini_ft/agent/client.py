@@ -96,7 +96,8 @@ class AgentClient:
                 got = self._answers.get(timeout=self._timeout)
             except queue.Empty:
                 raise AgentTimeoutError(
-                    f"the agent of run {self._run!r} on host {self._host!r} did not answer {message.kind!r} within {self._timeout:g} s; see {self.log}"
+                    f"the agent of run {self._run!r} on host {self._host!r} did not answer {message.kind!r} "
+                    f"within {self._timeout:g} s; see {self.log}"
                 ) from None
         if got is None:
             self._answers.put(None)

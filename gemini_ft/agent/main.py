@@ -116,9 +116,8 @@ class Agent:
         for worker, detector in list(self._hangs.items()):
             silent = detector.hangs(now)
             if silent is not None and worker.alive:
-                self.log(
-                    f"rank {worker.rank} (pid {worker.pid}) made no progress for {silent:.1f} s (hang_timeout {detector.patience:.1f} s): killing it"
-                )
+                limit = f"hang_timeout {detector.patience:.1f} s"
+                self.log(f"rank {worker.rank} (pid {worker.pid}) made no progress for {silent:.1f} s ({limit}): killing it")
                 del self._hangs[worker]
                 worker.kill()
 
@@ -285,7 +284,8 @@ class Agent:
         stream = self._stream(worker)
         for (owner, _), memory in stream.memory.items():
             if owner == message.owner and memory.version == message.version:
-                mapped = Mapped(data_offset=memory.shape.data_offset, data_bytes=memory.shape.data_bytes, extras_bytes=memory.extras_bytes)
+                shape = memory.shape
+                mapped = Mapped(data_offset=shape.data_offset, data_bytes=shape.data_bytes, extras_bytes=memory.extras_bytes)
                 worker.send(mapped, (memory.fd,))
                 return
         raise AgentError(f"host {self.host} has no copy of rank {message.owner}'s shard of {message.version} any more")

@@ -21,6 +21,7 @@ import os
 import struct
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import msgpack
 import psutil
@@ -213,14 +214,14 @@ class SlotMemory:
         os.close(self.fd)
 
 
-def _read_header(raw: bytes) -> dict[str, object]:
+def _read_header(raw: bytes) -> dict[str, Any]:
     if raw[:8] != _MAGIC:
         raise CorruptDataError("a slot's header has no magic number; it was not made by gemini-ft")
     (length,) = struct.unpack_from("<I", raw, 8)
     body, digest = raw[12 : 12 + length], raw[12 + length : 20 + length]
     if len(digest) != 8 or xxhash.xxh3_64_intdigest(body) != struct.unpack("<Q", digest)[0]:
         raise CorruptDataError("a slot's header does not match its checksum; the slot is ignored")
-    fields: dict[str, object] = msgpack.unpackb(body)
+    fields: dict[str, Any] = msgpack.unpackb(body)
     if fields["format"] != FORMAT:
         raise CorruptDataError(f"a slot has format {fields['format']}, this gemini-ft reads format {FORMAT}; use the version that wrote it")
     return fields
@@ -228,7 +229,7 @@ def _read_header(raw: bytes) -> dict[str, object]:
 
 def available_memory() -> int:
     """Bytes this process could still take: the host's, or what its cgroup leaves."""
-    return min([psutil.virtual_memory().available, *_cgroup_headroom()])
+    return min([int(psutil.virtual_memory().available), *_cgroup_headroom()])
 
 
 def _cgroup_headroom() -> list[int]:

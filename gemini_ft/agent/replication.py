@@ -181,7 +181,8 @@ class Link:
 
     async def _pump(self, connection: Connection) -> None:
         while not connection.closed.is_set():
-            if any([self._advance(out, connection) for out in list(self._active)]):
+            advanced = [self._advance(out, connection) for out in list(self._active)]  # all of them, not up to the first
+            if any(advanced):
                 await connection.flushed(_IN_FLIGHT)
             else:
                 self._wake.clear()
@@ -317,7 +318,7 @@ class Receiver:
             return None
         shape = memory.shape
         if not (
-            0 <= chunk.index < shape.max_chunks and 0 <= chunk.offset and 0 < chunk.nbytes and chunk.offset + chunk.nbytes <= shape.capacity
+            0 <= chunk.index < shape.max_chunks and chunk.offset >= 0 and chunk.nbytes > 0 and chunk.offset + chunk.nbytes <= shape.capacity
         ):
             raise PeerError(
                 f"host {self.host} sent chunk {chunk.index} at {chunk.offset}+{chunk.nbytes}, outside the shard's {shape.capacity} bytes"

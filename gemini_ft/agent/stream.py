@@ -422,11 +422,9 @@ class Stream:
 
     def _holders_changed(self, epoch: int, excluded: list[tuple[int, str]], newly: list[tuple[int, str]]) -> None:
         self.excluded = excluded
-        text = f"epoch {epoch}: " + (
-            f"commits go on without {', '.join(f'host {host} (shard of rank {owner})' for owner, host in excluded)}, which did not acknowledge in time"
-            if excluded
-            else "every replica counts again"
-        )
+        late = ", ".join(f"host {host} (shard of rank {owner})" for owner, host in excluded)
+        text = f"commits go on without {late}, which did not acknowledge in time" if excluded else "every replica counts again"
+        text = f"epoch {epoch}: {text}"
         self.log(text)
         self.tell_workers(Notice(text=text))
         for owner, peer in newly:

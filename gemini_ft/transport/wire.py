@@ -58,7 +58,7 @@ def check_accepted(secret: bytes, accepted: Accepted, proof: Proof, challenge: b
         raise SecretError("the peer does not know this run's secret; something else listens at its address")
 
 
-def frame_length(head: bytes | memoryview) -> int:
+def frame_length(head: bytes | bytearray | memoryview) -> int:
     """Length of the body that follows the 4 bytes of ``head``."""
     length = int.from_bytes(head, "big")
     if length > MAX_MESSAGE:
