@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
-import socket
 import sys
 import time
 import uuid
@@ -28,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from gemini_ft import errors
-from gemini_ft.errors import ConfigError, GeminiError, PeerError
+from gemini_ft.errors import GeminiError, PeerError
 
 T = TypeVar("T")
 
@@ -278,26 +277,3 @@ def exchange_or_raise(fn: Callable[[], T], timeout: float = 60.0) -> list[T]:
     if failures:
         raise _common_error(failures) from cause
     return [outcome.value for outcome in outcomes if isinstance(outcome, _Result)]
-
-
-def open_store(host: str, port: int) -> TCPStore:
-    """Serve a key-value store on ``host:port`` from a thread of this process, for as long as the result is kept.
-
-    It is the head of a rendezvous that is to survive the loss of any training host
-    (``--rdzv-backend=c10d --rdzv-endpoint=HOST:PORT --rdzv-conf=is_host=0``). Whoever reaches it can write to it.
-
-    Args:
-        host: name or address of the interface to listen on; 0.0.0.0 or :: for all.
-        port: TCP port; 0 for any free one (see ``.port`` of the result).
-
-    Raises:
-        ConfigError: the address cannot be listened on.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(address[:2], family=family, backlog=1024)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port} ({error}); give an address of this machine and a free port") from error
-    port = listener.getsockname()[1]
-    # torch would listen on all interfaces, whatever the host: hand it our socket instead.
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -1,0 +1,134 @@
+"""``gemini run``: torchrun, with settings that restart reliably and workers that are forked instead of started anew.
+
+It takes torchrun's own arguments and behaves like it: the same environment, logs, signals and exit status. What it
+does besides: it names the run for the hosts' agents and tells the local one when the job has ended, it keeps torch
+2.13 from restarting workers on the key-value store of the attempt before, and it notices a lost host within seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import zipfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+
+from gemini_ft.agent import lifecycle
+from gemini_ft.errors import ConfigError
+from gemini_ft.runid import default_run_id
+from gemini_ft.warm import forked_workers, modules_to_preload
+
+logger = logging.getLogger(__name__)
+
+_MAX_RESTARTS = 10
+# A host is lost after interval times attempts. Torch's own 15 s are longer than all the rest of a recovery.
+_KEEP_ALIVE = {"keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run a script under torch's elastic launcher until the job ends.
+
+    Args:
+        argv: torchrun's arguments, among which ``--run-id``, ``--cold`` and ``--preload`` are allowed.
+
+    Returns:
+        Torchrun's exit status: 0, or 1 when the job has failed or was stopped by a signal.
+
+    Raises:
+        ConfigError: there is no such script.
+    """
+    options = _parser().parse_args(argv)
+    program = _program(options)
+    _show_messages()
+    run_id = _prepare(options, program)
+    try:
+        with ExitStack() as stack:
+            if (reason := _why_cold(options)) is None:
+                stack.enter_context(forked_workers(program, modules_to_preload(program, options.preload)))
+            elif reason:
+                logger.warning("starting workers cold: %s", reason)
+            record(torchrun.run)(options)
+    except ChildFailedError as error:
+        logger.error("%s", error)
+        return 1
+    except SignalException as error:
+        logger.error("stopped by %s", error.sigval.name)
+        if error.sigval == signal.SIGINT:  # the user's wish; after any other signal the same command may come again
+            lifecycle.job_interrupted(run_id)
+        return 1
+    lifecycle.job_finished(run_id)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = torchrun.get_args_parser()
+    parser.prog = "gemini run"
+    parser.description = "Torchrun with fast and reliable restarts: takes torchrun's arguments, and the three of the last group."
+    ours = parser.add_argument_group("gemini")
+    ours.add_argument("--run-id", "--run_id", help="name of the run (default: GEMINI_RUN_ID, or a hash of user, directory and command)")
+    ours.add_argument("--cold", action="store_true", help="start every worker from nothing instead of forking it from a warm process")
+    ours.add_argument(
+        "--preload",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="MODULE,...",
+        help="what the warm process imports besides torch, and Lightning if the script does; nothing that starts threads or uses CUDA",
+    )
+    if "PET_MAX_RESTARTS" not in os.environ:
+        parser.set_defaults(max_restarts=_MAX_RESTARTS)
+    return parser
+
+
+def _program(options: argparse.Namespace) -> list[str]:
+    """The script and its arguments, or ``-m``, the module's name and its arguments."""
+    script: str = options.training_script
+    if not (options.module or options.no_python or os.path.exists(script)):
+        raise ConfigError(f"there is no script {script!r} in {os.getcwd()}; give its path, or -m and the name of a module")
+    return [*(["-m"] if options.module else []), script, *options.training_script_args]
+
+
+def _why_cold(options: argparse.Namespace) -> str | None:
+    """Why workers of this command cannot be forked, empty if the user wants it so; None if they can."""
+    if options.cold:
+        return ""
+    if options.no_python or options.run_path:
+        return "only what 'python SCRIPT' and 'python -m MODULE' run can be forked"
+    if os.environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
+        return "PYTHON_EXEC names another Python"
+    script = options.training_script
+    if not options.module and (os.path.isdir(script) or zipfile.is_zipfile(script)):
+        return "the script is a folder or an archive"
+    return None
+
+
+def _prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
+    """Set what launcher and workers read from the environment, and defaults that restart reliably; return the run id."""
+    run_id: str = options.run_id or os.environ.get("GEMINI_RUN_ID") or default_run_id(program)
+    os.environ["GEMINI_RUN_ID"] = run_id
+    os.environ["GEMINI_LAUNCHER_PID"] = str(os.getpid())
+    # Every attempt gets a store of its own, on the host that is rank 0 by then: torch's shared one keeps the keys of
+    # the attempt before, and is lost with the first host. (The static rendezvous does not ask; there
+    # gemini_ft.init_process_group makes up for it.)
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    # As torchrun does later, with a long warning: the fork server must have it before it imports torch.
+    if torchrun.determine_local_world_size(options.nproc_per_node) > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    missing = [f"{key}={value}" for key, value in _KEEP_ALIVE.items() if key not in options.rdzv_conf]
+    options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, *missing]))
+    return run_id
+
+
+def _show_messages() -> None:
+    """Send this package's own messages to stderr, recognisable among those of torch and the workers."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("gemini run: %(message)s"))
+    ours = logging.getLogger("gemini_ft")
+    ours.addHandler(handler)
+    ours.propagate = False

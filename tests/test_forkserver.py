@@ -1,0 +1,365 @@
+"""A forked worker is what ``python -u script.py`` would have been, and a server that must not fork says so."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gemini_ft.warm import ForkServer, ForkServerError, Worker, modules_to_preload
+
+# What a script can see of the process it runs in. Printed by a forked worker and by a real `python -u script.py`.
+REPORT = """
+import atexit, json, multiprocessing, os, signal, sys, threading
+def described():
+    main = sys.modules["__main__"]
+    return {
+        "globals": sorted(globals()),
+        "argv": sys.argv, "orig_argv": sys.orig_argv[1:], "path[0]": sys.path[0], "path": sys.path[1:], "cwd": os.getcwd(),
+        "name": __name__, "file": __file__, "package": __package__, "spec": __spec__ and __spec__.name,
+        "loader": type(__loader__).__name__, "cached": __cached__, "doc": __doc__, "main": main.__dict__ is globals(),
+        "future": __import__("__future__").annotations.compiler_flag & compile("0", "", "eval").co_flags,
+        "environ": dict(os.environ), "session": os.getsid(0) == os.getpid(), "start method": multiprocessing.get_start_method(True),
+        "parent": multiprocessing.parent_process() is None, "process": multiprocessing.current_process().name,
+        "threads": [t.name for t in threading.enumerate()], "main thread": threading.main_thread() is threading.current_thread(),
+        "signals": [str(signal.getsignal(s)).partition(" at ")[0] for s in range(1, 32)],
+        "wakeup": signal.set_wakeup_fd(-1), "blocked": [int(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        "flags": sys.flags.safe_path, "unbuffered": [sys.stdout.write_through, sys.stderr.write_through],
+        "descriptors": sorted(int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")),
+    }
+class Local:
+    pass
+import pickle
+assert pickle.loads(pickle.dumps(Local())).__class__ is Local
+print(json.dumps(described()))
+atexit.register(print, "exit handler")
+threading.Thread(target=lambda: print("thread")).start()
+"""
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., ForkServer]]:
+    """Start a fork server; it is closed at the end of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def serve(*modules: str, program: tuple[str, ...] = ("none.py",)) -> ForkServer:
+            server = ForkServer(program, modules)
+            stack.callback(server.close)
+            return server
+
+        yield serve
+
+
+class Output:
+    """Files for the standard streams of a worker."""
+
+    def __init__(self, folder: Path) -> None:
+        self.out, self.err = folder / "out", folder / "err"
+
+    def start(self, server: ForkServer, *program: str, **environ: str) -> Worker:
+        assert server.wait_ready() is None
+        with open(os.devnull) as stdin, self.out.open("w") as out, self.err.open("w") as err:
+            return server.fork(program, {**os.environ, **environ}, [stdin.fileno(), out.fileno(), err.fileno()])
+
+    def wait_for(self, text: str) -> None:
+        end = time.monotonic() + 30
+        while text not in self.out.read_text():
+            assert time.monotonic() < end, f"{text!r} did not appear in: {self.out.read_text()}{self.err.read_text()}"
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Output:
+    return Output(tmp_path)
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def real(*program: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """The same program in a Python started for it."""
+    command = [sys.executable, "-u", *program]
+    return subprocess.run(
+        command,
+        env={**os.environ, **environ},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        start_new_session=True,
+    )
+
+
+class TestLikePython:
+    @pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
+    @pytest.mark.parametrize("safe_path", ["", "1"], ids=["", "safe_path"])
+    def test_all_a_script_can_see(
+        self,
+        as_module: bool,
+        safe_path: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        serve: Callable[..., ForkServer],
+        output: Output,
+    ) -> None:
+        (tmp_path / "pkg").mkdir()
+        write(tmp_path / "pkg" / "report.py", REPORT)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("PYTHONSAFEPATH", safe_path)
+        if safe_path:
+            monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        program = (*(["-m", "pkg.report"] if as_module else ["pkg/report.py"]), "--lr", "a b", "")
+        worker = output.start(serve(program=program), *program, RANK="3")
+        assert worker.wait(30) == 0, output.err.read_text()
+        reference = real(*program, RANK="3")
+        assert reference.returncode == 0, reference.stderr
+        seen, *rest = output.out.read_text().splitlines()
+        expected, *expected_rest = reference.stdout.splitlines()
+        assert json.loads(seen) == json.loads(expected)
+        assert rest == expected_rest == ["thread", "exit handler"]
+
+    @pytest.mark.parametrize(
+        "ending",
+        [
+            "pass",
+            "sys.exit()",
+            "sys.exit(3)",
+            "sys.exit('said at the end')",
+            "os._exit(0)",
+            "os._exit(5)",
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "os.kill(os.getpid(), signal.SIGTERM)",
+            "raise ValueError('the reason')",
+            "raise ValueError('the reason') from KeyError('the cause')",
+            "def deep(): 1 / 0\ndeep()",
+            "this is not Python",
+            "import no_such_module",
+        ],
+    )
+    def test_it_ends_and_complains_as_python_does(
+        self, ending: str, tmp_path: Path, serve: Callable[..., ForkServer], output: Output
+    ) -> None:
+        script = write(tmp_path / "script.py", f"import os, signal, sys\n{ending}\n")
+        worker = output.start(serve(), script)
+        reference = real(script)
+        assert worker.wait(30) == reference.returncode
+        assert output.err.read_text() == reference.stderr
+
+    def test_an_exception_in_a_module(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: Callable[..., ForkServer], output: Output
+    ) -> None:
+        write(tmp_path / "module.py", "def deep():\n    raise ValueError('the reason')\ndeep()\n")
+        monkeypatch.chdir(tmp_path)
+        worker = output.start(serve(program=("-m", "module")), "-m", "module")
+        assert worker.wait(30) == 1
+        reference = real("-m", "module")
+        # Python shows runpy's frames here, which say nothing of the module.
+        assert [line for line in reference.stderr.splitlines() if "runpy" not in line] == output.err.read_text().splitlines()
+
+    def test_torchs_launcher_finds_the_exception_in_the_error_file(
+        self, tmp_path: Path, serve: Callable[..., ForkServer], output: Output
+    ) -> None:
+        script = write(tmp_path / "script.py", "raise ValueError('the reason')")
+        error_file = tmp_path / "error.json"
+        assert output.start(serve(), script, TORCHELASTIC_ERROR_FILE=str(error_file)).wait(60) == 1
+        message = json.loads(error_file.read_text())["message"]
+        assert message["message"] == "ValueError: the reason"
+        assert "forkserver" not in message["extraInfo"]["py_callstack"]
+
+    def test_workers_do_not_share_their_random_numbers(self, tmp_path: Path, serve: Callable[..., ForkServer], output: Output) -> None:
+        script = write(tmp_path / "script.py", "import random, numpy\nprint(random.random(), numpy.random.random())")
+        server = serve("random", "numpy.random")
+        drawn = []
+        for _ in range(2):
+            assert output.start(server, script).wait(30) == 0
+            drawn += output.out.read_text().split()
+        assert len(set(drawn)) == 4
+
+    def test_what_imports_do_to_the_environment_is_kept(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: Callable[..., ForkServer], output: Output
+    ) -> None:
+        write(tmp_path / "sets_variable.py", "import os\nos.environ['SET_BY_IMPORT'] = 'yes'")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        script = write(
+            tmp_path / "script.py", "import os\nprint(os.environ['SET_BY_IMPORT'], os.environ['RANK'], 'ONLY_HERE' in os.environ)"
+        )
+        server = serve("sets_variable")
+        assert server.wait_ready() is None
+        monkeypatch.setenv("ONLY_HERE", "1")  # after the server was started
+        assert output.start(server, script, RANK="5").wait(30) == 0
+        assert output.out.read_text() == "yes 5 True\n"
+
+    def test_libraries_that_read_the_rank_when_imported_know_the_workers_rank(
+        self, tmp_path: Path, serve: Callable[..., ForkServer], output: Output
+    ) -> None:
+        lines = [
+            "from lightning.fabric.utilities.rank_zero import rank_zero_only as a",
+            "from torchmetrics.utilities.prints import rank_zero_only as b",
+        ]
+        script = write(tmp_path / "script.py", "\n".join([*lines, "print(a.rank, b.rank)"]))
+        assert output.start(serve("torch", "lightning"), script, RANK="5", LOCAL_RANK="1").wait(60) == 0
+        assert output.out.read_text() == real(script, RANK="5", LOCAL_RANK="1").stdout == "5 1\n"
+
+
+SLEEP = "import signal, sys, time\n{}\nprint('asleep', flush=True)\ntime.sleep(600)\n"
+IGNORE = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+TELL = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('told to go')))"
+
+
+def gone(pid: int) -> bool:
+    end = time.monotonic() + 30
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < end:
+        time.sleep(0.01)
+    return not os.path.exists(f"/proc/{pid}")
+
+
+class TestLifetime:
+    def test_a_worker_ends_with_the_server_that_would_report_its_end(
+        self, tmp_path: Path, serve: Callable[..., ForkServer], output: Output
+    ) -> None:
+        server = serve()
+        worker = output.start(server, write(tmp_path / "script.py", SLEEP.format(IGNORE)))
+        output.wait_for("asleep")
+        os.kill(server.pid, signal.SIGKILL)
+        assert worker.wait(30) == -signal.SIGKILL
+        assert gone(worker.pid)
+        assert server.lost
+        with pytest.raises(ForkServerError, match="no longer serves"):
+            server.fork(["none.py"], {}, [])
+
+    @pytest.mark.parametrize(("habit", "last_words"), [(TELL, "asleep\ntold to go\n"), (IGNORE, "asleep\n")])
+    def test_without_its_launcher_the_server_ends_its_workers_and_itself(
+        self, habit: str, last_words: str, tmp_path: Path, serve: Callable[..., ForkServer], output: Output
+    ) -> None:
+        server = serve()
+        worker = output.start(server, write(tmp_path / "script.py", SLEEP.format(habit)))
+        output.wait_for("asleep")
+        server.close()
+        assert gone(worker.pid)
+        assert not os.path.exists(f"/proc/{server.pid}")
+        assert output.out.read_text() == last_words
+
+    def test_a_server_that_stops_answering_is_replaced_by_an_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: Callable[..., ForkServer], output: Output
+    ) -> None:
+        server = serve()
+        worker = output.start(server, write(tmp_path / "script.py", SLEEP.format("")))
+        monkeypatch.setattr("gemini_ft.warm._ANSWER_SECONDS", 0.5)
+        os.kill(server.pid, signal.SIGSTOP)
+        assert worker.wait(30) == -signal.SIGKILL
+        assert gone(worker.pid)
+
+    def test_its_pid_stays_the_workers_until_the_end_has_been_seen(
+        self, tmp_path: Path, serve: Callable[..., ForkServer], output: Output
+    ) -> None:
+        worker = output.start(serve(), write(tmp_path / "script.py", "print('done')"))
+        output.wait_for("done")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.wait(0)
+        end = time.monotonic() + 30
+        while Path(f"/proc/{worker.pid}/stat").read_text().split()[2] != "Z" and worker.returncode is None:
+            assert time.monotonic() < end
+        if worker.returncode is None:
+            os.killpg(worker.pid, signal.SIGTERM)  # torch's launcher does, and would fail with ProcessLookupError
+        assert worker.wait(30) == 0
+
+    def test_waiting_has_an_end(self, tmp_path: Path, serve: Callable[..., ForkServer], output: Output) -> None:
+        worker = output.start(serve(), write(tmp_path / "script.py", SLEEP.format("")))
+        with pytest.raises(subprocess.TimeoutExpired):
+            worker.wait(0.1)
+
+
+class TestRefusal:
+    """Each fault is made by a module that is imported: as CUDA would be used, a thread started, and so on, by a library."""
+
+    @pytest.fixture
+    def refusal(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: Callable[..., ForkServer]) -> Callable[..., str | None]:
+        def refusal(source: str, *before: str) -> str | None:
+            write(tmp_path / "culprit.py", source)
+            monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+            return serve(*before, "culprit").wait_ready()
+
+        return refusal
+
+    def test_a_failing_import(self, refusal: Callable[..., str | None]) -> None:
+        assert refusal("raise OSError('no licence')") == "import culprit failed: OSError: no licence"
+
+    def test_a_module_that_is_not_installed_is_left_to_the_script(self, serve: Callable[..., ForkServer]) -> None:
+        assert serve("no_such_module").wait_ready() is None
+
+    def test_a_thread(self, refusal: Callable[..., str | None]) -> None:
+        source = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), name='poller', daemon=True).start()"
+        assert refusal(source) == "the imports have started threads, which a fork does not take along: poller"
+
+    def test_cuda_in_use(self, refusal: Callable[..., str | None]) -> None:
+        # Without a GPU CUDA cannot really be initialised: this sets the flag that torch sets then.
+        assert refusal("import torch\ntorch.cuda._initialized = True", "torch") == (
+            "the imports have initialised CUDA, which cannot be used after a fork"
+        )
+
+    def test_cuda_asked_for_its_devices(self, refusal: Callable[..., str | None]) -> None:
+        # The same for the mark that torch leaves on a child whose parent has only counted the devices.
+        assert refusal("import torch\ntorch.cuda._is_in_bad_fork = lambda: True", "torch") == (
+            "the imports have asked CUDA for its devices, so that it cannot be used after a fork"
+        )
+
+    @pytest.mark.gpu
+    def test_cuda_really_in_use(self, refusal: Callable[..., str | None]) -> None:
+        assert "initialised CUDA" in str(refusal("import torch\ntorch.ones(1, device='cuda')", "torch"))
+
+    @pytest.mark.gpu
+    def test_torch_and_lightning_leave_cuda_alone(self, tmp_path: Path, serve: Callable[..., ForkServer], output: Output) -> None:
+        server = serve("torch", "torch._dynamo", "lightning")
+        script = write(tmp_path / "script.py", "import torch\nprint(torch.ones(2, device='cuda').sum().item())")
+        assert output.start(server, script).wait(60) == 0, output.err.read_text()
+        assert output.out.read_text() == "2.0\n"
+
+    def test_a_pool_of_openmp_threads(self, refusal: Callable[..., str | None]) -> None:
+        patience = "import __main__, torch\n__main__._TRIAL_SECONDS = 3.0\n"  # the server runs as __main__
+        refused = refusal(patience + "torch.set_num_threads(4)\ntorch.ones(1 << 22).exp().sum()", "torch")
+        assert refused == "a child forked after the imports hung for 3 s in a tensor operation"
+
+    def test_a_server_that_dies_while_importing(
+        self, serve: Callable[..., ForkServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write(tmp_path / "culprit.py", "import os\nos._exit(7)")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        with pytest.raises(ForkServerError, match="it has died with status 7"):
+            serve("culprit").wait_ready()
+
+
+class TestPreload:
+    @pytest.mark.parametrize(
+        ("source", "expected"),
+        [
+            ("import torch", []),
+            ("import lightning as L", ["lightning", "gemini_ft.lightning"]),
+            ("from lightning.pytorch import Trainer", ["lightning", "gemini_ft.lightning"]),
+            ("def f():\n    import pytorch_lightning", ["pytorch_lightning", "gemini_ft.pytorch_lightning"]),
+            ("from . import lightning", []),
+            ("this is not Python", []),
+        ],
+    )
+    def test_lightning_is_imported_if_the_script_does(self, source: str, expected: list[str], tmp_path: Path) -> None:
+        base = modules_to_preload([str(tmp_path / "missing.py")])
+        assert base[:2] == ["torch", "torch._dynamo"]
+        assert modules_to_preload([write(tmp_path / "script.py", source)], ["mine"]) == [*base, *expected, "mine"]
+
+    def test_the_source_of_a_module_is_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "pkg").mkdir()
+        write(tmp_path / "pkg" / "train.py", "import lightning")
+        write(tmp_path / "pkg" / "__main__.py", "import pytorch_lightning")
+        monkeypatch.chdir(tmp_path)
+        assert "lightning" in modules_to_preload(["-m", "pkg.train"])
+        assert "pytorch_lightning" in modules_to_preload(["-m", "pkg"])
