@@ -171,7 +171,7 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[Message], None])
         rank, world_size, run, host, config, client, hello, secret, spec, plan, [i.welcome.info for i in everyone], storage, manifest
     )
     if rank == 0:
-        _announce(session)
+        _announce(session, bool(everyone[0].configured_secret))
     return session
 
 
@@ -197,10 +197,6 @@ def _agree_on_secret(everyone: list[_Introduction]) -> bytes:
         who = ", ".join(f"rank {rank} has {print_ or 'none'}" for print_, rank in given.items())
         raise SecretError(
             f"the ranks were given different run secrets (fingerprints: {who}); give all hosts the same GEMINI_SECRET_FILE, or none"
-        )
-    if next(iter(given)) == "" and len({about.welcome.info.host for about in everyone}) > 1:
-        _log.warning(
-            "no run secret was configured: rank 0's travels through the rendezvous store, and is as safe as that store (GEMINI_SECRET_FILE)"
         )
     # An agent that lived before this incarnation has the secret under which older state was signed.
     chosen = max(everyone, key=lambda about: about.welcome.info.known or (0, ""))
@@ -351,12 +347,17 @@ def _make_spec(
     )
 
 
-def _announce(session: Session) -> None:
+def _announce(session: Session, configured_secret: bool) -> None:
     """Rank 0 says once where the job stands, and what it survives."""
     spec = session.spec
     placed = {host: tuple(spec.holders[rank]) for rank, host in enumerate(spec.hosts)}
     _log.info("run %s, incarnation %d: %s", session.run, spec.incarnation.number, describe(session.plan))
     if spec.incarnation.number == 1:
+        if not configured_secret and len(placed) > 1:
+            _log.warning(
+                "no run secret was configured: a made-up one travels through the rendezvous store, and is as safe as that store "
+                "(GEMINI_SECRET_FILE)"
+            )
         _log.info("%s", placement.describe(placed))
         machines: dict[str, list[str]] = {}
         for info in {info.host: info for info in session.infos}.values():
