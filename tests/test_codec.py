@@ -506,7 +506,6 @@ def test_random_bytes_under_a_right_checksum_do_no_harm(body: bytes) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_tensor_returns_to_its_accelerator() -> None:
     tensor = torch.arange(6.0, device="cuda").view(2, 3).t()
     decoded = round_trip(tensor)

@@ -1,0 +1,315 @@
+"""The live training state as named tensors and extras, and back.
+
+Capture:
+
+    sources, extras = collect(models, optimizers, rank, world_size, replicated)
+
+    sources   tensors, see `gemini_ft.sources`; they go into shards by `gemini_ft.copies`
+    extras    everything else: hyperparameters of the parameter groups, optimizer state that is no tensor
+              (Python numbers, the lists of LBFGS), modules' extra state. It refers to live objects, so encode
+              it at once. Every rank keeps its own.
+
+Per step, ``live = survey(...)``, ``fingerprint(live)`` and ``collect_extras(optimizers, models, live)`` do;
+sources are described again only when the fingerprint changes.
+
+Restore, all on the existing objects:
+
+    sources = destinations(models, optimizers, stored_specs(rank, layouts), rank, world_size, replicated)
+    for read in plan_reads([s.spec for s in sources], rank, layouts):
+        copy_into(tensor[read.name], read.start, read.stop, bytes_of(read))
+    apply_extras(models, optimizers, extras)
+
+`destinations` gives every optimizer exactly the state tensors of the snapshot: missing ones are allocated
+with the stored dtype and shape on the parameter's device (or on the CPU, where they were), surplus ones
+dropped. Nothing is ever cast, no gradient is touched and no collective is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from gemini_ft.copies import Copy, copy_into, copy_out, plan_copies, run_copies, targets_of
+from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
+from gemini_ft.layout import TensorSpec
+from gemini_ft.replicas import check_replicas, first_difference, replicated_digest, tensor_digests
+from gemini_ft.rng import rng_state, set_rng_state
+from gemini_ft.sources import (
+    HOST,
+    Live,
+    Role,
+    Source,
+    clean,
+    describe,
+    fingerprint,
+    local,
+    overlaps,
+    placement_words,
+    split_state_name,
+    state_label,
+    survey,
+    unwrap_model,
+    unwrap_optimizer,
+)
+
+__all__ = [
+    "Copy",
+    "Live",
+    "Source",
+    "apply_extras",
+    "check_replicas",
+    "collect",
+    "collect_extras",
+    "copy_into",
+    "copy_out",
+    "describe",
+    "destinations",
+    "fingerprint",
+    "first_difference",
+    "plan_copies",
+    "replicated_digest",
+    "rng_state",
+    "run_copies",
+    "set_rng_state",
+    "survey",
+    "targets_of",
+    "tensor_digests",
+    "unwrap_model",
+    "unwrap_optimizer",
+]
+
+Models = Mapping[str, nn.Module]
+Extras = dict[str, Any]
+_STATIC_KEYS = ("params", "param_names")  # of a parameter group: they are in the tensors' names already
+
+
+def collect(models: Models, optimizers: Sequence[Any], rank: int, world_size: int, replicated: bool) -> tuple[list[Source], Extras]:
+    """All tensors of this rank, and its extras.
+
+    Args:
+        models: name -> module; names may not contain dots.
+        optimizers: torch optimizers, wrapped by Lightning or Fabric or not.
+        rank: this rank in the job.
+        world_size: ranks of the job.
+        replicated: whether plain (not DTensor) parameters are the same on all ranks, as under DDP.
+
+    Raises:
+        UnsupportedStateError: something cannot be captured exactly; named.
+    """
+    live = survey(models, optimizers)
+    _refuse_hidden_state(optimizers)
+    return describe(live, rank, world_size, replicated), collect_extras(models, optimizers, live)
+
+
+def collect_extras(models: Models, optimizers: Sequence[Any], live: Sequence[Live] | None = None) -> Extras:
+    """What is no tensor; holds live objects, so encode it before training goes on.
+
+    Args:
+        models: as given to `collect`.
+        optimizers: as given to `collect`.
+        live: their survey, if there is one already.
+    """
+    live = survey(models, optimizers) if live is None else live
+    saved = [_optimizer_extras(optimizer) | facts for optimizer, facts in _identified(live, optimizers)]
+    for label, optimizer, param in _labelled(live, optimizers):
+        if rest := {key: value for key, value in optimizer.state.get(param, {}).items() if not _captured(key, value)}:
+            saved[_index(label)]["state"][label] = rest
+    for item in live:
+        if item.same_as is not None:
+            label, key = split_state_name(item.name)
+            saved[_index(label)]["shared"].setdefault(label, {})[key] = item.same_as
+    return {"optimizers": saved, "modules": {name: module.get_extra_state() for name, module in _with_extra_state(models)}}
+
+
+def destinations(
+    models: Models, optimizers: Sequence[Any], stored: Iterable[TensorSpec], rank: int, world_size: int, replicated: bool
+) -> list[Source]:
+    """Live tensors to fill, after giving the optimizers the state tensors that the snapshot has.
+
+    Between this and `apply_extras` the optimizers are not usable.
+
+    Args:
+        models: as given to `collect`.
+        optimizers: as given to `collect`.
+        stored: this rank's tensors in the snapshot (`gemini_ft.layout.stored_specs`).
+        rank: this rank.
+        world_size: ranks of the job.
+        replicated: as given to `collect`.
+
+    Raises:
+        LayoutMismatchError: state was sharded otherwise than its parameter is now.
+    """
+    wanted: dict[str, dict[str, TensorSpec]] = {}
+    for spec in stored:
+        label, key = split_state_name(spec.name)
+        wanted.setdefault(label, {})[key] = spec
+    live = survey(models, optimizers)
+    used = {id(item.tensor) for item in live if item.role is not Role.STATE}
+    with torch.no_grad():
+        for label, optimizer, param in _labelled(live, optimizers):
+            old = optimizer.state.pop(param, {})
+            if new := {key: _room(spec, param, old.get(key), used) for key, spec in wanted.get(label, {}).items()}:
+                optimizer.state[param] = new
+    return describe(survey(models, optimizers), rank, world_size, replicated)
+
+
+def apply_extras(models: Models, optimizers: Sequence[Any], extras: Extras) -> None:
+    """Put back what `collect_extras` gave, after the tensors.
+
+    Tensor hyperparameters (a learning rate on the device) are written in place, as graphs may hold them.
+
+    Raises:
+        LayoutMismatchError: other optimizers, parameter groups or modules than those of the snapshot.
+    """
+    live, saved = survey(models, optimizers), extras["optimizers"]
+    modules = dict(_with_extra_state(models))
+    _same("number of optimizers", len(optimizers), len(saved))
+    _same("modules with extra state", sorted(modules), sorted(extras["modules"]))
+    for index, (optimizer, facts) in enumerate(_identified(live, optimizers)):
+        for what, now in facts.items():
+            _same(f"optim{index}: {what}", now, saved[index][what])
+        _apply_groups(optimizer, saved[index]["groups"])
+        _replace_other(optimizer, saved[index]["other"])
+    tensors = {item.name: item.tensor for item in live}
+    for label, optimizer, param in _labelled(live, optimizers):
+        shared = saved[_index(label)]["shared"].get(label, {})
+        if values := saved[_index(label)]["state"].get(label, {}) | {key: tensors[name] for key, name in shared.items()}:
+            optimizer.state.setdefault(param, {}).update(values)
+    for name, module in modules.items():
+        module.set_extra_state(extras["modules"][name])
+
+
+def _labelled(live: Iterable[Live], optimizers: Sequence[Any]) -> Iterator[tuple[str, Optimizer, torch.Tensor]]:
+    """Label of its state, optimizer and parameter, for everything that is optimized."""
+    names = {id(item.tensor): item.name for item in live if item.role is Role.PARAMETER}
+    for index, optimizer in enumerate(map(unwrap_optimizer, optimizers)):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                yield state_label(index, names[id(param)]), optimizer, param
+
+
+def _index(label: str) -> int:
+    """Number of the optimizer that a label belongs to."""
+    return int(label.removeprefix("optim").partition(".")[0])
+
+
+def _identified(live: Sequence[Live], optimizers: Sequence[Any]) -> Iterator[tuple[Optimizer, Extras]]:
+    """Each optimizer, with what must be the same when its state is put back."""
+    labels: dict[int, list[str]] = {}
+    for label, optimizer, _ in _labelled(live, optimizers):
+        labels.setdefault(id(optimizer), []).append(label)
+    for optimizer in map(unwrap_optimizer, optimizers):
+        yield (
+            optimizer,
+            {
+                "class": type(optimizer).__qualname__,
+                "parameters per group": [len(group["params"]) for group in optimizer.param_groups],
+                "hash of the parameters' names": xxhash.xxh3_64_hexdigest("\n".join(labels.get(id(optimizer), [])).encode()),
+            },
+        )
+
+
+def _optimizer_extras(optimizer: Optimizer) -> Extras:
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    strangers = [key for key in optimizer.state if isinstance(key, torch.Tensor) and id(key) not in params]
+    if strangers:
+        raise UnsupportedStateError(
+            f"{type(optimizer).__qualname__} keeps state for a tensor of shape {tuple(strangers[0].shape)} that is in none of its "
+            "parameter groups; remove it from optimizer.state"
+        )
+    return {
+        "groups": [{key: value for key, value in group.items() if key not in _STATIC_KEYS} for group in optimizer.param_groups],
+        "other": {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)},
+        "state": {},
+        "shared": {},
+    }
+
+
+def _captured(key: object, value: object) -> bool:
+    """Whether `survey` finds this entry of an optimizer's state."""
+    return type(key) is str and isinstance(value, torch.Tensor)
+
+
+def _refuse_hidden_state(optimizers: Sequence[Any]) -> None:
+    """An optimizer whose state_dict says more than ``state`` and ``param_groups`` keeps state where it is not captured."""
+    for optimizer in map(unwrap_optimizer, optimizers):
+        if type(optimizer).state_dict is Optimizer.state_dict:
+            continue
+        if hidden := sorted(set(optimizer.state_dict()) - {"state", "param_groups"}):
+            raise UnsupportedStateError(
+                f"{type(optimizer).__qualname__} keeps state outside of optimizer.state ({', '.join(hidden)}); "
+                "give the optimizer as extra state (an object with state_dict and load_state_dict) instead"
+            )
+
+
+def _with_extra_state(models: Models) -> Iterator[tuple[str, nn.Module]]:
+    for model, root in models.items():
+        for name, module in unwrap_model(root).named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                yield f"{model}.{clean(name)}", module
+
+
+def _room(spec: TensorSpec, param: torch.Tensor, current: object, used: set[int]) -> torch.Tensor:
+    """A state tensor as in the snapshot: ``current`` if it is just like that, else a new one."""
+    whole = spec.logical.removesuffix(HOST).strip()
+    if whole and not (isinstance(param, DTensor) and placement_words(spec.name, param) == whole):
+        raise LayoutMismatchError(
+            f"{spec.name} was {whole} in the snapshot; its parameter is now placed otherwise, and resharding is not supported"
+        )
+    part = local(param)
+    device = torch.device("cpu") if spec.logical.endswith(HOST) else part.device
+    if isinstance(current, torch.Tensor) and id(current) not in used and _fits(current, spec, whole, device):
+        used.add(id(current))
+        return current
+    dtype = getattr(torch, spec.dtype)
+    if spec.shape == tuple(part.shape):
+        room = torch.empty_like(part, dtype=dtype, device=device)  # with the parameter's strides, as optimizers make it
+    else:
+        room = torch.empty(spec.shape, dtype=dtype, device=device)
+    if isinstance(param, DTensor) and whole:
+        return DTensor.from_local(room, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
+    return room
+
+
+def _fits(current: torch.Tensor, spec: TensorSpec, whole: str, device: torch.device) -> bool:
+    words = placement_words(spec.name, current) if isinstance(current, DTensor) else ""
+    part = local(current)
+    facts = (words, str(part.dtype).removeprefix("torch."), tuple(part.shape), part.device)
+    return facts == (whole, spec.dtype, spec.shape, device) and not overlaps(part)
+
+
+def _apply_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in values.items():
+            current = group.get(key)
+            if (
+                isinstance(current, torch.Tensor)
+                and isinstance(value, torch.Tensor)
+                and (current.shape, current.dtype) == (value.shape, value.dtype)
+            ):
+                with torch.no_grad():
+                    current.copy_(value)
+            else:
+                group[key] = value
+
+
+def _replace_other(optimizer: Optimizer, other: Mapping[Any, Any]) -> None:
+    """Exactly the state that belongs to no parameter."""
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for key in [key for key in optimizer.state if id(key) not in params]:
+        del optimizer.state[key]
+    optimizer.state.update(other)
+
+
+def _same(what: str, now: object, then: object) -> None:
+    if now != then:
+        raise LayoutMismatchError(
+            f"{what}: {now!r} now and {then!r} in the snapshot; resume with the script that made it, "
+            "or start afresh with another run_id or resume='never'"
+        )
