@@ -227,7 +227,7 @@ class Link:
             return False
         offset, nbytes, digest = out.memory.chunks[index]
         chunk = Chunk(owner=out.owner, iteration=out.version.iteration, index=index, offset=offset, nbytes=nbytes, digest=digest)
-        connection.send(chunk, (out.memory.fd, out.memory.shape.data_offset + offset, nbytes) if nbytes else None)
+        connection.send(chunk, out.memory.data(offset, nbytes))
         return True
 
     def _withdraw(self, out: Outgoing, connection: Connection) -> bool:

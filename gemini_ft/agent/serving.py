@@ -80,7 +80,7 @@ class Fetcher:
             nbytes = min(step, end - offset)
             digest = xxhash.xxh3_64_intdigest(memory.data(offset, nbytes))
             data = Data(offset=offset, nbytes=nbytes, digest=digest)
-            self._connection.send(data, (memory.fd, memory.shape.data_offset + offset, nbytes))
+            self._connection.send(data, memory.data(offset, nbytes))
 
 
 class _Copier:

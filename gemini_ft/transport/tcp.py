@@ -1,8 +1,8 @@
 """Asynchronous connections between agents: messages, and raw bytes straight into and out of slot memory.
 
-Receiving reads from the socket into the slot's own pages; sending hands the slot's pages to the kernel
-(``sendfile``). Neither copies in Python. That ``sendfile`` returned proves nothing about the peer: the pages
-stay referenced until the peer has acknowledged the bytes or the connection has been reset.
+Receiving reads from the socket into the slot's own pages, sending writes from them; neither copies in Python.
+``sendfile`` would spare the kernel's copy and was measured to cost twice the processor time on both sides: it
+queues single 4 KiB pages, and the receiver wakes up for as little (benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from gemini_ft.transport.wire import check_accepted, check_proof, frame_length, 
 
 Address = tuple[str, int]
 _HANDSHAKE_TIMEOUT = 10.0  # seconds an unknown peer may take
+_TLS_PIECE = 256 * 1024  # bytes handed to the TLS layer at a time
 _SCRATCH = bytearray(256 * 1024)  # where unwanted bytes go
 
 
@@ -35,7 +36,7 @@ class Handler(Protocol):
         """The raw bytes that followed ``message`` are all there."""
 
     def on_lost(self, reason: str) -> None:
-        """The connection is closed; no byte that was sent is referenced any more."""
+        """The connection is closed; nothing refers to payloads any more."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -51,9 +52,12 @@ class Connection(asyncio.BufferedProtocol):
         self._state = "head"
         self._message: Message | None = None
         self._payload_left = 0
-        self._outbox: deque[tuple[bytes, tuple[int, int, int] | None]] = deque()
+        self._outbox: deque[tuple[bytes, memoryview | None]] = deque()
+        self._fd = -1  # a second descriptor of the socket, for writing past asyncio's buffers; -1 under TLS
         self._wake = asyncio.Event()
         self._handed_over = asyncio.Event()
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
         self._writer: asyncio.Task[None] | None = None
         self._reason = "the peer closed the connection"
 
@@ -64,6 +68,8 @@ class Connection(asyncio.BufferedProtocol):
         self.peer = "{}:{}".format(*transport.get_extra_info("peername")[:2])
         sock = transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if transport.get_extra_info("ssl_object") is None:
+            self._fd = os.dup(sock.fileno())
         self._writer = asyncio.get_running_loop().create_task(self._write())
 
     def get_buffer(self, _sizehint: int) -> memoryview:
@@ -121,10 +127,10 @@ class Connection(asyncio.BufferedProtocol):
 
     # -- sending
 
-    def send(self, message: Message, source: tuple[int, int, int] | None = None) -> None:
-        """Queue a message, and after it ``source`` = (descriptor, offset, nbytes) of raw bytes."""
+    def send(self, message: Message, payload: memoryview | None = None) -> None:
+        """Queue a message, and after it the raw bytes of ``payload``, which must not change until they are acknowledged."""
         if not self.closed.is_set():
-            self._outbox.append((pack(message), source))
+            self._outbox.append((pack(message), payload))
             self._wake.set()
 
     @property
@@ -133,24 +139,57 @@ class Connection(asyncio.BufferedProtocol):
         return len(self._outbox)
 
     async def _write(self) -> None:
-        loop = asyncio.get_running_loop()
-        transport = self._transport
-        assert transport is not None
         try:
             while True:
                 while not self._outbox:
                     self._wake.clear()
                     await self._wake.wait()
-                frame, source = self._outbox[0]
-                transport.write(frame)
-                if source is not None:
-                    fd, offset, nbytes = source
-                    with os.fdopen(os.dup(fd), "rb", buffering=0) as file:
-                        await loop.sendfile(transport, file, offset, nbytes)
+                frame, payload = self._outbox[0]
+                await self._write_all(memoryview(frame))
+                if payload is not None:
+                    await self._write_all(payload)
                 self._outbox.popleft()
                 self._handed_over.set()
-        except (OSError, RuntimeError) as error:
+        except OSError as error:
             self.abort(f"sending failed: {error}")
+        finally:
+            self._stop_writing()
+
+    async def _write_all(self, data: memoryview) -> None:
+        if self._fd < 0:
+            await self._write_through_tls(data)
+            return
+        while data:
+            try:
+                data = data[os.write(self._fd, data) :]
+            except BlockingIOError:
+                await self._writable()
+
+    async def _writable(self) -> None:
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = loop.create_future()
+        loop.add_writer(self._fd, lambda: ready.done() or ready.set_result(None))
+        try:
+            await ready
+        finally:
+            loop.remove_writer(self._fd)
+
+    async def _write_through_tls(self, data: memoryview) -> None:
+        assert self._transport is not None
+        for start in range(0, len(data), _TLS_PIECE):
+            self._transport.write(data[start : start + _TLS_PIECE])
+            await self._unpaused.wait()
+
+    def pause_writing(self) -> None:
+        self._unpaused.clear()
+
+    def resume_writing(self) -> None:
+        self._unpaused.set()
+
+    def _stop_writing(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     async def flushed(self, below: int) -> None:
         """Wait until fewer than ``below`` messages are queued, or the connection is closed."""
@@ -159,7 +198,7 @@ class Connection(asyncio.BufferedProtocol):
             await self._handed_over.wait()
 
     def abort(self, reason: str) -> None:
-        """Close now and let the kernel forget what it still has to send: it refers to slot pages."""
+        """Close now, and let the kernel forget what it still has to send."""
         self._reason = reason
         transport = self._transport
         if transport is None:
