@@ -7,7 +7,7 @@ BIN = $(abspath $(VENV))/bin
 STAMP = $(VENV)/.up-to-date
 TREE = build/tree
 # Not the whole suite a second time: what packaging could break. tests/test_packaging.py is about the checkout.
-WHEEL_TESTS = tests/test_imports.py
+WHEEL_TESTS = tests/test_imports.py tests/test_layout.py tests/test_placement.py tests/test_readme.py
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .PHONY: help venv test soak demo lint format types imports wheel wheel-test check clean
