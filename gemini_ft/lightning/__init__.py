@@ -14,20 +14,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning.fabric.strategies import DDPStrategy as _FabricDDP
-    from lightning.fabric.strategies import ModelParallelStrategy as _FabricModelParallel
+    from lightning.fabric.strategies.ddp import DDPStrategy as _FabricDDP
+    from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as _FabricModelParallel
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-    from gemini_ft.lightning.fabric import GeminiFabricMixin
-    from gemini_ft.lightning.strategy import GeminiMixin
+    from gemini_ft.lightning.fabric import GeminiFabricMixin, GeminiFabricShardedMixin
+    from gemini_ft.lightning.strategy import GeminiMixin, GeminiShardedMixin
 
     class GeminiStrategy(GeminiMixin, DDPStrategy): ...
 
-    class GeminiModelParallelStrategy(GeminiMixin, ModelParallelStrategy): ...
+    class GeminiModelParallelStrategy(GeminiShardedMixin, ModelParallelStrategy): ...
 
     class GeminiFabricStrategy(GeminiFabricMixin, _FabricDDP): ...
 
-    class GeminiFabricModelParallelStrategy(GeminiFabricMixin, _FabricModelParallel): ...
+    class GeminiFabricModelParallelStrategy(GeminiFabricShardedMixin, _FabricModelParallel): ...
 
 
 __all__ = [

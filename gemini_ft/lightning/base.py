@@ -1,0 +1,74 @@
+"""What the strategies for the Trainer and for Fabric have in common.
+
+They are subclasses of Lightning's, because Lightning chooses precision plugin, samplers and the synchronisation of
+gradients by ``isinstance``. They are made per package, because ``lightning`` and ``pytorch_lightning`` have classes of
+their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+
+from gemini_ft.config import GeminiConfig
+from gemini_ft.lightning import compat
+from gemini_ft.lightning.loader import DataResume
+from gemini_ft.lightning.options import refuse_platform, signature_of, sort_options
+from gemini_ft.rendezvous import init_process_group
+
+
+class Gemini:
+    """Comes before a strategy of Lightning in the list of bases."""
+
+    gemini_config: GeminiConfig
+    _gemini_data_resume: DataResume
+    _gemini_package: ClassVar[str]
+    _gemini_base: ClassVar[Any]
+
+    def __init__(self, **options: Any) -> None:
+        given = sort_options(type(self).__name__, self._gemini_base, options)
+        self.gemini_config, self._gemini_data_resume = given.config, given.data_resume
+        super().__init__(**given.base)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: inherited from DDPStrategy this would register "ddp" a second time."""
+
+
+def join_group(strategy: Any) -> None:
+    """Create the process group before Lightning does, where a restart by torchrun would make it hang.
+
+    Lightning uses a group that exists. Elsewhere (SLURM, Lightning's own launcher) it creates the group itself.
+    """
+    refuse_platform(strategy.root_device.type)
+    if dist.is_initialized() or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    device = strategy.root_device
+    backend, timeout = compat.group_settings(strategy)
+    init_process_group(backend, timeout=timeout, device_id=None if device.type == "cpu" else device)
+
+
+def make_class(name: str, mixin: type, base: str, package: str, public: str, doc: str) -> Any:
+    """A strategy class.
+
+    Args:
+        name: its name.
+        mixin: the part that is gemini's.
+        base: name of Lightning's class.
+        package: the package of Lightning's class.
+        public: the module where users find ours; pickle looks there too.
+        doc: docstring.
+    """
+    compat.check_lightning(package)
+    theirs = getattr(importlib.import_module(f"{package}.strategies"), base)
+    space = {
+        "__module__": public,
+        "__doc__": doc,
+        "__signature__": signature_of(theirs),
+        "_gemini_package": package,
+        "_gemini_base": theirs,
+    }
+    return type(name, (mixin, theirs), space)

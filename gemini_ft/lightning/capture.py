@@ -1,0 +1,106 @@
+"""What a Trainer holds besides parameters, buffers and optimizer state; taken between two batches, and put back.
+
+Lightning's own checkpoint is the greater part: loops, callbacks, schedulers, precision plugin, datamodule, loaders and
+whatever the user's ``on_save_checkpoint`` hooks add. Its tensors of the model are not copied: they are replaced by
+their names, because the :class:`~gemini_ft.Checkpointer` has them. The rest is what Lightning does not save: random
+states, values logged so far, torchmetrics, and a few of the loops' attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gemini_ft.lightning import compat
+from gemini_ft.rng import rng_state, set_rng_state
+
+_LIVE = "gemini.live"  # {_LIVE: name} stands for the model's tensor of that name
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def capture(trainer: Any, live: Tensors) -> dict[str, Any]:
+    """The extras of a snapshot. They refer to live objects, so encode them at once.
+
+    Args:
+        trainer: the Trainer, about to fetch its next batch.
+        live: the state dict that the strategy hands out while the checkpoint is made.
+    """
+    checkpoint = compat.without_hyper_parameters(trainer, compat.dump_checkpoint(trainer))
+    del checkpoint["optimizer_states"]
+    if _is_untouched(checkpoint["state_dict"], live):
+        del checkpoint["state_dict"]
+    metrics, collections = _metrics(trainer.lightning_module)
+    return {
+        "checkpoint": _name_live(checkpoint, {id(tensor): name for name, tensor in live.items()}),
+        "loops": compat.loop_extras(trainer),
+        "logging": compat.logging_state(trainer, {id(metric): name for name, metric in metrics.items()}),
+        "metrics": {name: compat.metric_state(metric) for name, metric in metrics.items()},
+        "collections": {name: compat.metric_groups(collection) for name, collection in collections.items()},
+        "rng": rng_state(),
+    }
+
+
+def checkpoint_of(extras: Mapping[str, Any]) -> dict[str, Any]:
+    """The part for Lightning to restore from. It still lacks what :func:`complete` adds."""
+    checkpoint: dict[str, Any] = extras["checkpoint"]
+    return checkpoint
+
+
+def complete(trainer: Any, checkpoint: dict[str, Any], live: Tensors) -> None:
+    """Add what hooks expect to find: the model's tensors by reference, and the hyperparameters."""
+    resolved = _resolve_live(checkpoint, live)
+    checkpoint.clear()
+    checkpoint |= {"state_dict": dict(live), "optimizer_states": []} | compat.hyper_parameters(trainer) | resolved
+
+
+def restore(trainer: Any, package: str, extras: Mapping[str, Any]) -> None:
+    """Put back what Lightning does not restore; the Trainer is about to fetch the batch it was about to fetch.
+
+    That late, because all that happens on the way draws random numbers, resets metrics, or counts.
+    """
+    metrics, collections = _metrics(trainer.lightning_module)
+    for name, state in extras["metrics"].items():
+        if name in metrics:
+            compat.set_metric_state(metrics[name], state)
+    for name, state in extras["collections"].items():
+        if name in collections:
+            compat.set_metric_groups(collections[name], state)
+    compat.set_loops(trainer, extras["checkpoint"]["loops"]["fit_loop"])
+    compat.set_loop_extras(trainer, extras["loops"])
+    compat.set_logging_state(trainer, package, extras["logging"], metrics)
+    set_rng_state(extras["rng"])
+
+
+def _metrics(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The torchmetrics and their collections among the submodules, by name."""
+    from torchmetrics import Metric, MetricCollection  # Lightning depends on it
+
+    modules = dict(module.named_modules())
+    metrics = {name: item for name, item in modules.items() if isinstance(item, Metric)}
+    return metrics, {name: item for name, item in modules.items() if isinstance(item, MetricCollection)}
+
+
+def _is_untouched(state_dict: Mapping[str, Any], live: Tensors) -> bool:
+    """Whether no hook has put anything else in the place of the model's state."""
+    return state_dict.keys() == live.keys() and all(state_dict[name] is tensor for name, tensor in live.items())
+
+
+def _name_live(item: Any, names: Mapping[int, str]) -> Any:
+    """``item`` with the model's tensors replaced by their names. Hooks pass them on: averaging callbacks store the
+    average as ``state_dict`` and the model itself under another key."""
+    if isinstance(item, torch.Tensor):
+        return {_LIVE: names[id(item)]} if id(item) in names else item
+    if type(item) is list:
+        return [_name_live(part, names) for part in item]
+    if isinstance(item, dict) and type(item).__module__ in ("builtins", "collections"):
+        return {key: _name_live(part, names) for key, part in item.items()}
+    return item
+
+
+def _resolve_live(item: Any, live: Tensors) -> Any:
+    if type(item) is dict:
+        return live[item[_LIVE]] if item.keys() == {_LIVE} else {key: _resolve_live(part, live) for key, part in item.items()}
+    return [_resolve_live(part, live) for part in item] if type(item) is list else item

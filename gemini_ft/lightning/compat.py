@@ -1,0 +1,361 @@
+"""Every private part of Lightning and torchmetrics that is relied on, in one place.
+
+Written for Lightning 2.6; :func:`check_lightning` refuses other versions, and says by name what is missing if a
+release of 2.6 moves something. The loops are internal to Lightning, and without them no step can be resumed exactly.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from gemini_ft.errors import ConfigError
+from gemini_ft.lightning.loader import is_position
+
+_SUPPORTED = "2.6"
+
+
+def check_lightning(package: str) -> None:
+    """Refuse a Lightning that this module was not written for.
+
+    Args:
+        package: "lightning.pytorch", "pytorch_lightning", "lightning.fabric" or "lightning_fabric".
+
+    Raises:
+        ConfigError: another version, or one without the private parts that are needed.
+    """
+    version = str(importlib.import_module(package).__version__)
+    if not version.startswith(_SUPPORTED + "."):
+        raise ConfigError(f"{package} {version} is not supported; install {package.partition('.')[0]}>={_SUPPORTED},<2.7")
+    missing = [name for name in _needed(package) if not _exists(f"{package}.{name}")]
+    if missing:
+        raise ConfigError(f"{package} {version} lacks {', '.join(missing)}; install {package.partition('.')[0]}=={_SUPPORTED}.6")
+
+
+def _needed(package: str) -> list[str]:
+    if package.endswith("fabric"):
+        return ["wrappers._FabricDataLoader", "wrappers._unwrap_objects"]
+    return [
+        "trainer.connectors.checkpoint_connector._CheckpointConnector.dump_checkpoint",
+        "trainer.connectors.checkpoint_connector._CheckpointConnector.restore_model",
+        "trainer.connectors.logger_connector.result._Metadata",
+        "trainer.connectors.logger_connector.result._ResultCollection",
+        "trainer.connectors.logger_connector.result._ResultMetric",
+        "trainer.connectors.logger_connector.result._Sync",
+        "loops.fit_loop._FitLoop.on_iteration_done",
+        "loops.training_epoch_loop._TrainingEpochLoop.advance",
+        "loops.training_epoch_loop._TrainingEpochLoop._should_accumulate",
+        "loops.fetchers._PrefetchDataFetcher",
+    ]
+
+
+def _exists(path: str) -> bool:
+    """Whether ``path`` names a module, or something inside one."""
+    parts = path.split(".")
+    for split in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:split]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[split:]:
+            found = getattr(found, name, None)
+        return found is not None
+    return False
+
+
+# --- checkpoints
+
+
+def dump_checkpoint(trainer: Any) -> dict[str, Any]:
+    """Lightning's checkpoint, as a dictionary; asks the strategy for the states of model and optimizers."""
+    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    return checkpoint
+
+
+def offer_checkpoint(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Let the Trainer restore from ``checkpoint`` as if it had read it from a file."""
+    trainer._checkpoint_connector._loaded_checkpoint = checkpoint
+
+
+def withdraw_checkpoint(trainer: Any) -> None:
+    """Undo :func:`offer_checkpoint`."""
+    trainer._checkpoint_connector._loaded_checkpoint = {}
+
+
+def hyper_parameters(trainer: Any) -> dict[str, Any]:
+    """The hyperparameters of module and datamodule, under the keys a checkpoint has them."""
+    found = {}
+    for holder in (trainer.lightning_module, trainer.datamodule):
+        if holder is not None and holder.hparams:
+            found[holder.CHECKPOINT_HYPER_PARAMS_KEY] = dict(holder.hparams)
+    return found
+
+
+def without_hyper_parameters(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """They may hold whole modules, and the script makes them anew anyway."""
+    keys: set[str] = set()
+    for holder in (trainer.lightning_module, trainer.datamodule):
+        if holder is not None:
+            keys |= {holder.CHECKPOINT_HYPER_PARAMS_KEY, holder.CHECKPOINT_HYPER_PARAMS_NAME, holder.CHECKPOINT_HYPER_PARAMS_TYPE}
+    return {key: value for key, value in checkpoint.items() if key not in keys}
+
+
+def pin_checkpoint_folders(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
+    """A ModelCheckpoint without a folder takes the logger's, whose version counts up with every start of the script;
+    in another folder it forgets which checkpoints were the best. The folder of before the restart is meant."""
+    for callback in trainer.checkpoint_callbacks:
+        saved = checkpoint.get("callbacks", {}).get(callback.state_key)
+        if isinstance(saved, dict) and saved.get("dirpath") and getattr(callback, "dirpath", "") is None:
+            callback.dirpath = saved["dirpath"]
+
+
+def drop_positions(checkpoint: Mapping[str, Any]) -> None:
+    """Take the positions of loaders that were made resumable out of a checkpoint, and leave those of others."""
+    state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    others = [position for position in state.get("combined_loader", []) if not is_position(position)]
+    if others:
+        state["combined_loader"] = others
+    else:
+        state.pop("combined_loader", None)
+
+
+# --- strategies
+
+
+def group_settings(strategy: Any) -> tuple[str, Any]:
+    """Backend and timeout of the process group that ``strategy`` would create."""
+    return strategy._get_process_group_backend(), strategy._timeout
+
+
+def fill_mesh(strategy: Any) -> None:
+    """Sizes of a ModelParallelStrategy that were left open: data parallel takes all ranks that tensor parallel leaves.
+
+    Lightning's own choice is tensor parallel inside a host and data parallel across hosts.
+    """
+    world_size = strategy.num_nodes * strategy.num_processes
+    if strategy._tensor_parallel_size == "auto":
+        strategy._tensor_parallel_size = 1 if strategy._data_parallel_size == "auto" else world_size // strategy._data_parallel_size
+    if strategy._data_parallel_size == "auto":
+        strategy._data_parallel_size = world_size // strategy._tensor_parallel_size
+
+
+# --- loops
+
+
+def before_each_batch(trainer: Any, hook: Callable[[], None]) -> Callable[[], None]:
+    """Call ``hook`` whenever the training loop is about to ask for its next batch; returns what ends that.
+
+    Everything of the step before has happened by then: all hooks, its validation, the schedulers, the counters.
+    ``on_train_batch_end`` would be too early: the module's own hook, validation and the end of an epoch come after it.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    advance = loop.advance
+
+    def hooked(data_fetcher: Any) -> None:
+        hook()
+        advance(data_fetcher)
+
+    loop.advance = hooked
+
+    def end() -> None:
+        vars(loop).pop("advance", None)
+
+    return end
+
+
+def is_accumulating(trainer: Any) -> bool:
+    """Whether gradients of earlier batches wait for the next ones. They are not captured."""
+    loop = trainer.fit_loop.epoch_loop
+    return bool(loop.batch_progress.current.ready > 0 and loop._should_accumulate())
+
+
+def batches_taken_in_advance(trainer: Any) -> int:
+    """Lightning fetches one batch ahead where a loader's length is unknown, to know which one is the last."""
+    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+
+
+def epoch(trainer: Any) -> int:
+    """The number of the epoch, as Lightning gives it to samplers."""
+    return int(trainer.fit_loop.epoch_progress.current.processed)
+
+
+def set_loops(trainer: Any, state: dict[str, Any]) -> None:
+    """Put the loops exactly where they were, and end their own restart logic.
+
+    That logic is made for checkpoints taken inside a step: it would skip a validation that is due or count a step
+    twice. It also leaves out plateau schedulers, because checkpoints of files lack the metrics.
+    """
+    fit_loop = trainer.fit_loop
+    fit_loop.load_state_dict(state)
+    fit_loop._combined_loader_states_to_load = []  # they were loaded before the iterators were made
+    for loop in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop):
+        loop.on_iteration_done()
+
+
+def loop_extras(trainer: Any) -> dict[str, Any]:
+    """What the loops and the Trainer hold besides their checkpoint. Times are seconds until now."""
+    fit_loop, combined = trainer.fit_loop, trainer.fit_loop._combined_loader._iterator
+    now = time.monotonic()
+    return {
+        "should_stop": trainer.should_stop,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "last_reload": fit_loop._last_train_dl_reload_epoch,
+        "since_start": now - getattr(trainer, "_train_start_time", now),
+        "since_validation": now - getattr(trainer, "_last_val_time", now),
+        "cycles": (combined._idx, list(getattr(combined, "_consumed", ()))),
+        "persistent": [_has_workers(loader) for loader in _validation_loaders(trainer)],
+    }
+
+
+def set_loop_extras(trainer: Any, extras: Mapping[str, Any]) -> None:
+    fit_loop, combined = trainer.fit_loop, trainer.fit_loop._combined_loader._iterator
+    now = time.monotonic()
+    trainer.should_stop = extras["should_stop"]
+    trainer.accumulate_grad_batches = extras["accumulate_grad_batches"]
+    fit_loop._last_train_dl_reload_epoch = extras["last_reload"]
+    trainer._train_start_time = now - extras["since_start"]
+    trainer._last_val_time = now - extras["since_validation"]
+    combined._idx, consumed = extras["cycles"]
+    if consumed:
+        combined._consumed = list(consumed)
+    # Persistent workers draw a seed when they are started. They were started before: draw it before the generators
+    # are set, or the next validation would draw it from the training's randomness.
+    for loader, started in zip(_validation_loaders(trainer), extras["persistent"], strict=False):
+        if started and not _has_workers(loader):
+            iter(loader)
+
+
+def _validation_loaders(trainer: Any) -> list[Any]:
+    combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    return list(combined.flattened) if combined is not None else []
+
+
+def _has_workers(loader: Any) -> bool:
+    return bool(getattr(loader, "persistent_workers", False)) and getattr(loader, "_iterator", None) is not None
+
+
+# --- logged values
+
+
+def logging_state(trainer: Any, metrics: Mapping[int, str]) -> dict[str, Any]:
+    """What ``self.log`` has gathered since the epoch began, and what was logged last.
+
+    Args:
+        trainer: the Trainer.
+        metrics: id -> name of the module's torchmetrics; logged ones are stored as names.
+    """
+    connector = trainer._logger_connector
+    return {
+        "results": {key: _result_state(item, metrics) for key, item in trainer.fit_loop.epoch_loop._results.items()},
+        "first_iteration": connector._first_loop_iter,
+        "current_hook": connector._current_fx,
+        "callback_metrics": dict(connector._callback_metrics),
+        "logged_metrics": dict(connector._logged_metrics),
+        "progress_bar_metrics": dict(connector._progress_bar_metrics),
+    }
+
+
+def set_logging_state(trainer: Any, package: str, state: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
+    """Put back what :func:`logging_state` gave.
+
+    Args:
+        trainer: the Trainer.
+        package: the Lightning package it belongs to.
+        state: the state.
+        metrics: name -> torchmetrics of the module.
+    """
+    connector, results = trainer._logger_connector, trainer.fit_loop.epoch_loop._results
+    module = importlib.import_module(f"{package}.trainer.connectors.logger_connector.result")
+    results.clear()
+    for key, saved in state["results"].items():
+        results[key] = _make_result(module, trainer.strategy, saved, metrics)
+    connector._first_loop_iter, connector._current_fx = state["first_iteration"], state["current_hook"]
+    device = trainer.strategy.root_device
+    for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
+        getattr(connector, f"_{name}").update({key: _to(value, device) for key, value in state[name].items()})
+
+
+_META = [
+    *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"),
+    *("add_dataloader_idx", "dataloader_idx", "metric_attribute"),
+]
+
+
+def _result_state(item: Any, metrics: Mapping[int, str]) -> dict[str, Any]:
+    sync = item.meta.sync
+    if sync._group is not None:
+        raise ConfigError(
+            f"self.log({item.meta.name!r}, sync_dist_group=...): values reduced over a group of their own cannot be resumed; "
+            "leave the group out, or reduce the value yourself before logging it"
+        )
+    return {
+        "meta": {name: getattr(item.meta, name) for name in _META},
+        "reduce": (item.meta.reduce_fx.__name__, item.meta.reduce_fx in (sum, min, max)),
+        "sync": (sync._should, sync.rank_zero_only, sync._op, sync.fn is not type(sync).no_op),
+        "is_tensor": item.is_tensor,
+        "value": item.value if item.is_tensor else metrics[id(item.value)],
+        "batches": getattr(item, "cumulated_batch_size", None),
+        "has_reset": item.has_reset,
+        "cache": _metric_caches(item),
+    }
+
+
+def _make_result(module: Any, strategy: Any, saved: Mapping[str, Any], metrics: Mapping[str, Any]) -> Any:
+    name, is_python = saved["reduce"]
+    reduce_fx = {"sum": sum, "min": min, "max": max}[name] if is_python else getattr(torch, name)
+    should, rank_zero_only, op, over_ranks = saved["sync"]
+    meta = module._Metadata(**saved["meta"], reduce_fx=reduce_fx)
+    fn = strategy.reduce if over_ranks else module._Sync.no_op
+    meta.sync = module._Sync(fn=fn, _should=should, rank_zero_only=rank_zero_only, _op=op)
+    item = module._ResultMetric(meta, saved["is_tensor"])
+    item.value = saved["value"] if saved["is_tensor"] else metrics[saved["value"]]
+    if saved["batches"] is not None:
+        item.cumulated_batch_size = saved["batches"]
+    item.has_reset = saved["has_reset"]
+    _set_metric_caches(item, saved["cache"])
+    return item.to(strategy.root_device)
+
+
+# --- torchmetrics
+
+
+def metric_state(metric: Any) -> dict[str, Any]:
+    """All that one torchmetrics.Metric has accumulated. Its tensors are live."""
+    return {"state": dict(metric.metric_state), "cache": _metric_caches(metric)}
+
+
+def set_metric_state(metric: Any, state: Mapping[str, Any]) -> None:
+    for name, value in state["state"].items():
+        setattr(metric, name, _to(value, metric.device))
+    _set_metric_caches(metric, {key: _to(value, metric.device) for key, value in state["cache"].items()})
+
+
+def metric_groups(collection: Any) -> dict[str, Any]:
+    """Which metrics of a MetricCollection share one state: only the first of them is updated."""
+    return {"groups": dict(collection._groups), "checked": collection._groups_checked, "copied": collection._state_is_copy}
+
+
+def set_metric_groups(collection: Any, state: Mapping[str, Any]) -> None:
+    collection._groups, collection._groups_checked, collection._state_is_copy = dict(state["groups"]), state["checked"], state["copied"]
+
+
+def _metric_caches(metric: Any) -> dict[str, Any]:
+    return {"update_count": metric._update_count, "computed": metric._computed, "forward": metric._forward_cache}
+
+
+def _set_metric_caches(metric: Any, caches: Mapping[str, Any]) -> None:
+    metric._update_count, metric._computed, metric._forward_cache = caches["update_count"], caches["computed"], caches["forward"]
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, list):
+        return [_to(item, device) for item in value]
+    if isinstance(value, dict):
+        return {key: _to(item, device) for key, item in value.items()}
+    return value

@@ -1,0 +1,198 @@
+"""Strategies for Fabric. The user owns the loop, so the user says where a step ends and what belongs to its state.
+
+    fabric = Fabric(strategy="gemini", devices=8, num_nodes=16)
+    fabric.launch()
+    model, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(loader)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "epoch": 0}
+    fabric.load("gemini://latest", state)              # leaves state as it is if there is nothing to resume
+    for state["epoch"] in range(state["epoch"], epochs):
+        for batch in loader:                           # goes on with the next batch
+            ...
+            fabric.save("gemini://latest", state)      # in the background, while the next step runs
+    fabric.strategy.close()                            # the run is finished: nothing is kept for a restart
+
+Random states are saved and loaded with the rest. Other paths than ``gemini://latest`` are files, as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gemini_ft.checkpointer import Checkpointer
+from gemini_ft.errors import ConfigError, StateError
+from gemini_ft.lightning import compat
+from gemini_ft.lightning.base import Gemini, join_group, make_class
+from gemini_ft.lightning.fit import log
+from gemini_ft.lightning.loader import make_resumable
+from gemini_ft.rng import rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies.strategy import Strategy as _Strategy
+else:
+    _Strategy = object
+
+LATEST = "gemini://latest"
+
+_PUBLIC = {"lightning.fabric": "gemini_ft.lightning", "lightning_fabric": "gemini_ft.pytorch_lightning"}
+
+
+def by_name(name: str, package: str) -> Any:
+    """The strategy class that ``Fabric(strategy=name)`` of ``package`` means."""
+    if name == "gemini_fsdp2":
+        raise ConfigError(
+            "Fabric(strategy='gemini_fsdp2') cannot know how to shard the model; give a function that does, for example "
+            f"strategy={_PUBLIC[package]}.GeminiFabricModelParallelStrategy(parallelize_fn=shard)"
+        )
+    return by_class("GeminiFabricStrategy", package)
+
+
+@functools.cache
+def by_class(name: str, package: str) -> Any:
+    """The strategy class called ``name`` for ``package``, "lightning.fabric" or "lightning_fabric"."""
+    mixin, base = {
+        "GeminiFabricStrategy": (GeminiFabricMixin, "DDPStrategy"),
+        "GeminiFabricModelParallelStrategy": (GeminiFabricShardedMixin, "ModelParallelStrategy"),
+    }[name]
+    doc = f"Fabric's {base} whose training state survives failures. Keyword options: those of GeminiConfig, data_resume, and {base}'s."
+    return make_class(name, mixin, base, package, _PUBLIC[package], doc)
+
+
+class GeminiFabricMixin(Gemini, _Strategy):
+    """Before a strategy of Fabric."""
+
+    _gemini_replicated: ClassVar[bool] = True
+    _gemini_checkpointer: Checkpointer | None = None
+    _gemini_found: Any = None  # the snapshot to resume, until it is loaded
+    _gemini_saves: int = 0
+    _gemini_bound: tuple[int, ...] = ()
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """The Checkpointer under this strategy; the run is joined at the first use. Collective then."""
+        if self._gemini_checkpointer is None:
+            checkpointer = Checkpointer(config=self.gemini_config, name="fabric", hooks=False, replicated=self._gemini_replicated)
+            self._gemini_found = checkpointer.open()
+            self._gemini_saves = self._gemini_found.iteration if self._gemini_found else 0
+            self._gemini_checkpointer = checkpointer
+        return self._gemini_checkpointer
+
+    def close(self) -> None:
+        """The run has finished on all ranks: the agents may forget it, and the next start begins anew."""
+        if self._gemini_checkpointer is not None:
+            self.barrier("gemini: all ranks have finished")
+            self._gemini_checkpointer.close(finished=True)
+            self._gemini_checkpointer = None
+
+    def setup_environment(self) -> None:
+        join_group(self)
+        super().setup_environment()
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        return make_resumable(super().process_dataloader(dataloader), self._gemini_data_resume)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        checkpointer = self._gemini_checkpointer
+        if checkpointer is None:
+            return super().optimizer_step(optimizer, **kwargs)
+        closure = kwargs.get("closure")
+        if closure is None:
+            checkpointer.wait_before_update()  # forward and backward are over
+        else:
+            kwargs["closure"] = functools.partial(_run_then_wait, closure, checkpointer)
+        return super().optimizer_step(optimizer, **kwargs)
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None) -> None:
+        if not _is_ours(path):
+            with self._gemini_checkpointer.paused() if self._gemini_checkpointer else nullcontext():
+                super().save_checkpoint(path, state, storage_options, filter)
+            return
+        if filter is not None:
+            raise ConfigError(f"fabric.save({LATEST!r}, filter=...): a snapshot is always whole; leave the filter out")
+        checkpointer = self.checkpointer
+        if self._gemini_found is not None:
+            log.warning(
+                "a snapshot of step %d exists, but fabric.load(%r, state) was not called: starting over", self._gemini_saves, LATEST
+            )
+            self._gemini_found = None
+        others = self._bind(checkpointer, state)
+        self._gemini_saves += 1
+        if self._gemini_saves % self.gemini_config.interval == 0:
+            saved = {name: item.state_dict() if _is_stateful(item) else item for name, item in others.items()}
+            checkpointer.save(self._gemini_saves, {"state": saved, "rng": rng_state()})
+
+    def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
+        if not _is_ours(path):
+            return super().load_checkpoint(path, state, strict, weights_only=weights_only)
+        if not isinstance(state, dict):
+            raise ConfigError(f"fabric.load({LATEST!r}, state): state must be the dictionary that is saved, got {type(state).__name__}")
+        checkpointer = self.checkpointer
+        found, self._gemini_found = self._gemini_found, None
+        others = self._bind(checkpointer, state)
+        if found is None:
+            return {}
+        checkpointer.load_tensors()
+        saved = dict(found.extras["state"])
+        if strict and (missing := others.keys() - saved.keys()):
+            raise StateError(
+                f"fabric.load({LATEST!r}): the snapshot of step {found.iteration} has no {sorted(missing)}, only {sorted(saved)} beside "
+                "models and optimizers; save and load the same state, or give strict=False"
+            )
+        for name in others.keys() & saved.keys():
+            if _is_stateful(others[name]):
+                others[name].load_state_dict(saved.pop(name))
+            else:
+                state[name] = saved.pop(name)
+        set_rng_state(found.extras["rng"])
+        return saved
+
+    def _bind(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Give the Checkpointer the models and optimizers in ``state``; returns the rest of it."""
+        models = {name: _inner(item) for name, item in state.items() if isinstance(item, nn.Module)}
+        optimizers = {name: item for name, item in state.items() if isinstance(item, Optimizer)}
+        if not models:
+            raise ConfigError(f"{LATEST!r}: state must hold at least one module, it has only {sorted(state)}")
+        identity = tuple(id(item) for item in (*models.values(), *optimizers.values()))
+        if identity != self._gemini_bound:
+            checkpointer.bind(models, list(optimizers.values()))
+            self._gemini_bound = identity
+        return {name: item for name, item in state.items() if name not in models and name not in optimizers}
+
+
+class GeminiFabricShardedMixin(GeminiFabricMixin):
+    """Before ModelParallelStrategy: every rank holds parameters of its own. Without sizes all ranks are data parallel."""
+
+    _gemini_replicated = False
+
+    def setup_environment(self) -> None:
+        compat.fill_mesh(self)
+        super().setup_environment()
+
+
+def _is_ours(path: Any) -> bool:
+    if not str(path).startswith("gemini:"):
+        return False
+    if str(path) != LATEST:
+        raise ConfigError(f"path {str(path)!r}: in memory there is only the newest state, {LATEST!r}; other paths are files")
+    return True
+
+
+def _is_stateful(item: Any) -> bool:
+    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _run_then_wait(closure: Callable[[], Any], checkpointer: Checkpointer) -> Any:
+    result = closure()
+    checkpointer.wait_before_update()
+    return result

@@ -1,0 +1,139 @@
+"""One ``trainer.fit`` that survives failures: the stations between Lightning's loop and the Checkpointer.
+
+open      as soon as there is a process group: is there anything to resume?
+bind      once model and optimizers stand
+load      when Lightning restores: tensors straight into model and optimizers
+hook      before each batch: the first time, put back the rest; later, take a snapshot
+guard     before each update of the parameters: wait for the copy under way
+close     finished, interrupted, or failed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gemini_ft.checkpointer import Checkpointer
+from gemini_ft.config import GeminiConfig
+from gemini_ft.lightning import compat
+from gemini_ft.lightning.capture import capture, checkpoint_of, complete, restore
+
+log = logging.getLogger("gemini_ft")
+
+_ordinals = itertools.count()  # a script may fit several times; a restarted script comes to the same numbers
+
+
+class Fit:
+    """The snapshots of one call of ``trainer.fit``.
+
+    Args:
+        trainer: the Trainer.
+        package: the Lightning package it belongs to.
+        config: options.
+        replicated: whether all ranks hold the same parameters.
+    """
+
+    def __init__(self, trainer: Any, package: str, config: GeminiConfig, replicated: bool) -> None:
+        self.checkpointer = Checkpointer(config=config, name=f"fit-{next(_ordinals)}", hooks=False, replicated=replicated)
+        self.live: dict[str, torch.Tensor] | None = None  # while Lightning makes a checkpoint for a snapshot
+        self._trainer, self._package = trainer, package
+        self._found: dict[str, Any] | None = None  # extras of what is being resumed
+        self._iteration = 0  # of what is being resumed
+        self._last_step: int | None = None  # optimizer steps at the last look
+        self._pauses = contextlib.ExitStack()
+        self._unhook: Callable[[], None] = compat.before_each_batch(trainer, self._before_batch)
+
+    @property
+    def resuming(self) -> bool:
+        """Whether there is a snapshot, and not all of it has been put back yet."""
+        return self._found is not None
+
+    @property
+    def checkpoint(self) -> dict[str, Any]:
+        """What Lightning is to restore from, while resuming."""
+        assert self._found is not None
+        return checkpoint_of(self._found)
+
+    def open(self) -> None:
+        """Join the run; if something is found, make Lightning restore from it. Collective."""
+        found = self.checkpointer.open()
+        if found is None:
+            return
+        self._found, self._iteration = found.extras, found.iteration
+        compat.offer_checkpoint(self._trainer, self.checkpoint)
+        compat.pin_checkpoint_folders(self._trainer, self.checkpoint)
+
+    def bind(self) -> None:
+        """Model and optimizers are in their final form."""
+        strategy = self._trainer.strategy
+        self.checkpointer.bind(strategy.lightning_module, strategy.optimizers)
+        if self._found is not None:
+            complete(self._trainer, self.checkpoint, strategy.lightning_module.state_dict())
+
+    def load(self) -> None:
+        """Fill model and optimizers. Collective."""
+        self.checkpointer.load_tensors()
+
+    def newer_of(self, path: Any, load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What the user's ``ckpt_path`` holds, or what was found: whichever has more steps.
+
+        Args:
+            path: the path.
+            load: reads it. Not called if the run began with this very path: then it has got further since.
+        """
+        assert self._found is not None
+        if self._found["ckpt_path"] != str(path):
+            checkpoint = load()
+            if checkpoint.get("global_step", 0) > self._iteration:
+                log.info("%s is at step %d: not resuming step %d of this run", path, checkpoint["global_step"], self._iteration)
+                self._found = None
+                compat.withdraw_checkpoint(self._trainer)
+                return checkpoint
+        log.info("resuming step %d of this run, which is newer than %s", self._iteration, path)
+        return self.checkpoint
+
+    def before_update(self) -> None:
+        """Parameters and optimizer state are about to be written."""
+        self.checkpointer.wait_before_update()
+
+    def pause(self) -> None:
+        """Validation begins: steps stay out for a while, and callbacks may exchange the weights meanwhile."""
+        self.checkpointer.wait_before_update()
+        self._pauses.enter_context(self.checkpointer.paused())
+
+    def go_on(self) -> None:
+        """Validation is over."""
+        self._pauses.close()
+
+    def close(self, finished: bool = False, interrupted: bool = False) -> None:
+        """The fit is over. After a failure the agents keep what they hold."""
+        self._unhook()
+        self._pauses.close()
+        self.checkpointer.close(finished=finished, interrupted=interrupted)
+
+    def _before_batch(self) -> None:
+        if self._found is not None:
+            found, self._found = self._found, None
+            restore(self._trainer, self._package, found)
+        step = self._trainer.global_step
+        if self._last_step is None:
+            self._last_step = step  # as it was loaded, or initialised: nothing new yet
+        if step == self._last_step or compat.is_accumulating(self._trainer):
+            return
+        interval = self.checkpointer.config.interval
+        due = step // interval > self._last_step // interval
+        self._last_step = step
+        if due:
+            self.checkpointer.save(step, self._extras())
+
+    def _extras(self) -> dict[str, Any]:
+        self.live = self._trainer.lightning_module.state_dict()
+        try:
+            return capture(self._trainer, self.live) | {"ckpt_path": str(self._trainer.ckpt_path)}
+        finally:
+            self.live = None

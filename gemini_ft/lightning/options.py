@@ -1,0 +1,97 @@
+"""Options of the strategies: gemini's, the base strategy's, and nothing else.
+
+Lightning's DDPStrategy hands what it does not know to DistributedDataParallel, so that a misspelt option would show up
+when training starts, as an error about something else. Here every name is known when the strategy is made.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple, get_args
+
+from torch.nn.parallel import DistributedDataParallel
+
+from gemini_ft.config import GeminiConfig, load_config
+from gemini_ft.errors import ConfigError
+from gemini_ft.lightning.loader import DataResume
+
+
+class Options(NamedTuple):
+    """What a strategy was given, sorted by who takes it."""
+
+    config: GeminiConfig
+    data_resume: DataResume
+    base: dict[str, Any]
+
+
+def sort_options(strategy: str, base: type, options: Mapping[str, Any]) -> Options:
+    """Check ``options`` and say who takes them.
+
+    ``timeout`` is the name of two options: a timedelta is the process group's, seconds are gemini's.
+
+    Raises:
+        ConfigError: an option is unknown or has a wrong value.
+    """
+    rest = dict(options)
+    data_resume = rest.pop("data_resume", os.environ.get("GEMINI_DATA_RESUME", "auto"))
+    if data_resume not in get_args(DataResume):
+        raise ConfigError(f"{strategy}: data_resume={data_resume!r} must be one of {', '.join(get_args(DataResume))}")
+    for_base = {name: value for name, value in rest.items() if name in _parameters_of(base) and not _is_ours(name, value)}
+    ours = {name: value for name, value in rest.items() if name not in for_base}
+    if unknown := ours.keys() - GeminiConfig.model_fields:
+        raise ConfigError(_about_unknown(strategy, base, sorted(unknown)))
+    return Options(load_config(ours), data_resume, for_base)
+
+
+def signature_of(base: type) -> inspect.Signature:
+    """The options as keyword-only parameters, for help(), editors and LightningCLI."""
+    empty = inspect.Parameter.empty
+    parameters = {"self": inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)}
+    for name, field in GeminiConfig.model_fields.items():
+        parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.annotation)
+    parameters["data_resume"] = inspect.Parameter("data_resume", inspect.Parameter.KEYWORD_ONLY, default="auto", annotation=DataResume)
+    for name, given in _parameters_of(base).items():
+        annotation = given.annotation if given.annotation is not empty else Any
+        if name == "timeout":
+            annotation = timedelta | float
+        parameters[name] = given.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotation)
+    return inspect.Signature(list(parameters.values()))
+
+
+def refuse_platform(device_type: str) -> None:
+    """Raise ConfigError where the agent cannot run."""
+    if sys.platform != "linux":
+        raise ConfigError(f"strategy='gemini' needs Linux (memfd, abstract sockets), this is {sys.platform}; use strategy='ddp' here")
+    if device_type == "mps":
+        raise ConfigError("strategy='gemini' does not support MPS devices; use accelerator='cpu' or 'gpu'")
+
+
+def _is_ours(name: str, value: Any) -> bool:
+    return name in GeminiConfig.model_fields and not (name == "timeout" and isinstance(value, timedelta))
+
+
+def _parameters_of(base: type) -> dict[str, inspect.Parameter]:
+    """The named parameters of ``base``, and of DistributedDataParallel if ``base`` passes on what it does not know."""
+    parameters = dict(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        made_by_lightning = {"self", "module", "device_ids", "output_device", "process_group"}
+        ddp = inspect.signature(DistributedDataParallel.__init__).parameters
+        parameters |= {name: parameter for name, parameter in ddp.items() if name not in made_by_lightning}
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind in named and name != "self"}
+
+
+def _about_unknown(strategy: str, base: type, unknown: list[str]) -> str:
+    ours, theirs = sorted(GeminiConfig.model_fields), sorted({"data_resume", *_parameters_of(base)})
+    hints = []
+    for name in unknown:
+        close = difflib.get_close_matches(name, [*ours, *theirs], n=1)
+        hints.append(f"{name!r}" + (f" (did you mean {close[0]!r}?)" if close else ""))
+    return (
+        f"{strategy}: unknown option {', '.join(hints)}; allowed are gemini's {', '.join(ours)}, and {base.__name__}'s {', '.join(theirs)}"
+    )

@@ -1,0 +1,170 @@
+"""Strategies for the Trainer: Lightning's own, with a :class:`~gemini_ft.lightning.fit.Fit` at the right places."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from gemini_ft.lightning import compat
+from gemini_ft.lightning.base import Gemini, join_group, make_class
+from gemini_ft.lightning.fit import Fit
+from gemini_ft.lightning.loader import make_resumable
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies.strategy import Strategy as _Strategy
+else:
+    _Strategy = object
+
+_NAMES = {"gemini": "GeminiStrategy", "gemini_fsdp2": "GeminiModelParallelStrategy"}
+_PUBLIC = {"lightning.pytorch": "gemini_ft.lightning", "pytorch_lightning": "gemini_ft.pytorch_lightning"}
+
+
+def by_name(name: str, package: str) -> Any:
+    """The strategy class that ``Trainer(strategy=name)`` of ``package`` means."""
+    return by_class(_NAMES[name], package)
+
+
+@functools.cache
+def by_class(name: str, package: str) -> Any:
+    """The strategy class called ``name`` for ``package``, "lightning.pytorch" or "pytorch_lightning"."""
+    mixin, base = {
+        "GeminiStrategy": (GeminiMixin, "DDPStrategy"),
+        "GeminiModelParallelStrategy": (GeminiShardedMixin, "ModelParallelStrategy"),
+    }[name]
+    doc = f"{base} whose training state survives failures. Keyword options: those of GeminiConfig, data_resume, and {base}'s."
+    return make_class(name, mixin, base, package, _PUBLIC[package], doc)
+
+
+class GeminiMixin(Gemini, _Strategy):
+    """Before a strategy of Lightning that handles the Trainer's training."""
+
+    _gemini_replicated: ClassVar[bool] = True
+    _gemini_fit: Fit | None = None
+
+    @property
+    def _gemini_trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    # --- stations of a fit
+
+    def setup_environment(self) -> None:
+        join_group(self)
+        super().setup_environment()
+        if self._gemini_trainer.state.fn == "fit":
+            self._gemini_fit = Fit(self._gemini_trainer, self._gemini_package, self.gemini_config, self._gemini_replicated)
+            self._gemini_fit.open()
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if self._gemini_fit is not None:
+            self._gemini_fit.bind()
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        fit = self._gemini_fit
+        if fit is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        def closure_then_wait() -> Any:
+            # Forward and backward run in the closure. An optimizer's pre-hook would come before them, too early.
+            result = closure()
+            fit.before_update()
+            return result
+
+        return super().optimizer_step(optimizer, closure_then_wait, model, **kwargs)
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self._gemini_fit is not None:
+            self._gemini_fit.pause()
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        if self._gemini_fit is not None:
+            self._gemini_fit.go_on()
+
+    def on_exception(self, exception: BaseException) -> None:
+        fit, self._gemini_fit = self._gemini_fit, None
+        if fit is not None:
+            fit.close(interrupted=isinstance(exception, KeyboardInterrupt))
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        if self._gemini_fit is not None:  # no exception took it away: the fit has succeeded, here
+            self._gemini_trainer.strategy.barrier("gemini: all ranks have finished")
+            fit, self._gemini_fit = self._gemini_fit, None
+            fit.close(finished=True)
+        super().teardown()
+
+    # --- what Lightning saves and restores
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self._is_resuming or super().restore_checkpoint_after_setup
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return not self._is_resuming and super().lightning_restore_optimizer
+
+    @property
+    def _is_resuming(self) -> bool:
+        return self._gemini_fit is not None and self._gemini_fit.resuming
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """The user's ``ckpt_path``, unless the run has got further than that already."""
+        fit = self._gemini_fit
+        if fit is None or not fit.resuming:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        return fit.newer_of(checkpoint_path, lambda: super(GeminiMixin, self).load_checkpoint(checkpoint_path, weights_only))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._gemini_fit is not None and self._gemini_fit.resuming:
+            self._gemini_fit.load()
+        else:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._gemini_fit is not None and self._gemini_fit.live is not None:
+            return dict(self._gemini_fit.live)  # by reference: no copies, no collectives
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        if self._gemini_fit is not None and self._gemini_fit.live is not None:
+            state: dict[str, Any] = getattr(optimizer, "_optimizer", optimizer).state_dict()
+            return state
+        return super().optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """To a file, which another strategy must be able to load: it would not expect the positions of our loaders."""
+        compat.drop_positions(checkpoint)
+        if self._gemini_fit is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        with self._gemini_fit.checkpointer.paused():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    # --- data
+
+    def process_dataloader(self, dataloader: object) -> object:
+        loader, trainer = super().process_dataloader(dataloader), self._gemini_trainer
+        if self._gemini_fit is None or not trainer.training:
+            return loader
+        return make_resumable(
+            loader,
+            self._gemini_data_resume,
+            ahead=functools.partial(compat.batches_taken_in_advance, trainer),
+            epoch=functools.partial(compat.epoch, trainer),
+            active=lambda: bool(trainer.training),
+        )
+
+
+class GeminiShardedMixin(GeminiMixin):
+    """Before ModelParallelStrategy: every rank holds parameters of its own. Without sizes all ranks are data parallel."""
+
+    _gemini_replicated = False
+
+    def setup_environment(self) -> None:
+        compat.fill_mesh(self)
+        super().setup_environment()
