@@ -1,0 +1,285 @@
+"""A rank's side of recording: layout, slots, snapshots under way, and the agent's word on each of them.
+
+Below the public face (``gemini_ft.checkpointer``), above the copying (``gemini_ft.snapshot``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gemini_ft import codec
+from gemini_ft.agent.client import AgentClient, as_error
+from gemini_ft.config import GeminiConfig
+from gemini_ft.errors import AgentError, GeminiError, MemoryBudgetError
+from gemini_ft.layout import Layout, build_layout
+from gemini_ft.messages import (
+    Aborted,
+    Adopt,
+    Committed,
+    Failed,
+    Goodbye,
+    Granted,
+    Message,
+    Notice,
+    Opened,
+    OpenSession,
+    Progress,
+    Reserve,
+    Reserved,
+)
+from gemini_ft.rendezvous import exchange, exchange_or_raise
+from gemini_ft.replicas import check_replicas, replicated_digest
+from gemini_ft.session import Session, join
+from gemini_ft.snapshot import CopyPlan, Job, Slot, Snapshotter
+from gemini_ft.sources import Source, describe, fingerprint, survey
+from gemini_ft.state import Models, collect_extras
+from gemini_ft.versions import Version
+
+_log = logging.getLogger("gemini_ft")
+_EXTRAS_ROOM = 2**20  # bytes of small state a slot has room for at least
+
+
+@dataclass
+class Stats:
+    """Counts of this process since it started. Seconds are of the training thread."""
+
+    snapshots: int = 0
+    committed: int | None = None  # newest committed iteration
+    skipped: int = 0  # snapshots given up, by this rank or another
+    blocked: list[float] = field(default_factory=list)  # seconds per step
+    shard_bytes: int = 0
+    restored: dict[str, int] = field(default_factory=dict)  # "own memory", "peer <host>", "storage" -> bytes
+    restore_seconds: float = 0.0
+    commit_seconds: dict[int, float] = field(default_factory=dict)  # iteration -> from its end until all replicas were verified
+
+
+class Recorder:
+    """Records one stream for one rank. Constructing it joins the run: collective.
+
+    Raises:
+        GeminiError: a rank could not join; the same text on all ranks.
+    """
+
+    def __init__(self, config: GeminiConfig, name: str, stats: Stats) -> None:
+        self._config, self._stats = config, stats
+        self._fatal: GeminiError | None = None
+        self._layout: Layout | None = None
+        self._sources: list[Source] = []
+        self._fingerprint: tuple[Any, ...] = ()
+        self._extras_capacity = 0
+        self._ended: dict[int, float] = {}  # iteration -> when it ended
+        self._suspended = 0
+        self._warned: set[str] = set()
+        self._digest_at: int | None = None
+        self._snapshotter: Snapshotter | None = None  # events may come before it exists
+        self.session: Session = join(config, name, self._on_event)
+        self._snapshotter = Snapshotter(
+            self.session.rank,
+            lambda message: self.client.tell(message),
+            lambda: self.client.lost,
+            self._reconnect,
+            self._on_discard,
+            config.verify,
+            config.on_late,
+            config.timeout,
+        )
+        self._digest_at = _first_digest(self.session)
+
+    @property
+    def client(self) -> AgentClient:
+        return self.session.client
+
+    # -- the training thread
+
+    def record(self, iteration: int, models: Models, optimizers: Sequence[Any], extras: Any, replicated: bool) -> None:
+        """Take a snapshot: what may change at any time is copied now, the rest in the background.
+
+        Raises:
+            GeminiError: something that must stop the job has happened since the last call.
+        """
+        self.raise_fatal()
+        snapshotter = self._copying
+        snapshotter.settle()
+        live = survey(models, optimizers)
+        if (now := fingerprint(live)) != self._fingerprint:
+            self._plan(describe(live, self.session.rank, self.session.world_size, replicated))
+            self._fingerprint = now
+        blob = codec.encode({"tensors": collect_extras(models, optimizers, live), "extras": extras}, self.session.secret)
+        if len(blob) > self._extras_capacity:
+            self._reserve(2 * len(blob))
+        plan = snapshotter.plan
+        assert plan is not None
+        plan.stage()
+        digest_due = self._digest_at is not None and iteration >= self._digest_at
+        self._ended[iteration] = time.perf_counter()
+        ready = torch.cuda.Event() if plan.on_cuda else None  # type: ignore[no-untyped-call]
+        job = Job(iteration, blob, self._digest if digest_due else None, plan.marks(), ready)
+        if job.ready is not None:
+            job.ready.record()
+        snapshotter.submit(job)
+        self._stats.snapshots += 1
+
+    def before_update(self) -> None:
+        """Return when the snapshot under way has read what the update will write."""
+        self.raise_fatal()
+        self._copying.before_update()
+
+    def settle(self) -> None:
+        """Return when no copy is under way."""
+        self._copying.settle()
+
+    def alive(self, iteration: int) -> None:
+        """A sign of life for the hang detection."""
+        with contextlib.suppress(AgentError):  # its death is noticed, and mended, by the snapshot thread
+            self.client.tell(Progress(iteration=iteration, suspended=self._suspended > 0))
+
+    @contextlib.contextmanager
+    def suspended(self, iteration: int) -> Any:
+        """No sign of life is due meanwhile."""
+        self._suspended += 1
+        self.alive(iteration)
+        try:
+            yield
+        finally:
+            self._suspended -= 1
+            self.alive(iteration)
+
+    def close(self, finished: bool, interrupted: bool) -> None:
+        """Leave the run; the agent hears why, unless this is a failure."""
+        if finished:
+            self.settle()
+        self._copying.stop()
+        if finished or interrupted:
+            with contextlib.suppress(AgentError):
+                self.client.tell(Goodbye(finished=finished))
+        self.client.close()
+
+    def raise_fatal(self) -> None:
+        """Raise what the agents found out in the background, if it must stop the job."""
+        if self._fatal is not None:
+            raise self._fatal
+
+    # -- layout and slots
+
+    @property
+    def _copying(self) -> Snapshotter:
+        assert self._snapshotter is not None
+        return self._snapshotter
+
+    def _plan(self, sources: list[Source]) -> None:
+        """Lay the state out; at the first time compare it across ranks and check that every host has room for its part."""
+        first = self._layout is None
+        layout = build_layout([source.spec for source in sources], self.session.rank, self.session.world_size)
+        self._sources, self._layout = sources, layout
+        self._stats.shard_bytes = layout.nbytes
+        self._copying.plan = CopyPlan(sources, layout, self.session.spec.chunk_bytes)
+        if first:
+            check_replicas(sources, exchange)
+            _check_memory(self.session, exchange(layout.nbytes, self._config.timeout))
+            exchange_or_raise(lambda: self._reserve(_EXTRAS_ROOM), self._config.timeout + 10)
+        else:
+            self._reserve(max(_EXTRAS_ROOM, self._extras_capacity))
+
+    def _reserve(self, extras_capacity: int) -> None:
+        """Get slots for the present layout from the agent, and map them."""
+        layout, snapshotter = self._layout, self._copying
+        assert layout is not None
+        assert snapshotter.plan is not None
+        message = Reserve(
+            layout=layout.to_bytes(), layout_hash=layout.logical_hash, data_bytes=layout.nbytes, extras_capacity=extras_capacity
+        )
+        reserved, fds = self.client.call(message, Reserved)
+        for slot in snapshotter.slots.values():
+            slot.close()
+        pinned = snapshotter.plan.on_cuda
+        snapshotter.slots = {
+            index: Slot(fd, reserved.data_offset, reserved.capacity, pinned) for index, fd in zip(reserved.slots, fds, strict=True)
+        }
+        self._extras_capacity = extras_capacity
+        for slot in snapshotter.slots.values():
+            slot.prefault()
+
+    def _digest(self) -> str:
+        return replicated_digest(self._sources) or "none"
+
+    # -- other threads
+
+    def _on_event(self, message: Message) -> None:
+        """From the agent, on the client's thread."""
+        match message:
+            case Granted(iteration=iteration, slot=slot):
+                self._copying.granted(iteration, slot)
+            case Committed(iteration=iteration, digest_at=digest_at):
+                self._stats.committed = iteration
+                self._digest_at = digest_at
+                if (ended := self._ended.pop(iteration, None)) is not None:
+                    self._stats.commit_seconds[iteration] = time.perf_counter() - ended
+            case Aborted(iteration=iteration):
+                self._stats.skipped += 1
+                self._ended.pop(iteration, None)
+                self._copying.aborted(iteration)
+            case Failed():
+                self._fatal = as_error(message)
+            case Notice(text=text):
+                _log.warning("%s", text)
+
+    def _on_discard(self, iteration: int, reason: str) -> None:
+        """This rank has no snapshot of an iteration; say why, once per reason."""
+        if reason not in self._warned:
+            self._warned.add(reason)
+            _log.warning("iteration %d has no snapshot: %s", iteration, reason)
+
+    def _reconnect(self) -> None:
+        """The agent died: start another and hand it the slots that we hold too. On the snapshot thread."""
+        session, spec = self.session, self.session.spec
+        _log.warning("this host's agent has ended; starting another and giving it the memory back")
+        old = session.client
+        fds = [slot.fd for slot in self._copying.slots.values()] + list(old.custody.values())
+        hello = session.hello.model_copy(update={"secret": session.secret, "preferred_port": spec.addresses[session.host][1]})
+        client = AgentClient(session.run, session.host, hello, self._on_event, self._config.timeout)
+        for start in range(0, len(fds), 100):
+            part = fds[start : start + 100]
+            client.tell(Adopt(count=len(part)), part)
+        client.call(OpenSession(spec=spec, secret=session.secret, readopt=True, committed=self._committed), Opened)
+        session.client = client
+        old.close()
+        self._reserve(self._extras_capacity)
+
+    @property
+    def _committed(self) -> Version | None:
+        resumed, committed = self.session.plan.version, self._stats.committed
+        if committed is None or (resumed is not None and committed == resumed.iteration):
+            return resumed
+        return Version(self.session.spec.incarnation, committed)
+
+
+def _first_digest(session: Session) -> int | None:
+    """The first iteration that may be uploaded: from there on, ranks digest their replicated state."""
+    settings, start = session.spec.storage, session.plan.version.iteration if session.plan.version is not None else 0
+    if settings is None:
+        return None
+    every = settings.get("every_steps")
+    return (start // every + 1) * every if isinstance(every, int) else start + 1
+
+
+def _check_memory(session: Session, sizes: Sequence[int]) -> None:
+    """Refuse before the first copy what would end in the middle of the training otherwise; all ranks alike."""
+    need: dict[str, int] = {}
+    for owner, holders in session.spec.holders.items():
+        for place, host in enumerate(holders):
+            slots = 3 if place == 0 and session.spec.storage is not None else 2
+            need[host] = need.get(host, 0) + slots * (sizes[owner] + _EXTRAS_ROOM)
+    limits: Mapping[str, int] = {info.host: info.memory_limit for info in session.infos}
+    for host, limit in limits.items():
+        if need.get(host, 0) > limit:
+            raise MemoryBudgetError(
+                f"host {host} must hold {need[host]:,} bytes of snapshots; its agent may hold {limit:,}. "
+                f"Raise memory_limit (GEMINI_MEMORY_LIMIT), lower replicas (now {session.config.replicas}), or use more hosts."
+            )

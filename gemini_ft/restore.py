@@ -1,0 +1,79 @@
+"""Filling live models and optimizers from the shards of a snapshot, wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from gemini_ft.copies import copy_into
+from gemini_ft.layout import Layout, Read, owners_needed, plan_reads, stored_specs
+from gemini_ft.recovery import LocalShard, PeerShard, Sources, StorageShard
+from gemini_ft.state import Models, apply_extras, destinations
+
+_READERS = 4  # shards read at a time
+
+
+def restore(
+    sources: Sources, models: Models, optimizers: Sequence[Any], extras: Any, rank: int, world_size: int, replicated: bool
+) -> dict[str, int]:
+    """Read everything this rank needs into ``models`` and ``optimizers``.
+
+    A sharded rank needs its own shard alone; under DDP every rank owns a part and needs all of them.
+
+    Returns:
+        Bytes read from each place: ``own memory``, ``peer <host>``, ``storage``.
+
+    Raises:
+        LayoutMismatchError: the snapshot is of another model; the first differences are named.
+        RecoveryError: a shard could not be read from anywhere.
+    """
+    layouts = _layouts(sources, rank)
+    live = destinations(models, optimizers, stored_specs(rank, layouts), rank, world_size, replicated)
+    by_owner: dict[int, list[Read]] = {}
+    for read in plan_reads([source.spec for source in live], rank, layouts):
+        by_owner.setdefault(read.owner, []).append(read)
+    tensors = {source.spec.name: source.tensor for source in live}
+
+    def fill(owner: int) -> tuple[str, int]:
+        return sources.read(owner, rank, lambda shard: _scatter(shard, by_owner[owner], tensors))
+
+    restored: dict[str, int] = {}
+    with ThreadPoolExecutor(_READERS) as pool:
+        for where, nbytes in pool.map(fill, by_owner):
+            restored[where] = restored.get(where, 0) + nbytes
+    apply_extras(models, optimizers, extras)
+    return restored
+
+
+def _layouts(sources: Sources, rank: int) -> dict[int, Layout]:
+    """Layouts of all owners that hold something of ``rank``'s state."""
+    own = sources.read(rank, rank, lambda shard: shard.layout)
+    layouts = {rank: own}
+    wanted = {owner for piece in own.pieces for owner in piece.group}
+    while missing := wanted - layouts.keys():
+        layouts |= {owner: sources.read(owner, rank, lambda shard: shard.layout) for owner in sorted(missing)}
+        # A tensor too small to be cut among all of its group is known to some owners only.
+        wanted = owners_needed(stored_specs(rank, layouts), rank)
+    return layouts
+
+
+def _scatter(shard: LocalShard | PeerShard | StorageShard, reads: Sequence[Read], tensors: Mapping[str, torch.Tensor]) -> tuple[str, int]:
+    """Copy the bytes of one shard to where they belong, as they arrive."""
+    pending = list(reversed(reads))
+    total = 0
+    for offset, view in shard.chunks():
+        end = offset + len(view)
+        while pending and pending[-1].offset < end:
+            read = pending[-1]
+            low, high = max(offset, read.offset), min(end, read.offset + read.nbytes)
+            size = read.nbytes // (read.stop - read.start)
+            start = read.start + (low - read.offset) // size
+            copy_into(tensors[read.name], start, start + (high - low) // size, view[low - offset : high - offset])
+            total += high - low
+            if high < read.offset + read.nbytes:
+                break
+            pending.pop()
+    return shard.where, total
