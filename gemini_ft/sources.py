@@ -128,14 +128,17 @@ def survey(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> list[L
         if id(tensor) not in names:
             names[id(tensor)] = name
             found.append(Live(name, tensor, role))
-    for index, optimizer in enumerate(map(unwrap_optimizer, optimizers)):
+    inner = [unwrap_optimizer(optimizer) for optimizer in optimizers]
+    for index, optimizer in enumerate(inner):  # all parameters before any state, which may refer to one
         for place, param in _params(optimizer):
             if id(param) not in names:
                 names[id(param)] = f"optim{index}.{place}"
                 found.append(Live(names[id(param)], param, Role.PARAMETER))
+    for index, optimizer in enumerate(inner):
+        for _, param in _params(optimizer):
             label = state_label(index, names[id(param)])
             for key, value in optimizer.state.get(param, {}).items():
-                if isinstance(value, torch.Tensor) and type(key) is str:
+                if captured(key, value):
                     name = state_name(label, key)
                     first = names.setdefault(id(value), name)
                     found.append(Live(name, value, Role.STATE, param, None if first == name else first))
@@ -167,6 +170,11 @@ def describe(live: Iterable[Live], rank: int, world_size: int, replicated: bool)
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def captured(key: object, value: object) -> bool:
+    """Whether an entry of an optimizer's state is a tensor of its own in snapshots; the rest belongs to the extras."""
+    return type(key) is str and isinstance(value, torch.Tensor)
 
 
 def state_label(index: int, parameter: str) -> str:

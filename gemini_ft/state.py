@@ -45,6 +45,7 @@ from gemini_ft.sources import (
     Live,
     Role,
     Source,
+    captured,
     clean,
     describe,
     fingerprint,
@@ -118,7 +119,7 @@ def collect_extras(models: Models, optimizers: Sequence[Any], live: Sequence[Liv
     live = survey(models, optimizers) if live is None else live
     saved = [_optimizer_extras(optimizer) | facts for optimizer, facts in _identified(live, optimizers)]
     for label, optimizer, param in _labelled(live, optimizers):
-        if rest := {key: value for key, value in optimizer.state.get(param, {}).items() if not _captured(key, value)}:
+        if rest := {key: value for key, value in optimizer.state.get(param, {}).items() if not captured(key, value)}:
             saved[_index(label)]["state"][label] = rest
     for item in live:
         if item.same_as is not None:
@@ -229,11 +230,6 @@ def _optimizer_extras(optimizer: Optimizer) -> Extras:
         "state": {},
         "shared": {},
     }
-
-
-def _captured(key: object, value: object) -> bool:
-    """Whether `survey` finds this entry of an optimizer's state."""
-    return type(key) is str and isinstance(value, torch.Tensor)
 
 
 def _refuse_hidden_state(optimizers: Sequence[Any]) -> None:
