@@ -19,7 +19,7 @@ from statistics import mean
 from typing import Any
 
 import common
-from overhead_worker import Block, Plan
+from measuring import Block, Plan
 from peers import ROWS
 
 PACKAGES = ("torch", "lightning", "gemini-ft", "lm-resiliency", "nvidia-resiliency-ext", "dlrover")
@@ -40,6 +40,7 @@ class Measured:
     """All good pairs of blocks of one row at one size, and what went wrong; seconds and bytes of one rank."""
 
     copies: bool  # whether the row makes any
+    restarts: bool  # whether each block starts anew, so that memory is compared with the plain block before and not the first
     plain: list[float] = field(default_factory=list)  # mean iteration of the plain blocks around each saved block
     saved: list[float] = field(default_factory=list)  # mean iteration of the saved block
     blocked: list[float] = field(default_factory=list)  # mean over the saved block
@@ -60,7 +61,7 @@ class Measured:
                 self.rejected += 1
                 continue
             added += 1
-            self._add_pair([rank[i - 1 : i + 2] for rank in ranks], start_held=first[0].held)
+            self._add_pair([rank[i - 1 : i + 2] for rank in ranks], start_held=first[i - 1 if self.restarts else 0].held)
         return added
 
     def _add_pair(self, ranks: list[list[Block]], start_held: int) -> None:
@@ -133,7 +134,7 @@ def reason(error: BaseException) -> str:
 def measure(rows: Iterable[str], plans: Mapping[int, tuple[int, Plan]], limit: float, patience: float) -> dict[int, dict[str, Measured]]:
     """All sizes, all rounds, all rows. A row whose trial fails twice in a row is not tried again at that size."""
     names = list(rows)
-    found = {size: {row: Measured(bool(ROWS[row].copies)) for row in names} for size in plans}
+    found = {size: {row: Measured(bool(ROWS[row].copies), ROWS[row].own_loop) for row in names} for size in plans}
     for size, (rounds, plan) in plans.items():
         failures = dict.fromkeys(names, 0)
         for turn in range(rounds):

@@ -11,7 +11,7 @@ import faulthandler
 import json
 import os
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,32 +21,7 @@ import torch.distributed as dist
 import peers
 from common import MARK, Usage, held_memory
 from load import Load
-
-
-@dataclass
-class Block:
-    """Measurements of one block on one rank; times in seconds."""
-
-    saved: bool
-    iterations: list[float] = field(default_factory=list)
-    blocked: list[float] = field(default_factory=list)  # of those, how long the training thread stood still
-    called: dict[int, float] = field(default_factory=dict)  # step -> monotonic time of the call that saves it
-    completed: dict[int, float] = field(default_factory=dict)  # step -> monotonic time at which its copies were complete
-    foreign: float = 0.0  # share of the machine that other programs took (rank 0 knows)
-    fresh: int = 0  # bytes the kernel handed to all processes of the trial (rank 0 knows)
-    held: int = 0  # bytes of RAM all processes of the trial hold together at its end (rank 0 knows)
-
-
-@dataclass
-class Plan:
-    """How many blocks of how many timed iterations; the same for all rows of one size."""
-
-    megabytes: int
-    tokens: int
-    pairs: int
-    plain: int
-    saved: int
-    warm: int = 3
+from measuring import Block, Plan
 
 
 class Trial:
@@ -126,7 +101,13 @@ def main() -> None:
     faulthandler.dump_traceback_later(float(os.environ.get("GEMINI_BENCH_DUMP_AFTER", "300")))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    blocks = Trial(arguments.row, Plan(**arguments.plan), arguments.folder).run()
+    plan = Plan(**arguments.plan)
+    if peers.ROWS[arguments.row].own_loop:
+        from lightning_trial import run
+
+        blocks = run(arguments.row, plan, arguments.folder)
+    else:
+        blocks = Trial(arguments.row, plan, arguments.folder).run()
     Path(arguments.output, f"{dist.get_rank()}.json").write_text(json.dumps([asdict(block) for block in blocks]))
     dist.barrier()
     dist.destroy_process_group()

@@ -13,14 +13,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
 
-from load import WIDTH, Load, Model
+from lightning_load import Inputs, LightningLoad, quiet
+from load import Load
 
 TOKENS = 32
 STEPS = 100_000  # it is killed long before
@@ -44,41 +43,22 @@ def created() -> float:
     return since_boot + time.monotonic() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class Inputs(Dataset[torch.Tensor]):
-    """One seeded batch per step."""
-
-    def __len__(self) -> int:
-        return STEPS
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(index))
-
-
-class Module(L.LightningModule):
+class Reporting(LightningLoad):
     """The load as a LightningModule that reports its phases."""
 
     def __init__(self, megabytes: int, log: Log) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = Model(megabytes * 10**6)
-        self.log_file = log
+        super().__init__(megabytes * 10**6)
+        self._log_file = log
 
     def setup(self, stage: str) -> None:
-        self.log_file.write("group")  # Lightning has made the process group just before
+        self._log_file.write("group")  # Lightning has made the process group just before
 
     def on_train_start(self) -> None:
-        self.log_file.write("restored", step=self.global_step)  # and has restored everything by now
-
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        loss: torch.Tensor = self.model(batch)
-        return loss
+        self._log_file.write("restored", step=self.global_step)  # and has restored everything by now
 
     def optimizer_step(self, *arguments: Any, **named: Any) -> None:
         super().optimizer_step(*arguments, **named)
-        self.log_file.write("step", step=self.global_step + 1)  # Lightning counts it after this hook
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-4, fused=True)
+        self._log_file.write("step", step=self.global_step + 1)  # Lightning counts it after this hook
 
 
 def lightning_job(arguments: argparse.Namespace, log: Log) -> None:
@@ -87,19 +67,15 @@ def lightning_job(arguments: argparse.Namespace, log: Log) -> None:
     if gemini:
         import gemini_ft  # noqa: F401  registers the strategy
     every_step = ModelCheckpoint(arguments.folder, filename="{step}", every_n_train_steps=1, save_top_k=1, save_last="link")
-    trainer = L.Trainer(
+    trainer = quiet(
         strategy="gemini" if gemini else "ddp",
-        accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         max_steps=STEPS,
         callbacks=[] if gemini else [every_step],
         enable_checkpointing=not gemini,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
-    trainer.fit(Module(arguments.megabytes, log), DataLoader(Inputs(), batch_size=None), ckpt_path=None if gemini else "last")
+    trainer.fit(Reporting(arguments.megabytes, log), Inputs(STEPS, TOKENS).loader(), ckpt_path=None if gemini else "last")
 
 
 def plain_job(arguments: argparse.Namespace, log: Log) -> None:
@@ -113,7 +89,7 @@ def plain_job(arguments: argparse.Namespace, log: Log) -> None:
     checkpointer = gemini_ft.Checkpointer(load.model, load.optimizer)
     start = checkpointer.resume()
     log.write("restored", step=start)
-    inputs = Inputs()
+    inputs = Inputs(STEPS, TOKENS)
     for step in range(start, STEPS):
         model(inputs[step]).backward()
         load.update()

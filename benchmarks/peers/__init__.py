@@ -65,11 +65,24 @@ class Row:
 
 ROWS = {
     "none": Row("no checkpoint", "nothing:Nothing", "", quick=True),
+    "gemini": Row("gemini-ft", "gemini:Gemini", "own host, peer host (memory of agents)", quick=True),
+    "gemini_ddp": Row(
+        "gemini-ft, equal ranks: each owns half",
+        "gemini:Gemini",
+        "own host, peer host (memory of agents)",
+        same_state=True,
+        quick=True,
+        options=(("replicated", True),),
+    ),
     "floor": Row("physical floor", "floor:Floor", "own RAM, peer RAM; no commit", quick=True),
     "floor_verified": Row("physical floor + xxh3", "floor:Floor", "own RAM, peer RAM; no commit", quick=True, options=(("verify", True),)),
     "lm_resiliency": Row("lm-resiliency", "lmr:LmResiliency", "own RAM, peer RAM (in the trainers)", quick=True),
     "torch_dcp": Row("torch DCP async_save", "dcp:AsyncSave", "own host (tmpfs file)"),
     "nvrx_clique": Row("NVRx local, clique", "nvrx:Clique", "own host, peer host (tmpfs files)"),
+    "lightning_dump": Row("Lightning's state dump", "lightning_rows:StateDump", "", same_state=True, own_loop=True),
+    "lightning_file": Row(
+        "Lightning's ModelCheckpoint", "lightning_rows:FileOfEveryStep", "one file (tmpfs)", same_state=True, own_loop=True
+    ),
     "dlrover": Row("DLRover flash checkpoint", "dlrover_flash:FlashCheckpoint", "own host (shared memory)"),
 }
 

@@ -1,0 +1,68 @@
+"""Rows in which Lightning drives the training: what it can save by itself, and gemini-ft's strategy."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+
+class Keeper(Protocol):
+    """A way of keeping every step of one ``fit``. All dictionaries are by optimizer step."""
+
+    blocked: dict[int, float]
+    called: dict[int, float]
+    completed: dict[int, float]
+
+    def options(self, folder: Path) -> dict[str, Any]:
+        """What the Trainer needs for it."""
+
+
+class _Notes:
+    """Where a callback notes what it did at each step; a mixin."""
+
+    blocked: dict[int, float]
+    called: dict[int, float]
+    completed: dict[int, float]
+
+    def start(self) -> None:
+        self.blocked, self.called, self.completed = {}, {}, {}
+
+    def note(self, step: int, begin: float) -> None:
+        """The training thread was in the callback from ``begin`` until now, and the copy is complete."""
+        end = time.monotonic()
+        self.called[step], self.completed[step], self.blocked[step] = begin, end, end - begin
+
+
+class StateDump(_Notes, L.Callback):
+    """Only what Lightning does to collect its state: loops, callbacks, references to weights and optimizer. Nothing is copied."""
+
+    def options(self, folder: Path) -> dict[str, Any]:
+        self.start()
+        return {"callbacks": [self]}
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        begin = time.monotonic()
+        trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        self.note(trainer.global_step, begin)
+
+
+class FileOfEveryStep(_Notes, ModelCheckpoint):
+    """Lightning's own callback after every step, to tmpfs: rank 0 writes, training waits."""
+
+    def __init__(self) -> None:
+        super().__init__(filename="{step}", every_n_train_steps=1, save_top_k=1)
+
+    def options(self, folder: Path) -> dict[str, Any]:
+        self.start()
+        self.dirpath = tempfile.mkdtemp(dir=folder)  # rank 0's counts
+        return {"callbacks": [self], "enable_checkpointing": True}
+
+    def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
+        begin = time.monotonic()
+        super().on_train_batch_end(trainer, *arguments)
+        self.note(trainer.global_step, begin)
