@@ -15,7 +15,7 @@ import gemini_ft
 from gemini_ft import errors
 
 HEAVY = {"deepspeed", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "torch"}
-PURE = ("config", "errors", "layout", "ledger", "messages", "placement", "protocol", "runid", "slots", "versions")
+PURE = ("config", "errors", "faultplan", "layout", "ledger", "messages", "placement", "protocol", "runid", "slots", "versions")
 
 
 def _run(code: str, cwd: Path | None = None) -> str:
