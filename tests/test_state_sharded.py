@@ -34,7 +34,7 @@ def _enter(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=60))
     try:
-        for scenario in (_fsdp, _hsdp, _divergence):
+        for scenario in (_ddp, _fsdp, _hsdp, _divergence):
             scenario(rank)
     finally:
         dist.destroy_process_group()
@@ -68,8 +68,12 @@ class Uneven(nn.Module):
         return out.pow(2).mean()
 
 
-def build(mesh: DeviceMesh, seed: int) -> tuple[nn.Module, Optimizer]:
-    model = Uneven(seed)
+def build(mesh: DeviceMesh | None, seed: int) -> tuple[Any, Optimizer]:
+    """FSDP2 over ``mesh``, or DDP."""
+    model: Any = Uneven(seed)
+    if mesh is None:
+        wrapped = nn.parallel.DistributedDataParallel(model, forward_sync_buffers=False)
+        return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
     for layer in (model.first, model.second, model.last, model):
         fully_shard(layer, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -100,18 +104,20 @@ def take(sources: list[Source], rank: int) -> tuple[Layout, bytes]:
 
 
 def restore(stored: list[tuple[Layout, bytes]], extras: bytes, model: nn.Module, optimizer: Optimizer, rank: int) -> None:
+    replicated = isinstance(model, nn.parallel.DistributedDataParallel)
     layouts = {owner: layout for owner, (layout, _) in enumerate(stored)}
-    sources = destinations({"model": model}, [optimizer], stored_specs(rank, layouts), rank, WORLD, replicated=False)
+    sources = destinations({"model": model}, [optimizer], stored_specs(rank, layouts), rank, WORLD, replicated)
     tensors = {source.spec.name: source.tensor for source in sources}
     for read in plan_reads([source.spec for source in sources], rank, layouts):
         copy_into(tensors[read.name], read.start, read.stop, stored[read.owner][1][read.offset : read.offset + read.nbytes])
     apply_extras({"model": model}, [optimizer], codec.decode(extras))
 
 
-def _goes_on(rank: int, mesh: DeviceMesh) -> list[Source]:
+def _goes_on(rank: int, mesh: DeviceMesh | None) -> list[Source]:
     model, optimizer = build(mesh, seed=0)
     train(model, optimizer, range(3))
-    sources, extras = collect({"model": model}, [optimizer], rank, WORLD, replicated=False)
+    sources, extras = collect({"model": model}, [optimizer], rank, WORLD, replicated=mesh is None)
+    check_replicas(sources, exchange)
     stored, blob = exchange(take(sources, rank)), codec.encode(extras)
     assert len({layout.logical_hash for layout, _ in stored}) == 1
     at_snapshot = own_bytes(model, optimizer)
@@ -120,7 +126,6 @@ def _goes_on(rank: int, mesh: DeviceMesh) -> list[Source]:
     other, other_optimizer = build(mesh, seed=9)
     restore(stored, blob, other, other_optimizer, rank)
     assert own_bytes(other, other_optimizer) == at_snapshot
-    assert isinstance(other_optimizer.state[other.first.weight]["exp_avg"], DTensor)  # type: ignore[index, union-attr]
     train(other, other_optimizer, range(3, 5))
     assert own_bytes(other, other_optimizer) == own_bytes(model, optimizer)
     restore(stored, blob, other, other_optimizer, rank)  # into an optimizer that has state
@@ -128,9 +133,19 @@ def _goes_on(rank: int, mesh: DeviceMesh) -> list[Source]:
     return sources
 
 
+def _ddp(rank: int) -> None:
+    sources = _goes_on(rank, None)
+    groups = {source.spec.name: source.spec.group for source in sources}
+    assert groups["model.first.weight"] == groups["optim0.model.first.weight.step"] == (0, 1)
+    assert groups["model.seen"] == (rank,)
+
+
 def _fsdp(rank: int) -> None:
     sources = _goes_on(rank, init_device_mesh("cpu", (2,)))
     assert {source.spec.group for source in sources} == {(rank,)}
+    model, optimizer = build(init_device_mesh("cpu", (2,)), seed=1)
+    destinations({"model": model}, [optimizer], [source.spec for source in sources], rank, WORLD, replicated=False)
+    assert isinstance(optimizer.state[model.first.weight]["exp_avg"], DTensor)
     shapes = {source.spec.name: source.spec.shape for source in sources}
     assert shapes["model.first.weight"] == ((3, 4), (2, 4))[rank]
     assert shapes["model.last.bias"] == ((1,), (0,))[rank]
