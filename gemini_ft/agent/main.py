@@ -138,7 +138,7 @@ class Agent:
                 self._adopt(worker, fds)
             case GetInventory():
                 stream = self._stream(worker)
-                worker.send(Inventory(slots=stream.inventory(), given_up=sorted(stream.given_up)))
+                worker.send(Inventory(slots=stream.vault.inventory(stream.given_up), given_up=sorted(stream.given_up)))
             case OpenSession():
                 self._open_session(worker, message)
             case Verify(version=version):
@@ -207,7 +207,7 @@ class Agent:
         worker.send(Opened())
 
     async def _verify(self, worker: WorkerConnection, version: Version) -> None:
-        worker.send(Verified(sound=await self._stream(worker).verify(version)))
+        worker.send(Verified(sound=await self._stream(worker).vault.verify(version)))
 
     def _hello(self, worker: WorkerConnection, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION:
@@ -216,8 +216,9 @@ class Agent:
                 f"end it with `gemini leave --run-id {self.run}` or wait until it has gone"
             )
         if self.secret and hello.secret and hello.secret != self.secret and any(w.alive and w.stream for w in self._workers):
+            mine, theirs = fingerprint(self.secret), fingerprint(hello.secret)
             raise SecretError(
-                f"the agent of run {self.run!r} has secret {fingerprint(self.secret)}, rank {hello.rank} brings {fingerprint(hello.secret)}; "
+                f"the agent of run {self.run!r} has secret {mine}, rank {hello.rank} brings {theirs}; "
                 "give all workers of a run the same GEMINI_SECRET_FILE"
             )
         self.secret = hello.secret or self.secret or secrets.token_bytes(32)
@@ -275,14 +276,14 @@ class Agent:
         for fd in fds:
             try:
                 memory = SlotMemory.adopt(fd)
-                self.streams.setdefault(memory.shape.stream, Stream(memory.shape.stream, self)).adopt(memory)
+                self.streams.setdefault(memory.shape.stream, Stream(memory.shape.stream, self)).vault.adopt(memory)
             except (CorruptDataError, MemoryBudgetError, OSError, ValueError) as error:
                 self.log(f"a slot could not be adopted: {error}")
                 os.close(fd)
 
     def _map(self, worker: WorkerConnection, message: Map) -> None:
         stream = self._stream(worker)
-        for (owner, _), memory in stream.memory.items():
+        for (owner, _), memory in stream.vault.memory.items():
             if owner == message.owner and memory.version == message.version:
                 shape = memory.shape
                 mapped = Mapped(data_offset=shape.data_offset, data_bytes=shape.data_bytes, extras_bytes=memory.extras_bytes)

@@ -138,7 +138,7 @@ class Link:
         out.resends += 1
         if out.resends > _MAX_RESENDS and not message.restart:
             self._owner.log(
-                f"host {self.peer} received damaged chunks {_MAX_RESENDS} times for rank {out.owner}: giving this shard up; check its network"
+                f"host {self.peer} received damaged chunks of rank {out.owner} {_MAX_RESENDS} times: giving up; check its network"
             )
             out.cancelled = True
         elif message.restart:

@@ -55,7 +55,7 @@ class Fetcher:
         if slot is None:
             return None
         self._held[owner, version] = slot.index
-        return self._stream.memory[owner, slot.index]
+        return self._stream.vault.memory[owner, slot.index]
 
     def _describe(self, memory: SlotMemory) -> None:
         shape = memory.shape
@@ -146,12 +146,12 @@ async def _fill(stream: Stream, version: Version, owner: int, about: Description
         data_bytes=about.data_bytes,
         extras_capacity=about.extras_capacity,
     )
-    if not any(o == owner for o, _ in stream.memory):
+    if not any(o == owner for o, _ in stream.vault.memory):
         await stream.make_room(offer)
     slot = stream.host.slots(owner).begin(version) if not stream.host.slots(owner).find(version) else None
     if slot is None:
         return  # the owner is already writing something newer
-    memory = stream.memory[owner, slot.index]
+    memory = stream.vault.memory[owner, slot.index]
     memory.clear()
     copier.memory = memory
     try:

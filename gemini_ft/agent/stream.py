@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from gemini_ft.agent.leadership import Leader, MemberLink, as_message
-from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape, populate
+from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape
 from gemini_ft.agent.replication import Link, Outgoing, Receiver
 from gemini_ft.agent.serving import Fetcher, rebuild
 from gemini_ft.agent.uploads import Uploader
+from gemini_ft.agent.vault import Vault
 from gemini_ft.errors import AgentError, PeerError, SupersededError
 from gemini_ft.ledger import Cadence, Ledger
 from gemini_ft.messages import (
@@ -39,11 +40,9 @@ from gemini_ft.messages import (
     Reserve,
     Reserved,
     SessionSpec,
-    SlotInfo,
     Thawed,
 )
 from gemini_ft.protocol import CancelSend, Effect, Free, Grant, Host, Send, Tell, Upload, Withdraw
-from gemini_ft.slots import SlotState
 from gemini_ft.transport.tcp import Connection, Handler
 from gemini_ft.versions import Incarnation, Version
 
@@ -82,7 +81,7 @@ class Stream:
         self._agent = agent
         self.spec: SessionSpec | None = None
         self.host = Host(agent.host)
-        self.memory: dict[tuple[int, int], SlotMemory] = {}  # (owner, slot) -> its memfd
+        self.vault = Vault(self.host, agent.budget, self.log, self._take_back)
         self.workers: dict[int, WorkerPort] = {}
         self.finished = False
         self.attempts = 0  # sessions in a row that resumed the same version and committed nothing
@@ -90,6 +89,7 @@ class Stream:
         self.excluded: list[tuple[int, str]] = []
         self.counters = {"committed": 0, "aborted": 0, "replica_bytes": 0, "uploads": 0, "failed_uploads": 0}
         self._progressed = True
+        self._keepers: dict[int, WorkerPort] = {}  # id of a replica's memory -> the worker that keeps its descriptor safe
         self._links: dict[str, Link] = {}
         self._incoming: set[Connection] = set()
         self._leader: Leader | None = None
@@ -101,54 +101,6 @@ class Stream:
         self._agent.log(f"[{self.name}] {text}")
 
     # -- sessions
-
-    def inventory(self) -> list[SlotInfo]:
-        """Every complete slot here that still matches its checksums' table; bytes are verified when they are read."""
-        out = []
-        for (owner, _), memory in self.memory.items():
-            if memory.version is not None and memory.version not in self.given_up:
-                shape = memory.shape
-                out.append(
-                    SlotInfo(
-                        owner=owner,
-                        version=memory.version,
-                        world_size=shape.world_size,
-                        layout_hash=shape.layout_hash,
-                        data_bytes=shape.data_bytes,
-                        extras_bytes=memory.extras_bytes,
-                        age=memory.age,
-                    )
-                )
-        return out
-
-    def adopt(self, memory: SlotMemory) -> None:
-        """Take over a slot from before this agent's own time."""
-        owner = memory.shape.owner
-        slots = self.host.slots(owner)
-        index = max(slots.slots, default=-1) + 1
-        if memory.version is not None and any(m.version == memory.version for (o, _), m in self.memory.items() if o == owner):
-            memory.close()
-            return
-        self._agent.budget.take(memory.shape.total, f"adopting rank {owner}'s slot")
-        slots.adopt(index, memory.version)
-        self.memory[owner, index] = memory
-
-    async def verify(self, version: Version) -> list[int]:
-        """Check all copies of ``version`` here; what does not match its checksums is discarded.
-
-        Returns the owners whose copies are sound.
-        """
-        sound = []
-        copies = [(owner, memory) for (owner, _), memory in self.memory.items() if memory.version == version]
-        damages = await asyncio.gather(*(asyncio.to_thread(memory.damaged) for _, memory in copies))
-        for (owner, memory), damaged in zip(copies, damages, strict=True):
-            if not damaged:
-                sound.append(owner)
-                continue
-            self.log(f"rank {owner}'s {version} is damaged in chunks {damaged[:8]}: discarded")
-            self.host.slots(owner).discard(version)
-            memory.clear()
-        return sorted(sound)
 
     def open(self, spec: SessionSpec, readopt: bool, committed: Version | None) -> None:
         """Begin an incarnation; ``readopt``: go on with the present one, after this agent was restarted in its middle.
@@ -172,7 +124,7 @@ class Stream:
             self._progressed, self.finished = False, False
             self.given_up.update(spec.given_up)
             self.host.open(holders, spec.resumed)
-            self._sync_headers()
+            self.vault.sync_headers()
         self.spec = spec
         self._connect(spec)
         if not readopt and spec.resumed is not None and spec.sources:
@@ -242,31 +194,19 @@ class Stream:
         before = self.workers.get(owner)
         writer_gone = before is None or before is worker or not before.alive
         self.workers[owner] = worker
-        indices = self._ensure(owner, shape, count, reuse=writer_gone)
-        fds = [self.memory[owner, index].fd for index in indices]
+        indices = self.vault.ensure(owner, shape, count, reuse=writer_gone)
+        fds = [self.vault.memory[owner, index].fd for index in indices]
         worker.send(Reserved(slots=indices, data_offset=shape.data_offset, capacity=shape.capacity), fds)
+        for (held, _), memory in self.vault.memory.items():
+            keeper = self._keepers.get(id(memory))
+            if not self.host.owns(held) and (keeper is None or not keeper.alive):
+                self._entrust(memory)
 
     def _shape(self, owner: int, layout: bytes, layout_hash: str, data_bytes: int, extras_capacity: int) -> SlotShape:
         assert self.spec is not None
         return SlotShape(
             self._agent.run, self.name, owner, self.spec.world_size, layout_hash, layout, data_bytes, extras_capacity, self.spec.chunk_bytes
         )
-
-    def _ensure(self, owner: int, shape: SlotShape, count: int, reuse: bool) -> list[int]:
-        slots = self.host.slots(owner)
-        mine = [i for i, slot in slots.slots.items() if not slot.retired]
-        fits = [i for i in mine if self.memory[owner, i].shape == shape]
-        if reuse and len(fits) == len(mine) and fits:
-            missing = count - len(fits)
-            self._agent.budget.take(max(0, missing) * shape.total, f"rank {owner}'s shard")
-            fresh = slots.add(missing) if missing > 0 else []
-        else:
-            self._agent.budget.take(count * shape.total, f"rank {owner}'s shard ({count} slots of {shape.total:,} bytes)")
-            fresh, effects = self.host.renew(owner, count)
-            self.perform(effects)
-        for slot in fresh:
-            self.memory[owner, slot.index] = SlotMemory.create(shape)
-        return [i for i, slot in slots.slots.items() if not slot.retired]
 
     def version(self, iteration: int) -> Version:
         assert self.spec is not None
@@ -277,7 +217,7 @@ class Stream:
 
     def on_chunk(self, worker: WorkerPort, iteration: int, index: int, offset: int, nbytes: int, digest: int) -> None:
         """The worker has copied a chunk: it may travel."""
-        memory = self._writing(worker.rank, iteration)
+        memory = self.vault.writing(worker.rank, self.version(iteration))
         if memory is not None:
             memory.put_chunk(index, offset, nbytes, digest)
             for peer in self.host.holders.get(worker.rank, ())[1:]:
@@ -286,7 +226,7 @@ class Stream:
 
     def on_copied(self, worker: WorkerPort, message: Copied) -> None:
         version, owner = self.version(message.iteration), worker.rank
-        memory = self._writing(owner, message.iteration)
+        memory = self.vault.writing(owner, version)
         if memory is None:
             return
         if not memory.finish(version, message.extras_bytes):
@@ -314,10 +254,6 @@ class Stream:
         if self.workers.get(worker.rank) is worker and self.spec is not None and worker.incarnation == self.spec.incarnation:
             self.perform(self.host.worker_lost(worker.rank))
 
-    def _writing(self, owner: int, iteration: int) -> SlotMemory | None:
-        slot = self.host.slots(owner).find(self.version(iteration))
-        return self.memory[owner, slot.index] if slot is not None and slot.state is SlotState.WRITING else None
-
     def tell_workers(self, message: Message) -> None:
         for worker in self.workers.values():
             if self.spec is not None and worker.incarnation == self.spec.incarnation:
@@ -327,15 +263,15 @@ class Stream:
 
     def perform(self, effects: list[Effect]) -> None:
         """Carry out what the protocol decided."""
-        self._sync_headers()
+        self.vault.sync_headers()
         for effect in effects:
             match effect:
                 case Grant(owner, slot, version):
-                    self.memory[owner, slot].clear()
+                    self.vault.memory[owner, slot].clear()
                     if owner in self.workers:
                         self.workers[owner].send(Granted(iteration=version.iteration, slot=slot))
                 case Send(owner, slot, version, peer):
-                    self._link(peer).send(Outgoing(owner, version, slot, self.memory[owner, slot]))
+                    self._link(peer).send(Outgoing(owner, version, slot, self.vault.memory[owner, slot]))
                 case CancelSend(owner, version, peer):
                     self._link(peer).cancel(owner, version)
                 case Tell(report):
@@ -346,21 +282,7 @@ class Stream:
                 case Upload(owner, slot, version):
                     self._upload(owner, slot, version)
                 case Free(owner, slot):
-                    self._free(owner, slot)
-
-    def _sync_headers(self) -> None:
-        """A slot the protocol has cleared must say so in memory too, before anybody writes to it."""
-        for owner, slots in self.host.shards.items():
-            for index, slot in slots.slots.items():
-                memory = self.memory.get((owner, index))
-                if memory is not None and memory.version is not None and slot.state is not SlotState.COMPLETE:
-                    memory.clear()
-
-    def _free(self, owner: int, slot: int) -> None:
-        memory = self.memory.pop((owner, slot))
-        self._agent.budget.give_back(memory.shape.total)
-        self._entrust(memory, drop=True)
-        memory.close()
+                    self.vault.free(owner, slot)
 
     def _link(self, peer: str) -> Link:
         if peer not in self._links:
@@ -382,7 +304,7 @@ class Stream:
         def done(record: str, error: str) -> None:
             self._report(ReportUploaded(owner=owner, version=version, record=record, error=error))
 
-        self._uploader.start(owner, self.memory[owner, slot], version, done)
+        self._uploader.start(owner, self.vault.memory[owner, slot], version, done)
 
     # -- decisions
 
@@ -455,35 +377,38 @@ class Stream:
 
     async def make_room(self, offer: Offer) -> None:
         """Have slots for a peer's shard, their pages already faulted in."""
-        before = {i for o, i in self.memory if o == offer.owner}
+        before = {index for owner, index in self.vault.memory if owner == offer.owner}
         shape = self._shape(offer.owner, offer.layout, offer.layout_hash, offer.data_bytes, offer.extras_capacity)
-        indices = self._ensure(offer.owner, shape, _REPLICA_SLOTS, reuse=True)
-        for index in indices:
-            if index not in before:
-                memory = self.memory[offer.owner, index]
-                await asyncio.to_thread(populate, memory.memory, 0, shape.total)
-                self._entrust(memory)
+        fresh = [index for index in self.vault.ensure(offer.owner, shape, _REPLICA_SLOTS, reuse=True) if index not in before]
+        await self.vault.prefault(offer.owner, fresh)
+        for index in fresh:
+            self._entrust(self.vault.memory[offer.owner, index])
 
-    def _entrust(self, memory: SlotMemory, drop: bool = False) -> None:
+    def _entrust(self, memory: SlotMemory) -> None:
         """Let a local worker keep a replica's descriptor, so that it survives this agent."""
-        worker = next((w for w in self.workers.values() if w.alive), None)
-        if worker is not None and memory.shape.owner not in self.workers:
-            worker.send(Custody(key=f"{memory.shape.owner}:{id(memory)}", drop=drop), () if drop else (memory.fd,))
+        keeper = next((worker for worker in self.workers.values() if worker.alive), None)
+        if keeper is not None:
+            self._keepers[id(memory)] = keeper
+            keeper.send(Custody(key=str(id(memory))), (memory.fd,))
+
+    def _take_back(self, memory: SlotMemory) -> None:
+        if (keeper := self._keepers.pop(id(memory), None)) is not None:
+            keeper.send(Custody(key=str(id(memory)), drop=True))
 
     def begin_receive(self, owner: int, iteration: int, committed: Version | None) -> SlotMemory | None:
         if self.host.owns(owner) or self.host.name not in self.host.holders.get(owner, ()):
             raise PeerError(f"host {self.host.name!r} does not hold rank {owner}'s shard")
         slot = self.host.receive(owner, self.version(iteration), committed)
-        self._sync_headers()
+        self.vault.sync_headers()
         if slot is None:
             return None
-        memory = self.memory[owner, slot.index]
+        memory = self.vault.memory[owner, slot.index]
         memory.clear()
         return memory
 
     def end_receive(self, end: End) -> bool:
         version = self.version(end.iteration)
-        memory = self._writing(end.owner, end.iteration)
+        memory = self.vault.writing(end.owner, version)
         if memory is None or not memory.finish(version, end.extras_bytes):
             return False
         self.perform(self.host.received(end.owner, version, end.layout, end.digest))
@@ -500,11 +425,9 @@ class Stream:
         return self._uploader is not None and self._uploader.busy
 
     def inject(self, message: Inject) -> None:
-        """Fault injection: damage what this host holds of a shard, as a failing memory module would."""
-        for (owner, slot), memory in self.memory.items():
-            if owner == message.owner and memory.version is not None and memory.shape.data_bytes:
-                memory.data(0, 1)[0] ^= 1
-                self.log(f"fault injection: flipped a bit of rank {owner}'s {memory.version} in slot {slot}")
+        """Fault injection."""
+        copies = self.vault.damage(message.owner)
+        self.log(f"fault injection: flipped a bit in {copies} copies of rank {message.owner}'s shard")
 
     def status(self) -> dict[str, object]:
         """What ``gemini status`` shows of this stream."""
