@@ -21,6 +21,10 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "run": Command("gemini_ft.launcher", "command", "start a training script as torchrun does, with fast and reliable restarts"),
+    "agent": Command("gemini_ft.commands", "agent", "own a host's snapshot memory in the foreground, as a service"),
+    "status": Command("gemini_ft.commands", "status", "show what this host's agent holds and does"),
+    "leave": Command("gemini_ft.commands", "leave", "end this host's agent"),
+    "checkpoints": Command("gemini_ft.commands", "checkpoints", "list the checkpoints in storage"),
     "store": Command("gemini_ft.store", "command", "serve the store of a rendezvous apart from the training hosts"),
 }
 

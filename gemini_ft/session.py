@@ -20,6 +20,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.config import GeminiConfig
 from gemini_ft.errors import ConfigError, CorruptDataError, SecretError, StorageError
+from gemini_ft.faults import Orders
 from gemini_ft.messages import (
     GetInventory,
     Hello,
@@ -62,6 +63,7 @@ class Session:
     spec: SessionSpec
     plan: Plan
     infos: list[HostInfo]
+    orders: Orders  # faults to inject
     storage: Storage | None = None
     manifest: Manifest | None = None
 
@@ -93,6 +95,7 @@ class _Introduction:
     inventory: Inventory
     configured_secret: str  # fingerprint, empty when none was configured
     config: str
+    orders: Orders
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -145,9 +148,16 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[Message], None])
     def introduce() -> tuple[AgentClient, Hello, _Introduction]:
         hello = _hello(config, run, stream, rank, secret)
         client = AgentClient(run, host, hello, on_event, config.timeout)
+        lifecycle.set_oom_score(500)
+        if lifecycle.shares_fate(client.welcome.pid):
+            _log.warning(
+                "the agent of host %s shares a cgroup with its workers: if the job step or container ends, its memory goes too. "
+                "Run `gemini agent` as a service of the host (docs/deploy.md).",
+                host,
+            )
         inventory = client.call(GetInventory(), Inventory)[0]
         shared = config.model_dump_json(exclude={"domain", "secret_file", "tls", "memory_limit", "interface"})
-        return client, hello, _Introduction(run, world_size, client.welcome, inventory, fingerprint(secret), shared)
+        return client, hello, _Introduction(run, world_size, client.welcome, inventory, fingerprint(secret), shared, Orders.read(run))
 
     mine: list[tuple[AgentClient, Hello]] = []
 
@@ -160,6 +170,7 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[Message], None])
     client, hello = mine[0]
     secret = _agree_on_secret(everyone)
     _agree_on_config(everyone)
+    orders = Orders.agree([about.orders for about in everyone])
     storage = _open_storage(config, rank)
     plan, manifest = _agree_on_plan(config, client, everyone, run, stream, storage, rank, world_size)
     make_spec = partial(_make_spec, config, stream, everyone, plan, manifest, storage is not None)
@@ -167,9 +178,8 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[Message], None])
     assert spec is not None
     opening = OpenSession(spec=spec, secret=secret)
     exchange_or_raise(lambda: client.call(opening, Opened)[0], config.timeout + 10)
-    session = Session(
-        rank, world_size, run, host, config, client, hello, secret, spec, plan, [i.welcome.info for i in everyone], storage, manifest
-    )
+    infos = [about.welcome.info for about in everyone]
+    session = Session(rank, world_size, run, host, config, client, hello, secret, spec, plan, infos, orders, storage, manifest)
     if rank == 0:
         _announce(session, bool(everyone[0].configured_secret))
     return session

@@ -17,6 +17,7 @@ from gemini_ft.messages import GetStatus, Leave, Message, Status, pack, unpack
 from gemini_ft.transport.wire import frame_length
 
 _START_TIMEOUT = 20.0  # seconds
+_children: list[subprocess.Popen[bytes]] = []  # agents this process has started, to collect those that have ended
 
 
 def host_id() -> str:
@@ -78,9 +79,10 @@ def connect(run: str, host: str) -> socket.socket:
 
 def spawn(run: str, host: str) -> subprocess.Popen[bytes]:
     """Start an agent in a session of its own: signals to the worker's group do not reach it."""
+    _children[:] = [child for child in _children if child.poll() is None]
     with open(log_path(run, host), "ab") as log:
         command = [sys.executable, "-m", "gemini_ft.agent.main", "--run", run, "--host", host]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -90,6 +92,21 @@ def spawn(run: str, host: str) -> subprocess.Popen[bytes]:
             cwd="/",
             env=_agent_environment(),
         )
+    _children.append(process)
+    return process
+
+
+def shares_fate(pid: int) -> bool:
+    """Whether a process is in this one's cgroup, although that is one of its own (a job step, a container):
+    whoever ends the cgroup ends both."""
+    mine, theirs = Path("/proc/self/cgroup").read_text(), Path(f"/proc/{pid}/cgroup").read_text()
+    return mine == theirs and any(word in mine for word in ("slurm", "step_", "kubepods", "docker", ".service"))
+
+
+def set_oom_score(score: int) -> None:
+    """When memory runs out, the kernel shall end a worker (500) and not the agent that keeps its state (0)."""
+    with contextlib.suppress(OSError):  # lowering below what root has set is not allowed
+        Path("/proc/self/oom_score_adj").write_text(str(score))
 
 
 def _agent_environment() -> dict[str, str]:

@@ -21,6 +21,7 @@ import os
 import struct
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -35,6 +36,7 @@ FORMAT = 1
 _HEADER_BYTES = 4096
 _PAGE = 2 * 2**20  # data starts on a huge-page border, so that the kernel may use huge pages for it
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_CGROUPS = Path("/sys/fs/cgroup")
 _MADV_POPULATE_WRITE = 23
 _MADV_DONTFORK = 10
 
@@ -233,14 +235,27 @@ def available_memory() -> int:
 
 
 def _cgroup_headroom() -> list[int]:
+    """What each cgroup around this process still allows; a limit anywhere above counts as well."""
     found = []
-    for limit_path, used_path in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError), open(limit_path) as limit, open(used_path) as used:
-            found.append(max(0, int(limit.read()) - int(used.read())))
+    for folder, limit_name, used_name in _cgroup_folders():
+        for place in (folder, *folder.parents):
+            with contextlib.suppress(OSError, ValueError):  # "max", or no limit at this level
+                limit, used = int((place / limit_name).read_text()), int((place / used_name).read_text())
+                found.append(max(0, limit - used))
+            if place == _CGROUPS:
+                break
     return found
+
+
+def _cgroup_folders() -> list[tuple[Path, str, str]]:
+    names = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+    folders = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller, files in names.items():
+            if controller in controllers.split(","):
+                folders.append((_CGROUPS / controller / path.lstrip("/"), *files))
+    return folders
 
 
 class Budget:
