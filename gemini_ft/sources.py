@@ -14,6 +14,7 @@ Groups: see `describe`. What cannot be captured exactly is refused by name, neve
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -116,7 +117,7 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
 def survey(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> list[Live]:
     """Every tensor of parameters, buffers and optimizer state, each under all of its names, first one first.
 
-    Cheap enough for every step. Optimizer state counts only if it is a tensor under a string key; the rest,
+    Cheap enough for every step; to be called between steps. Optimizer state counts only if it is a tensor under a string key; the rest,
     such as the lists of LBFGS, belongs to `gemini_ft.state.collect_extras`.
 
     Raises:
@@ -236,10 +237,19 @@ def _module_tensors(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, torc
         if "." in model or _RESERVED.match(model):
             raise UnsupportedStateError(f"a model cannot be named {model!r}: dots, optim<n> and group<n> are taken; use another key")
         inner = unwrap_model(module)
+        _reshard(inner)
         for name, param in inner.named_parameters():
             yield f"{model}.{clean(name)}", param, Role.PARAMETER
         for name, buffer in inner.named_buffers():
             yield f"{model}.{clean(name)}", buffer, Role.BUFFER
+
+
+def _reshard(module: nn.Module) -> None:
+    """Let FSDP2 put its sharded parameters in place: after a forward without backward the root still shows whole ones."""
+    if fsdp := sys.modules.get("torch.distributed.fsdp"):
+        for part in module.modules():
+            if isinstance(part, fsdp.FSDPModule):
+                part.reshard()
 
 
 def _params(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:

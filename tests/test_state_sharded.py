@@ -60,11 +60,12 @@ class Uneven(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.first, self.second, self.last = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 1)
+        self.own = nn.Parameter(torch.ones(3))  # of the root, which FSDP2 treats differently
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += x.sum()
-        out: torch.Tensor = self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        out: torch.Tensor = self.last(torch.tanh(self.second(torch.tanh(self.first(x)))) * self.own)
         return out.pow(2).mean()
 
 
@@ -144,7 +145,11 @@ def _fsdp(rank: int) -> None:
     sources = _goes_on(rank, init_device_mesh("cpu", (2,)))
     assert {source.spec.group for source in sources} == {(rank,)}
     model, optimizer = build(init_device_mesh("cpu", (2,)), seed=1)
-    destinations({"model": model}, [optimizer], [source.spec for source in sources], rank, WORLD, replicated=False)
+    with torch.no_grad():
+        model(torch.ones(1, 4))  # as in validation
+    assert not isinstance(model.own, DTensor), "the root's parameters must be whole here, or this shows nothing"
+    found = destinations({"model": model}, [optimizer], [source.spec for source in sources], rank, WORLD, replicated=False)
+    assert [source.spec.name for source in found] == [source.spec.name for source in sources]
     assert isinstance(optimizer.state[model.first.weight]["exp_avg"], DTensor)
     shapes = {source.spec.name: source.spec.shape for source in sources}
     assert shapes["model.first.weight"] == ((3, 4), (2, 4))[rank]
