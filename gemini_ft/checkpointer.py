@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gemini_ft import codec
+from gemini_ft import codec, faults
 from gemini_ft.config import GeminiConfig, load_config
 from gemini_ft.errors import ConfigError, RecoveryError, StateError
 from gemini_ft.recorder import Recorder, Stats
@@ -131,6 +131,7 @@ class Checkpointer:
         """
         begin = time.perf_counter()
         self._iteration += 1
+        self._end_of_step()
         self.scalars.update(scalars)
         if self._stepped and self._iteration % self.config.interval == 0:
             extras = {
@@ -195,7 +196,8 @@ class Checkpointer:
         begin = time.perf_counter()
         everything = (self._models, self._optimizers, self._state_extras, session.rank, session.world_size, self._is_replicated)
         self.stats.restored = _on_all_ranks(lambda: restore(session.sources, *everything), self.config.timeout + 600)
-        self.stats.restore_seconds = time.perf_counter() - begin
+        seconds = self.stats.restore_seconds = time.perf_counter() - begin
+        self._joined.events.write("resumed", iteration=self._iteration, sources=self.stats.restored, seconds=seconds)
         self._state_extras = None
         if session.rank == 0:
             read = ", ".join(f"{nbytes:,} bytes from {where}" for where, nbytes in sorted(self.stats.restored.items()))
@@ -209,12 +211,14 @@ class Checkpointer:
         """
         begin = time.perf_counter()
         self._iteration = iteration
+        self._end_of_step()
         self._save(iteration, extras)
         self.stats.blocked.append(self._blocked + time.perf_counter() - begin)
         self._blocked = 0.0
 
     def wait_before_update(self) -> None:
         """Call before parameters or optimizer state are written: returns when the copy under way has read them."""
+        faults.at_step(self._iteration, "before_update")
         begin = time.perf_counter()
         if self._recorder is not None:
             self._recorder.before_update()
@@ -254,6 +258,11 @@ class Checkpointer:
         recorder = self._joined
         recorder.record(iteration, self._models, self._optimizers, extras, self._is_replicated)
         recorder.alive(iteration)
+        faults.at_step(iteration, "in_copy")
+
+    def _end_of_step(self) -> None:
+        self._joined.events.write("step", iteration=self._iteration)
+        faults.at_step(self._iteration)
 
     @property
     def _joined(self) -> Recorder:

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-from gemini_ft import codec
+from gemini_ft import codec, faults
 from gemini_ft.agent.client import AgentClient, as_error
 from gemini_ft.config import GeminiConfig
 from gemini_ft.errors import AgentError, GeminiError, MemoryBudgetError
+from gemini_ft.events import EventLog
+from gemini_ft.faultplan import World
 from gemini_ft.layout import Layout, build_layout
 from gemini_ft.messages import (
     Aborted,
@@ -91,6 +93,8 @@ class Recorder:
             config.timeout,
         )
         self._digest_at = _first_digest(self.session)
+        self.events = EventLog(stream=name, rank=self.session.rank, host=self.session.host)
+        self._announce()
 
     @property
     def client(self) -> AgentClient:
@@ -160,11 +164,26 @@ class Recorder:
             with contextlib.suppress(AgentError):
                 self.client.tell(Goodbye(finished=finished))
         self.client.close()
+        self.events.write("left", finished=finished, interrupted=interrupted)
+        self.events.close()
 
     def raise_fatal(self) -> None:
         """Raise what the agents found out in the background, if it must stop the job."""
         if self._fatal is not None:
             raise self._fatal
+
+    def _announce(self) -> None:
+        """Write down that this rank has joined, and make ready for the faults that were asked for."""
+        session = self.session
+        number, version = session.spec.incarnation.number, session.plan.version
+        iteration = version.iteration if version is not None else 0
+        self.events.write("joined", incarnation=number, hosts=session.spec.hosts, resuming=session.plan.kind, iteration=iteration)
+        if session.orders.text:
+            world = World(session.spec.hosts, session.spec.holders)
+            url = self._config.storage.url if self._config.storage is not None else None
+            is_new = number == 1 and version is None
+            scene = faults.Scene(session.run, is_new, session.rank, world, url, lambda: self.client, self.events)
+            exchange_or_raise(lambda: faults.arm(session.orders, scene), self._config.timeout)
 
     # -- layout and slots
 
@@ -219,11 +238,13 @@ class Recorder:
             case Committed(iteration=iteration, digest_at=digest_at):
                 self._stats.committed = iteration
                 self._digest_at = digest_at
+                self.events.write("committed", iteration=iteration)
                 if (ended := self._ended.pop(iteration, None)) is not None:
                     self._stats.commit_seconds[iteration] = time.perf_counter() - ended
             case Aborted(iteration=iteration):
                 self._stats.skipped += 1
                 self._ended.pop(iteration, None)
+                self.events.write("skipped", iteration=iteration)
                 self._copying.aborted(iteration)
             case Failed():
                 self._fatal = as_error(message)
