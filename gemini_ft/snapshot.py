@@ -30,6 +30,7 @@ from gemini_ft.sources import Source
 _libc = ctypes.CDLL(None)
 _libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _libc.memcpy.restype = ctypes.c_void_p
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 _GRANT_POLL = 0.25  # seconds between looks at whether the agent still lives
 
 
@@ -72,7 +73,7 @@ class Slot:
         self.address = self.tensor.data_ptr()
         self._pinned = pinned
         if pinned and capacity:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.address, capacity, 0))
+            torch.cuda.check_error(_cudart().cudaHostRegister(self.address, capacity, _PORTABLE))
 
     def prefault(self) -> None:
         """Touch all pages now, from this process: they come from its own NUMA node, and not during the first copy."""
@@ -80,8 +81,12 @@ class Slot:
 
     def close(self) -> None:
         if self._pinned and self.address:
-            torch.cuda.cudart().cudaHostUnregister(self.address)
+            _cudart().cudaHostUnregister(self.address)
         # The mapping goes when the last tensor view of it does.
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 class CopyPlan:
@@ -94,12 +99,16 @@ class CopyPlan:
         self.sources = sources  # kept alive: their addresses are in the plan
         self.nbytes, self.chunk_bytes = layout.nbytes, chunk_bytes
         copies = plan_copies(sources, layout, chunk_bytes)
-        self.on_cuda = any(copy.view.is_cuda for copy in copies)
+        self.device = next((copy.view.device for copy in copies if copy.view.is_cuda), None)
         self.background = [copy for copy in copies if not copy.mutable]
         self._mutable = [copy for copy in copies if copy.mutable]
         self._staged = [torch.empty_like(copy.view, device="cpu", memory_format=torch.contiguous_format) for copy in self._mutable]
         staged = {id(copy): target for copy, target in zip(self._mutable, self._staged, strict=True)}
         self.moves = [(copy.offset, staged.get(id(copy), copy.view)) for copy in copies]
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device is not None
 
     def marks(self) -> list[tuple[int, int]]:
         """Version counter and address of every tensor that is copied in the background."""
@@ -300,13 +309,14 @@ class Snapshotter:
         """Queue every copy on a side stream, after the state is final; the events say when each has arrived."""
         assert self.plan is not None
         if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        events = []
+            torch.cuda.set_device(self.plan.device)  # a thread begins on device 0, whatever the rank's is
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        events: list[Any] = []
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(job.ready)
             for offset, source in self.plan.moves:
                 _move(slot, offset, source)
-                events.append(torch.cuda.Event())
+                events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
                 events[-1].record(self._stream)
             job.copied = events[-1]
         with self._condition:

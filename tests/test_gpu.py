@@ -1,0 +1,153 @@
+"""What only a CUDA device can show: the order of streams, pinned slots, and optimizers that write from kernels.
+
+Every case trains, is abandoned in the middle, resumes in a fresh model from the agent's memory, and must end with the
+bytes of the undisturbed run.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gemini_ft import Checkpointer
+from gemini_ft.agent import lifecycle
+from gemini_ft.rng import rng_state, set_rng_state
+
+pytestmark = pytest.mark.gpu
+
+STEPS, FAILURE = 12, 7
+
+
+@pytest.fixture
+def run_id() -> Iterator[str]:
+    name = f"gpu-{uuid.uuid4().hex[:8]}"
+    yield name
+    lifecycle.leave(name)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(512, 2048), nn.BatchNorm1d(2048), nn.GELU(), nn.Dropout(0.1), nn.Linear(2048, 512)).cuda()
+
+
+def _train(model: nn.Module, optimizer: Any, first: int, last: int, after: Callable[[], None], scaler: Any = None) -> None:
+    for _ in range(first, last):
+        inputs = torch.randn(256, 512, device="cuda")
+        with torch.autocast("cuda", dtype=torch.float16, enabled=scaler is not None):
+            loss = model(inputs).square().mean()
+        optimizer.zero_grad()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        after()
+
+
+def _bytes(model: nn.Module, optimizer: Any) -> list[bytes]:
+    tensors = [*model.state_dict().values()]
+    tensors += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    return [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+
+def _undisturbed(build: Callable[[nn.Module], Any], wrap: Callable[[nn.Module], nn.Module], scaled: bool) -> list[bytes]:
+    model = _model()
+    trained = wrap(model)
+    optimizer = build(model)
+    torch.manual_seed(1)
+    _train(trained, optimizer, 0, STEPS, lambda: None, torch.amp.GradScaler("cuda") if scaled else None)
+    return _bytes(model, optimizer)
+
+
+def _survived(run_id: str, build: Callable[[nn.Module], Any], wrap: Callable[[nn.Module], nn.Module], scaled: bool) -> list[bytes]:
+    for last in (FAILURE, STEPS):
+        model = _model()
+        trained = wrap(model)
+        optimizer = build(model)
+        scaler = torch.amp.GradScaler("cuda") if scaled else None
+        state = {"scaler": scaler} if scaler is not None else {}
+        checkpointer = Checkpointer(model, optimizer, state=state, run_id=run_id, replicas=1, on_late="wait")
+        torch.manual_seed(1)
+        first = checkpointer.resume()
+        assert first == (0 if last == FAILURE else FAILURE)
+        _train(trained, optimizer, first, last, checkpointer.step, scaler)
+        checkpointer.close(finished=last == STEPS) if last == STEPS else _abandon(checkpointer)
+    return _bytes(model, optimizer)
+
+
+def _abandon(checkpointer: Checkpointer) -> None:
+    """Leave as a crash would, but with the last snapshot copied."""
+    with checkpointer.mutate():
+        checkpointer.close(finished=False)
+
+
+def _adam(**options: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused", "capturable"])
+def test_kernels_that_write_the_state_wait_for_its_copy(run_id: str, kind: str) -> None:
+    build = _adam(**{kind: True})
+    assert _survived(run_id, build, lambda m: m, False) == _undisturbed(build, lambda m: m, False)
+
+
+def test_grad_scaler(run_id: str) -> None:
+    build = _adam(foreach=True)
+    assert _survived(run_id, build, lambda m: m, True) == _undisturbed(build, lambda m: m, True)
+
+
+def test_torch_compile(run_id: str) -> None:
+    build = _adam(foreach=True)
+    compiled = torch.compile
+    assert _survived(run_id, build, compiled, False) == _undisturbed(build, compiled, False)
+
+
+def test_cuda_random_state_is_restored() -> None:
+    torch.manual_seed(3)
+    torch.randn(5, device="cuda")
+    state = rng_state()
+    expected = torch.randn(5, device="cuda")
+    torch.randn(100, device="cuda")
+    set_rng_state(state)
+    assert torch.equal(torch.randn(5, device="cuda"), expected)
+
+
+def test_slots_are_pinned_pages_of_the_agent(run_id: str) -> None:
+    model = _model()
+    optimizer = _adam()(model)
+    checkpointer = Checkpointer(model, optimizer, run_id=run_id, replicas=1)
+    checkpointer.resume()
+    _train(model, optimizer, 0, 2, checkpointer.step)
+    with checkpointer.mutate():
+        slots = checkpointer._joined._copying.slots.values()
+        assert all(slot.tensor.is_pinned() for slot in slots)
+    checkpointer.close()
+
+
+def test_update_waits_on_the_device_and_not_on_the_host(run_id: str) -> None:
+    """The snapshot of a step holds the values from before the next update, although the host never waited for the copy."""
+    model = nn.Linear(4096, 4096, bias=False).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    checkpointer = Checkpointer(model, optimizer, run_id=run_id, replicas=1, on_late="wait", verify=False)
+    checkpointer.resume()
+    for value in range(1, 6):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, -1.0)
+        optimizer.step()
+        expected = next(model.parameters()).detach().clone()
+        checkpointer.step(value=value)
+    with checkpointer.mutate():
+        for parameter in model.parameters():
+            parameter.data.zero_()
+    checkpointer.close(finished=False)
+    again = Checkpointer(model, optimizer, run_id=run_id, replicas=1)
+    assert again.resume() == 5
+    assert torch.equal(next(model.parameters()), expected)
+    again.close()
