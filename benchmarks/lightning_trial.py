@@ -34,7 +34,7 @@ def _fit(keeper: Keeper | None, count: int, plan: Plan, folder: Path) -> Block:
     clock = Clock(block, keeper, skip=plan.warm + 1)
     options: dict[str, Any] = {"strategy": "ddp", "callbacks": [], "enable_checkpointing": False}
     options |= keeper.options(folder) if keeper is not None else {}
-    options["callbacks"] = [clock, *options["callbacks"]]
+    options["callbacks"] = [*options["callbacks"], clock]  # it reads what the others have noted
     steps = clock.skip + count + 1  # an iteration ends where the next one starts
     trainer = quiet(devices=1, num_nodes=dist.get_world_size(), max_steps=steps, **options)
     trainer.fit(LightningLoad(plan.megabytes * 10**6), Inputs(steps, plan.tokens).loader())

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_load import Inputs, LightningLoad, quiet
 from load import Load
 
-TOKENS = 32
+TOKENS = 128
 STEPS = 100_000  # it is killed long before
 
 

@@ -74,6 +74,13 @@ ROWS = {
         quick=True,
         options=(("replicated", True),),
     ),
+    "gemini_lightning": Row(
+        "gemini-ft, Lightning strategy: each owns half",
+        "lightning_rows:GeminiFit",
+        "own host, peer host (memory of agents)",
+        same_state=True,
+        own_loop=True,
+    ),
     "floor": Row("physical floor", "floor:Floor", "own RAM, peer RAM; no commit", quick=True),
     "floor_verified": Row("physical floor + xxh3", "floor:Floor", "own RAM, peer RAM; no commit", quick=True, options=(("verify", True),)),
     "lm_resiliency": Row("lm-resiliency", "lmr:LmResiliency", "own RAM, peer RAM (in the trainers)", quick=True),

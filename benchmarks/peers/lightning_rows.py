@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from pathlib import Path
 from typing import Any, Protocol
 
 import lightning as L
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+
+from common import MARK
+from gemini_ft.lightning import GeminiStrategy
 
 
 class Keeper(Protocol):
@@ -66,3 +71,37 @@ class FileOfEveryStep(_Notes, ModelCheckpoint):
         begin = time.monotonic()
         super().on_train_batch_end(trainer, *arguments)
         self.note(trainer.global_step, begin)
+
+
+class GeminiFit(_Notes, L.Callback):
+    """gemini-ft's strategy: two emulated hosts, two copies; each rank owns one half of what both hold."""
+
+    def options(self, folder: Path) -> dict[str, Any]:
+        self.start()
+        self._returned: dict[int, float] = {}
+        os.environ |= {"GEMINI_HOST_ID": f"host{dist.get_rank()}", "GEMINI_RUN_ID": os.environ[MARK], "GEMINI_LOG_DIR": str(folder)}
+        return {"callbacks": [self], "strategy": GeminiStrategy(replicas=2)}
+
+    def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Time its two calls per step: collecting what Lightning knows, and the snapshot."""
+        strategy: Any = trainer.strategy
+        fit = strategy._gemini_fit
+        extras, save, self._stats = fit._extras, fit.checkpointer.save, fit.checkpointer.stats
+        begin = 0.0
+
+        def timed_extras() -> Any:
+            nonlocal begin
+            begin = time.monotonic()
+            return extras()
+
+        def timed_save(step: int, collected: Any) -> None:
+            self.called[step], collecting = begin, time.monotonic() - begin
+            save(step, collected)
+            self._returned[step] = time.monotonic()
+            self.blocked[step] = collecting + self._stats.blocked[-1]  # which includes the wait before the update
+
+        fit._extras, fit.checkpointer.save = timed_extras, timed_save
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for step, seconds in self._stats.commit_seconds.items():
+            self.completed[step] = self._returned[step] + seconds
