@@ -138,6 +138,7 @@ class Agent:
                 self._adopt(worker, fds)
             case GetInventory():
                 stream = self._stream(worker)
+                stream.host.seal()
                 worker.send(Inventory(slots=stream.vault.inventory(stream.given_up), given_up=sorted(stream.given_up)))
             case OpenSession():
                 self._open_session(worker, message)
