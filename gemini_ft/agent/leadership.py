@@ -93,7 +93,7 @@ class Leader:
             )
             self._apply(outcome)
         elif isinstance(message, Rejoin):
-            self.book.rejoin(message.committed)
+            self._apply(self.book.rejoin(message.committed, now))
             self._settle_upload(message.uploading)
         elif isinstance(message, ReportFinished):
             self._finished.add(message.rank)

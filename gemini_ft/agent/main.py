@@ -96,17 +96,20 @@ class Agent:
             if self._may_leave():
                 break
         desk.close()
+        await asyncio.sleep(_TICK)  # what was said last, such as that all have finished, must get out before connections close
         for stream in self.streams.values():
             stream.close_session()
         self.log("leaving")
 
     def _may_leave(self) -> bool:
-        if any(w.alive and w.rank >= 0 for w in self._workers):
-            self._idle_since = time.monotonic()
+        now = time.monotonic()
+        if any(worker.alive and worker.rank >= 0 for worker in self._workers):
+            self._idle_since = now
             return self._asked_to_leave and not self._uploading()
+        if now - self._idle_since > self._linger:
+            return True
         finished = bool(self.streams) and all(stream.finished for stream in self.streams.values())
-        done = self._asked_to_leave or finished or time.monotonic() - self._idle_since > self._linger
-        return done and not self._uploading()
+        return (self._asked_to_leave or finished) and not self._uploading()
 
     def _uploading(self) -> bool:
         return any(stream.uploading for stream in self.streams.values())

@@ -301,7 +301,11 @@ class Stream:
     def _upload(self, owner: int, slot: int, version: Version) -> None:
         assert self._uploader is not None
 
+        # It may be thawed on all hosts, after a failure elsewhere, while our thread still reads: hold the slot until that ends.
+        self.host.hold(owner, version, "upload")
+
         def done(record: str, error: str) -> None:
+            self.perform(self.host.release(owner, slot, "upload"))
             self._report(ReportUploaded(owner=owner, version=version, record=record, error=error))
 
         self._uploader.start(owner, self.vault.memory[owner, slot], version, done)
@@ -422,7 +426,9 @@ class Stream:
 
     @property
     def uploading(self) -> bool:
-        return self._uploader is not None and self._uploader.busy
+        """Whether this host still reads a slot for storage, or waits for others to do so before it writes the manifest."""
+        awaited = self._leader is not None and self._leader.book.uploading is not None
+        return awaited or (self._uploader is not None and self._uploader.busy)
 
     def inject(self, message: Inject) -> None:
         """Fault injection."""

@@ -49,8 +49,8 @@ class Uploader:
         self.version = None
 
     def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        """The session is over. A thread that reads a slot cannot be stopped; its slot is let go when it ends."""
+        self.version = None
 
     async def _upload(self, owner: int, memory: SlotMemory, version: Version, done: Callable[[str, str], None]) -> None:
         try:
