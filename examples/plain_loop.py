@@ -19,7 +19,9 @@ import gemini_ft
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
-    steps = parser.parse_args().steps
+    parser.add_argument("--out", help="where to save the final model and optimizer")
+    arguments = parser.parse_args()
+    steps = arguments.steps
 
     gemini_ft.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())  # each rank draws its own data; DDP makes the weights equal
@@ -40,6 +42,9 @@ def main() -> None:
             checkpointer.step()  # the iteration's last statement
             if (step + 1) % 20 == 0 and dist.get_rank() == 0:
                 print(f"step {step + 1}: loss {loss.item():.4f} ({loss.item().hex()})", flush=True)
+
+    if arguments.out and dist.get_rank() == 0:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, arguments.out)
 
 
 if __name__ == "__main__":

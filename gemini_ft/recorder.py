@@ -242,9 +242,9 @@ class Recorder:
                 if (ended := self._ended.pop(iteration, None)) is not None:
                     self._stats.commit_seconds[iteration] = time.perf_counter() - ended
             case Aborted(iteration=iteration):
-                self._stats.skipped += 1
-                self._ended.pop(iteration, None)
-                self.events.write("skipped", iteration=iteration)
+                if self._ended.pop(iteration, None) is not None:  # every rank that gives up says so, and all hear it
+                    self._stats.skipped += 1
+                    self.events.write("skipped", iteration=iteration)
                 self._copying.aborted(iteration)
             case Failed():
                 self._fatal = as_error(message)
