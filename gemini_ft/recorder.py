@@ -269,6 +269,7 @@ class Recorder:
             part = fds[start : start + 100]
             client.tell(Adopt(count=len(part)), part)
         client.call(OpenSession(spec=spec, secret=session.secret, readopt=True, committed=self._committed), Opened)
+        client.tell(Progress(iteration=self._stats.committed or 0, suspended=self._suspended > 0))
         session.client = client
         old.close()
         self._reserve(self._extras_capacity)

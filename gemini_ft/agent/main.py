@@ -208,6 +208,8 @@ class Agent:
         self.secret = message.secret
         self._stream(worker).open(message.spec, message.readopt, message.committed)
         self._hangs[worker] = HangDetector(message.spec.hang_timeout)
+        if message.readopt:
+            self._hangs[worker].take_over(time.monotonic())
         worker.send(Opened())
 
     async def _verify(self, worker: WorkerConnection, version: Version) -> None:

@@ -21,6 +21,10 @@ class HangDetector:
     _suspended: bool = False
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=64))
 
+    def take_over(self, now: float) -> None:
+        """Another agent has watched it until now: its first steps are behind it."""
+        self._last, self._steps = now, _FIRST_STEPS
+
     def progress(self, now: float, suspended: bool) -> None:
         """A sign of life."""
         if self._last is not None and not self._suspended:
