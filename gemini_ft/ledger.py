@@ -154,11 +154,12 @@ class Ledger:
 
         Comes before that host's repeated reports.
         """
-        if committed is not None and (self.committed is None or committed > self.committed):
-            self._close(committed)
-        if self.committed is None or self.committed == committed:
+        if committed == self.committed:
             return []
-        return [Commit(self.committed, freeze=False, digest_at=self._digest_at(self.committed, now))]
+        newest = max(version for version in (committed, self.committed) if version is not None)
+        if newest != self.committed:
+            self._close(newest)  # our own host may not know it either, after a restart of its agent
+        return [Commit(newest, freeze=False, digest_at=self._digest_at(newest, now))]
 
     # -- uploads
 

@@ -135,6 +135,14 @@ class Host:
         for slots in self.shards.values():
             slots.sealed = True
 
+    def unseal(self) -> list[Effect]:
+        """The new incarnation has not come about: the present one goes on."""
+        effects: list[Effect] = []
+        for owner, slots in self.shards.items():
+            slots.sealed = False
+            effects += [*self._reap(owner), *self._grant(owner)]
+        return effects
+
     def open(self, holders: Mapping[int, Sequence[str]], resumed: Version | None) -> list[Effect]:
         """A new incarnation begins from ``resumed`` (None: from nothing). Versions above it are gone for good.
 

@@ -141,7 +141,7 @@ class Agent:
                 self._adopt(worker, fds)
             case GetInventory():
                 stream = self._stream(worker)
-                stream.host.seal()
+                stream.seal(worker)
                 worker.send(Inventory(slots=stream.vault.inventory(stream.given_up), given_up=sorted(stream.given_up)))
             case OpenSession():
                 self._open_session(worker, message)
@@ -183,11 +183,14 @@ class Agent:
         self._hangs.pop(worker, None)
         if worker.stream:
             self.log(f"rank {worker.rank} (pid {worker.pid}) is gone")
-            self.streams[worker.stream].worker_lost(worker)
+            self._stream(worker).worker_lost(worker)
+            self._stream(worker).unseal(worker)
 
     def on_worker_hung_up(self, worker: WorkerConnection) -> None:
         self._hangs.pop(worker, None)
-        if not worker.stream:  # somebody who only asked for the status
+        if worker.stream:
+            self._stream(worker).unseal(worker)
+        else:  # somebody who only asked for the status
             self._workers.discard(worker)
             worker.close()
 

@@ -22,6 +22,7 @@ from gemini_ft.versions import Version
 
 _IN_FLIGHT = 4  # chunks handed to the kernel's queue ahead of the wire
 _MAX_RESENDS = 8  # damaged chunks of one shard before its sender gives up
+_PATIENCE = 2.0  # seconds a peer may take to let go of a shard that was given up; then its connection is closed
 
 
 @dataclass
@@ -87,10 +88,18 @@ class Link:
         self._wake.set()
 
     def cancel(self, owner: int, version: Version) -> None:
-        for out in self._active:
-            if out.owner == owner and out.version == version:
-                out.cancelled = True
+        """Let go of a shard soon, whether the peer answers or not: its slot is needed."""
+        for out in [o for o in self._active if o.owner == owner and o.version == version]:
+            out.cancelled = True
+            if self._connection is None or not out.begun:
+                self._over(out)
+            else:
+                asyncio.get_running_loop().call_later(_PATIENCE, self._insist, out, self._connection)
         self._wake.set()
+
+    def _insist(self, out: Outgoing, connection: Connection) -> None:
+        if out in self._active and connection is self._connection:
+            connection.abort("it does not answer")
 
     def close(self) -> None:
         """Stop for good; every slot is let go."""
@@ -326,6 +335,8 @@ class Receiver:
         return memory.data(chunk.offset, chunk.nbytes)
 
     def _begin(self, begin: Begin) -> None:
+        if begin.owner in self._open:  # its sender goes on to the next iteration without having ended the last one
+            self._abandon(begin.owner, self._open[begin.owner][0])
         memory = self._owner.begin_receive(begin.owner, begin.iteration, begin.committed)
         self._open[begin.owner] = (begin.iteration, memory)
         if memory is None and not self._owner.holds(begin.owner, begin.iteration):

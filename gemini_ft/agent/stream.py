@@ -90,6 +90,7 @@ class Stream:
         self.counters = {"committed": 0, "aborted": 0, "replica_bytes": 0, "uploads": 0, "failed_uploads": 0}
         self._progressed = True
         self._keepers: dict[int, WorkerPort] = {}  # id of a replica's memory -> the worker that keeps its descriptor safe
+        self._candidates: set[WorkerPort] = set()  # who has asked for the inventory, to open a new incarnation
         self._links: dict[str, Link] = {}
         self._incoming: set[Connection] = set()
         self._leader: Leader | None = None
@@ -109,6 +110,8 @@ class Stream:
             SupersededError: a newer one, or another with the same number, is already under way.
         """
         if self.spec is not None and spec.incarnation == self.spec.incarnation:
+            if readopt:
+                self._repeat_reports()
             return
         if self.spec is not None and spec.incarnation.number <= self.spec.incarnation.number:
             raise SupersededError(
@@ -126,10 +129,25 @@ class Stream:
             self.host.open(holders, spec.resumed)
             self.vault.sync_headers()
         self.spec = spec
+        self._candidates.clear()
         self._connect(spec)
+        if readopt:
+            self._repeat_reports()
         if not readopt and spec.resumed is not None and spec.sources:
             self._rebuilding = asyncio.get_running_loop().create_task(rebuild(self, spec, self._agent))
         self.log(f"incarnation {spec.incarnation} of {spec.world_size} ranks, from {spec.resumed or 'nothing'}")
+
+    def seal(self, worker: WorkerPort) -> None:
+        """A worker is about to choose what to resume: until then nothing here changes."""
+        self._candidates.add(worker)
+        self.host.seal()
+
+    def unseal(self, worker: WorkerPort) -> None:
+        """A worker is gone. If those who chose could not open their incarnation, the present one goes on."""
+        if worker in self._candidates:
+            self._candidates.discard(worker)
+            if not self._candidates:
+                self.perform(self.host.unseal())
 
     @property
     def stuck_at(self) -> Version | None:
@@ -163,6 +181,11 @@ class Stream:
             self._leader = Leader(self, book, spec.world_size)
         else:
             self._member = MemberLink(self, spec.addresses[spec.leader], self.claims("report"), lambda: self._agent.secret, self._agent.tls)
+
+    def _repeat_reports(self) -> None:
+        """What was complete here and not committed yet: the ledger may have forgotten it, or never heard of it."""
+        for report in self.host.reports():
+            self._report(as_message(report))
 
     def claims(self, role: str) -> Proof:
         """What this host says of itself when it dials a peer."""

@@ -1,0 +1,395 @@
+"""Real agents for tests: ranks without torch that talk to them, and the certainty that all are gone at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from gemini_ft.agent import lifecycle
+from gemini_ft.agent.client import AgentClient
+from gemini_ft.layout import Layout, TensorSpec, build_layout
+from gemini_ft.messages import (
+    Adopt,
+    Chunk,
+    Copied,
+    GetInventory,
+    GiveUp,
+    Goodbye,
+    Hello,
+    Inventory,
+    Message,
+    Opened,
+    OpenSession,
+    Proof,
+    Request,
+    Reserve,
+    Reserved,
+    SessionSpec,
+    SlotInfo,
+    unpack,
+)
+from gemini_ft.versions import Incarnation, Version
+
+WAIT = 30.0  # seconds until something that must happen is given up
+CHUNK = 2**16
+EXTRAS = b"extras"
+
+
+def eventually(condition: Callable[[], Any], what: str = "it") -> Any:
+    """The first true value of ``condition``; an error after half a minute."""
+    end = time.monotonic() + WAIT
+    while not (value := condition()):
+        assert time.monotonic() < end, f"{what} did not happen within {WAIT:g} s"
+        time.sleep(0.01)
+    return value
+
+
+def agent_pid(run: str, host: str) -> int | None:
+    """Who listens on the agent's socket; known even of an agent that does not answer."""
+    sock = lifecycle.try_connect(run, host)
+    if sock is None:
+        return None
+    with sock:
+        return int(struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
+
+def end_agent(run: str, host: str) -> None:
+    """Kill an agent, if it is there, and wait until its socket is gone."""
+    while (pid := agent_pid(run, host)) is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def content(rank: int, iteration: int, nbytes: int) -> bytes:
+    """What a rank's shard holds after an iteration."""
+    return np.random.default_rng([rank, iteration]).bytes(nbytes)
+
+
+class Rank:
+    """One rank's worker, on threads of this process: it does what a worker does, with bytes instead of tensors."""
+
+    def __init__(self, run: str, host: str, rank: int, timeout: float = 10.0, **hello: Any) -> None:
+        self.run, self.rank, self.host, self.events = run, rank, host, list[Message]()
+        self._heard = threading.Condition()
+        self.hello = Hello(**{"run": run, "stream": "main", "rank": rank, "secret": b"s" * 16, "bind": "127.0.0.1", "linger": 60.0} | hello)
+        self.client = AgentClient(run, host, self.hello, self._hear, timeout)
+        self.layout: Layout | None = None
+        self.maps: dict[int, memoryview] = {}
+        self.fds: list[int] = []
+
+    def _hear(self, message: Message) -> None:
+        with self._heard:
+            self.events.append(message)
+            self._heard.notify_all()
+
+    def wait_for(self, kind: str, timeout: float = WAIT, **fields: Any) -> Any:
+        """The first message of this kind with these values, sent at any time since the last ``forget``."""
+
+        def found() -> Message | None:
+            return next((m for m in self.events if m.kind == kind and all(getattr(m, k) == v for k, v in fields.items())), None)
+
+        with self._heard:
+            assert self._heard.wait_for(found, timeout), (
+                f"rank {self.rank}: no {kind} {fields} within {timeout:g} s, only {self.events[-9:]}"
+            )
+            return found()
+
+    def heard(self, kind: str, **fields: Any) -> bool:
+        with self._heard:
+            return any(m.kind == kind and all(getattr(m, k) == v for k, v in fields.items()) for m in self.events)
+
+    def forget(self) -> None:
+        with self._heard:
+            self.events.clear()
+
+    def inventory(self) -> list[SlotInfo]:
+        return list(self.client.call(GetInventory(), Inventory)[0].slots)
+
+    def open(self, spec: SessionSpec, **fields: Any) -> None:
+        self.client.call(OpenSession(spec=spec, secret=self.hello.secret, **fields), Opened)
+        self.spec = spec
+
+    def reserve(self, nbytes: int = 4 * CHUNK, name: str = "weight", extras_capacity: int = 4096) -> None:
+        """Get slots for this rank's half (third, ...) of one tensor, of ``nbytes`` per rank."""
+        world = self.spec.world_size
+        specs = [TensorSpec(name, "uint8", (nbytes * world,), tuple(range(world)))]
+        self.layout = build_layout(specs, self.rank, world)
+        layout = self.layout
+        message = Reserve(
+            layout=layout.to_bytes(), layout_hash=layout.logical_hash, data_bytes=layout.nbytes, extras_capacity=extras_capacity
+        )
+        reserved, self.fds = self.client.call(message, Reserved)
+        size = reserved.data_offset + reserved.capacity
+        self.maps = {s: memoryview(mmap.mmap(fd, size))[reserved.data_offset :] for s, fd in zip(reserved.slots, self.fds, strict=True)}
+
+    def request(self, iteration: int) -> None:
+        self.client.tell(Request(iteration=iteration))
+
+    def granted(self, iteration: int) -> memoryview:
+        return self.maps[self.wait_for("granted", iteration=iteration).slot]
+
+    def copy(self, iteration: int, slot: memoryview, chunks: slice = slice(None), digest: str = "") -> None:
+        """Lay the shard down and announce it; all of it, or some chunks of it without the end."""
+        assert self.layout is not None
+        nbytes = self.layout.nbytes
+        slot[:nbytes] = content(self.rank, iteration, nbytes)
+        slot[nbytes : nbytes + len(EXTRAS)] = EXTRAS
+        cuts = [(at, min(CHUNK, nbytes - at)) for at in range(0, nbytes, CHUNK)] + [(nbytes, len(EXTRAS))]
+        for index, (at, size) in list(enumerate(cuts))[chunks]:
+            digest_of = xxhash.xxh3_64_intdigest(slot[at : at + size])
+            self.client.tell(Chunk(owner=self.rank, iteration=iteration, index=index, offset=at, nbytes=size, digest=digest_of))
+        if chunks == slice(None):
+            self.client.tell(Copied(iteration=iteration, extras_bytes=len(EXTRAS), digest=digest))
+
+    def snapshot(self, iteration: int, digest: str = "") -> None:
+        """Take a snapshot; returns when it is copied."""
+        self.request(iteration)
+        self.copy(iteration, self.granted(iteration), digest=digest)
+
+    def give_up(self, iteration: int) -> None:
+        self.client.tell(GiveUp(iteration=iteration, reason="of the test"))
+
+    def reconnect(self, committed: Version | None) -> None:
+        """As a worker does whose agent has died: start another, hand it what is held for it, and go on."""
+        old = self.client
+        kept = [*self.fds, *old.custody.values()]
+        hello = self.hello.model_copy(update={"preferred_port": self.spec.addresses[self.host][1]})
+        self.client = AgentClient(self.run, self.host, hello, self._hear, 10.0)
+        self.client.tell(Adopt(count=len(kept)), kept)
+        self.open(self.spec, readopt=True, committed=committed)
+        old.close()
+        for fd in self.fds:
+            os.close(fd)
+        self.reserve()
+
+    def goodbye(self, finished: bool = True) -> None:
+        self.client.tell(Goodbye(finished=finished))
+
+    def close(self) -> None:
+        self.client.close()
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+
+
+class Job:
+    """A run of some ranks, each on a host of its own unless said otherwise. Ends all its agents at the end."""
+
+    def __init__(self, log_folder: Path) -> None:
+        self.run = f"test-{os.getpid()}-{time.monotonic_ns()}"
+        self._environ = {name: os.environ.get(name) for name in ("GEMINI_LOG_DIR",)}
+        os.environ["GEMINI_LOG_DIR"] = str(log_folder)
+        self.ranks: list[Rank] = []
+        self._hosts: set[str] = set()
+        self.spec: SessionSpec | None = None
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for rank in self.ranks:
+            rank.close()
+        for host in self._hosts:
+            end_agent(self.run, host)
+            if kind is not None:
+                print(f"--- agent of host {host}\n{self.log(host)}")
+        for name, value in self._environ.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+    def rank(self, host: str, number: int, **hello: Any) -> Rank:
+        self._hosts.add(host)
+        self.ranks.append(Rank(self.run, host, number, **hello))
+        return self.ranks[-1]
+
+    def join(self, hosts: Sequence[str], **hello: Any) -> list[Rank]:
+        """Connect one rank per entry, in order."""
+        for host in set(hosts):
+            if agent_pid(self.run, host) is None:
+                lifecycle.spawn(self.run, host)  # all at once
+        return [self.rank(host, number, **hello) for number, host in enumerate(hosts)]
+
+    def make_spec(self, ranks: Sequence[Rank], **fields: Any) -> SessionSpec:
+        """The next incarnation, every shard on all hosts."""
+        number = self.spec.incarnation.number + 1 if self.spec is not None else 1
+        hosts = [rank.host for rank in ranks]
+        names = list(dict.fromkeys(hosts))
+        base: Mapping[str, Any] = {
+            "stream": "main",
+            "incarnation": Incarnation(number, f"nonce{number}"),
+            "world_size": len(ranks),
+            "hosts": hosts,
+            "addresses": {rank.host: rank.client.welcome.info.address for rank in ranks},
+            "holders": {n: [host, *(other for other in names if other != host)] for n, host in enumerate(hosts)},
+            "leader": hosts[0],
+            "resumed": None,
+            "chunk_bytes": CHUNK,
+        }
+        self.spec = SessionSpec(**(dict(base) | fields))
+        return self.spec
+
+    def start(self, *on: str, hello: Mapping[str, Any] | None = None, **fields: Any) -> list[Rank]:
+        """Ranks, one per host named, that have joined, opened an incarnation and reserved their memory."""
+        ranks = self.join(on or ("a", "b"), **(hello or {}))
+        self.open(ranks, **fields)
+        return ranks
+
+    def open(self, ranks: Sequence[Rank], **fields: Any) -> SessionSpec:
+        spec = self.make_spec(ranks, **fields)
+        for rank in ranks:
+            rank.open(spec)
+        for rank in ranks:
+            rank.reserve()
+        return spec
+
+    def version(self, iteration: int) -> Version:
+        assert self.spec is not None
+        return Version(self.spec.incarnation, iteration)
+
+    def commit(self, ranks: Sequence[Rank], *iterations: int) -> None:
+        """Take snapshots on all ranks, one after the other, each once the one before is committed."""
+        for iteration in iterations:
+            for rank in ranks:
+                rank.request(iteration)
+            for rank in ranks:
+                rank.copy(iteration, rank.granted(iteration))
+            for rank in ranks:
+                rank.wait_for("committed", iteration=iteration)
+
+    def claims(self, role: str = "fetch", **fields: Any) -> Proof:
+        base = {"run": self.run, "stream": "main", "host": "test", "role": role, "incarnation": None, "nonce": b"", "mac": b""}
+        return Proof(**(base | fields))
+
+    def status(self, host: str) -> Any:
+        text = lifecycle.status(self.run, host)
+        return json.loads(text) if text is not None else None
+
+    def stream(self, host: str) -> Any:
+        return self.status(host)["streams"]["main"]
+
+    def pid(self, host: str) -> int:
+        pid = agent_pid(self.run, host)
+        assert pid is not None, f"no agent of host {host}"
+        return pid
+
+    def log(self, host: str) -> str:
+        return lifecycle.log_path(self.run, host).read_text()
+
+    def gone(self, *hosts: str) -> None:
+        """Wait until the agents have left."""
+        for host in hosts:
+            eventually(lambda host=host: agent_pid(self.run, host) is None, f"the leaving of {host}'s agent")
+
+
+class Proxy:
+    """Stands between a dialling agent and a listening one: it can withhold everything, or damage what passes."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self.damage = 0  # payloads still to be damaged
+        self.connections = 0
+        self._open = threading.Event()
+        self._open.set()
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.set()
+        for sock in [self._listener, *self._sockets]:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+        for thread in self._threads:
+            thread.join(WAIT)
+
+    def withhold(self) -> None:
+        """From now on nothing passes, and nobody is told."""
+        self._open.clear()
+
+    def let_pass(self) -> None:
+        self._open.set()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                self.connections += 1
+                far = socket.create_connection(self._target)
+                self._sockets += [near, far]
+                for work in ((self._there, near, far), (self._back, far, near)):
+                    self._threads.append(threading.Thread(target=self._forward, args=work))
+                    self._threads[-1].start()
+
+    def _forward(self, way: Callable[[socket.socket, socket.socket], None], source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            way(source, sink)
+        for sock in (source, sink):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _there(self, source: socket.socket, sink: socket.socket) -> None:
+        while True:
+            head = exactly(source, 4)
+            body = exactly(source, int.from_bytes(head, "big"))
+            message = unpack(body)
+            payload = exactly(source, message.nbytes) if isinstance(message, Chunk) else bytearray()
+            if payload and self.damage:
+                self.damage -= 1
+                payload[len(payload) // 2] ^= 1
+            self._open.wait()
+            sink.sendall(head + body + payload)
+
+    def _back(self, source: socket.socket, sink: socket.socket) -> None:
+        while data := source.recv(2**16):
+            self._open.wait()
+            sink.sendall(data)
+
+
+def exactly(sock: socket.socket, count: int) -> bytearray:
+    data = bytearray()
+    while len(data) < count:
+        part = sock.recv(count - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process that hangs."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def open_fds(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def versions(slots: Iterable[SlotInfo]) -> set[tuple[int, int]]:
+    """(owner, iteration) of an inventory."""
+    return {(slot.owner, slot.version.iteration) for slot in slots}
