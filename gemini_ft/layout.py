@@ -99,26 +99,34 @@ class Layout:
         logical_hash: 16 hex digits of XXH3-64; equal on two ranks if and only if names, dtypes and
             logical shapes of all their tensors are.
         world_size: ranks of the job that made the cuts.
+        groups: all groups that the owner belongs to, also those whose tensors are too small for it to own a byte.
     """
 
     pieces: tuple[Piece, ...]
     nbytes: int
     logical_hash: str
     world_size: int
+    groups: tuple[tuple[int, ...], ...] = ()
     _by_name: Mapping[str, Piece] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", tuple(sorted({*self.groups, *(piece.group for piece in self.pieces)})))
         object.__setattr__(self, "_by_name", {piece.name: piece for piece in self.pieces})
 
     def piece(self, name: str) -> Piece | None:
         """The piece of tensor ``name`` that this owner holds; an owner never holds two of one tensor."""
         return self._by_name.get(name)
 
+    @property
+    def owners(self) -> set[int]:
+        """Ranks whose shards together hold all that this owner held; itself among them, unless it held nothing."""
+        return set().union(*self.groups)
+
     def to_bytes(self) -> bytes:
         """Encode as msgpack; groups are stored once each."""
-        groups = {group: index for index, group in enumerate(dict.fromkeys(piece.group for piece in self.pieces))}
+        groups = {group: index for index, group in enumerate(self.groups)}
         rows = [(p.name, p.dtype, p.shape, p.start, p.stop, p.offset, groups[p.group], p.logical) for p in self.pieces]
-        return bytes(msgpack.packb((FORMAT_VERSION, self.world_size, self.logical_hash, self.nbytes, list(groups), rows)))
+        return bytes(msgpack.packb((FORMAT_VERSION, self.world_size, self.logical_hash, self.nbytes, self.groups, rows)))
 
     @staticmethod
     def from_bytes(blob: bytes) -> Layout:
@@ -133,7 +141,7 @@ class Layout:
             if version != FORMAT_VERSION:
                 raise StateError(f"layout of format version {version!r}; this release reads version {FORMAT_VERSION}")
             world_size, logical_hash, nbytes, groups, rows = fields
-            layout = Layout(tuple(_piece(groups, row) for row in rows), nbytes, logical_hash, world_size)
+            layout = Layout(tuple(_piece(groups, row) for row in rows), nbytes, logical_hash, world_size, groups)
             _check_layout(layout)
         except StateError:
             raise
@@ -175,7 +183,7 @@ def build_layout(specs: Sequence[TensorSpec], rank: int, world_size: int) -> Lay
             nbytes = (stop - start) * ITEMSIZES[spec.dtype]
             pieces.append(Piece(spec.name, spec.dtype, spec.shape, start, stop, offset, nbytes, group, spec.logical))
             offset += _aligned(nbytes)
-    return Layout(tuple(pieces), offset, logical_hash(specs), world_size)
+    return Layout(tuple(pieces), offset, logical_hash(specs), world_size, tuple(groups))
 
 
 def logical_hash(specs: Iterable[TensorSpec]) -> str:
@@ -192,7 +200,7 @@ def owners_needed(specs: Iterable[TensorSpec], rank: int) -> set[int]:
 def stored_specs(rank: int, layouts: Mapping[int, Layout]) -> list[TensorSpec]:
     """The tensors that ``rank`` held when the snapshot was taken, in the order of their names.
 
-    ``layouts`` must have the owners of every group that the rank belonged to.
+    ``layouts`` must have those of all the `Layout.owners` of the rank's own layout.
     """
     firsts = (held[0][1] for _, held in sorted(_stored(rank, layouts).items()))
     return [TensorSpec(piece.name, piece.dtype, piece.shape, piece.group, piece.logical) for piece in firsts]
@@ -270,6 +278,7 @@ def _piece(groups: Sequence[tuple[int, ...]], row: tuple[Any, ...]) -> Piece:
 def _check_layout(layout: Layout) -> None:
     _require(_whole((layout.world_size, layout.nbytes)) and layout.nbytes % ALIGNMENT == 0, "sizes")
     _require(isinstance(layout.logical_hash, str) and len(layout.logical_hash) == 16, "hash")
+    _require(all(_whole(group) and group for group in layout.groups), "groups")
     _require(len(layout._by_name) == len(layout.pieces), "two pieces of one tensor")
     end = 0
     for piece in layout.pieces:

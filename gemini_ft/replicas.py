@@ -13,7 +13,7 @@ import xxhash
 
 from gemini_ft.copies import boxes, flattened
 from gemini_ft.errors import ReplicaDivergedError
-from gemini_ft.sources import Source
+from gemini_ft.sources import HOST, Source
 
 Digests = dict[tuple[tuple[int, ...], str], str]  # (ranks that must agree, tensor) -> digest
 _STRIDE = 16 * 2**20  # elements hashed at a time, which bounds the memory taken for tensors on an accelerator
@@ -25,8 +25,12 @@ def tensor_digests(sources: Iterable[Source]) -> Digests:
 
 
 def replicated_digest(sources: Iterable[Source]) -> str:
-    """One digest of all replicated tensors with their names; equal on all ranks of a plain DDP job."""
-    return _combined((name, digest) for (_, name), digest in tensor_digests(sources).items())
+    """One digest of what plain data parallelism replicates, to be the same on all ranks of the job.
+
+    Replicated DTensors are left out: their groups differ from rank to rank, so one number cannot compare them.
+    """
+    plain = [source for source in sources if source.spec.logical in ("", HOST)]
+    return _combined((name, digest) for (_, name), digest in tensor_digests(plain).items())
 
 
 def first_difference(every: Sequence[Digests]) -> str | None:

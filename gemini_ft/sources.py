@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -38,6 +39,7 @@ _MODULE_WRAPPERS = {
     "_FabricModule": "_original_module",
 }
 _OPTIMIZER_WRAPPERS = {"LightningOptimizer": "_optimizer", "_FabricOptimizer": "optimizer"}
+_open_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # known to keep all their state in sight
 _FSDP1 = "_fsdp_wrapped_module"
 _NO_FSDP1 = "belongs to FSDP1, whose flat parameters hide who owns what; use FSDP2 (fully_shard)"
 _RESERVED = re.compile(r"(optim|group)\d+$")
@@ -111,14 +113,26 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
         raise UnsupportedStateError(f"{kind} is not a torch.optim.Optimizer; give its inner optimizer, and the rest of its state as extras")
     if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
         raise UnsupportedStateError(f"{kind} shards its state without DTensors; use FSDP2 (fully_shard) or DeepSpeed instead")
+    if optimizer not in _open_optimizers:
+        if hidden := sorted(_state_keys(optimizer) - {"state", "param_groups"}):
+            raise UnsupportedStateError(
+                f"{kind} keeps state outside of optimizer.state ({', '.join(hidden)}); "
+                "give the optimizer as extra state (an object with state_dict and load_state_dict) instead"
+            )
+        _open_optimizers.add(optimizer)
     return optimizer
+
+
+def _state_keys(optimizer: Optimizer) -> set[str]:
+    """What an optimizer's state_dict has; torch's own is not worth the call."""
+    return set() if type(optimizer).state_dict is Optimizer.state_dict else set(optimizer.state_dict())
 
 
 def survey(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> list[Live]:
     """Every tensor of parameters, buffers and optimizer state, each under all of its names, first one first.
 
-    Cheap enough for every step; to be called between steps. Optimizer state counts only if it is a tensor under a string key; the rest,
-    such as the lists of LBFGS, belongs to `gemini_ft.state.collect_extras`.
+    Cheap enough for every step; to be called between steps. Optimizer state counts only if it is a tensor under a
+    string key; the rest, such as the lists of LBFGS, belongs to `gemini_ft.state.collect_extras`.
 
     Raises:
         UnsupportedStateError: a model's name or an optimizer cannot be used.

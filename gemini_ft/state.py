@@ -104,7 +104,6 @@ def collect(models: Models, optimizers: Sequence[Any], rank: int, world_size: in
         UnsupportedStateError: something cannot be captured exactly; named.
     """
     live = survey(models, optimizers)
-    _refuse_hidden_state(optimizers)
     return describe(live, rank, world_size, replicated), collect_extras(models, optimizers, live)
 
 
@@ -230,18 +229,6 @@ def _optimizer_extras(optimizer: Optimizer) -> Extras:
         "state": {},
         "shared": {},
     }
-
-
-def _refuse_hidden_state(optimizers: Sequence[Any]) -> None:
-    """An optimizer whose state_dict says more than ``state`` and ``param_groups`` keeps state where it is not captured."""
-    for optimizer in map(unwrap_optimizer, optimizers):
-        if type(optimizer).state_dict is Optimizer.state_dict:
-            continue
-        if hidden := sorted(set(optimizer.state_dict()) - {"state", "param_groups"}):
-            raise UnsupportedStateError(
-                f"{type(optimizer).__qualname__} keeps state outside of optimizer.state ({', '.join(hidden)}); "
-                "give the optimizer as extra state (an object with state_dict and load_state_dict) instead"
-            )
 
 
 def _with_extra_state(models: Models) -> Iterator[tuple[str, nn.Module]]:

@@ -462,7 +462,7 @@ def test_contradictory_parts_are_refused(body: msgpack.ExtType) -> None:
         codec.decode(rebuilt({"x": body}), SECRET, trust_pickle=True)
 
 
-def test_decoding_an_enum_neither_imports_nor_calls_anything() -> None:
+def test_decoding_an_enum_neither_imports_nor_calls_anything(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Watched(enum.Flag):
         A = 1
 
@@ -480,10 +480,11 @@ def test_decoding_an_enum_neither_imports_nor_calls_anything() -> None:
                 codec.decode(rebuilt(ext(27, module.__name__, qualname, "A", 64)))
     finally:
         del sys.modules[module.__name__]
-    assert "colorsys" not in sys.modules
-    with pytest.raises(CorruptDataError, match="no plain enum colorsys"):
-        codec.decode(rebuilt(ext(27, "colorsys", "X", "A", None)))
-    assert "colorsys" not in sys.modules
+    (tmp_path / "importable_enum.py").write_text("import enum\nclass X(enum.Enum):\n    A = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(CorruptDataError, match="no plain enum importable_enum"):
+        codec.decode(rebuilt(ext(27, "importable_enum", "X", "A", None)))
+    assert "importable_enum" not in sys.modules
 
 
 def test_deeply_nested_hostile_bytes_do_not_crash() -> None:

@@ -145,7 +145,9 @@ def test_the_order_in_which_tensors_are_found_does_not_matter(job: Job, order: r
 def test_the_tensors_of_a_rank_can_be_told_from_the_layouts_alone(job: Job) -> None:
     layouts = layouts_of(job)
     for rank, specs in enumerate(job):
-        assert stored_specs(rank, layouts) == sorted(specs, key=lambda spec: spec.name)
+        needed = layouts[rank].owners
+        assert needed | {rank} == owners_needed(specs, rank)
+        assert stored_specs(rank, {owner: layouts[owner] for owner in needed}) == sorted(specs, key=lambda spec: spec.name)
 
 
 @given(jobs())
@@ -279,6 +281,8 @@ def test_an_unknown_format_version_is_refused_by_number() -> None:
         (1, 1, "0" * 16, 64, [(0,)], [("a", "nothing", (9,), 0, 9, 0, 0, "")]),
         (1, 1, "0" * 16, 64, [(0,)], [("a", "int8", (9,), 0, 9, 0, 1, "")]),
         (1, 1, "0" * 16, 64, [(0,)], [("a", "int8", (9,), 0, 9, 0, -1, "")]),
+        (1, 1, "0" * 16, 0, [(-1,)], []),
+        (1, 1, "0" * 16, 0, [()], []),
         (1, 1, "short", 0, [], []),
         (1, "1", "0" * 16, 0, [], []),
         (1, 1, "0" * 16, 1, [], []),
@@ -293,6 +297,8 @@ def test_an_unknown_format_version_is_refused_by_number() -> None:
         "dtype",
         "group",
         "group from the end",
+        "negative rank",
+        "empty group",
         "hash",
         "world",
         "size",
