@@ -6,7 +6,8 @@
     loader = fabric.setup_dataloaders(loader)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "epoch": 0}
     fabric.load("gemini://latest", state)              # leaves state as it is if there is nothing to resume
-    for state["epoch"] in range(state["epoch"], epochs):
+    for epoch in range(state["epoch"], epochs):
+        state["epoch"] = epoch
         for batch in loader:                           # goes on with the next batch
             ...
             fabric.save("gemini://latest", state)      # in the background, while the next step runs
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gemini_ft.checkpointer import Checkpointer
+from gemini_ft.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.lightning import compat
 from gemini_ft.lightning.base import Gemini, join_group, make_class
@@ -126,7 +128,8 @@ class GeminiFabricMixin(Gemini, _Strategy):
         self._gemini_saves += 1
         if self._gemini_saves % self.gemini_config.interval == 0:
             saved = {name: item.state_dict() if _is_stateful(item) else item for name, item in others.items()}
-            checkpointer.save(self._gemini_saves, {"state": saved, "rng": rng_state()})
+            ddp = {name: ddp_state(item) for name, item in state.items() if isinstance(item, DistributedDataParallel)}
+            checkpointer.save(self._gemini_saves, {"state": saved, "ddp": ddp, "rng": rng_state()})
 
     def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
         if not _is_ours(path):
@@ -150,6 +153,9 @@ class GeminiFabricMixin(Gemini, _Strategy):
                 others[name].load_state_dict(saved.pop(name))
             else:
                 state[name] = saved.pop(name)
+        for name, wrapper in found.extras["ddp"].items():
+            restore_buckets(state[name], wrapper)
+            restore_sync(state[name], wrapper)
         set_rng_state(found.extras["rng"])
         return saved
 

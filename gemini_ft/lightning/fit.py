@@ -17,9 +17,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from gemini_ft.checkpointer import Checkpointer
 from gemini_ft.config import GeminiConfig
+from gemini_ft.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.lightning import compat
 from gemini_ft.lightning.capture import capture, checkpoint_of, complete, restore
 
@@ -42,6 +44,7 @@ class Fit:
         self.checkpointer = Checkpointer(config=config, name=f"fit-{next(_ordinals)}", hooks=False, replicated=replicated)
         self.live: dict[str, torch.Tensor] | None = None  # while Lightning makes a checkpoint for a snapshot
         self._trainer, self._package = trainer, package
+        self._ddp: DistributedDataParallel | None = None
         self._found: dict[str, Any] | None = None  # extras of what is being resumed
         self._iteration = 0  # of what is being resumed
         self._last_step: int | None = None  # optimizer steps at the last look
@@ -67,6 +70,13 @@ class Fit:
         self._found, self._iteration = found.extras, found.iteration
         compat.offer_checkpoint(self._trainer, self.checkpoint)
         compat.pin_checkpoint_folders(self._trainer, self.checkpoint)
+
+    def wrapped(self, model: Any) -> None:
+        """Lightning has wrapped the module; nothing else has been attached to the wrapper yet."""
+        if isinstance(model, DistributedDataParallel):
+            self._ddp = model
+            if self._found is not None:
+                restore_buckets(model, self._found["ddp"])
 
     def bind(self) -> None:
         """Model and optimizers are in their final form."""
@@ -120,6 +130,8 @@ class Fit:
         if self._found is not None:
             found, self._found = self._found, None
             restore(self._trainer, self._package, found)
+            if self._ddp is not None:
+                restore_sync(self._ddp, found["ddp"])
         step = self._trainer.global_step
         if self._last_step is None:
             self._last_step = step  # as it was loaded, or initialised: nothing new yet
@@ -134,6 +146,7 @@ class Fit:
     def _extras(self) -> dict[str, Any]:
         self.live = self._trainer.lightning_module.state_dict()
         try:
-            return capture(self._trainer, self.live) | {"ckpt_path": str(self._trainer.ckpt_path)}
+            ours = {"ckpt_path": str(self._trainer.ckpt_path), "ddp": ddp_state(self._ddp) if self._ddp is not None else None}
+            return capture(self._trainer, self.live) | ours
         finally:
             self.live = None

@@ -14,6 +14,8 @@ from gemini_ft.lightning.loader import make_resumable
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies.strategy import Strategy as _Strategy
+
+    from gemini_ft.checkpointer import Checkpointer
 else:
     _Strategy = object
 
@@ -48,6 +50,11 @@ class GeminiMixin(Gemini, _Strategy):
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        """The Checkpointer of the fit under way: its ``stats``, and ``mutate()`` for writes outside the optimizer's step."""
+        return self._gemini_fit.checkpointer if self._gemini_fit is not None else None
+
     # --- stations of a fit
 
     def setup_environment(self) -> None:
@@ -56,6 +63,12 @@ class GeminiMixin(Gemini, _Strategy):
         if self._gemini_trainer.state.fn == "fit":
             self._gemini_fit = Fit(self._gemini_trainer, self._gemini_package, self.gemini_config, self._gemini_replicated)
             self._gemini_fit.open()
+
+    def _setup_model(self, model: Any) -> Any:
+        wrapped = super()._setup_model(model)
+        if self._gemini_fit is not None:
+            self._gemini_fit.wrapped(wrapped)
+        return wrapped
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
