@@ -234,13 +234,14 @@ def _environments() -> Iterator[tuple[int, set[bytes]]]:
 def first_difference(one: Any, other: Any, name: str = "") -> str | None:
     """Where two nested states differ first, in hexadecimal: ``model.0.weight[3, 1]: 0x3f800000 and 0x3f800001``.
 
-    Dicts, lists and tuples are walked; tensors, arrays and floats are compared by their bytes, so that NaN equals itself
-    and 0.0 does not equal -0.0. None: there is no difference.
+    Dicts (in whatever order), lists and tuples are walked; tensors, arrays and floats are compared by their bytes, so that
+    NaN equals itself and 0.0 does not equal -0.0. None: there is no difference.
     """
     where = name or "the state"
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        if list(one) != list(other):
-            return f"{where}: keys {_shown(list(one))} and {_shown(list(other))}"
+        if one.keys() != other.keys():
+            only = [[key for key in a if key not in b] for a, b in ((one, other), (other, one))]
+            return f"{where}: keys {_shown(only[0])} only in one, {_shown(only[1])} only in the other"
         return _first(first_difference(one[key], other[key], f"{name}.{key}" if name else str(key)) for key in one)
     if type(one) is not type(other):
         return f"{where}: {type(one).__name__} and {type(other).__name__}"
