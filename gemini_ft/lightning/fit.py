@@ -24,6 +24,7 @@ from gemini_ft.config import GeminiConfig
 from gemini_ft.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.lightning import compat
 from gemini_ft.lightning.capture import capture, checkpoint_of, complete, restore
+from gemini_ft.lightning.moments import watch
 
 log = logging.getLogger("gemini_ft")
 
@@ -50,6 +51,7 @@ class Fit:
         self._last_step: int | None = None  # optimizer steps at the last look
         self._pauses = contextlib.ExitStack()
         self._unhook: Callable[[], None] = compat.before_each_batch(trainer, self._before_batch)
+        watch(trainer, package)
 
     @property
     def resuming(self) -> bool:
