@@ -12,10 +12,11 @@ it imports the comma-separated ``MODULES`` and says whether children can be fork
 - ``{"fork": [[-m,] SCRIPT, ARGUMENTS...], "environ": {...}}`` with three descriptors for the standard streams:
   answers ``{"pid": ...}``;
 - ``{"poll": pid}``: answers ``{"status": ...}``, null while the worker runs, else as ``subprocess`` counts it. The
-  worker stays a zombie until it is asked for, so that its pid cannot come to mean another process.
+  worker stays a zombie until it is asked for, so that its pid cannot come to mean another process;
+- ``{"stop": signal, "seconds": ...}``: passes the signal to all workers, gives them that long, and ends.
 
-When the channel closes, because the launcher is done or dead, it ends its workers and itself. When it dies itself,
-the kernel kills the workers: none outlives the one that would report its end.
+When the channel closes, because the launcher is dead, it ends its workers and itself. When it dies itself, the kernel
+kills the workers: none outlives the one that would report its end.
 
 Only the standard library is imported here: the requested modules must see the environment as a script would.
 """
@@ -23,6 +24,7 @@ Only the standard library is imported here: the requested modules must see the e
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -37,15 +39,17 @@ import struct
 import sys
 import threading
 import time
+import traceback
 import types
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 _LENGTH = struct.Struct("!I")
 _PR_SET_PDEATHSIG = 1
 _TRIAL_SECONDS = 20.0  # after which a forked child counts as hanging; it needs milliseconds
-_LEAVE_SECONDS = 5.0  # between SIGTERM and SIGKILL for workers whose launcher is gone
+_LEAVE_SECONDS = 5.0  # between SIGTERM and SIGKILL for workers whose launcher is dead
 
 
 def send(channel: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
@@ -87,8 +91,7 @@ def main() -> None:
     changed = {name: value for name, value in os.environ.items() if before.get(name) != value}  # by the imports
     gc.collect()
     gc.freeze()  # the children share these pages: their collector must not touch them
-    send(channel, {"refused": refusal})
-    job = _serve(channel)
+    job = _serve(channel, refusal)
     if job is not None:
         _become_worker({**job["environ"], **changed})
         _run(job["fork"])
@@ -150,24 +153,29 @@ def _poll(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if done else None
 
 
-def _serve(channel: socket.socket) -> dict[str, Any] | None:
+def _serve(channel: socket.socket, refusal: str | None) -> dict[str, Any] | None:
     """Answer requests until the channel closes, and return None; in a forked child, return the request it is made for."""
     running: set[int] = set()
-    while received := receive(channel):
-        message, streams = received
-        if "poll" in message:
-            status = _poll(message["poll"])
-            if status is not None:
-                running.discard(message["poll"])
-            send(channel, {"status": status})
-            continue
-        pid = _fork_worker(streams)
-        if pid == 0:
-            channel.close()
-            return message
-        running.add(pid)
-        send(channel, {"pid": pid})
-    _end(running)
+    with contextlib.suppress(ConnectionError):  # the launcher did not wait for the answer
+        send(channel, {"refused": refusal})
+        while received := receive(channel):
+            message, streams = received
+            if "stop" in message:
+                _end(running, message["stop"], message["seconds"])
+                return None
+            if "poll" in message:
+                status = _poll(message["poll"])
+                if status is not None:
+                    running.discard(message["poll"])
+                send(channel, {"status": status})
+            else:
+                pid = _fork_worker(streams)
+                if pid == 0:
+                    channel.close()
+                    return message
+                running.add(pid)
+                send(channel, {"pid": pid})
+    _end(running, signal.SIGTERM, _LEAVE_SECONDS)
     return None
 
 
@@ -193,10 +201,10 @@ def _fork_worker(streams: Sequence[int]) -> int:
     return pid
 
 
-def _end(pids: set[int]) -> None:
+def _end(pids: set[int], signum: int, seconds: float) -> None:
     for pid in pids:
-        os.killpg(pid, signal.SIGTERM)
-    end = time.monotonic() + _LEAVE_SECONDS
+        os.killpg(pid, signum)
+    end = time.monotonic() + seconds
     for pid in pids:
         if _wait(pid, max(0.0, end - time.monotonic())) is None:
             os.killpg(pid, signal.SIGKILL)
@@ -226,8 +234,10 @@ def _run(program: Sequence[str]) -> None:
         else:
             sys.argv = list(program)
             _run_script(os.path.abspath(program[0]), main)
-    except Exception as error:
-        _die_of(error)
+    except (Exception, KeyboardInterrupt) as error:
+        _record(error)
+        sys.excepthook = partial(_show, sys.excepthook)
+        raise
 
 
 def _run_script(path: str, main: types.ModuleType) -> None:
@@ -239,20 +249,31 @@ def _run_script(path: str, main: types.ModuleType) -> None:
     exec(code, main.__dict__)
 
 
-def _die_of(error: Exception) -> NoReturn:
-    """End as Python does after an unhandled exception, without the frames between it and the script."""
-    ours = {__file__, runpy.__file__, "<frozen runpy>"}
-    frames = error.__traceback__
-    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in ours:
-        frames = frames.tb_next
-    error.__traceback__ = frames
-    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
-    sys.excepthook(type(error), error, frames)
-    if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the launcher's report shows what is in there
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+def _record(error: BaseException) -> None:
+    """Leave the exception where torch's launcher looks for what to show in its report, in the form it expects.
 
-        get_error_handler().record_exception(error)
-    sys.exit(1)
+    Whole or not at all: the launcher itself fails on a file whose writer it has killed half-way. Torch's own
+    ``record`` writes such files.
+    """
+    error.__traceback__ = _frames_of_script(error.__traceback__)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and isinstance(error, Exception):
+        extra = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
+        with open(f"{path}.part", "w") as file:
+            json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
+        os.replace(f"{path}.part", path)
+
+
+def _show(show: Callable[..., object], kind: type[BaseException], error: BaseException, frames: types.TracebackType | None) -> None:
+    frames = _frames_of_script(frames)
+    show(kind, error.with_traceback(frames), frames)
+
+
+def _frames_of_script(frames: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback without what lies between the interpreter and the script."""
+    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        frames = frames.tb_next
+    return frames
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import logging
 import signal
@@ -11,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +30,7 @@ _VENDORS = {"lightning": "gemini_ft.lightning", "pytorch_lightning": "gemini_ft.
 
 _READY_SECONDS = 600.0  # for the imports, which a shared file system can make slow
 _ANSWER_SECONDS = 30.0  # for anything else, which takes milliseconds
+_STOP_SECONDS = 30.0  # for workers to end after a signal, as torch's launcher gives them
 
 
 class ForkServerError(GeminiError):
@@ -112,11 +113,13 @@ class ForkServer:
             return -signal.SIGKILL  # by the kernel: it was bound to the server's life
         return status
 
-    def close(self) -> None:
-        """End the server, and by that any worker that still runs."""
+    def close(self, signum: int = signal.SIGTERM) -> None:
+        """Pass ``signum`` to the workers that still run, kill those that stay for 30 s, and end the server."""
+        with contextlib.suppress(OSError):  # it is lost already
+            forkserver.send(self._channel, {"stop": signum, "seconds": _STOP_SECONDS})
         self._channel.close()
         try:
-            self._process.wait(_ANSWER_SECONDS)
+            self._process.wait(_STOP_SECONDS + _ANSWER_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -200,10 +203,10 @@ class WarmStart:
             logger.warning("starting a worker cold: %s", error)
             return None
 
-    def close(self) -> None:
-        """End the server, and by that any worker that still runs."""
+    def close(self, signum: int = signal.SIGTERM) -> None:
+        """End the server, as :meth:`ForkServer.close`."""
         if self._server is not None:
-            self._server.close()
+            self._server.close(signum)
             self._server = None
 
 
@@ -231,7 +234,7 @@ _STARTER = "get_subprocess_handler"  # torch's function that starts one worker p
 _ARGUMENTS = ["entrypoint", "args", "env", "stdout", "stderr", "local_rank_id", "numa_options"]
 
 
-@contextmanager
+@contextlib.contextmanager
 def forked_workers(program: Sequence[str], modules: Sequence[str]) -> Iterator[None]:
     """Inside, torch's launcher forks the workers of ``program`` from a server that has imported ``modules``.
 
@@ -246,6 +249,10 @@ def forked_workers(program: Sequence[str], modules: Sequence[str]) -> Iterator[N
     setattr(torch_api, _STARTER, partial(_Handler, warm))
     try:
         yield
+    except torch_api.SignalException as error:
+        # Torch's launcher ends its workers itself, but does not yet know those that it is just starting.
+        warm.close(error.sigval)
+        raise
     finally:
         setattr(torch_api, _STARTER, original)
         warm.close()

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing import api as torch_api
 
-from gemini_ft.warm import ForkServer, ForkServerError, Worker, modules_to_preload
+from gemini_ft.warm import ForkServer, ForkServerError, Worker, forked_workers, modules_to_preload
 
 # What a script can see of the process it runs in. Printed by a forked worker and by a real `python -u script.py`.
 REPORT = """
@@ -145,6 +146,8 @@ class TestLikePython:
             "def deep(): 1 / 0\ndeep()",
             "this is not Python",
             "import no_such_module",
+            "signal.raise_signal(signal.SIGINT)",
+            "sys.excepthook = lambda kind, error, frames: print('hooked', kind, error, frames.tb_lineno, file=sys.stderr)\n1 / 0",
         ],
     )
     def test_it_ends_and_complains_as_python_does(
@@ -239,16 +242,24 @@ class TestLifetime:
             server.fork(["none.py"], {}, [])
 
     @pytest.mark.parametrize(("habit", "last_words"), [(TELL, "asleep\ntold to go\n"), (IGNORE, "asleep\n")])
-    def test_without_its_launcher_the_server_ends_its_workers_and_itself(
+    def test_when_its_launcher_is_dead_the_server_ends_its_workers_and_itself(
         self, habit: str, last_words: str, tmp_path: Path, serve: Callable[..., ForkServer], output: Output
     ) -> None:
         server = serve()
         worker = output.start(server, write(tmp_path / "script.py", SLEEP.format(habit)))
         output.wait_for("asleep")
-        server.close()
+        server._channel.close()  # as the kernel does for a dead process
         assert gone(worker.pid)
-        assert not os.path.exists(f"/proc/{server.pid}")
         assert output.out.read_text() == last_words
+
+    def test_closing_it_passes_a_signal_on(self, tmp_path: Path, serve: Callable[..., ForkServer], output: Output) -> None:
+        server = serve()
+        worker = output.start(server, write(tmp_path / "script.py", SLEEP.format(TELL.replace("SIGTERM", "SIGINT"))))
+        output.wait_for("asleep")
+        server.close(signal.SIGINT)
+        assert output.out.read_text() == "asleep\ntold to go\n"
+        assert not os.path.exists(f"/proc/{worker.pid}")
+        assert not os.path.exists(f"/proc/{server.pid}")
 
     def test_a_server_that_stops_answering_is_replaced_by_an_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: Callable[..., ForkServer], output: Output
@@ -363,3 +374,40 @@ class TestPreload:
         monkeypatch.chdir(tmp_path)
         assert "lightning" in modules_to_preload(["-m", "pkg.train"])
         assert "pytorch_lightning" in modules_to_preload(["-m", "pkg"])
+
+
+class TestSeam:
+    """Where torch's launcher is given forked workers."""
+
+    def test_an_unknown_torch_is_left_alone(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        def starts_otherwise(entrypoint: str, container: str) -> None:
+            raise AssertionError
+
+        monkeypatch.setattr(torch_api, "get_subprocess_handler", starts_otherwise)
+        with forked_workers(["none.py"], []):
+            assert torch_api.get_subprocess_handler is starts_otherwise
+        assert "starting workers cold: this version of torch starts them in a way not known here" in caplog.text
+
+    def test_afterwards_torch_is_as_before(self) -> None:
+        before = torch_api.get_subprocess_handler
+        with contextlib.suppress(ZeroDivisionError), forked_workers(["none.py"], []):
+            assert torch_api.get_subprocess_handler is not before
+            raise ZeroDivisionError
+        assert torch_api.get_subprocess_handler is before
+
+    @pytest.mark.parametrize("wrapped", [False, True])
+    def test_only_a_plain_python_command_is_forked(self, wrapped: bool, tmp_path: Path) -> None:
+        script = write(tmp_path / "script.py", "print(open('/proc/self/cmdline').read())")
+        with forked_workers([script], []):
+            handler = torch_api.get_subprocess_handler(
+                entrypoint="/usr/bin/env" if wrapped else sys.executable,
+                args=(*([sys.executable] if wrapped else []), "-u", script),
+                env={},
+                stdout=str(tmp_path / "out"),
+                stderr="",
+                local_rank_id=0,
+                numa_options=None,
+            )
+            assert handler.proc.wait(30) == 0
+            handler._stdout.close()  # torch leaves it to the collector
+        assert ("gemini_ft.forkserver" in (tmp_path / "out").read_text()) is not wrapped

@@ -1,0 +1,128 @@
+"""The ``gemini`` command without its long-running parts, and the names of runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+import gemini_ft
+from gemini_ft import cli
+from gemini_ft.errors import AgentError, ConfigError
+from gemini_ft.runid import default_run_id
+from gemini_ft.store import open_store
+
+
+class TestCommand:
+    @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h", "run"]])
+    def test_help_names_every_command(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(arguments) == 0
+        shown = capsys.readouterr().out
+        assert all(f"  {name} " in shown and command.summary in shown for name, command in cli.COMMANDS.items())
+
+    def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["--version"]) == 0
+        assert capsys.readouterr().out == f"{gemini_ft.__version__}\n"
+
+    def test_an_unknown_command_is_named_with_the_known_ones(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["rnu", "train.py"]) == 2
+        assert f"gemini: unknown command 'rnu'; there are: {', '.join(cli.COMMANDS)}" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(("error", "status"), [(ConfigError("port=0: no"), 2), (AgentError("it is gone"), 1)])
+    def test_an_error_is_one_line(
+        self, error: Exception, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def fail(argv: Sequence[str]) -> int:
+            assert argv == ["--all"]
+            raise error
+
+        monkeypatch.setattr("gemini_ft.store.command", fail)
+        assert cli.main(["store", "--all"]) == status
+        assert capsys.readouterr().err == f"gemini store: {error}\n"
+
+    @pytest.mark.parametrize("name", cli.COMMANDS)
+    def test_every_command_exists_and_explains_itself(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([name, "--help"])
+        assert f"usage: gemini {name} " in capsys.readouterr().out
+
+    def test_nothing_is_imported_before_the_command_is_known(self) -> None:
+        code = "import sys, gemini_ft.cli; gemini_ft.cli.main([]); print({'torch', 'numpy', 'pydantic'} & set(sys.modules))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout.endswith("set()\n")
+
+
+class TestStore:
+    def test_it_listens_where_it_was_told_and_nowhere_else(self) -> None:
+        store = open_store("127.0.0.1", 0)
+        store.set("key", "value")
+        client = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=10))
+        assert client.get("key") == b"value"
+        with socket.socket() as other:
+            assert other.connect_ex(("127.0.0.2", store.port)) != 0
+
+    @pytest.mark.parametrize("host", ["127.0.0.1", "no.such.host.invalid"])
+    def test_where_it_cannot_listen_it_says_so(self, host: str) -> None:
+        store = open_store("127.0.0.1", 0)
+        with pytest.raises(ConfigError, match=rf"cannot listen on {host}:{store.port} \(.*\); give an address of this machine and a free"):
+            open_store(host, store.port)
+
+
+TELL = "import json, sys\nfrom gemini_ft.runid import default_run_id\nprint(default_run_id())\n"
+
+
+class TestRunId:
+    @pytest.fixture(autouse=True)
+    def _scripts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for path in ("train.py", "pkg/train.py", "pkg/__main__.py", "elsewhere/train.py"):
+            (tmp_path / path).parent.mkdir(exist_ok=True)
+            (tmp_path / path).write_text(TELL)
+        monkeypatch.chdir(tmp_path)
+
+    def told(self, *program: str, cwd: str = ".") -> str:
+        """What a worker works out for itself."""
+        done = subprocess.run([sys.executable, *program], capture_output=True, text=True, timeout=60, check=True, cwd=cwd)
+        return done.stdout.strip()
+
+    @pytest.mark.parametrize(
+        "program", [["train.py", "--lr", "1"], ["./pkg/../train.py", "--lr", "1"], ["-m", "pkg.train", "a b"], ["-m", "pkg"]]
+    )
+    def test_launcher_and_worker_agree(self, program: list[str]) -> None:
+        run_id = default_run_id(program)
+        assert len(run_id) == 16
+        assert run_id == self.told(*program)
+
+    def test_the_same_command_is_the_same_run_and_any_other_is_not(self) -> None:
+        same = {
+            self.told("train.py", "x"),
+            self.told("train.py", "x"),
+            self.told("./train.py", "x"),
+            self.told(os.path.abspath("train.py"), "x"),
+        }
+        others = {
+            default_run_id(["train.py"]),
+            default_run_id(["train.py", "y"]),
+            default_run_id(["train.py", "x", ""]),
+            default_run_id(["pkg/train.py", "x"]),
+            default_run_id(["-m", "train", "x"]),
+            self.told("../train.py", "x", cwd="elsewhere"),
+        }
+        assert len(same) == 1
+        assert len(same | others) == 7
+
+    def test_another_user_has_another_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = default_run_id(["train.py"])
+        monkeypatch.setattr(os, "getuid", lambda: 4711)
+        assert default_run_id(["train.py"]) != before
+
+    def test_arguments_do_not_run_together(self) -> None:
+        commands = [["train.py", "a b"], ["train.py", "a", "b"], ["train.py", json.dumps(["a", "b"])]]
+        assert len(set(map(default_run_id, commands))) == 3

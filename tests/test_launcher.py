@@ -1,0 +1,450 @@
+"""``gemini run`` with real torch: restarts, signals, logs, exit status, and hosts that are lost."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from gemini_ft import cli, launcher
+from gemini_ft.agent import lifecycle
+from gemini_ft.messages import Leave, unpack
+from gemini_ft.runid import default_run_id
+
+GEMINI_RUN = ("gemini_ft.cli", "run")
+TORCHRUN = ("torch.distributed.run",)
+
+# Every rank says that it is up; then one of them is killed, another one each time, until there were enough restarts.
+LOOP = """
+import os, signal, sys
+import torch, torch.distributed as dist, gemini_ft
+gemini_ft.init_process_group("gloo")
+ranks = torch.ones(1)
+dist.all_reduce(ranks)
+restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+sys.stdout.write(f"rank {dist.get_rank()} of {ranks.item():g} is up after {restart} restarts\\n")
+dist.barrier()
+if restart < int(sys.argv[1]) and dist.get_rank() == restart % dist.get_world_size():
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+"""
+
+
+class Job:
+    """A launcher and all that it has started, found by a mark in the environment."""
+
+    def __init__(self, folder: Path, launcher: tuple[str, ...], arguments: tuple[str, ...], environ: dict[str, str]) -> None:
+        self._mark = f"MARK_OF_TEST={uuid.uuid4()}".encode()
+        self._out, self._err = (folder / f"{uuid.uuid4()}.{stream}" for stream in ("out", "err"))
+        environ = {**os.environ, **environ, "MARK_OF_TEST": self._mark.decode().partition("=")[2]}
+        with self._out.open("w") as out, self._err.open("w") as err:
+            command = [sys.executable, "-m", *launcher, *arguments]
+            self.process = subprocess.Popen(command, cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    def wait(self) -> int:
+        return self.process.wait(100)
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < end, f"did not happen within 60 s; output: {self.out}{self.err}"
+            time.sleep(0.02)
+
+    def processes(self) -> set[int]:
+        found = set()
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if self._mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.add(int(entry.name))
+        return found
+
+    def fork_server(self) -> int:
+        children = [pid for pid in self.processes() if Path(f"/proc/{pid}/stat").read_text().split()[3] == str(self.process.pid)]
+        [server] = [pid for pid in children if b"gemini_ft.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return server
+
+    def kill(self) -> None:
+        """All at once, as a host goes down; or to clean up."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(30)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Start ``gemini run`` in the test's folder; nothing of it survives the test."""
+    with contextlib.ExitStack() as stack:
+
+        def launch(*arguments: str, launcher: tuple[str, ...] = GEMINI_RUN, **environ: str) -> Job:
+            job = Job(tmp_path, launcher, arguments, environ)
+            stack.callback(job.kill)
+            return job
+
+        yield launch
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def rendezvous_arguments(kind: str) -> list[str]:
+    return {
+        "static": ["--master-port", free_port()],
+        "standalone": ["--standalone"],
+        "c10d": ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"],
+    }[kind]
+
+
+def all_up(workers: int, restarts: int) -> list[str]:
+    return sorted(f"rank {rank} of {workers} is up after {count} restarts" for rank in range(workers) for count in range(restarts + 1))
+
+
+class TestRestarts:
+    @pytest.fixture(autouse=True)
+    def _loop(self, tmp_path: Path) -> None:
+        (tmp_path / "loop.py").write_text(LOOP)
+
+    @pytest.mark.parametrize("workers", [2, 4])
+    @pytest.mark.parametrize("kind", ["static", "standalone", "c10d"])
+    def test_ten_in_a_row_come_up(self, kind: str, workers: int, launch: Callable[..., Job]) -> None:
+        job = launch(*rendezvous_arguments(kind), "--nproc-per-node", str(workers), "loop.py", "10")
+        assert job.wait() == 0, job.err
+        assert sorted(job.out.splitlines()) == all_up(workers, 10)
+        assert job.processes() == set()
+        assert "cold" not in job.err
+
+    @pytest.mark.parametrize("kind", ["static", "standalone", "c10d"])
+    def test_under_plain_torchrun_too(self, kind: str, launch: Callable[..., Job]) -> None:
+        self._torchrun(kind, 2, 2, launch)
+
+    @pytest.mark.soak
+    @pytest.mark.parametrize("workers", [2, 4])
+    @pytest.mark.parametrize("kind", ["static", "standalone", "c10d"])
+    def test_ten_in_a_row_under_plain_torchrun(self, kind: str, workers: int, launch: Callable[..., Job]) -> None:
+        self._torchrun(kind, workers, 10, launch)
+
+    def _torchrun(self, kind: str, workers: int, restarts: int, launch: Callable[..., Job]) -> None:
+        limits = ["--nproc-per-node", str(workers), "--max-restarts", str(restarts)]
+        job = launch(*rendezvous_arguments(kind), *limits, "loop.py", str(restarts), launcher=TORCHRUN)
+        assert job.wait() == 0, job.err
+        assert sorted(job.out.splitlines()) == all_up(workers, restarts)
+
+    def test_a_lost_fork_server_is_a_failure_like_any_other(self, tmp_path: Path, launch: Callable[..., Job]) -> None:
+        (tmp_path / "wait.py").write_text(LOOP.replace("os.kill(os.getpid(), signal.SIGKILL)", "signal.pause()"))
+        job = launch("--nproc-per-node", "2", "wait.py", "1")
+        job.wait_for(lambda: job.out.count("0 restarts") == 2)
+        os.kill(job.fork_server(), signal.SIGKILL)
+        assert job.wait() == 0, job.err
+        assert sorted(job.out.splitlines()) == all_up(2, 1)
+        assert "the fork server has died; starting a new one" in job.err
+        assert job.processes() == set()
+
+    def test_what_must_not_be_forked_is_started_cold(self, tmp_path: Path, launch: Callable[..., Job]) -> None:
+        # The flag that torch sets when CUDA is initialised: the machine may have no GPU.
+        (tmp_path / "uses_cuda.py").write_text("import torch\ntorch.cuda._initialized = True\n")
+        job = launch("--preload", "uses_cuda", "--nproc-per-node", "2", "loop.py", "1")
+        assert job.wait() == 0, job.err
+        assert sorted(job.out.splitlines()) == all_up(2, 1)
+        refusal = "gemini run: starting workers cold: the imports have initialised CUDA, which cannot be used after a fork\n"
+        assert job.err.count(refusal) == 1  # said once, not at every restart
+
+
+ENDINGS = """
+import os, signal, sys
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if attempt == 0:
+    raise ValueError("the reason")
+if attempt == 1:
+    sys.exit(3)
+if attempt == 2:
+    os.kill(os.getpid(), signal.SIGSEGV)
+if attempt == 3:
+    (sys.exit if os.environ["RANK"] == "0" else os._exit)(0)
+"""
+
+
+@pytest.fixture
+def asked() -> Iterator[list[object]]:
+    """What was asked of this host's agent, in whose place a listener takes notes."""
+    asked: list[object] = []
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(lifecycle.socket_name("run-7", "this-host"))
+        listener.listen()
+
+        def listen() -> None:
+            with contextlib.suppress(OSError):  # the listener is shut down
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        asked.append(unpack(connection.recv(65536)[4:]))
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        yield asked
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
+
+
+class TestEnding:
+    """Reports and exit status are torchrun's; the host's agent is told when the job is over for good."""
+
+    def test_a_job_that_ends_well_after_all_sorts_of_failures(
+        self, asked: list[object], tmp_path: Path, launch: Callable[..., Job]
+    ) -> None:
+        (tmp_path / "endings.py").write_text(ENDINGS)
+        job = launch("--run-id", "run-7", "--nproc-per-node", "2", "endings.py", GEMINI_HOST_ID="this-host")
+        assert job.wait() == 0, job.err
+        for status in (1, 3, -signal.SIGSEGV):
+            assert f"failed (exitcode: {status})" in job.err
+        assert 'endings.py", line 5, in <module>\n    raise ValueError("the reason")\nValueError: the reason' in job.err
+        assert "forkserver.py" not in job.err
+        assert asked == [Leave(run="run-7")]
+
+    def test_a_job_that_fails_too_often_has_failed(self, asked: list[object], tmp_path: Path, launch: Callable[..., Job]) -> None:
+        (tmp_path / "fails.py").write_text("import sys\nsys.stdout.write('try\\n')\nraise ValueError('the reason')\n")
+        job = launch("--run-id", "run-7", "--max-restarts", "2", "fails.py", GEMINI_HOST_ID="this-host")
+        assert job.wait() == 1
+        assert job.out == "try\n" * 3
+        report = job.err[job.err.index("Root Cause") :]
+        assert "exitcode  : 1" in report
+        assert "ValueError: the reason" in report
+        assert job.processes() == set()
+        assert asked == []  # the same command may come again and resume
+
+    @pytest.mark.parametrize(("stop", "expected"), [(signal.SIGINT, [Leave(run="run-7")]), (signal.SIGTERM, [])])
+    def test_signals_are_passed_on(
+        self, stop: signal.Signals, expected: list[object], asked: list[object], tmp_path: Path, launch: Callable[..., Job]
+    ) -> None:
+        say = f"signal.signal({int(stop)}, lambda *_: sys.exit(sys.stdout.write('told\\n')))"
+        (tmp_path / "waits.py").write_text(f"import signal, sys\n{say}\nsys.stdout.write('up\\n')\nsignal.pause()\n")
+        job = launch("--run-id", "run-7", "--nproc-per-node", "2", "waits.py", GEMINI_HOST_ID="this-host")
+        job.wait_for(lambda: job.out == "up\n" * 2)
+        job.process.send_signal(stop)
+        assert job.wait() == 1
+        assert job.out == "up\n" * 2 + "told\n" * 2
+        assert f"gemini run: stopped by {stop.name}\n" in job.err
+        assert "Traceback" not in job.err
+        assert job.processes() == set()
+        assert asked == expected
+
+    def test_nothing_outlives_a_killed_launcher(self, tmp_path: Path, launch: Callable[..., Job]) -> None:
+        (tmp_path / "waits.py").write_text("import signal, sys\nsys.stdout.write('up\\n')\nsignal.pause()\n")
+        job = launch("--nproc-per-node", "2", "waits.py")
+        job.wait_for(lambda: job.out == "up\n" * 2)
+        job.process.kill()
+        job.wait_for(lambda: job.processes() == set())
+
+    def test_a_missing_script_is_said_at_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert cli.main(["run", "missing.py"]) == 2
+        assert capsys.readouterr().err == (
+            f"gemini run: there is no script 'missing.py' in {tmp_path}; give its path, or -m and the name of a module\n"
+        )
+
+
+SHOW = """
+import json, os, sys
+from gemini_ft.runid import default_run_id
+names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "GEMINI_RUN_ID", "GEMINI_LAUNCHER_PID"]
+sys.stdout.write(json.dumps([sys.argv, default_run_id(), *map(os.environ.get, names)]) + "\\n")
+sys.stderr.write("to stderr\\n")
+"""
+
+
+def test_torchruns_arguments_and_the_scripts(tmp_path: Path, launch: Callable[..., Job]) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "show.py").write_text(SHOW)
+    script = ["-m", "pkg.show", "--run-id", "for the script", "--cold", "--nnodes"]
+    job = launch("--nproc_per_node=2", "--log-dir", "logs", "--redirects=3", "--tee", "0:1", *script)
+    assert job.wait() == 0, job.err
+    run_id = default_run_id_in(tmp_path, script)
+    for rank in ("0", "1"):
+        [out] = tmp_path.glob(f"logs/*/attempt_0/{rank}/stdout.log")
+        argv = [str(tmp_path / "pkg" / "show.py"), *script[2:]]
+        assert json.loads(out.read_text()) == [argv, run_id, rank, rank, "2", "1", run_id, str(job.process.pid)]
+        assert out.with_name("stderr.log").read_text() == "to stderr\n"
+    assert job.out.startswith("[default0]:[[")  # the one that is teed
+    assert job.out.count("\n") == 1
+    assert "to stderr" not in job.err
+
+
+def default_run_id_in(folder: Path, command: list[str]) -> str:
+    here = Path.cwd()
+    os.chdir(folder)
+    try:
+        return default_run_id(command)
+    finally:
+        os.chdir(here)
+
+
+class TestSettings:
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "environ", os.environ.copy())
+        (tmp_path / "train.py").touch()
+        monkeypatch.chdir(tmp_path)
+
+    def options(self, *argv: str) -> Any:
+        return launcher._parser().parse_args([*argv, "train.py", "--max-restarts", "for the script"])
+
+    def test_defaults_restart_reliably(self) -> None:
+        options = self.options("--nproc-per-node", "2")
+        launcher._prepare(options, ["train.py"])
+        assert options.max_restarts == 10
+        assert options.rdzv_conf == "keep_alive_interval=1,keep_alive_max_attempt=3"
+        assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+        assert os.environ["OMP_NUM_THREADS"] == "1"
+        assert os.environ["GEMINI_LAUNCHER_PID"] == str(os.getpid())
+
+    def test_what_the_user_says_is_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PET_MAX_RESTARTS", "7")
+        assert int(self.options().max_restarts) == 7
+        options = self.options("--max-restarts", "2", "--rdzv-conf", "join_timeout=9,keep_alive_interval=4")
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
+        launcher._prepare(options, ["train.py"])
+        assert options.max_restarts == 2
+        assert options.rdzv_conf == "join_timeout=9,keep_alive_interval=4,keep_alive_max_attempt=3"
+        assert os.environ["OMP_NUM_THREADS"] == "3"
+        assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "0"
+
+    def test_one_worker_may_use_all_cores(self) -> None:
+        launcher._prepare(self.options(), ["train.py"])
+        assert "OMP_NUM_THREADS" not in os.environ
+
+    def test_the_runs_name_is_the_argument_else_the_environments_else_the_commands(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        program = launcher._program(self.options())
+        assert launcher._prepare(self.options(), program) == default_run_id(program) == os.environ["GEMINI_RUN_ID"]
+        monkeypatch.setenv("GEMINI_RUN_ID", "from the environment")
+        assert launcher._prepare(self.options(), program) == "from the environment"
+        assert launcher._prepare(self.options("--run-id", "mine"), program) == "mine" == os.environ["GEMINI_RUN_ID"]
+
+    @pytest.mark.parametrize(
+        ("arguments", "reason"),
+        [
+            ([], None),
+            (["-m"], None),
+            (["--cold"], ""),
+            (["--no-python"], "only what 'python SCRIPT' and 'python -m MODULE' run can be forked"),
+            (["--run-path"], "only what 'python SCRIPT' and 'python -m MODULE' run can be forked"),
+        ],
+    )
+    def test_when_workers_are_started_cold(self, arguments: list[str], reason: str | None) -> None:
+        assert launcher._why_cold(self.options(*arguments)) == reason
+
+    def test_another_python_or_no_file_is_started_cold(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        options = self.options()
+        options.training_script = str(tmp_path)
+        assert launcher._why_cold(options) == "the script is a folder or an archive"
+        monkeypatch.setenv("PYTHON_EXEC", "/opt/python")
+        assert launcher._why_cold(options) == "PYTHON_EXEC names another Python"
+
+
+WORK = """
+import os, sys
+import torch, torch.distributed as dist, gemini_ft
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+assert torch.get_num_threads() == 2, torch.get_num_threads()
+gemini_ft.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256)))
+optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+data = DataLoader(TensorDataset(torch.randn(2048, 256)), batch_size=512, num_workers=1, persistent_workers=True)
+for _ in range(2):
+    for (batch,) in data:
+        optimizer.zero_grad()
+        loss = (model(batch + dist.get_rank()) - batch).square().mean()
+        loss.backward()
+        optimizer.step()
+forked = b"gemini_ft.forkserver" in open("/proc/self/cmdline", "rb").read()
+sys.stdout.write(f"{forked} {sum(p.double().sum() for p in model.parameters()).item().hex()}\\n")
+"""
+
+
+def test_forked_workers_train_as_others_do(tmp_path: Path, launch: Callable[..., Job]) -> None:
+    """OpenMP threads, autograd, gloo and a DataLoader's processes work after the fork, with the same bits."""
+    (tmp_path / "work.py").write_text(WORK)
+    sums = {}
+    for mode, forked in (((), "True"), (("--cold",), "False")):
+        job = launch(*mode, "--nproc-per-node", "2", "work.py", OMP_NUM_THREADS="2")
+        assert job.wait() == 0, job.err
+        [(said, sums[mode])] = {tuple(line.split()) for line in job.out.splitlines()}  # both ranks say the same
+        assert said == forked
+    assert len(set(sums.values())) == 1
+
+
+HOST = """
+import os, sys, time
+import torch, torch.distributed as dist, gemini_ft
+gemini_ft.init_process_group("gloo")
+total = torch.tensor([float(2 ** int(os.environ["HOST"]))])
+dist.all_reduce(total)
+sys.stdout.write(f"rank {dist.get_rank()} among hosts {int(total.item()):04b}\\n")
+while True:
+    time.sleep(0.05)
+    finished = torch.tensor([float(os.path.exists("finished"))])
+    dist.all_reduce(finished)
+    if finished.item():
+        break
+"""
+
+
+def rendezvous_state(endpoint: str) -> Any:
+    """What torch's launchers keep in the store they share."""
+    address, _, port = endpoint.partition(":")
+    client = TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=30))
+    return pickle.loads(base64.b64decode(client.get("torch.rendezvous.none")))
+
+
+def test_a_spare_host_takes_the_place_of_a_lost_one(tmp_path: Path, launch: Callable[..., Job]) -> None:
+    """The lost one is rank 0's, which is where torch's own shared store would have been."""
+    (tmp_path / "host.py").write_text(HOST)
+    store = launch("--host", "127.0.0.1", "--port", "0", launcher=("gemini_ft.cli", "store"))
+    store.wait_for(lambda: "\n" in store.out)
+    endpoint = store.out.removeprefix("store ready on ").strip()
+    arguments = ["--nnodes=3:3", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-conf=is_host=0", "--local-addr=127.0.0.1"]
+    hosts = [launch(*arguments, "host.py", HOST=str(host)) for host in range(3)]
+    for host in hosts:
+        host.wait_for(lambda: "among hosts 0111" in host.out)  # noqa: B023
+    spare = launch(*arguments, "host.py", HOST="3")
+    spare.wait_for(lambda: len(rendezvous_state(endpoint).redundancy_list) == 1)
+    lost = next(index for index, host in enumerate(hosts) if host.out.startswith("rank 0 "))
+    hosts.pop(lost).kill()
+    for host in (*hosts, spare):
+        host.wait_for(lambda: f"among hosts {0b1111 - 2**lost:04b}" in host.out)  # noqa: B023
+    (tmp_path / "finished").touch()
+    assert [host.wait() for host in (*hosts, spare)] == [0, 0, 0]
+    ranks = sorted(host.out.splitlines()[-1].split()[1] for host in (*hosts, spare))
+    assert ranks == ["0", "1", "2"]
+    store.process.terminate()
+    assert store.wait() == 0
