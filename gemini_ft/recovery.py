@@ -15,7 +15,7 @@ import xxhash
 
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.agent.memory import SlotMemory
-from gemini_ft.errors import AgentError, CorruptDataError, PeerError, RecoveryError, StorageError, WorldSizeError
+from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, PeerError, RecoveryError, StorageError, WorldSizeError
 from gemini_ft.layout import Layout
 from gemini_ft.messages import Data, Describe, Description, Failed, Fetch, Map, Mapped, Proof, SlotInfo
 from gemini_ft.storage.base import Storage
@@ -206,12 +206,19 @@ class PeerShard:
         self.where = f"peer {host}"
         self._owner, self._version = owner, version
         self._wire = BlockingWire(address, claims, secret, timeout, tls)
-        self._wire.send(Describe(owner=owner, version=version))
+        try:
+            self._about = self._describe(host)
+            self.layout = Layout.from_bytes(self._about.layout)
+        except GeminiError:
+            self.close()
+            raise
+
+    def _describe(self, host: str) -> Description:
+        self._wire.send(Describe(owner=self._owner, version=self._version))
         about = self._wire.receive()
         if not isinstance(about, Description):
             raise PeerError(f"host {host}: {about.text if isinstance(about, Failed) else about.kind}")
-        self._about = about
-        self.layout = Layout.from_bytes(about.layout)
+        return about
 
     def extras(self) -> bytes:
         about = self._about

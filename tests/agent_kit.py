@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
+import multiprocessing
 import os
 import signal
 import socket
@@ -30,19 +31,25 @@ from gemini_ft.messages import (
     GiveUp,
     Goodbye,
     Hello,
+    Inject,
     Inventory,
     Message,
     Opened,
     OpenSession,
+    Progress,
     Proof,
     Request,
     Reserve,
     Reserved,
     SessionSpec,
     SlotInfo,
+    Verified,
+    Verify,
     unpack,
 )
 from gemini_ft.versions import Incarnation, Version
+
+_context = multiprocessing.get_context("forkserver")
 
 WAIT = 30.0  # seconds until something that must happen is given up
 CHUNK = 2**16
@@ -88,6 +95,7 @@ class Rank:
         self._heard = threading.Condition()
         self.hello = Hello(**{"run": run, "stream": "main", "rank": rank, "secret": b"s" * 16, "bind": "127.0.0.1", "linger": 60.0} | hello)
         self.client = AgentClient(run, host, self.hello, self._hear, timeout)
+        self.address = self.client.welcome.info.address
         self.layout: Layout | None = None
         self.maps: dict[int, memoryview] = {}
         self.fds: list[int] = []
@@ -143,10 +151,10 @@ class Rank:
     def granted(self, iteration: int) -> memoryview:
         return self.maps[self.wait_for("granted", iteration=iteration).slot]
 
-    def copy(self, iteration: int, slot: memoryview, chunks: slice = slice(None), digest: str = "") -> None:
-        """Lay the shard down and announce it; all of it, or some chunks of it without the end."""
+    def copy(self, iteration: int, chunks: slice = slice(None), digest: str = "") -> None:
+        """Lay the shard down in the slot that was granted, and announce it; all of it, or some chunks of it without the end."""
         assert self.layout is not None
-        nbytes = self.layout.nbytes
+        slot, nbytes = self.granted(iteration), self.layout.nbytes
         slot[:nbytes] = content(self.rank, iteration, nbytes)
         slot[nbytes : nbytes + len(EXTRAS)] = EXTRAS
         cuts = [(at, min(CHUNK, nbytes - at)) for at in range(0, nbytes, CHUNK)] + [(nbytes, len(EXTRAS))]
@@ -159,7 +167,7 @@ class Rank:
     def snapshot(self, iteration: int, digest: str = "") -> None:
         """Take a snapshot; returns when it is copied."""
         self.request(iteration)
-        self.copy(iteration, self.granted(iteration), digest=digest)
+        self.copy(iteration, digest=digest)
 
     def give_up(self, iteration: int) -> None:
         self.client.tell(GiveUp(iteration=iteration, reason="of the test"))
@@ -177,6 +185,32 @@ class Rank:
             os.close(fd)
         self.reserve()
 
+    def progress(self, iteration: int, suspended: bool = False) -> None:
+        self.client.tell(Progress(iteration=iteration, suspended=suspended))
+
+    def verify(self, version: Version) -> list[int]:
+        """Owners whose copies on this host are sound."""
+        return list(self.client.call(Verify(version=version), Verified)[0].sound)
+
+    def corrupt(self, owner: int) -> None:
+        self.client.tell(Inject(fault="corrupt", owner=owner))
+
+    def scribble(self) -> None:
+        """Write rubbish into every slot that was ever given to this worker."""
+        for memory in self.maps.values():
+            memory[:] = b"\xaa" * len(memory)
+
+    def inodes(self) -> set[int]:
+        """Which memory this worker was given."""
+        return {os.fstat(fd).st_ino for fd in self.fds}
+
+    def leave_orphan(self) -> int:
+        """Fork a child that lives on and keeps every descriptor open; its pid."""
+        if (pid := os.fork()) == 0:
+            time.sleep(600)
+            os._exit(0)
+        return pid
+
     def goodbye(self, finished: bool = True) -> None:
         self.client.tell(Goodbye(finished=finished))
 
@@ -187,6 +221,59 @@ class Rank:
         self.fds = []
 
 
+class RankProcess:
+    """A rank in a process of its own, so that it can die. Calls go to its `Rank`."""
+
+    def __init__(self, run: str, host: str, rank: int, **hello: Any) -> None:
+        self.rank, self.host = rank, host
+        self._pipe, theirs = _context.Pipe()
+        environ = {name: value for name, value in os.environ.items() if name.startswith("GEMINI_")}
+        self._process = _context.Process(target=_serve_rank, args=(theirs, environ, run, host, rank, hello))
+        self._process.start()
+        theirs.close()
+        self.hello, self.address = self._answer()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._pipe.send((name, args, kwargs))
+            return self._answer()
+
+        return call
+
+    def _answer(self) -> Any:
+        assert self._pipe.poll(WAIT), f"rank {self.rank} did not answer"
+        answer = self._pipe.recv()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(WAIT)
+
+    close = kill
+
+
+def _serve_rank(pipe: Any, environ: dict[str, str], run: str, host: str, number: int, hello: dict[str, Any]) -> None:
+    os.environ.update(environ)
+    rank = Rank(run, host, number, **hello)
+    pipe.send((rank.hello, rank.address))
+    while True:
+        name, args, kwargs = pipe.recv()
+        try:
+            pipe.send(getattr(rank, name)(*args, **kwargs))
+        except Exception as error:
+            pipe.send(error)
+
+
+AnyRank = Rank | RankProcess
+
+
 class Job:
     """A run of some ranks, each on a host of its own unless said otherwise. Ends all its agents at the end."""
 
@@ -194,7 +281,7 @@ class Job:
         self.run = f"test-{os.getpid()}-{time.monotonic_ns()}"
         self._environ = {name: os.environ.get(name) for name in ("GEMINI_LOG_DIR",)}
         os.environ["GEMINI_LOG_DIR"] = str(log_folder)
-        self.ranks: list[Rank] = []
+        self.ranks: list[Rank | RankProcess] = []
         self._hosts: set[str] = set()
         self.spec: SessionSpec | None = None
 
@@ -204,17 +291,31 @@ class Job:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for rank in self.ranks:
             rank.close()
+        eventually(self._all_gone, "the end of all agents")
         for host in self._hosts:
-            end_agent(self.run, host)
             if kind is not None:
                 print(f"--- agent of host {host}\n{self.log(host)}")
         for name, value in self._environ.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
+    def _all_gone(self) -> bool:
+        """Several agents may have been started for one host; the next would take the place of the one that is ended."""
+        for host in self._hosts:
+            end_agent(self.run, host)
+        return all(child.poll() is not None for child in lifecycle._children)
+
     def rank(self, host: str, number: int, **hello: Any) -> Rank:
         self._hosts.add(host)
-        self.ranks.append(Rank(self.run, host, number, **hello))
-        return self.ranks[-1]
+        rank = Rank(self.run, host, number, **hello)
+        self.ranks.append(rank)
+        return rank
+
+    def process(self, host: str, number: int, **hello: Any) -> RankProcess:
+        """A rank that can be killed."""
+        self._hosts.add(host)
+        rank = RankProcess(self.run, host, number, **hello)
+        self.ranks.append(rank)
+        return rank
 
     def join(self, hosts: Sequence[str], **hello: Any) -> list[Rank]:
         """Connect one rank per entry, in order."""
@@ -223,7 +324,7 @@ class Job:
                 lifecycle.spawn(self.run, host)  # all at once
         return [self.rank(host, number, **hello) for number, host in enumerate(hosts)]
 
-    def make_spec(self, ranks: Sequence[Rank], **fields: Any) -> SessionSpec:
+    def make_spec(self, ranks: Sequence[AnyRank], **fields: Any) -> SessionSpec:
         """The next incarnation, every shard on all hosts."""
         number = self.spec.incarnation.number + 1 if self.spec is not None else 1
         hosts = [rank.host for rank in ranks]
@@ -233,7 +334,7 @@ class Job:
             "incarnation": Incarnation(number, f"nonce{number}"),
             "world_size": len(ranks),
             "hosts": hosts,
-            "addresses": {rank.host: rank.client.welcome.info.address for rank in ranks},
+            "addresses": {rank.host: rank.address for rank in ranks},
             "holders": {n: [host, *(other for other in names if other != host)] for n, host in enumerate(hosts)},
             "leader": hosts[0],
             "resumed": None,
@@ -248,7 +349,7 @@ class Job:
         self.open(ranks, **fields)
         return ranks
 
-    def open(self, ranks: Sequence[Rank], **fields: Any) -> SessionSpec:
+    def open(self, ranks: Sequence[AnyRank], **fields: Any) -> SessionSpec:
         spec = self.make_spec(ranks, **fields)
         for rank in ranks:
             rank.open(spec)
@@ -260,13 +361,13 @@ class Job:
         assert self.spec is not None
         return Version(self.spec.incarnation, iteration)
 
-    def commit(self, ranks: Sequence[Rank], *iterations: int) -> None:
+    def commit(self, ranks: Sequence[AnyRank], *iterations: int) -> None:
         """Take snapshots on all ranks, one after the other, each once the one before is committed."""
         for iteration in iterations:
             for rank in ranks:
                 rank.request(iteration)
             for rank in ranks:
-                rank.copy(iteration, rank.granted(iteration))
+                rank.copy(iteration)
             for rank in ranks:
                 rank.wait_for("committed", iteration=iteration)
 
@@ -325,6 +426,12 @@ class Proxy:
     def withhold(self) -> None:
         """From now on nothing passes, and nobody is told."""
         self._open.clear()
+
+    def cut(self) -> None:
+        """Close every connection."""
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
 
     def let_pass(self) -> None:
         self._open.set()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from agent_kit import CHUNK, EXTRAS, Job, Proxy, Rank, content, end_agent, eventually, stopped, versions
 
+from gemini_ft.errors import AgentError, CorruptDataError, PeerError, SupersededError
 from gemini_ft.recovery import LocalShard, PeerShard
 
 
@@ -56,8 +59,8 @@ class TestCommit:
 class TestHangingPeer:
     def test_commits_go_on_without_a_holder_that_is_silent_and_it_counts_again_when_it_is_back(self, job: Job) -> None:
         ranks = job.join(("a", "b"))
-        with Proxy(ranks[1].client.welcome.info.address) as to_b:
-            addresses = {"a": ranks[0].client.welcome.info.address, "b": to_b.address}
+        with Proxy(ranks[1].address) as to_b:
+            addresses = {"a": ranks[0].address, "b": to_b.address}
             job.open(ranks, addresses=addresses, replica_timeout=0.5)
             job.commit(ranks, 1, 2)
             to_b.withhold()
@@ -77,9 +80,9 @@ class TestHangingPeer:
         with stopped(job.pid("b")):
             for rank in ranks:
                 rank.request(2)
-            ranks[0].copy(2, ranks[0].granted(2))
+            ranks[0].copy(2)
             assert not ranks[0].heard("committed", iteration=2)
-        ranks[1].copy(2, ranks[1].granted(2))
+        ranks[1].copy(2)
         for rank in ranks:
             rank.wait_for("committed", iteration=2)
         job.commit(ranks, 3)
@@ -133,8 +136,8 @@ class TestDeadAgent:
         job.commit(ranks, 1)
         for rank in ranks:
             rank.request(2)
-        ranks[0].copy(2, ranks[0].granted(2))
-        ranks[1].copy(2, ranks[1].granted(2), slice(0, 2))
+        ranks[0].copy(2)
+        ranks[1].copy(2, slice(0, 2))
         end_agent(job.run, "b")
         ranks[1].reconnect(job.version(1))
         ranks[1].give_up(2)
@@ -148,12 +151,12 @@ class TestNewIncarnation:
         job.commit(ranks, 1, 2)
         for rank in ranks:
             rank.request(3)
-        slots = [rank.granted(3) for rank in ranks]
+            rank.granted(3)
         newcomers = job.join(("a", "b"))
         promised = [versions(rank.inventory()) for rank in newcomers]
         assert all({(0, 2), (1, 2)} <= promise for promise in promised)
-        for rank, slot in zip(ranks, slots, strict=True):
-            rank.copy(3, slot)
+        for rank in ranks:
+            rank.copy(3)
             rank.request(4)
         assert [versions(rank.inventory()) for rank in newcomers] == promised
         resumed = job.version(2)
@@ -168,3 +171,180 @@ class TestNewIncarnation:
             newcomer.inventory()
             newcomer.close()
         job.commit(ranks, 2, 3)
+
+
+class TestZombie:
+    """A worker of the incarnation before that is still alive."""
+
+    def test_is_told_to_stop(self, job: Job) -> None:
+        zombies = job.start()
+        job.commit(zombies, 1)
+        job.open(job.join(("a", "b")), resumed=job.version(1), sources={0: ["a", "b"], 1: ["a", "b"]})
+        zombies[0].progress(2)
+        failed = zombies[0].wait_for("failed")
+        assert (failed.error, failed.fatal) == ("SupersededError", True)
+        with pytest.raises(SupersededError, match=r"incarnation 1-nonce1 comes after 2-nonce2 began; this process belongs to the past"):
+            zombies[1].open(zombies[1].spec)
+
+    def test_writes_into_nothing_that_is_used_any_more(self, job: Job) -> None:
+        zombies = job.start()
+        job.commit(zombies, 1, 2)
+        zombies[0].request(3)
+        zombies[0].granted(3)
+        ranks = job.join(("a", "b"))
+        job.open(ranks, resumed=job.version(2), sources={0: ["a", "b"], 1: ["a", "b"]})
+        assert not ranks[0].inodes() & zombies[0].inodes()
+        job.commit(ranks, 3, 4)
+        for zombie in zombies:
+            zombie.scribble()
+        job.commit(ranks, 5)
+        for zombie in zombies:
+            zombie.scribble()
+        for rank in ranks:
+            assert [held(rank, owner, 5, job) for owner in (0, 1)] == [expected(owner, 5) for owner in (0, 1)]
+            assert rank.verify(job.version(5)) == [0, 1]
+
+    def test_whose_rank_has_moved_away_does_not_write_into_its_replica(self, job: Job) -> None:
+        zombies = job.start("a", "b")
+        job.commit(zombies, 1)
+        ranks = job.join(("b", "a"))
+        job.open(ranks, resumed=job.version(1), sources={0: ["a", "b"], 1: ["a", "b"]})
+        job.commit(ranks, 2, 3)
+        for zombie in zombies:
+            zombie.scribble()
+        assert [rank.verify(job.version(3)) for rank in ranks] == [[0, 1], [0, 1]]
+
+    def test_memory_of_a_dead_worker_is_used_again(self, job: Job) -> None:
+        victim = job.process("a", 0)
+        job.open([victim])
+        job.commit([victim], 1, 2)
+        inodes = victim.inodes()
+        victim.kill()
+        rank = job.rank("a", 0)
+        eventually(lambda: list(job.status("a")["workers"].values()) == [os.getpid()], "the death of the worker")
+        resumed = job.version(2)
+        job.open([rank], resumed=resumed, sources={0: ["a"]})
+        assert rank.inodes() == inodes
+        assert shard_of(LocalShard(rank.client, 0, resumed)) == expected(0, 2)
+
+
+class TestDeadWorker:
+    def test_what_it_was_copying_is_aborted(self, job: Job) -> None:
+        ranks = [job.rank("a", 0), job.process("b", 1)]
+        job.open(ranks)
+        job.commit(ranks, 1)
+        for rank in ranks:
+            rank.request(2)
+        ranks[0].copy(2)
+        ranks[1].copy(2, slice(0, 2))
+        ranks[1].kill()
+        ranks[0].wait_for("aborted", iteration=2)
+
+    def test_an_orphan_that_keeps_its_socket_open_does_not_hide_it(self, job: Job) -> None:
+        victim = job.process("a", 0)
+        orphan = victim.leave_orphan()
+        try:
+            victim.kill()
+            eventually(lambda: not job.status("a")["workers"], "the death of the worker")
+            assert os.path.exists(f"/proc/{orphan}/fd")
+        finally:
+            os.kill(orphan, signal.SIGKILL)
+
+    def test_that_hung_was_killed_by_the_agent(self, job: Job) -> None:
+        ranks = [job.process("a", 0), job.rank("b", 1)]
+        job.open(ranks, hang_timeout=0.5)
+        for iteration in range(1, 6):
+            ranks[0].progress(iteration)
+        os.kill(ranks[0].pid, signal.SIGSTOP)
+        eventually(lambda: not job.status("a")["workers"], "the end of the worker")
+        assert "made no progress for" in job.log("a")
+        assert list(job.status("b")["workers"]) == ["1"]  # it has not made a step yet, and may still be compiling
+
+
+class TestWire:
+    def test_a_chunk_that_arrives_damaged_is_sent_again(self, job: Job) -> None:
+        ranks = job.join(("a", "b"))
+        with Proxy(ranks[1].address) as to_b:
+            job.open(ranks, addresses={"a": ranks[0].address, "b": to_b.address})
+            to_b.damage = 3
+            job.commit(ranks, 1, 2)
+            assert to_b.damage == 0
+            assert job.log("b").count("arrived damaged; asking again") == 3
+            assert held(ranks[1], 0, 2, job) == expected(0, 2)
+
+    def test_a_network_that_damages_everything_costs_the_replica_and_nothing_else(self, job: Job) -> None:
+        ranks = job.join(("a", "b"))
+        with Proxy(ranks[1].address) as to_b:
+            job.open(ranks, addresses={"a": ranks[0].address, "b": to_b.address}, replica_timeout=0.5)
+            to_b.damage = 1_000_000
+            job.commit(ranks, 1, 2, 3)
+            assert job.stream("a")["excluded"] == [[0, "b"]]
+            assert versions(ranks[1].inventory()) == {(1, 3)} | {(1, 2)}
+
+    def test_a_connection_that_breaks_in_the_middle_is_dialled_again(self, job: Job) -> None:
+        ranks = job.join(("a", "b"))
+        with Proxy(ranks[1].address) as to_b:
+            job.open(ranks, addresses={"a": ranks[0].address, "b": to_b.address})
+            job.commit(ranks, 1)
+            for rank in ranks:
+                rank.request(2)
+            ranks[0].copy(2, slice(0, 2))
+            to_b.cut()
+            for rank in ranks:
+                rank.copy(2)
+            ranks[0].wait_for("committed", iteration=2)
+            assert to_b.connections == 2
+            assert held(ranks[1], 0, 2, job) == expected(0, 2)
+
+
+class TestRecovery:
+    def test_a_shard_is_read_from_a_peer(self, job: Job) -> None:
+        ranks = job.start()
+        job.commit(ranks, 1, 2)
+        shard = PeerShard("b", ranks[1].address, job.claims(), b"s" * 16, 0, job.version(2), 10.0, None)
+        assert shard.where == "peer b"
+        assert shard_of(shard) == expected(0, 2)
+
+    def test_what_a_peer_does_not_have_is_said(self, job: Job) -> None:
+        ranks = job.start()
+        job.commit(ranks, 1)
+        with pytest.raises(PeerError, match="host b has no complete copy of rank 0's shard of iteration 7 of incarnation 1"):
+            PeerShard("b", ranks[1].address, job.claims(), b"s" * 16, 0, job.version(7), 10.0, None)
+        with pytest.raises(AgentError, match="host b has no copy of rank 0's shard of iteration 7 of incarnation 1 any more"):
+            LocalShard(ranks[1].client, 0, job.version(7))
+
+    def test_a_bit_that_flips_in_memory_is_found_and_the_copy_is_given_up(self, job: Job) -> None:
+        ranks = job.start()
+        job.commit(ranks, 1, 2)
+        ranks[0].corrupt(1)
+        with pytest.raises(CorruptDataError, match="chunk 0 of rank 1's shard in this host's memory does not match its checksum"):
+            held(ranks[0], 1, 2, job)
+        assert ranks[0].verify(job.version(2)) == [0]
+        assert ranks[1].verify(job.version(2)) == [0, 1]
+        assert versions(ranks[0].inventory()) >= {(0, 1), (0, 2), (1, 1)}
+        assert (1, 2) not in versions(ranks[0].inventory())
+
+    def test_a_host_that_has_lost_everything_gets_its_replicas_back(self, job: Job) -> None:
+        ranks = job.start()
+        job.commit(ranks, 1, 2)
+        end_agent(job.run, "b")
+        newcomers = job.join(("a", "b"))
+        resumed = job.version(2)
+        spec = job.make_spec(newcomers, resumed=resumed, sources={0: ["a"], 1: ["a"]})
+        for rank in newcomers:
+            rank.open(spec)
+        whole = ["complete:2", "empty:-"]
+        eventually(lambda: job.stream("b")["shards"] == {"0": whole, "1": whole}, "the return of the replicas")
+        assert newcomers[1].verify(resumed) == [0, 1]
+
+    def test_a_reader_of_the_former_incarnation_pins_nothing(self, job: Job) -> None:
+        ranks = job.start()
+        job.commit(ranks, 1)
+        reader = PeerShard("a", ranks[0].address, job.claims(), b"s" * 16, 0, job.version(1), 10.0, None)
+        job.commit(ranks, 2)
+        ranks = job.join(("a", "b"))
+        job.open(ranks, resumed=job.version(2), sources={0: ["a", "b"], 1: ["a", "b"]})
+        job.commit(ranks, *range(3, 8))
+        with pytest.raises(PeerError):
+            list(reader.chunks())
+        reader.close()

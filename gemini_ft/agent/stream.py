@@ -195,7 +195,7 @@ class Stream:
     def accept(self, connection: Connection, proof: Proof) -> Handler:
         """A peer that knows the secret has connected."""
         if proof.role == "fetch":
-            return Fetcher(self, connection, proof.host)
+            return self._tracked(connection, Fetcher(self, connection, proof.host))
         if self.spec is None or proof.incarnation != self.spec.incarnation:
             mine = self.spec.incarnation if self.spec is not None else "none"
             raise SupersededError(f"host {proof.host!r} speaks for incarnation {proof.incarnation}, this host is at {mine}")
@@ -203,8 +203,12 @@ class Stream:
             if self._leader is None:
                 raise PeerError(f"host {self.host.name!r} does not lead this run")
             return self._leader.join(connection)
+        return self._tracked(connection, Receiver(self, connection, proof.host))
+
+    def _tracked(self, connection: Connection, handler: Handler) -> Handler:
+        """Connections that hold slots end with the session."""
         self._incoming.add(connection)
-        return _Tracked(Receiver(self, connection, proof.host), lambda: self._incoming.discard(connection))
+        return _Tracked(handler, lambda: self._incoming.discard(connection))
 
     # -- workers
 
@@ -214,16 +218,20 @@ class Stream:
         owner = worker.rank
         shape = self._shape(owner, message.layout, message.layout_hash, message.data_bytes, message.extras_capacity)
         count = _REPLICA_SLOTS + (self.spec.storage is not None)
-        before = self.workers.get(owner)
-        writer_gone = before is None or before is worker or not before.alive
+        reuse = not self._may_be_written_by_another(owner, worker)
         self.workers[owner] = worker
-        indices = self.vault.ensure(owner, shape, count, reuse=writer_gone)
+        indices = self.vault.ensure(owner, shape, count, reuse)
         fds = [self.vault.memory[owner, index].fd for index in indices]
         worker.send(Reserved(slots=indices, data_offset=shape.data_offset, capacity=shape.capacity), fds)
         for (held, _), memory in self.vault.memory.items():
             keeper = self._keepers.get(id(memory))
             if not self.host.owns(held) and (keeper is None or not keeper.alive):
                 self._entrust(memory)
+
+    def _may_be_written_by_another(self, owner: int, worker: WorkerPort | None = None) -> bool:
+        """Whether a worker that had the shard's slots before, perhaps in a former incarnation, still lives."""
+        before = self.workers.get(owner)
+        return before is not None and before is not worker and before.alive
 
     def _shape(self, owner: int, layout: bytes, layout_hash: str, data_bytes: int, extras_capacity: int) -> SlotShape:
         assert self.spec is not None
@@ -406,7 +414,8 @@ class Stream:
         """Have slots for a peer's shard, their pages already faulted in."""
         before = {index for owner, index in self.vault.memory if owner == offer.owner}
         shape = self._shape(offer.owner, offer.layout, offer.layout_hash, offer.data_bytes, offer.extras_capacity)
-        fresh = [index for index in self.vault.ensure(offer.owner, shape, _REPLICA_SLOTS, reuse=True) if index not in before]
+        reuse = not self._may_be_written_by_another(offer.owner)
+        fresh = [index for index in self.vault.ensure(offer.owner, shape, _REPLICA_SLOTS, reuse) if index not in before]
         await self.vault.prefault(offer.owner, fresh)
         for index in fresh:
             self._entrust(self.vault.memory[offer.owner, index])
@@ -480,7 +489,7 @@ class Stream:
 class _Tracked:
     """A handler whose end is noticed."""
 
-    def __init__(self, inner: Receiver, gone: Callable[[], None]) -> None:
+    def __init__(self, inner: Handler, gone: Callable[[], None]) -> None:
         self._inner, self._gone = inner, gone
         self.on_message, self.on_bytes = inner.on_message, inner.on_bytes
 

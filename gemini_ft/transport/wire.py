@@ -7,6 +7,7 @@ run secret, the listening side proves the same. The secret itself never travels.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
@@ -83,16 +84,18 @@ class BlockingWire:
 
     def __init__(self, address: tuple[str, int], claims: Proof, secret: bytes, timeout: float, tls: dict[str, str] | None = None) -> None:
         self.peer = f"{address[0]}:{address[1]}"
-        try:
-            self._socket: socket.socket = socket.create_connection(address, timeout)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if tls:
-                self._socket = tls_context(tls, server=False).wrap_socket(self._socket)
-            self._shake_hands(claims, secret)
-        except OSError as error:
-            raise PeerError(
-                f"the agent at {self.peer} did not answer within {timeout:g} s ({error}); is its host up, and its port open?"
-            ) from None
+        with contextlib.ExitStack() as on_error:
+            try:
+                self._socket: socket.socket = on_error.enter_context(socket.create_connection(address, timeout))
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if tls:
+                    self._socket = on_error.enter_context(tls_context(tls, server=False).wrap_socket(self._socket))
+                self._shake_hands(claims, secret)
+            except OSError as error:
+                raise PeerError(
+                    f"the agent at {self.peer} did not answer within {timeout:g} s ({error}); is its host up, and its port open?"
+                ) from None
+            on_error.pop_all()
 
     def _shake_hands(self, claims: Proof, secret: bytes) -> None:
         challenge = self.receive()
@@ -106,7 +109,10 @@ class BlockingWire:
         check_accepted(secret, accepted, proof, challenge.nonce)
 
     def send(self, message: Message) -> None:
-        self._socket.sendall(pack(message))
+        try:
+            self._socket.sendall(pack(message))
+        except OSError as error:
+            raise self._silent(error) from None
 
     def receive(self) -> Message:
         head = bytearray(4)
@@ -122,10 +128,13 @@ class BlockingWire:
             try:
                 count = self._socket.recv_into(out[got:])
             except OSError as error:
-                raise PeerError(f"the agent at {self.peer} stopped answering ({error})") from None
+                raise self._silent(error) from None
             if count == 0:
                 raise PeerError(f"the agent at {self.peer} closed the connection")
             got += count
+
+    def _silent(self, error: OSError) -> PeerError:
+        return PeerError(f"the agent at {self.peer} stopped answering ({error})")
 
     def close(self) -> None:
         self._socket.close()
