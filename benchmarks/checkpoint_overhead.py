@@ -31,7 +31,19 @@ PLANS = {
     1000: (2, Plan(1000, TOKENS, pairs=2, plain=2, saved=3)),
 }
 QUICK = {64: (1, Plan(64, 512, pairs=1, plain=2, saved=3, warm=2))}
-COLUMNS = ["row", "copies", "blocked", "worst", "lost", "complete", "iteration", "without", "memory x state", "fresh MB/step", "blocks"]
+COLUMNS = [
+    "row",
+    "copies",
+    "blocked",
+    "worst",
+    "lost",
+    "complete",
+    "iteration",
+    "without",
+    "memory x state",
+    "fresh MB: early, later",
+    "blocks",
+]
 FLOOR, RIVAL, OURS = "floor", "lm_resiliency", "gemini"
 
 
@@ -49,12 +61,16 @@ class Measured:
     missing: int = 0  # steps that never became complete, of a row that makes copies
     held: list[float] = field(default_factory=list)  # memory beyond the same processes' before the first save
     fresh: list[float] = field(default_factory=list)  # freshly mapped memory per iteration, beyond the plain blocks'
+    early: list[float] = field(default_factory=list)  # the same for iterations right after the first save
     rejected: int = 0
     problem: str | None = None
     leftover: list[str] = field(default_factory=list)
 
     def add(self, ranks: list[list[Block]], limit: float) -> int:
         """Add one trial's blocks, those in which other programs took more than ``limit`` left out; returns how many were added."""
+        idle = ranks[0][0].fresh / len(ranks[0][0].iterations)
+        self.early += [(block.fresh - idle) / len(ranks) for block in ranks[0] if block.warm]
+        ranks = [[block for block in blocks if not block.warm] for blocks in ranks]
         first, added = ranks[0], 0
         for i in range(1, len(first) - 1, 2):
             if max(block.foreign for block in first[i - 1 : i + 2]) > limit:
@@ -96,6 +112,7 @@ class Measured:
             "complete_s": common.median(self.complete),
             "held_states": common.median(value / state for value in self.held),
             "fresh_mb_per_step": common.median(value / 1e6 for value in self.fresh),
+            "fresh_mb_early": common.median(value / 1e6 for value in self.early),
         }
         found = {key: None if value is None else round(value, 5) for key, value in found.items()}
         counts = {"blocks": len(self.saved), "rejected_blocks": self.rejected, "saves_never_complete": self.missing}
@@ -203,7 +220,8 @@ def _cells(found: Mapping[str, Any]) -> list[str]:
     complete = ms("complete_s") + (f" ({late} never)" if late else "")
     blocks = f"{found['blocks']}" + (f" (+{found['rejected_blocks']} rejected)" if found["rejected_blocks"] else "")
     times = [ms("blocked_s"), ms("blocked_worst_s"), ms("lost_s"), complete, ms("iteration_saved_s"), ms("iteration_plain_s")]
-    return [*times, f"{found['held_states']:.2f}", f"{found['fresh_mb_per_step']:.0f}", blocks]
+    early = "-" if found["fresh_mb_early"] is None else f"{found['fresh_mb_early']:.0f}"
+    return [*times, f"{found['held_states']:.2f}", f"{early}, {found['fresh_mb_per_step']:.0f}", blocks]
 
 
 def main() -> None:
@@ -217,6 +235,7 @@ def main() -> None:
     parser.add_argument("--noise-limit", type=float, default=0.08, help="most that others may take of the machine in a block that counts")
     parser.add_argument("--patience", type=float, default=120.0, help="seconds to wait for a quiet machine before a trial")
     arguments = parser.parse_args()
+    common.clean_up_on_sigterm()
 
     plans = QUICK if arguments.quick else {size: PLANS[size] for size in arguments.sizes or PLANS}
     plans = {size: (arguments.rounds or rounds, plan) for size, (rounds, plan) in plans.items()}

@@ -121,6 +121,11 @@ def end_marked(mark: str, patience: float = 5.0) -> list[str]:
     return names
 
 
+def clean_up_on_sigterm() -> None:
+    """Let SIGTERM end this program as an exception does, so that trials under way are cleaned up."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
 class TrialError(RuntimeError):
     """A trial's process failed or was late; the text holds the end of its output."""
 
@@ -142,7 +147,11 @@ def run_ranks(
             own = {**shared, "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
             with open(Path(logs, str(rank)), "wb") as log:
                 ranks.append(subprocess.Popen(argv, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT))
-        problem = _wait_all(ranks, timeout)
+        try:
+            problem = _wait_all(ranks, timeout)
+        finally:
+            for process in ranks:
+                process.kill()
         if problem is not None:
             rank, how = problem
             output = Path(logs, str(rank)).read_text(errors="replace").strip()[-3000:]

@@ -22,6 +22,7 @@ class Block:
     """Measurements of one block on one rank; times in seconds."""
 
     saved: bool
+    warm: bool = False  # one of the first saves: only its memory is looked at
     iterations: list[float] = field(default_factory=list)
     blocked: list[float] = field(default_factory=list)  # of those, how long the training thread stood still
     called: dict[int, float] = field(default_factory=dict)  # step -> monotonic time of the call that saves it

@@ -37,19 +37,19 @@ class Trial:
         self.step = 0
 
     def run(self) -> list[Block]:
-        """Plain block, (saved block, plain block) x pairs; warm-up before either kind."""
+        """Plain block, warm-up with saves, (saved block, plain block) x pairs."""
         for _ in range(2):
             self._iterate(None)
         blocks = [self._block(self.plan.plain, saved=False)]
         self.peer.setup(self.load, self.folder)
         for _ in range(self.plan.warm):
             blocks.append(self._block(1, saved=True))
-        warm = len(blocks)
+            blocks[-1].warm = True
         for _ in range(self.plan.pairs):
             blocks.append(self._block(self.plan.saved, saved=True))
             blocks.append(self._block(self.plan.plain, saved=False))
         self.peer.close()
-        return [blocks[0], *blocks[warm:]]
+        return blocks
 
     def _iterate(self, block: Block | None) -> None:
         """One optimizer step; with a block whose rows are saved, a snapshot at its end."""

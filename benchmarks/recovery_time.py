@@ -309,6 +309,7 @@ def main() -> None:
     parser.add_argument("--failures", type=int, help="failures per job and round; default: 2")
     parser.add_argument("--rounds", type=int, help="rounds over all jobs; default: 3")
     arguments = parser.parse_args()
+    common.clean_up_on_sigterm()
 
     rounds, failures = (arguments.rounds or (1 if arguments.quick else 3)), (arguments.failures or (1 if arguments.quick else 2))
     cases = [(scenario, size) for scenario in arguments.scenarios for size in arguments.sizes or ([64] if arguments.quick else [64, 1000])]
