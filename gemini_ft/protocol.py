@@ -127,10 +127,11 @@ class Host:
     # -- incarnations
 
     def seal(self) -> None:
-        """Until ``open``, nothing that is complete here is overwritten or freed.
+        """Until ``open``, nothing here becomes complete, and nothing that is complete is overwritten or freed.
 
-        Said before the inventory from which a new incarnation chooses its version: the former one may still be
-        at work, and its next commit would otherwise let it overwrite what has just been promised.
+        Said before the inventory from which a new incarnation chooses its version. The former one may still be at
+        work: a copy that became complete after the inventory could be what its ledger needs to commit, and that
+        commit would let the hosts not asked yet overwrite the version that this inventory promises.
         """
         for slots in self.shards.values():
             slots.sealed = True

@@ -47,7 +47,7 @@ class SlotSet:
     def __init__(self, committed: Version | None = None) -> None:
         self.slots: dict[int, Slot] = {}
         self.committed = committed  # newest version known to be complete everywhere
-        self.sealed = False  # a new incarnation is choosing what to resume: nothing that is complete may go
+        self.sealed = False  # a new incarnation is choosing what to resume: nothing becomes complete, nothing complete goes
 
     def add(self, count: int) -> list[Slot]:
         """Put ``count`` fresh slots into the rotation."""
@@ -117,9 +117,9 @@ class SlotSet:
                 self.discard(slot.version)
 
     def complete(self, version: Version) -> bool:
-        """All bytes are there; False when the version was given up meanwhile (its slot is free again then)."""
+        """All bytes are there; False when that comes too late (the slot is free again then): given up, or sealed."""
         slot = self.find(version)
-        if slot is None or slot.state is not SlotState.WRITING:
+        if slot is None or slot.state is not SlotState.WRITING or self.sealed:
             self.let_go(version)
             return False
         slot.state = SlotState.COMPLETE
