@@ -1,11 +1,13 @@
 """Killed anywhere, a Lightning training ends with every bit of an undisturbed run of plain Lightning.
 
 Not only the weights: each loss, each batch, learning rate, validation loss and logged value is compared, those of
-repeated steps too. See lightning_case.py for what the training does.
+repeated steps too. See lightning_case.py for what the training does. Several trainings share a job: one script that
+fits several times, and comes back to the fit that was killed.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -17,8 +19,31 @@ from typing import Any
 import pytest
 
 CASE = Path(__file__).with_name("lightning_case.py")
-WORLD_SIZE = 2
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
+
+# By number of ranks: what plain Lightning does undisturbed.
+BASELINES: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "plain": {},
+        "accumulate": {"trainer": {"accumulate_grad_batches": 2}},
+        "own-buffers": {"strategy_options": {"broadcast_buffers": False}},
+        "stream": {"stream": True},
+        "workers": {"num_workers": 2},
+        "max-steps": {"trainer": {"max_steps": 14, "max_epochs": -1}},
+        "plateau": {"plateau": True, "sync": True},
+        "manual": {"manual": True},
+        "from-file": {"ckpt_path": "plain/root/diary/diary/checkpoints/step=3.ckpt"},
+        "sharded": {"strategy": "model_parallel", "sharded": True},
+        "fabric": {"fabric": True},
+        "fabric-workers": {"fabric": True, "num_workers": 2},
+    },
+    # From three ranks on it matters in which bucket DDP adds up a gradient.
+    4: {
+        "plain": {},
+        "sharded": {"strategy": "model_parallel", "sharded": True},
+        "fabric": {"fabric": True},
+    },
+}
 
 
 @dataclass
@@ -30,61 +55,107 @@ class Scenario:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-PLAIN = {
-    "plain": {},
-    "accumulate": {"trainer": {"accumulate_grad_batches": 2}},
-    "own-buffers": {"strategy_options": {"broadcast_buffers": False}},
-    "stream": {"stream": True},
-    "workers": {"num_workers": 2},
-    "max-steps": {"trainer": {"max_steps": 14, "max_epochs": -1}},
-    "plateau": {"plateau": True, "sync": True},
-    "manual": {"manual": True},
-    "from-file": {"ckpt_path": "CHECKPOINT"},
-    "sharded": {"strategy": "model_parallel", "sharded": True},
-    "fabric": {"fabric": True},
-    "fabric-workers": {"fabric": True, "num_workers": 2},
+@dataclass
+class Job:
+    """Scenarios that share a script."""
+
+    scenarios: dict[str, Scenario]
+    ranks: int = 2
+
+
+JOBS = {
+    "anywhere": Job(
+        {
+            "step": Scenario(["1:step:8"]),
+            "rank-0-after-an-update": Scenario(["0:update:9"]),
+            "validation": Scenario(["0:validation:8"]),
+            "epoch-start": Scenario(["1:epoch_start:1"]),
+            "epoch-end": Scenario(["0:epoch_end:1"]),
+            "first-step-of-an-epoch": Scenario(["1:step:12"]),
+            "pytorch-lightning": Scenario(["1:step:8"], options={"package": "pytorch_lightning"}),
+        }
+    ),
+    "often": Job({"five-kills": Scenario(["0:step:3", "1:update:7", "0:validation:11", "1:step:13", "1:epoch_end:2"])}),
+    "anyhow": Job(
+        {
+            "accumulate": Scenario(["1:step:9", "0:update:13"], "accumulate"),
+            "own-buffers": Scenario(["1:step:8"], "own-buffers"),
+            "max-steps": Scenario(["0:step:10"], "max-steps"),
+            "plateau": Scenario(["1:step:8"], "plateau"),
+            "manual": Scenario(["0:update:9"], "manual"),
+            "from-file": Scenario(["1:step:8"], "from-file"),
+        }
+    ),
+    "any-data": Job(
+        {
+            "stream": Scenario(["1:step:4", "0:step:14"], "stream"),
+            "workers": Scenario(["1:step:3", "0:step:10"], "workers"),
+            "fabric": Scenario(["1:step:8", "0:update:13"], "fabric"),
+            "fabric-workers": Scenario(["1:step:9"], "fabric-workers"),
+            "sharded": Scenario(["1:step:8"], "sharded", {"strategy": "gemini_fsdp2"}),
+        }
+    ),
+    "four-ranks": Job(
+        {
+            "four-ranks": Scenario(["2:step:4", "0:update:7"]),
+            "four-ranks-sharded": Scenario(["3:step:5"], "sharded", {"strategy": "gemini_fsdp2"}),
+            "four-ranks-fabric": Scenario(["1:step:5"], "fabric"),
+        },
+        ranks=4,
+    ),
 }
 
-SCENARIOS = {
-    "step": Scenario(["1:step:8"]),
-    "update-rank-0": Scenario(["0:update:9"]),
-    "validation": Scenario(["0:validation:8"]),
-    "epoch-start": Scenario(["1:epoch_start:1"]),
-    "epoch-end": Scenario(["0:epoch_end:1"]),
-    "first-step-of-an-epoch": Scenario(["1:step:12"]),
-    "five-kills": Scenario(["0:step:3", "1:update:7", "0:validation:11", "1:step:13", "1:epoch_end:2"]),
-    "pytorch-lightning": Scenario(["1:step:8"], options={"package": "pytorch_lightning"}),
-    "accumulate": Scenario(["1:step:9", "0:update:13"], "accumulate"),
-    "own-buffers": Scenario(["1:step:8"], "own-buffers"),
-    "stream": Scenario(["1:step:4", "0:step:14"], "stream"),
-    "workers": Scenario(["1:step:3", "0:step:10"], "workers"),
-    "max-steps": Scenario(["0:step:10"], "max-steps"),
-    "plateau": Scenario(["1:step:8"], "plateau"),
-    "manual": Scenario(["0:update:9"], "manual"),
-    "from-file": Scenario(["1:step:8"], "from-file"),
-    "sharded": Scenario(["1:step:8"], "sharded", {"strategy": "gemini_fsdp2"}),
-    "fabric": Scenario(["1:step:8", "0:update:13"], "fabric"),
-    "fabric-workers": Scenario(["1:step:9"], "fabric-workers"),
-}
 
-
-def launch(folder: Path, runs: list[dict[str, Any]]) -> None:
-    """Train under ``gemini run``; its output is in ``folder``/output if it fails."""
-    job = json.dumps({"out": str(folder), "runs": runs})
+def launch(folder: Path, ranks: int, runs: list[dict[str, Any]]) -> None:
+    """Train under ``gemini run``; what it says is in ``folder``/output."""
     restarts = sum(len(run.get("kills", [])) for run in runs)
-    options = ["--standalone", f"--nproc-per-node={WORLD_SIZE}", f"--max-restarts={restarts}"]
-    command = [sys.executable, "-m", "gemini_ft.cli", "run", *options, str(CASE), job]
-    # "wait": steps take milliseconds here, less than a commit does.
-    environment = os.environ | {"GEMINI_RUN_ID": folder.name, "GEMINI_LINGER": "20", "GEMINI_ON_LATE": "wait"}
+    command = [sys.executable, "-m", "gemini_ft.cli", "run", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    command += [str(CASE), json.dumps({"out": str(folder), "runs": runs})]
+    # Steps take milliseconds here, less than a commit does: wait for it. The fits that are over are resumed, and over,
+    # again after every kill of a later one; that is no crash loop.
+    environment = os.environ | {"GEMINI_RUN_ID": folder.name, "GEMINI_LINGER": "20", "GEMINI_ON_LATE": "wait", "GEMINI_MAX_RETRIES": "20"}
     with open(folder / "output", "w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=folder)
         try:
-            status = process.wait(240)
+            status = process.wait(300)
         except subprocess.TimeoutExpired:
             process.terminate()
             process.wait(60)
-            status = -1
+            raise
     assert status == 0, (folder / "output").read_text()[-6000:]
+
+
+class Runs:
+    """Folders with the diaries of all runs of a job; each job runs once."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self.baseline = functools.cache(self._baseline)
+        self.job = functools.cache(self._job)
+        self._factory = factory
+
+    def _baseline(self, ranks: int) -> Path:
+        folder = self._factory.mktemp(f"undisturbed-{ranks}")
+        launch(folder, ranks, [self._located({"strategy": "ddp"} | run | {"name": name}, folder) for name, run in BASELINES[ranks].items()])
+        return folder
+
+    def _job(self, name: str) -> Path:
+        job, folder = JOBS[name], self._factory.mktemp(name)
+        undisturbed = self.baseline(job.ranks)
+        runs = []
+        for scenario_name, scenario in job.scenarios.items():
+            run = BASELINES[job.ranks][scenario.baseline] | {"strategy": "gemini"} | scenario.options
+            runs.append(self._located(run | {"name": scenario_name, "kills": scenario.kills}, undisturbed))
+        launch(folder, job.ranks, runs)
+        return folder
+
+    @staticmethod
+    def _located(run: dict[str, Any], undisturbed: Path) -> dict[str, Any]:
+        return run | {"ckpt_path": str(undisturbed / run["ckpt_path"])} if "ckpt_path" in run else run
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory)
 
 
 @dataclass
@@ -92,56 +163,32 @@ class Diary:
     """What one rank wrote down."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    first: list[int] = field(default_factory=list)  # by life: its first step, and its last
-    last: list[int] = field(default_factory=list)
+    lives: list[tuple[int, int]] = field(default_factory=list)  # first and last step
 
 
 def read(folder: Path, rank: int) -> Diary:
     """All that a rank has noted; what it noted more than once must have been the same each time."""
-    diary = Diary()
+    diary, steps = Diary(), dict[int, list[int]]()
     for line in (folder / f"rank-{rank}").read_text().splitlines():
         life, key, value = json.loads(line)
         assert diary.values.setdefault(key, value) == value, f"{key} came out differently when it was repeated in life {life}"
         if key.startswith("step "):
-            step = int(key.removeprefix("step "))
-            if len(diary.first) <= life:
-                diary.first.append(step)
-                diary.last.append(step)
-            diary.last[life] = step
+            steps.setdefault(life, []).append(int(key.removeprefix("step ")))
+    diary.lives = [(min(seen), max(seen)) for _, seen in sorted(steps.items())]
     return diary
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Diaries of all baselines, by plain Lightning."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    runs = [{"name": name, "strategy": "ddp"} | options for name, options in PLAIN.items()]
-    for run in runs:
-        if run.get("ckpt_path"):
-            run["ckpt_path"] = str(checkpoint_of(folder))
-    launch(folder, runs)
-    return folder
+@pytest.mark.parametrize(("job", "name"), [(job, name) for job in JOBS for name in JOBS[job].scenarios])
+def test_ends_with_the_bits_of_an_undisturbed_run(job: str, name: str, runs: Runs) -> None:
+    scenario, ranks = JOBS[job].scenarios[name], JOBS[job].ranks
+    folder, undisturbed = runs.job(job) / name, runs.baseline(ranks) / scenario.baseline
 
-
-def checkpoint_of(folder: Path) -> Path:
-    """A file that the baseline "plain" leaves behind."""
-    return folder / "plain" / "root" / "diary" / "diary" / "checkpoints" / "step=3.ckpt"
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_ends_with_the_bits_of_an_undisturbed_run(name: str, undisturbed: Path, tmp_path: Path) -> None:
-    scenario = SCENARIOS[name]
-    run = PLAIN[scenario.baseline] | {"strategy": "gemini"} | scenario.options | {"name": name, "kills": scenario.kills}
-    if run.get("ckpt_path"):
-        run["ckpt_path"] = str(checkpoint_of(undisturbed))
-    launch(tmp_path, [run])
-
-    happened = {path.name.removeprefix("killed-") for path in (tmp_path / name).glob("killed-*")}
-    assert happened == set(scenario.kills)
-    for rank in range(WORLD_SIZE):
-        expected, got = read(undisturbed / scenario.baseline, rank), read(tmp_path / name, rank)
+    assert {path.name.removeprefix("killed-") for path in folder.glob("killed-*")} == set(scenario.kills)
+    trainer: dict[str, int] = BASELINES[ranks][scenario.baseline].get("trainer", {})
+    most_lost = 2 * trainer.get("accumulate_grad_batches", 1)
+    for rank in range(ranks):
+        expected, got = read(undisturbed, rank), read(folder, rank)
         assert got.values == expected.values
-        assert len(got.first) == 1 + len(scenario.kills)
-        for before, after in zip(got.last, got.first[1:], strict=False):
-            lost = 2 * run.get("trainer", {}).get("accumulate_grad_batches", 1)
-            assert after >= before + 1 - lost, f"step {before} was reached, but the next life began with step {after}"
+        assert len(got.lives) > len(scenario.kills)
+        for (_, reached), (again, _) in zip(got.lives, got.lives[1:], strict=False):
+            assert again >= reached + 1 - most_lost, f"step {reached} was reached, but the next life began with step {again}"

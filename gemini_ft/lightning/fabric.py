@@ -19,6 +19,7 @@ Random states are saved and loaded with the rest. Other paths than ``gemini://la
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -42,6 +43,8 @@ else:
     _Strategy = object
 
 LATEST = "gemini://latest"
+
+_ordinals = itertools.count()  # as for fits
 
 _PUBLIC = {"lightning.fabric": "gemini_ft.lightning", "lightning_fabric": "gemini_ft.pytorch_lightning"}
 
@@ -80,7 +83,9 @@ class GeminiFabricMixin(Gemini, _Strategy):
     def checkpointer(self) -> Checkpointer:
         """The Checkpointer under this strategy; the run is joined at the first use. Collective then."""
         if self._gemini_checkpointer is None:
-            checkpointer = Checkpointer(config=self.gemini_config, name="fabric", hooks=False, replicated=self._gemini_replicated)
+            checkpointer = Checkpointer(
+                config=self.gemini_config, name=f"fabric-{next(_ordinals)}", hooks=False, replicated=self._gemini_replicated
+            )
             self._gemini_found = checkpointer.open()
             self._gemini_saves = self._gemini_found.iteration if self._gemini_found else 0
             self._gemini_checkpointer = checkpointer
