@@ -1,0 +1,190 @@
+"""The names are known to Lightning whatever is imported first, options are checked at once, and both packages are served."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import subprocess
+import sys
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import lightning.fabric
+import lightning.pytorch
+import lightning_fabric
+import pytest
+import pytorch_lightning
+import torch
+
+import gemini_ft
+import gemini_ft.pytorch_lightning
+from gemini_ft.errors import ConfigError
+from gemini_ft.lightning import compat, registration
+from gemini_ft.lightning.options import refuse_platform, sort_options
+
+NAMES = {"gemini", "gemini_fsdp", "gemini_fsdp2"}
+TRAINERS = [(lightning.pytorch, gemini_ft.lightning), (pytorch_lightning, gemini_ft.pytorch_lightning)]
+FABRICS = [(lightning.fabric, gemini_ft.lightning), (lightning_fabric, gemini_ft.pytorch_lightning)]
+
+# What is imported, in order -> the registries that must have the names, and the packages that must not be loaded.
+ORDERS = {
+    "gemini-first": ("gemini_ft, lightning.pytorch", ["lightning.pytorch", "lightning.fabric"], ["pytorch_lightning"]),
+    "lightning-first": ("lightning.pytorch, gemini_ft", ["lightning.pytorch", "lightning.fabric"], ["pytorch_lightning"]),
+    "old-name": ("gemini_ft, pytorch_lightning", ["pytorch_lightning", "lightning_fabric"], ["lightning"]),
+    "fabric-only": ("gemini_ft, lightning_fabric", ["lightning_fabric"], ["lightning", "pytorch_lightning"]),
+}
+
+CHECK = """
+import sys
+import {imports}
+for package in {registered}:
+    module = sys.modules[package + ".strategies"]
+    registry = module.STRATEGY_REGISTRY if "fabric" in package else module.StrategyRegistry
+    missing = {names} - set(registry.available_strategies())
+    assert not missing, (package, missing)
+loaded = set({not_loaded}) & set(sys.modules)
+assert not loaded, loaded
+"""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_names_are_registered_in_any_order_of_imports(order: str) -> None:
+    imports, registered, not_loaded = ORDERS[order]
+    script = CHECK.format(imports=imports, registered=registered, names=NAMES, not_loaded=not_loaded)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def test_installing_again_changes_nothing() -> None:
+    finders = list(sys.meta_path)
+    registration.install()
+    assert sys.meta_path == finders
+
+
+def test_the_finder_leaves_modules_as_it_found_them() -> None:
+    spec = lightning.pytorch.strategies.__spec__
+    assert spec is not None
+    assert type(spec.loader).__module__.startswith("_frozen_importlib")
+    assert lightning.pytorch.strategies.__loader__ is spec.loader
+
+
+@pytest.mark.parametrize(("package", "ours"), TRAINERS)
+def test_the_trainer_knows_the_name(package: Any, ours: ModuleType) -> None:
+    trainer = package.Trainer(strategy="gemini", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, barebones=True)
+    assert type(trainer.strategy) is ours.GeminiStrategy
+    assert isinstance(trainer.strategy, package.strategies.DDPStrategy)
+
+
+@pytest.mark.parametrize(("package", "ours"), TRAINERS)
+def test_the_trainer_takes_a_strategy_with_options(package: Any, ours: ModuleType) -> None:
+    strategy = ours.GeminiStrategy(replicas=3, storage="file:///somewhere", find_unused_parameters=True)
+    trainer = package.Trainer(strategy=strategy, accelerator="cpu", devices=1, barebones=True)
+    assert trainer.strategy is strategy
+    assert (strategy.gemini_config.replicas, strategy.gemini_config.storage.url) == (3, "file:///somewhere")
+    assert strategy._ddp_kwargs == {"find_unused_parameters": True}
+
+
+@pytest.mark.parametrize(("package", "ours"), FABRICS)
+def test_fabric_knows_the_name(package: Any, ours: ModuleType) -> None:
+    fabric = package.Fabric(strategy="gemini", accelerator="cpu", devices=1)
+    assert type(fabric.strategy) is ours.GeminiFabricStrategy
+    assert isinstance(fabric.strategy, package.strategies.DDPStrategy)
+
+
+@pytest.mark.parametrize(("package", "ours"), TRAINERS)
+def test_fsdp2(package: Any, ours: ModuleType) -> None:
+    strategy = package.strategies.StrategyRegistry.get("gemini_fsdp2")
+    assert type(strategy) is ours.GeminiModelParallelStrategy
+    assert isinstance(strategy, package.strategies.ModelParallelStrategy)
+
+
+@pytest.mark.parametrize("package", [lightning.pytorch, pytorch_lightning, lightning.fabric, lightning_fabric])
+def test_fsdp1_is_refused(package: Any) -> None:
+    fabric = "fabric" in package.__name__
+    registry = package.strategies.STRATEGY_REGISTRY if fabric else package.strategies.StrategyRegistry
+    with pytest.raises(ConfigError, match="gemini_fsdp2"):
+        registry.get("gemini_fsdp")
+
+
+def test_fabric_needs_to_be_told_how_to_shard() -> None:
+    with pytest.raises(ConfigError, match="GeminiFabricModelParallelStrategy"):
+        lightning.fabric.Fabric(strategy="gemini_fsdp2", accelerator="cpu", devices=1)
+    strategy = gemini_ft.lightning.GeminiFabricModelParallelStrategy(parallelize_fn=lambda model, mesh: model, replicas=1)
+    assert strategy.gemini_config.replicas == 1
+
+
+@pytest.mark.parametrize("name", gemini_ft.lightning.__all__)
+@pytest.mark.parametrize("module", [gemini_ft.lightning, gemini_ft.pytorch_lightning])
+def test_an_unknown_option_is_refused_at_once(module: ModuleType, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}: unknown option 'replcas' \(did you mean 'replicas'\?\)"):
+        getattr(module, name)(replcas=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"find_unused_parameter": True}, "did you mean 'find_unused_parameters'"),
+        ({"module": None}, "unknown option 'module'"),
+        ({"replicas": 0}, "replicas=0"),
+        ({"storage": "/somewhere"}, "file:///"),
+        ({"data_resume": "guess"}, "auto, skip, replay"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        gemini_ft.lightning.GeminiStrategy(**options)
+
+
+def test_timeout_means_the_group_or_the_agent() -> None:
+    base = lightning.pytorch.strategies.DDPStrategy
+    assert sort_options("S", base, {"timeout": timedelta(seconds=5)}).base == {"timeout": timedelta(seconds=5)}
+    assert sort_options("S", base, {"timeout": 5}).config.timeout == 5
+
+
+def test_options_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMINI_REPLICAS", "4")
+    monkeypatch.setenv("GEMINI_DATA_RESUME", "replay")
+    options = sort_options("S", lightning.pytorch.strategies.DDPStrategy, {})
+    assert (options.config.replicas, options.data_resume) == (4, "replay")
+
+
+def test_options_are_in_the_signature() -> None:
+    parameters = inspect.signature(gemini_ft.lightning.GeminiStrategy).parameters
+    assert {"replicas", "storage", "data_resume", "find_unused_parameters", "timeout"} <= parameters.keys()
+    assert parameters["replicas"].default == 2
+
+
+@pytest.mark.parametrize("module", [gemini_ft.lightning, gemini_ft.pytorch_lightning])
+def test_strategies_can_be_pickled_before_they_are_used(module: ModuleType) -> None:
+    strategy = pickle.loads(pickle.dumps(module.GeminiStrategy(replicas=3)))
+    assert type(strategy) is module.GeminiStrategy
+    assert strategy.gemini_config.replicas == 3
+
+
+def test_every_public_name_exists_in_both_modules() -> None:
+    for module in (gemini_ft.lightning, gemini_ft.pytorch_lightning):
+        assert all(getattr(module, name).__module__ == module.__name__ for name in module.__all__)
+        with pytest.raises(AttributeError, match="nothing"):
+            module.nothing  # noqa: B018
+
+
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lightning.pytorch, "__version__", "2.7.0")
+    with pytest.raises(ConfigError, match=r"lightning.pytorch 2.7.0 is not supported; install lightning>=2.6,<2.7"):
+        compat.check_lightning("lightning.pytorch")
+
+
+def test_what_a_version_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop.advance")
+    with pytest.raises(ConfigError, match=r"lacks loops.training_epoch_loop._TrainingEpochLoop.advance"):
+        compat.check_lightning("lightning.pytorch")
+
+
+def test_platforms_without_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_platform(torch.device("cpu").type)
+    with pytest.raises(ConfigError, match="MPS"):
+        refuse_platform("mps")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ConfigError, match="needs Linux"):
+        refuse_platform("cpu")
