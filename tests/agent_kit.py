@@ -205,7 +205,8 @@ class Rank:
         return {os.fstat(fd).st_ino for fd in self.fds}
 
     def leave_orphan(self) -> int:
-        """Fork a child that lives on and keeps every descriptor open; its pid."""
+        """Fork a child that lives on and keeps the socket open; its pid."""
+        self.kept = os.dup(self.client._socket.fileno())  # as a child does that was not forked by Python
         if (pid := os.fork()) == 0:
             time.sleep(600)
             os._exit(0)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import socket
+import struct
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -34,6 +37,7 @@ from gemini_ft.messages import (
 from gemini_ft.transport.wire import frame_length
 
 M = TypeVar("M", bound=Message)
+_log = logging.getLogger("gemini_ft")
 _ANSWERS = (Welcome, Inventory, Opened, Reserved, Mapped, Verified)
 _CALLS = ("hello", "get_inventory", "open_session", "reserve", "map", "verify")  # kinds that get an answer
 _EVENTS = (Granted, Committed, Aborted, Notice)
@@ -63,7 +67,7 @@ class AgentClient:
     def __init__(self, run: str, host: str, hello: Hello, on_event: Callable[[Message], None], timeout: float) -> None:
         self._run, self._host, self._on_event, self._timeout = run, host, on_event, timeout
         self._socket = lifecycle.connect(run, host)
-        self._pid = os.getpid()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout), int(timeout % 1 * 1e6)))
         self._answers: queue.SimpleQueue[tuple[Message, list[int]] | None] = queue.SimpleQueue()
         self._send_lock = threading.Lock()
         self._call_lock = threading.Lock()
@@ -71,7 +75,12 @@ class AgentClient:
         self.custody: dict[str, int] = {}  # replicas kept safe for the agent: key -> descriptor
         self._thread = threading.Thread(target=self._listen, name="gemini-agent-client", daemon=True)
         self._thread.start()
-        self.welcome = self.call(hello, Welcome)[0]
+        try:
+            self.welcome = self.call(hello, Welcome)[0]
+        except GeminiError:
+            self.close()
+            raise
+        _clients.add(self)
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send without waiting for an answer.
@@ -80,13 +89,18 @@ class AgentClient:
             AgentError: the agent is gone.
         """
         frame = pack(message)
+        if self.lost:
+            raise self._gone("its connection is closed")
         try:
             with self._send_lock:
                 sent = socket.send_fds(self._socket, [frame], list(fds)) if fds else 0
                 self._socket.sendall(memoryview(frame)[sent:])
+        except BlockingIOError:
+            self._hang_up()  # a part of the message may be on its way: nothing can follow it
+            raise self._gone(f"it took nothing in for {self._timeout:g} s") from None
         except OSError as error:
             self.lost = True
-            raise AgentError(f"the agent of run {self._run!r} on host {self._host!r} is gone ({error}); see {self.log}") from None
+            raise self._gone(str(error)) from None
 
     def call(self, message: Message, answer: type[M], fds: Sequence[int] = ()) -> tuple[M, list[int]]:
         """Send, and wait for the answer and the descriptors beside it."""
@@ -114,9 +128,23 @@ class AgentClient:
         """Where the agent writes."""
         return str(lifecycle.log_path(self._run, self._host))
 
-    def close(self) -> None:
+    def _gone(self, why: str) -> AgentError:
+        return AgentError(f"the agent of run {self._run!r} on host {self._host!r} is gone ({why}); see {self.log}")
+
+    def _hang_up(self) -> None:
+        self.lost = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def forget(self) -> None:
+        """Close without a word, in a forked child: the connection, and what is kept for the agent, are the parent's."""
+        self._socket.close()
+        for fd in self.custody.values():
+            os.close(fd)
+
+    def close(self) -> None:
+        _clients.discard(self)
+        self._hang_up()
         self._socket.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
@@ -127,21 +155,22 @@ class AgentClient:
     # -- the listening thread
 
     def _listen(self) -> None:
-        inbox, fds = bytearray(), []
-        while True:
-            try:
-                data, more, _, _ = socket.recv_fds(self._socket, 256 * 1024, 250)
-            except OSError:
-                data, more = b"", []
-            if not data:
-                break
-            inbox += data
-            fds += more
-            while len(inbox) >= 4 and len(inbox) >= 4 + (length := frame_length(bytes(inbox[:4]))):
-                message = unpack(inbox[4 : 4 + length])
-                del inbox[: 4 + length]
-                fds = self._route(message, fds)
-        self.lost = True
+        inbox, fds = bytearray(), list[int]()
+        try:
+            while True:
+                data, more, _, _ = socket.recv_fds(self._socket, 256 * 1024, 250, socket.MSG_CMSG_CLOEXEC)
+                if not data:
+                    break
+                inbox += data
+                fds += more
+                while len(inbox) >= 4 and len(inbox) >= 4 + (length := frame_length(inbox[:4])):
+                    message = unpack(inbox[4 : 4 + length])
+                    del inbox[: 4 + length]
+                    fds = self._route(message, fds)
+        except (OSError, PeerError) as error:
+            if not self.lost:
+                _log.warning("%s", self._gone(str(error)))
+        self._hang_up()
         self._answers.put(None)
 
     def _route(self, message: Message, fds: list[int]) -> list[int]:
@@ -166,3 +195,14 @@ class AgentClient:
         else:
             raise PeerError(f"the agent sent {message.kind!r}")
         return fds
+
+
+_clients: weakref.WeakSet[AgentClient] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for client in _clients:
+        client.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)  # a data loader's worker may outlive us, and must keep nothing open

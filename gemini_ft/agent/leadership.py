@@ -205,6 +205,7 @@ class MemberLink:
     async def _run(self) -> None:
         delay = 0.05
         while True:
+            self._lost.clear()
             try:
                 self._connection = await dial(self._address, self._claims, self._secret(), self, self._tls)
             except GeminiError as error:
@@ -214,7 +215,6 @@ class MemberLink:
                 delay = min(2 * delay, 2.0)
                 continue
             delay = 0.05
-            self._lost.clear()
             for message in [*self._stream.rejoin_reports(), *(ReportFinished(rank=rank) for rank in self._finished)]:
                 self._connection.send(message)
             await self._lost.wait()

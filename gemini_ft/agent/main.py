@@ -341,6 +341,7 @@ def main(argv: list[str] | None = None) -> int:
 
     async def run() -> None:
         await Agent(options.run, options.host).serve(listener)
+        os._exit(0)  # asyncio would wait for a thread that hangs in storage, and the memory stay as long
 
     asyncio.run(run())
     return 0

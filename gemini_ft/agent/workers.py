@@ -12,12 +12,13 @@ import os
 import signal
 import socket
 import struct
+import traceback
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from gemini_ft.errors import GeminiError, PeerError
-from gemini_ft.messages import Failed, Message, pack, unpack
+from gemini_ft.errors import AgentError, GeminiError, PeerError
+from gemini_ft.messages import Adopt, Failed, Message, pack, unpack
 from gemini_ft.transport.wire import frame_length
 from gemini_ft.versions import Incarnation
 
@@ -105,7 +106,7 @@ class WorkerConnection:
     def _readable(self) -> None:
         while self._connected:
             try:
-                data, fds, _, _ = socket.recv_fds(self._socket, _READ, _MAX_FDS)
+                data, fds, _, _ = socket.recv_fds(self._socket, _READ, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return
             except OSError:
@@ -132,11 +133,15 @@ class WorkerConnection:
             self._disconnect()
 
     def _dispatch(self, message: Message) -> None:
-        fds, self._fds = self._fds, []
+        count = message.count if isinstance(message, Adopt) else 0  # no other message has descriptors beside it
+        fds, self._fds = self._fds[:count], self._fds[count:]
         try:
             self._office.on_worker_message(self, message, fds)
         except GeminiError as error:
             self.refuse(message, error)
+        except Exception as error:  # a fault of ours: the worker must not wait for an answer that will not come
+            self._office.log("".join(traceback.format_exception(error)))
+            self.refuse(message, AgentError(f"the agent failed at {message.kind!r}: {error!r}; see its log"))
 
     def _writable(self) -> None:
         self._loop.remove_writer(self._socket)

@@ -16,12 +16,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from gemini_ft.errors import GeminiError, PeerError, SecretError
-from gemini_ft.messages import Accepted, Challenge, Chunk, Data, Failed, Message, Proof, pack, unpack
+from gemini_ft.errors import ConfigError, GeminiError, PeerError, SecretError
+from gemini_ft.messages import MAX_MESSAGE, Accepted, Challenge, Chunk, Data, Failed, Message, Proof, pack, unpack
 from gemini_ft.transport.wire import check_accepted, check_proof, frame_length, make_proof, tls_context
 
 Address = tuple[str, int]
 _HANDSHAKE_TIMEOUT = 10.0  # seconds an unknown peer may take
+_HANDSHAKE_FRAME = 2**16  # bytes an unknown peer may make us take in at a time
+_SILENCE = 60  # seconds after which the kernel gives a peer up whose host is gone, or that takes nothing in
 _TLS_PIECE = 256 * 1024  # bytes handed to the TLS layer at a time
 _SCRATCH = bytearray(256 * 1024)  # where unwanted bytes go
 
@@ -45,6 +47,7 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
         self.peer = "?"
+        self.max_frame = MAX_MESSAGE
         self.closed = asyncio.Event()
         self._transport: asyncio.Transport | None = None
         self._target = memoryview(bytearray(4))
@@ -68,6 +71,9 @@ class Connection(asyncio.BufferedProtocol):
         self.peer = "{}:{}".format(*transport.get_extra_info("peername")[:2])
         sock = transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE // 4)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE * 1000)
         if transport.get_extra_info("ssl_object") is None:
             self._fd = os.dup(sock.fileno())
         self._writer = asyncio.get_running_loop().create_task(self._write())
@@ -99,7 +105,7 @@ class Connection(asyncio.BufferedProtocol):
         self._state, self._target, self._filled = state, target, 0
 
     def _end_of_head(self) -> None:
-        self._expect("body", memoryview(bytearray(frame_length(self._target))))
+        self._expect("body", memoryview(bytearray(frame_length(self._target, self.max_frame))))
 
     def _end_of_body(self) -> None:
         message = unpack(self._target)
@@ -168,7 +174,7 @@ class Connection(asyncio.BufferedProtocol):
     async def _writable(self) -> None:
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[None] = loop.create_future()
-        loop.add_writer(self._fd, lambda: ready.done() or ready.set_result(None))
+        loop.add_writer(self._fd, _set, ready)
         try:
             await ready
         finally:
@@ -208,21 +214,49 @@ class Connection(asyncio.BufferedProtocol):
         transport.abort()
 
 
-class _Dialling:
-    """The dialling side's handshake, until the real handler takes over."""
+def _set(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
 
-    def __init__(self) -> None:
-        self.inbox: asyncio.Queue[Message | str] = asyncio.Queue()
+
+class _Dialling:
+    """The dialling side's handshake. The real handler takes over at once: what it is to hear may come in the same packet."""
+
+    def __init__(self, claims: Proof, secret: bytes, handler: Handler) -> None:
+        self.connection = Connection(self)
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._claims, self._secret, self._handler = claims, secret, handler
+        self._sent: tuple[Proof, bytes] | None = None  # our proof, and the nonce of the challenge
 
     def on_message(self, message: Message) -> memoryview | None:
-        self.inbox.put_nowait(message)
+        try:
+            self._advance(message)
+        except GeminiError as error:
+            self._fail(error)
         return None
+
+    def _advance(self, message: Message) -> None:
+        if isinstance(message, Challenge) and self._sent is None:
+            self._sent = (make_proof(self._secret, self._claims, message), message.nonce)
+            self.connection.send(self._sent[0])
+        elif isinstance(message, Accepted) and self._sent is not None:
+            check_accepted(self._secret, message, *self._sent)
+            self.connection.handler = self._handler
+            self.accepted.set_result(None)
+        elif isinstance(message, Failed):
+            raise PeerError(f"it refused this host: {message.text}")
+        else:
+            raise PeerError(f"it sent {message.kind!r} in place of a handshake; something else listens there")
 
     def on_bytes(self, message: Message) -> None:
         raise PeerError("raw bytes during the handshake")
 
     def on_lost(self, reason: str) -> None:
-        self.inbox.put_nowait(reason)
+        self._fail(PeerError(reason))
+
+    def _fail(self, error: GeminiError) -> None:
+        if not self.accepted.done():
+            self.accepted.set_exception(error)
 
 
 async def dial(address: Address, claims: Proof, secret: bytes, handler: Handler, tls: dict[str, str] | None) -> Connection:
@@ -232,29 +266,21 @@ async def dial(address: Address, claims: Proof, secret: bytes, handler: Handler,
         PeerError: nobody answers at ``address``, or not in time.
         SecretError: the two sides have different secrets.
     """
-    opening = _Dialling()
-    loop = asyncio.get_running_loop()
+    where = f"the agent at {address[0]}:{address[1]}"
     context = tls_context(tls, server=False) if tls else None
+    opening = _Dialling(claims, secret, handler)
     try:
         async with asyncio.timeout(_HANDSHAKE_TIMEOUT):
-            _, connection = await loop.create_connection(lambda: Connection(opening), *address, ssl=context)
-            challenge = await opening.inbox.get()
-            if not isinstance(challenge, Challenge):
-                raise PeerError(f"the agent at {address[0]}:{address[1]} did not begin with a challenge: {challenge}")
-            proof = make_proof(secret, claims, challenge)
-            connection.send(proof)
-            answer = await opening.inbox.get()
-    except (OSError, TimeoutError) as error:
-        raise PeerError(
-            f"the agent at {address[0]}:{address[1]} does not answer ({error or 'timeout'}); is its host up, and its port open?"
-        ) from None
-    if not isinstance(answer, Accepted):
-        connection.abort("not accepted")
-        text = answer.text if isinstance(answer, Failed) else str(answer)
-        raise PeerError(f"the agent at {address[0]}:{address[1]} refused this host: {text}")
-    check_accepted(secret, answer, proof, challenge.nonce)
-    connection.handler = handler
-    return connection
+            await asyncio.get_running_loop().create_connection(lambda: opening.connection, *address, ssl=context)
+            await opening.accepted
+    except BaseException as error:
+        opening.connection.abort("the handshake failed")
+        if isinstance(error, OSError | TimeoutError):
+            raise PeerError(f"{where} does not answer ({error or 'timeout'}); is its host up, and its port open?") from None
+        if isinstance(error, GeminiError):
+            raise type(error)(f"{where}: {error}") from None
+        raise
+    return opening.connection
 
 
 class _Greeting:
@@ -262,6 +288,7 @@ class _Greeting:
 
     def __init__(self, secret: Callable[[], bytes], accept: Callable[[Connection, Proof], Handler], log: Callable[[str], None]) -> None:
         self.connection = Connection(self)
+        self.connection.max_frame = _HANDSHAKE_FRAME
         self._secret, self._accept, self._log = secret, accept, log
         self._nonce = os.urandom(16)
         self._deadline: asyncio.TimerHandle | None = None
@@ -286,7 +313,7 @@ class _Greeting:
             return None
         if self._deadline is not None:
             self._deadline.cancel()
-        self.connection.handler = handler
+        self.connection.handler, self.connection.max_frame = handler, MAX_MESSAGE
         self.connection.send(accepted)
         return None
 
@@ -310,12 +337,15 @@ async def listen(
     """Listen on ``bind``, at ``preferred`` if it is free (an agent that was restarted keeps its address).
 
     Raises:
-        PeerError: no port of ``ports`` is free.
+        ConfigError: no port can be listened on there, or the TLS files cannot be used.
     """
     loop = asyncio.get_running_loop()
     context = tls_context(tls, server=True) if tls else None
     candidates = [preferred] * bool(preferred) + (list(range(ports[0], ports[1] + 1)) if ports else [0])
     for port in candidates:
-        with contextlib.suppress(OSError):
+        try:
             return await loop.create_server(lambda: _Greeting(secret, accept, log).begin(), bind, port, ssl=context)
-    raise PeerError(f"no port of {candidates} can be listened on at {bind}; widen port_range or free one of them")
+        except OSError as error:
+            reason = error.strerror or str(error)
+    given = f"port_range={ports}: no port of it" if ports else "no port"
+    raise ConfigError(f"{given} can be listened on at {bind} ({reason}); free one, widen port_range, or choose another interface")

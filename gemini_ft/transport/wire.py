@@ -14,7 +14,7 @@ import os
 import socket
 import ssl
 
-from gemini_ft.errors import PeerError, SecretError
+from gemini_ft.errors import ConfigError, PeerError, SecretError
 from gemini_ft.messages import MAX_MESSAGE, PROTOCOL_VERSION, Accepted, Challenge, Message, Proof, pack, unpack
 
 CHUNK_KINDS = ("chunk", "data")  # kinds that raw bytes follow
@@ -59,23 +59,33 @@ def check_accepted(secret: bytes, accepted: Accepted, proof: Proof, challenge: b
         raise SecretError("the peer does not know this run's secret; something else listens at its address")
 
 
-def frame_length(head: bytes | bytearray | memoryview) -> int:
-    """Length of the body that follows the 4 bytes of ``head``."""
+def frame_length(head: bytes | bytearray | memoryview, limit: int = MAX_MESSAGE) -> int:
+    """Length of the body that follows the 4 bytes of ``head``.
+
+    Raises:
+        PeerError: it is empty, or of more than ``limit`` bytes.
+    """
     length = int.from_bytes(head, "big")
-    if length > MAX_MESSAGE:
-        raise PeerError(
-            f"a message of {length:,} bytes was announced, at most {MAX_MESSAGE:,} are allowed; the other side is not gemini-ft"
-        )
+    if not 0 < length <= limit:
+        raise PeerError(f"a message of {length:,} bytes was announced, 1 to {limit:,} are allowed; the other side is not gemini-ft")
     return length
 
 
 def tls_context(tls: dict[str, str], server: bool) -> ssl.SSLContext:
-    """Mutual TLS from ``certificate``, ``key``, ``authority`` (PEM paths). Hosts are known by the authority, not by name."""
+    """Mutual TLS from ``certificate``, ``key``, ``authority`` (PEM paths). Hosts are known by the authority, not by name.
+
+    Raises:
+        ConfigError: a file is missing, or not what it should be.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
-    context.load_cert_chain(tls["certificate"], tls["key"])
-    context.load_verify_locations(tls["authority"])
+    try:
+        context.load_cert_chain(tls["certificate"], tls["key"])
+        context.load_verify_locations(tls["authority"])
+    except OSError as error:  # SSLError among them
+        files = ", ".join(f"tls.{name}={path}" for name, path in tls.items())
+        raise ConfigError(f"{files}: {error}; give PEM files that the agent can read, the key being that of the certificate") from None
     return context
 
 

@@ -1,0 +1,289 @@
+"""An agent's two doors, the Unix socket and the TCP port, and when it leaves: strangers, rubbish, and the end of the job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+from agent_kit import WAIT, Job, eventually, exactly, open_fds, stopped, versions
+
+from gemini_ft.agent import lifecycle
+from gemini_ft.errors import AgentError, AgentTimeoutError, ConfigError, MemoryBudgetError, PeerError, SecretError
+from gemini_ft.messages import MAX_MESSAGE, Challenge, Failed, GetInventory, Hello, Request, pack, unpack
+from gemini_ft.transport.wire import BlockingWire, make_proof
+
+SECRET = b"s" * 16  # of the kit's ranks
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Job(tmp_path) as job:
+        yield job
+
+
+def said(sock: socket.socket) -> bytes:
+    """Everything the other side says until it hangs up."""
+    sock.settimeout(WAIT)
+    data = b""
+    try:
+        while part := sock.recv(65536):
+            data += part
+    except ConnectionResetError:
+        pass
+    return data
+
+
+def frame(content: object) -> bytes:
+    body = msgpack.packb(content)
+    return len(body).to_bytes(4, "big") + body
+
+
+RUBBISH = [
+    b"\x00\x00\x00\x20" + bytes(range(32)),
+    b"GET / HTTP/1.1\r\nHost: agent\r\n\r\n",
+    (MAX_MESSAGE + 1).to_bytes(4, "big"),
+    bytes(4),
+    frame({"kind": "self_destruct"}),
+    frame({"kind": "get_status", "also": 1}),
+    frame([]),
+    frame({"kind": "verify", "version": [[1, "x"], "one"]}),
+]
+
+
+class TestUnixSocket:
+    def test_rubbish_ends_the_connection_and_nothing_else(self, job: Job) -> None:
+        (rank,) = job.start("a")
+        for data in RUBBISH:
+            sock = lifecycle.try_connect(job.run, "a")
+            assert sock is not None
+            with sock:
+                sock.sendall(data)
+                assert said(sock) == b""
+        job.commit([rank], 1, 2)
+
+    def test_a_user_of_another_uid_is_turned_away(self, job: Job) -> None:
+        job.rank("a", 0)
+        name = lifecycle.socket_name(job.run, "a")
+        if os.getuid() != 0:
+            pytest.skip("only root can be somebody else")
+        stranger = f"""
+import os, socket
+os.setgid(65534), os.setuid(65534)
+sock = socket.socket(socket.AF_UNIX)
+sock.connect({name!r})
+try:
+    sock.sendall({pack(Hello(run=job.run, stream="main", rank=0, secret=SECRET, bind="127.0.0.1", linger=1.0))!r})
+    answer = sock.recv(100)
+except ConnectionError:
+    answer = b""
+print(answer)
+"""
+        done = subprocess.run([sys.executable, "-c", stranger], capture_output=True, text=True, timeout=WAIT)
+        assert (done.stdout, done.stderr) == ("b''\n", "")
+        assert "of uid 65534: this agent serves uid 0 only" in job.log("a")
+
+    def test_a_worker_of_another_version_is_told_so(self, job: Job) -> None:
+        with pytest.raises(AgentError, match=r"this agent speaks protocol 1, the worker 0: .*; end it with `gemini leave"):
+            job.rank("a", 0, protocol=0)
+
+    def test_nothing_is_answered_before_hello(self, job: Job) -> None:
+        job.rank("a", 0)
+        answer = lifecycle.ask(job.run, "a", GetInventory())
+        assert isinstance(answer, Failed)
+        assert answer.text == "'get_inventory' before hello"
+
+    def test_a_worker_that_has_not_opened_an_incarnation_gets_no_slot(self, job: Job) -> None:
+        rank = job.rank("a", 0)
+        rank.client.tell(Request(iteration=1))
+        failed = rank.wait_for("failed")
+        assert (failed.error, failed.fatal) == ("SupersededError", True)
+
+    def test_a_second_secret_is_refused(self, job: Job) -> None:
+        job.rank("a", 0)
+        with pytest.raises(SecretError, match=r"has secret [0-9a-f]{16}, rank 1 brings [0-9a-f]{16}; give all workers of a run the same"):
+            job.rank("a", 1, secret=b"t" * 16)
+
+    def test_too_little_memory_is_said_with_what_is_needed_and_what_is_allowed(self, job: Job) -> None:
+        (rank,) = job.join(["a"], memory_limit=2**23)
+        rank.open(job.make_spec([rank]))
+        numbers = (
+            r"rank 0's shard \(2 slots of [0-9,]+ bytes\) needs [0-9,]+ bytes; this host's agent may hold 8,388,608 .* Raise memory_limit"
+        )
+        with pytest.raises(MemoryBudgetError, match=numbers):
+            rank.reserve(2**24)
+        rank.reserve(2**20)
+        job.commit([rank], 1)
+
+    def test_a_peer_with_too_little_memory_stops_the_job(self, job: Job) -> None:
+        ranks = [job.rank("a", 0), job.rank("b", 1, memory_limit=2**23)]
+        spec = job.make_spec(ranks)
+        for rank in ranks:
+            rank.open(spec)
+        ranks[0].reserve(2**21)
+        ranks[1].reserve(2**10)
+        ranks[0].snapshot(1)
+        failed = ranks[0].wait_for("failed")
+        assert (failed.error, failed.fatal) == ("MemoryBudgetError", True)
+        assert failed.text.startswith("host b: rank 0's shard")
+
+    def test_an_agent_that_hangs_is_given_up_after_the_timeout(self, job: Job) -> None:
+        rank = job.rank("a", 0, timeout=1.0)
+        with stopped(job.pid("a")):
+            with pytest.raises(AgentTimeoutError, match="did not answer 'get_inventory' within 1 s"):
+                rank.inventory()
+            with pytest.raises(AgentError, match=r"is gone \(it took nothing in for 1 s\)"):
+                all(rank.progress(iteration) is None for iteration in range(100_000))
+            with pytest.raises(AgentError, match="its connection is closed"):
+                rank.progress(1)
+
+
+class TestTcpPort:
+    def test_rubbish_ends_the_connection_and_nothing_else(self, job: Job) -> None:
+        ranks = job.start()
+        for data in [*RUBBISH, (2**16 + 1).to_bytes(4, "big")]:  # the last: too much for somebody unknown
+            with socket.create_connection(ranks[1].address, WAIT) as sock:
+                sock.sendall(data)
+                assert isinstance(unpack(said(sock)[4:]), Challenge)
+        job.commit(ranks, 1, 2)
+
+    def test_a_stranger_without_the_secret_gets_nothing(self, job: Job) -> None:
+        ranks = job.start()
+        job.commit(ranks, 1)
+        for role in ("fetch", "replicate", "report"):
+            claims = job.claims(role, incarnation=ranks[0].spec.incarnation)
+            with pytest.raises(PeerError, match="refused this host: this run has another secret"):
+                BlockingWire(ranks[0].address, claims, b"guessed", 10.0)
+        assert "host 'test' does not know this run's secret" in job.log("a")
+        assert SECRET.decode() not in job.log("a")
+
+    def test_a_proof_that_was_overheard_is_worth_nothing(self, job: Job) -> None:
+        ranks = job.start()
+
+        def challenged(sock: socket.socket) -> Challenge:
+            message = unpack(exactly(sock, int.from_bytes(exactly(sock, 4), "big")))
+            assert isinstance(message, Challenge)
+            return message
+
+        with socket.create_connection(ranks[0].address, WAIT) as first, socket.create_connection(ranks[0].address, WAIT) as second:
+            proof = make_proof(SECRET, job.claims(), challenged(first))
+            challenged(second)
+            second.sendall(pack(proof))
+            assert b"this run has another secret" in said(second)
+            first.sendall(pack(proof))
+            assert unpack(exactly(first, int.from_bytes(exactly(first, 4), "big"))).kind == "accepted"
+
+    def test_a_host_of_another_incarnation_is_refused_by_number(self, job: Job) -> None:
+        ranks = job.start()
+        with pytest.raises(PeerError, match="host 'test' speaks for incarnation None, this host is at 1-nonce1"):
+            BlockingWire(ranks[0].address, job.claims("replicate"), SECRET, 10.0)
+
+    def test_another_run_or_stream_is_refused_by_name(self, job: Job) -> None:
+        ranks = job.start()
+        for fields in ({"run": "other"}, {"stream": "other"}):
+            with pytest.raises(PeerError, match=f"this agent serves '{job.run}'"):
+                BlockingWire(ranks[0].address, job.claims(**fields), SECRET, 10.0)
+
+    def test_only_the_leader_takes_reports(self, job: Job) -> None:
+        ranks = job.start()
+        with pytest.raises(PeerError, match="host 'b' does not lead this run"):
+            BlockingWire(ranks[1].address, job.claims("report", incarnation=ranks[1].spec.incarnation), SECRET, 10.0)
+
+    def test_a_peer_that_says_what_it_must_not_is_hung_up_on(self, job: Job) -> None:
+        ranks = job.start()
+        for role in ("fetch", "replicate", "report"):
+            wire = BlockingWire(ranks[0].address, job.claims(role, incarnation=ranks[0].spec.incarnation), SECRET, 10.0)
+            wire.send(GetInventory())
+            with pytest.raises(PeerError, match=r"closed the connection|stopped answering"):
+                wire.receive()
+            wire.close()
+        job.commit(ranks, 1)
+
+    def test_a_run_on_the_ipv6_loopback(self, job: Job) -> None:
+        ranks = job.start(hello={"bind": "::1"})
+        assert all(":" in rank.address[0] for rank in ranks)
+        job.commit(ranks, 1, 2)
+
+    def test_a_port_range_is_kept_to_and_its_end_is_said(self, job: Job) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            with pytest.raises(ConfigError, match=rf"port_range=\({port}, {port}\): no port of it can be listened on .*in use"):
+                job.rank("a", 0, ports=(port, port))
+        rank = job.rank("a", 0, ports=(port, port))
+        assert rank.address == ("127.0.0.1", port)
+
+
+class TestLeaving:
+    def test_after_all_ranks_have_finished(self, job: Job) -> None:
+        ranks = [job.process("a", 0), job.process("b", 1)]
+        job.open(ranks)
+        job.commit(ranks, 1)
+        ranks[0].goodbye()
+        ranks[0].kill()
+        assert all(job.pid(host) for host in "ab")
+        ranks[1].goodbye()
+        ranks[1].kill()
+        job.gone("a", "b")
+
+    def test_at_once_when_the_user_interrupts(self, job: Job) -> None:
+        rank = job.rank("a", 0)
+        rank.goodbye(finished=False)
+        job.gone("a")
+
+    def test_when_it_is_told_to(self, job: Job) -> None:
+        job.rank("a", 0)
+        lifecycle.leave(job.run, "a")
+        job.gone("a")
+
+    def test_not_while_a_crashed_job_may_come_back(self, job: Job) -> None:
+        victim = job.process("a", 0)
+        job.open([victim])
+        job.commit([victim], 1, 2)
+        pid = job.pid("a")
+        victim.kill()
+        rank = job.rank("a", 0)
+        assert job.pid("a") == pid
+        assert versions(rank.inventory()) == {(0, 1), (0, 2)}
+
+    def test_when_a_crashed_job_has_not_come_back_for_long_enough(self, job: Job) -> None:
+        victim = job.process("a", 0, linger=0.3)
+        job.open([victim])
+        job.commit([victim], 1)
+        victim.kill()
+        job.gone("a")
+
+    def test_on_sigterm(self, job: Job) -> None:
+        job.rank("a", 0)
+        os.kill(job.pid("a"), signal.SIGTERM)
+        job.gone("a")
+
+
+class TestDescriptors:
+    def test_do_not_pile_up_over_many_sessions(self, job: Job) -> None:
+        def session(resumed: int | None) -> None:
+            ranks = [job.process("a", 0), job.process("b", 1)]
+            version = job.version(resumed) if resumed else None
+            sources = {0: ["a", "b"], 1: ["a", "b"]} if resumed else {}
+            job.open(ranks, resumed=version, sources=sources)
+            first = (resumed or 0) + 1
+            job.commit(ranks, first, first + 1)
+            for rank in ranks:
+                rank.kill()
+
+        def settled() -> list[int]:
+            eventually(lambda: all(not job.status(host)["workers"] for host in "ab"), "the death of the workers")
+            return [open_fds(job.pid(host)) for host in "ab"]
+
+        session(None)
+        session(2)
+        before = settled()
+        for number in range(2, 12):
+            session(2 * number)
+        grown = [now - then for now, then in zip(settled(), before, strict=True)]
+        assert max(grown) < 5, f"{grown} more descriptors after 10 more sessions"  # a connection or two may be in between
