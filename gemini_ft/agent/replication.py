@@ -7,6 +7,7 @@ a damaged one is asked for again. A connection that breaks is dialled again and 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from gemini_ft.transport.tcp import Address, Connection, dial
 from gemini_ft.versions import Version
 
 _IN_FLIGHT = 4  # chunks handed to the kernel's queue ahead of the wire
+_MEASURABLE = 4 * 2**20  # bytes below which a shard says nothing about the network's speed
 _MAX_RESENDS = 8  # damaged chunks of one shard before its sender gives up
 _PATIENCE = 2.0  # seconds a peer may take to let go of a shard that was given up; then its connection is closed
 
@@ -41,6 +43,7 @@ class Outgoing:
     drop_sent: bool = False
     resend: deque[int] = field(default_factory=deque)
     resends: int = 0
+    begun_at: float = 0.0
 
     def restart(self) -> None:
         self.cursor, self.begun, self.end_sent = 0, False, False
@@ -57,6 +60,9 @@ class LinkOwner(Protocol):
 
     def peer_refused(self, peer: str, text: str) -> None: ...
 
+    def measured(self, peer: str, address: str, rate: float) -> None:
+        """The first sizeable shard has travelled, at ``rate`` bytes per second."""
+
     def log(self, text: str) -> None: ...
 
 
@@ -70,6 +76,7 @@ class Link:
         self._active: list[Outgoing] = []
         self._rooms: dict[int, SlotShape] = {}  # owner -> what the peer has been offered room for
         self._ready: set[int] = set()
+        self._measured = False
         self._connection: Connection | None = None
         self._wake = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -141,6 +148,8 @@ class Link:
 
     def _answered(self, out: Outgoing, message: Ack | Resend) -> None:
         if isinstance(message, Ack):
+            if message.ok:
+                self._measure(out)
             if message.ok or out.drop_sent:
                 self._over(out)
             return
@@ -155,6 +164,13 @@ class Link:
         else:
             out.resend.extend(message.chunks)
             out.end_sent = False
+
+    def _measure(self, out: Outgoing) -> None:
+        """Once per link: how fast the replica got there, verified and acknowledged."""
+        if not self._measured and out.memory.shape.data_bytes >= _MEASURABLE:
+            self._measured = True
+            rate = out.memory.shape.data_bytes / max(1e-9, time.monotonic() - out.begun_at)
+            self._owner.measured(self.peer, self._address[0], rate)
 
     def _over(self, out: Outgoing) -> None:
         if out in self._active:
@@ -218,7 +234,7 @@ class Link:
         if out.owner not in self._ready:
             return False
         if not out.begun:
-            out.begun = True
+            out.begun, out.begun_at = True, time.monotonic()
             connection.send(Begin(owner=out.owner, iteration=out.version.iteration, committed=self._owner.committed_of(out.owner)))
         return self._send_chunk(out, connection)
 

@@ -46,6 +46,7 @@ from gemini_ft.protocol import CancelSend, Effect, Free, Grant, Host, Send, Tell
 from gemini_ft.transport.tcp import Connection, Handler
 from gemini_ft.versions import Incarnation, Version
 
+_SLOW = 100e6  # bytes per second; a gigabit network is faster
 _REPLICA_SLOTS = 2  # one complete, one in progress
 
 
@@ -407,6 +408,12 @@ class Stream:
     def peer_refused(self, peer: str, text: str) -> None:
         self.log(f"host {peer} refused a replica: {text}")
         self.tell_workers(Failed(error="MemoryBudgetError", text=f"host {peer}: {text}", fatal=True))
+
+    def measured(self, peer: str, address: str, rate: float) -> None:
+        text = f"replicas travel to host {peer} ({address}) at {rate / 1e6:,.0f} MB/s"
+        self.log(text)
+        if rate < _SLOW:
+            self.tell_workers(Notice(text=f"{text}: is that the right network? Choose with interface (GEMINI_INTERFACE)"))
 
     # -- receivers (ReceiverOwner)
 
