@@ -77,10 +77,11 @@ class Stream(IterableDataset[torch.Tensor]):
             yield samples[index]
 
 
-def train_loader(run: dict[str, Any]) -> DataLoader[torch.Tensor]:
+def train_loader(run: dict[str, Any]) -> Any:
     if run.get("stream"):
         return DataLoader(Stream(), BATCH)
-    return DataLoader(Samples(), BATCH, shuffle=True, num_workers=run.get("num_workers", 0))
+    loader = DataLoader(Samples(), BATCH, shuffle=True, **run.get("loader", {}))
+    return [loader, DataLoader(Samples(20), BATCH, shuffle=True)] if run.get("two_loaders") else loader
 
 
 def network() -> nn.Sequential:
@@ -124,17 +125,18 @@ def make_module(package: Any, run: dict[str, Any], diary: Diary) -> Any:
                 for layer in (self.net[0], self.net[4], self.net[6], self.net):
                     fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            batch = batch[0] + batch[1].mean(0) if isinstance(batch, list) else batch
             step = self.trainer.fit_loop.total_batch_idx
             diary.reached("step", step)
             output = self.net(batch + 0.05 * torch.randn_like(batch) + 0.01 * random.random())
             loss = functional.mse_loss(output, batch)
             self.seen.update(loss.detach())
             self.errors.update(output.detach(), batch)
-            self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=bool(run.get("sync")))
-            self.log("worst", loss, on_step=False, on_epoch=True, reduce_fx="max")
-            self.log("seen", self.seen, on_step=False, on_epoch=True)
-            self.log_dict(self.errors, on_step=False, on_epoch=True)
+            self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=bool(run.get("sync")), batch_size=BATCH)
+            self.log("worst", loss, on_step=False, on_epoch=True, reduce_fx="max", batch_size=BATCH)
+            self.log("seen", self.seen, on_step=False, on_epoch=True, batch_size=BATCH)
+            self.log_dict(self.errors, on_step=False, on_epoch=True, batch_size=BATCH)
             diary.note(f"step {step}", [batch_idx, batch.sum().item().hex(), loss.item().hex()])
             if not self.automatic_optimization:
                 self.manual_step(loss)
@@ -187,7 +189,25 @@ def make_module(package: Any, run: dict[str, Any], diary: Diary) -> Any:
             scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    return Case()
+    class Iterating(Case):
+        def training_step(self, dataloader_iter: Iterator[Any]) -> torch.Tensor:  # type: ignore[override]
+            batch, batch_idx, _ = next(dataloader_iter)
+            return super().training_step(batch, batch_idx)
+
+    class Reloading(Case):
+        def train_dataloader(self) -> Any:
+            return train_loader(run)
+
+    return {"iterating": Iterating, "reloading": Reloading}.get(run.get("module", ""), Case)()
+
+
+def make_callbacks(package: Any, run: dict[str, Any]) -> list[Any]:
+    callbacks = package.callbacks
+    makers = {
+        "averaging": lambda: callbacks.EMAWeightAveraging(decay=0.5),
+        "accumulation": lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 2}),
+    }
+    return [makers[name]() for name in run.get("callbacks", [])]
 
 
 def make_logger(diary: Diary) -> Any:
@@ -226,7 +246,7 @@ def train(run: dict[str, Any], diary: Diary, out: Path) -> None:
         devices=WORLD_SIZE,
         strategy=make_strategy(package, run),
         logger=make_logger(diary),
-        callbacks=[checkpoints],
+        callbacks=[checkpoints, *make_callbacks(package, run)],
         default_root_dir=out / run["name"] / "root",
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -235,7 +255,9 @@ def train(run: dict[str, Any], diary: Diary, out: Path) -> None:
         **{"max_epochs": 3, "val_check_interval": 1.0 if run.get("stream") else 0.5} | run.get("trainer", {}),
     )
     module = make_module(package, run, diary)
-    trainer.fit(module, train_loader(run), DataLoader(Samples(8), BATCH), ckpt_path=run.get("ckpt_path"), weights_only=False)
+    training = None if run.get("module") == "reloading" else train_loader(run)
+    validation = DataLoader(Samples(8), BATCH, **run.get("loader", {}))
+    trainer.fit(module, training, validation, ckpt_path=run.get("ckpt_path"), weights_only=False)
     diary.note("final", [digest(module), trainer.global_step, trainer.current_epoch, torch.rand(()).item().hex()])
     if checkpoints.best_model_score is not None:
         names = sorted(Path(path).stem.partition("-v")[0] for path in checkpoints.best_k_models)  # -v1: a file saved again

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gemini_ft.errors import ConfigError
-from gemini_ft.lightning.loader import is_position
+from gemini_ft.lightning.loader import bookmark_of, is_position
 
 _SUPPORTED = "2.6"
 
@@ -207,7 +207,7 @@ def loop_extras(trainer: Any) -> dict[str, Any]:
         "since_start": now - getattr(trainer, "_train_start_time", now),
         "since_validation": now - getattr(trainer, "_last_val_time", now),
         "cycles": (combined._idx, list(getattr(combined, "_consumed", ()))),
-        "persistent": [_has_workers(loader) for loader in _validation_loaders(trainer)],
+        "validation_workers": [mark.resting_workers if (mark := bookmark_of(loader)) else None for loader in _validation_loaders(trainer)],
     }
 
 
@@ -222,20 +222,14 @@ def set_loop_extras(trainer: Any, extras: Mapping[str, Any]) -> None:
     combined._idx, consumed = extras["cycles"]
     if consumed:
         combined._consumed = list(consumed)
-    # Persistent workers draw a seed when they are started. They were started before: draw it before the generators
-    # are set, or the next validation would draw it from the training's randomness.
-    for loader, started in zip(_validation_loaders(trainer), extras["persistent"], strict=False):
-        if started and not _has_workers(loader):
-            iter(loader)
+    for loader, workers in zip(_validation_loaders(trainer), extras["validation_workers"], strict=False):
+        if workers is not None and (bookmark := bookmark_of(loader)):
+            bookmark.revive_workers(workers)
 
 
 def _validation_loaders(trainer: Any) -> list[Any]:
     combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
     return list(combined.flattened) if combined is not None else []
-
-
-def _has_workers(loader: Any) -> bool:
-    return bool(getattr(loader, "persistent_workers", False)) and getattr(loader, "_iterator", None) is not None
 
 
 # --- logged values

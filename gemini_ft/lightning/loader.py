@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from gemini_ft.errors import StateError
@@ -67,6 +68,11 @@ def make_resumable(
     loader.__class__ = _resumable_class(_plain_class(loader))
     loader._gemini = bookmark
     return loader
+
+
+def bookmark_of(loader: Any) -> Bookmark | None:
+    """The bookmark of a loader that was made resumable."""
+    return getattr(loader, "_gemini", None)
 
 
 def is_position(state: Any) -> bool:
@@ -215,7 +221,21 @@ class Bookmark:
         if self._workers is None:
             return {}
         init = RestoringInit(self._loader.worker_init_fn, self._workers.at_start())
-        return {"collate_fn": StampingCollate(self._loader.collate_fn), "worker_init_fn": init}
+        changes = {"collate_fn": StampingCollate(self._loader.collate_fn), "worker_init_fn": init}
+        if self._workers.take_revived():
+            changes["generator"] = torch.Generator()  # their seed was drawn when they were first started
+        return changes
+
+    @property
+    def resting_workers(self) -> dict[int, Randomness] | None:
+        """States of persistent workers that wait for the next iteration; None if there are none."""
+        started = getattr(self._loader, "persistent_workers", False) and self._loader._iterator is not None
+        return self._workers.resting() if started and self._workers else None
+
+    def revive_workers(self, states: dict[int, Randomness]) -> None:
+        """Let the next iteration start workers in the place of those that were resting before a restart."""
+        if self._workers:
+            self._workers.revive(states)
 
     def _start_of(self, batches: int) -> int:
         """The batch that an iteration starts with so as to reach position ``batches``; those between are loaded."""
@@ -290,8 +310,9 @@ def _resumable_class(base: Any) -> Any:
         def _get_iterator(self) -> Any:
             if self._gemini is None or not self._gemini.starting:
                 return super()._get_iterator()
-            saved = {name: getattr(self, name) for name in ("collate_fn", "worker_init_fn")}
-            self.__dict__.update(self._gemini.for_workers())
+            changes = self._gemini.for_workers()
+            saved = {name: getattr(self, name) for name in changes}
+            self.__dict__.update(changes)
             try:
                 return super()._get_iterator()
             finally:

@@ -162,14 +162,16 @@ class GeminiMixin(Gemini, _Strategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         loader, trainer = super().process_dataloader(dataloader), self._gemini_trainer
-        if self._gemini_fit is None or not trainer.training:
+        # Of validation only workers that live on from one to the next have anything to remember.
+        if self._gemini_fit is None or not (trainer.training or getattr(loader, "persistent_workers", False)):
             return loader
+        training = bool(trainer.training)
         return make_resumable(
             loader,
             self._gemini_data_resume,
-            ahead=functools.partial(compat.batches_taken_in_advance, trainer),
+            ahead=functools.partial(compat.batches_taken_in_advance, trainer) if training else None,
             epoch=functools.partial(compat.epoch, trainer),
-            active=lambda: bool(trainer.training),
+            active=lambda: bool(trainer.training) == training,
         )
 
 

@@ -64,6 +64,7 @@ class WorkerStates:
     def __init__(self, workers: int, persistent: bool) -> None:
         self._workers, self._persistent = workers, persistent
         self._first = 0
+        self._revived = False
         self._rounds: deque[tuple[int, int, Randomness]] = deque(maxlen=2 * workers)  # batch, worker, state after it
         self._latest: dict[int, Randomness] = {}
         self._at_start: dict[int, Randomness] = {}
@@ -74,6 +75,19 @@ class WorkerStates:
         self._at_start = dict(self._latest)
         self._first = first
         self._rounds.clear()
+
+    def resting(self) -> dict[int, Randomness]:
+        """The states of persistent workers between two iterations."""
+        return dict(self._latest)
+
+    def revive(self, states: Mapping[int, Randomness]) -> None:
+        """The next iteration starts new workers in the place of those that were ``resting`` before a restart."""
+        self._latest, self._revived = dict(states), True
+
+    def take_revived(self) -> bool:
+        """Whether the workers that are being started are such ones."""
+        revived, self._revived = self._revived, False
+        return revived
 
     def at_start(self) -> dict[int, Randomness]:
         """The states in which the workers began, as far as their seeds do not say it."""
