@@ -99,11 +99,14 @@ def main() -> None:
 
 def _preload(modules: Sequence[str]) -> str | None:
     """Import ``modules``; return why children must not be forked after that, or None if they can."""
+    if "torch" in modules:
+        # Being asked whether there is a GPU, torch then asks the driver's monitor: that does not spoil forks, CUDA does.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     for name in modules:
         try:
             importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue  # the script will say so itself if it needs it
+        except ModuleNotFoundError as error:  # if the script needs it, it will fail by itself
+            print(f"gemini run: {name} is not imported ahead: {error}", file=sys.stderr)
         except Exception as error:
             return f"import {name} failed: {type(error).__name__}: {error}"
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]

@@ -200,7 +200,8 @@ def _board() -> _Board:
 def exchange(obj: T, timeout: float = 60.0) -> list[T]:
     """Give ``obj`` to all ranks of the default process group, and take theirs.
 
-    Collective: all ranks call it, in the same order. Objects are pickled. Without a group the result is ``[obj]``.
+    Collective: all ranks call it, in the same order. Objects are pickled, and under NCCL travel through the current CUDA
+    device. Without a group the result is ``[obj]``.
 
     Args:
         obj: anything that can be pickled.

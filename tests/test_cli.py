@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 import gemini_ft
 from gemini_ft import cli

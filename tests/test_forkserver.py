@@ -306,8 +306,11 @@ class TestRefusal:
     def test_a_failing_import(self, refusal: Callable[..., str | None]) -> None:
         assert refusal("raise OSError('no licence')") == "import culprit failed: OSError: no licence"
 
-    def test_a_module_that_is_not_installed_is_left_to_the_script(self, serve: Callable[..., ForkServer]) -> None:
+    def test_a_module_that_is_not_installed_is_left_to_the_script(
+        self, serve: Callable[..., ForkServer], capfd: pytest.CaptureFixture[str]
+    ) -> None:
         assert serve("no_such_module").wait_ready() is None
+        assert capfd.readouterr().err == "gemini run: no_such_module is not imported ahead: No module named 'no_such_module'\n"
 
     def test_a_thread(self, refusal: Callable[..., str | None]) -> None:
         source = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), name='poller', daemon=True).start()"
@@ -379,27 +382,28 @@ class TestPreload:
 class TestSeam:
     """Where torch's launcher is given forked workers."""
 
-    def test_an_unknown_torch_is_left_alone(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        def starts_otherwise(entrypoint: str, container: str) -> None:
-            raise AssertionError
+    STARTER = "get_subprocess_handler"
 
-        monkeypatch.setattr(torch_api, "get_subprocess_handler", starts_otherwise)
+    def test_an_unknown_torch_is_left_alone(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        def starts_otherwise(entrypoint: str, container: str) -> None: ...
+
+        monkeypatch.setattr(torch_api, self.STARTER, starts_otherwise)
         with forked_workers(["none.py"], []):
-            assert torch_api.get_subprocess_handler is starts_otherwise
+            assert getattr(torch_api, self.STARTER) is starts_otherwise
         assert "starting workers cold: this version of torch starts them in a way not known here" in caplog.text
 
     def test_afterwards_torch_is_as_before(self) -> None:
-        before = torch_api.get_subprocess_handler
+        before = getattr(torch_api, self.STARTER)
         with contextlib.suppress(ZeroDivisionError), forked_workers(["none.py"], []):
-            assert torch_api.get_subprocess_handler is not before
+            assert getattr(torch_api, self.STARTER) is not before
             raise ZeroDivisionError
-        assert torch_api.get_subprocess_handler is before
+        assert getattr(torch_api, self.STARTER) is before
 
     @pytest.mark.parametrize("wrapped", [False, True])
     def test_only_a_plain_python_command_is_forked(self, wrapped: bool, tmp_path: Path) -> None:
         script = write(tmp_path / "script.py", "print(open('/proc/self/cmdline').read())")
         with forked_workers([script], []):
-            handler = torch_api.get_subprocess_handler(
+            handler = getattr(torch_api, self.STARTER)(
                 entrypoint="/usr/bin/env" if wrapped else sys.executable,
                 args=(*([sys.executable] if wrapped else []), "-u", script),
                 env={},

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from gemini_ft import cli, launcher
 from gemini_ft.agent import lifecycle
@@ -52,7 +52,7 @@ class Job:
     def __init__(self, folder: Path, launcher: tuple[str, ...], arguments: tuple[str, ...], environ: dict[str, str]) -> None:
         self._mark = f"MARK_OF_TEST={uuid.uuid4()}".encode()
         self._out, self._err = (folder / f"{uuid.uuid4()}.{stream}" for stream in ("out", "err"))
-        environ = {**os.environ, **environ, "MARK_OF_TEST": self._mark.decode().partition("=")[2]}
+        environ = {**os.environ, **environ, "TMPDIR": str(folder), "MARK_OF_TEST": self._mark.decode().partition("=")[2]}
         with self._out.open("w") as out, self._err.open("w") as err:
             command = [sys.executable, "-m", *launcher, *arguments]
             self.process = subprocess.Popen(command, cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=err)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import gemini_ft
 from gemini_ft import rendezvous
@@ -77,7 +78,7 @@ def start() -> Iterator[Callable[..., Ranks]]:
         ranks.kill()
 
 
-def elastic(store: dist.TCPStore, world_size: int) -> list[dict[str, str]]:
+def elastic(store: TCPStore, world_size: int) -> list[dict[str, str]]:
     """What torchrun tells its workers when they share its own store."""
     return [
         {
@@ -92,7 +93,7 @@ def elastic(store: dist.TCPStore, world_size: int) -> list[dict[str, str]]:
 
 
 @pytest.fixture
-def store() -> dist.TCPStore:
+def store() -> TCPStore:
     return open_store("127.0.0.1", 0)
 
 
@@ -123,16 +124,16 @@ def free_port() -> int:
 
 
 class TestGroup:
-    def test_every_attempt_on_the_same_store_comes_up(self, store: dist.TCPStore, start: Callable[..., Ranks]) -> None:
+    def test_every_attempt_on_the_same_store_comes_up(self, store: TCPStore, start: Callable[..., Ranks]) -> None:
         for _ in range(5):
             attempt = start(join_and_add, elastic(store, 3))
             assert attempt.results() == [3.0, 3.0, 3.0]
             attempt.kill()
 
-    def test_the_hello_of_a_dead_predecessor_is_not_counted(self, store: dist.TCPStore, start: Callable[..., Ranks]) -> None:
+    def test_the_hello_of_a_dead_predecessor_is_not_counted(self, store: TCPStore, start: Callable[..., Ranks]) -> None:
         environments = elastic(store, 2)
         lone = start(join_and_add, environments[1:])  # says hello, and dies before there is a rank 0
-        prefix = dist.PrefixStore("gemini/rendezvous", store)
+        prefix = PrefixStore("gemini/rendezvous", store)
         prefix.wait(["hello/1"], timedelta(seconds=30))
         stale = prefix.get("hello/1")
         lone.kill()
@@ -141,36 +142,36 @@ class TestGroup:
         second = start(join_and_add, environments[1:])
         assert first.results() + second.results() == [2.0, 2.0]
 
-    def test_a_group_comes_up_after_a_kill_in_the_middle_of_joining(self, store: dist.TCPStore, start: Callable[..., Ranks]) -> None:
+    def test_a_group_comes_up_after_a_kill_in_the_middle_of_joining(self, store: TCPStore, start: Callable[..., Ranks]) -> None:
         alone = start(join_and_add, elastic(store, 2)[:1])
-        dist.PrefixStore("gemini/rendezvous", store).wait(["attempts"], timedelta(seconds=30))
+        PrefixStore("gemini/rendezvous", store).wait(["attempts"], timedelta(seconds=30))
         alone.kill()
         assert start(join_and_add, elastic(store, 2)).results() == [2.0, 2.0]
 
-    def test_rank_0_names_the_ranks_that_do_not_come(self, store: dist.TCPStore, start: Callable[..., Ranks]) -> None:
+    def test_rank_0_names_the_ranks_that_do_not_come(self, store: TCPStore, start: Callable[..., Ranks]) -> None:
         environments = elastic(store, 4)
         [error] = start(join_with_little_patience, [environments[0]]).results()
         assert isinstance(error, PeerError)
         assert "ranks 1, 2, 3 of 4 did not join the process group within 1 s" in str(error)
 
-    def test_the_others_name_rank_0(self, store: dist.TCPStore, start: Callable[..., Ranks]) -> None:
+    def test_the_others_name_rank_0(self, store: TCPStore, start: Callable[..., Ranks]) -> None:
         [error] = start(join_with_little_patience, elastic(store, 2)[1:]).results()
         assert isinstance(error, PeerError)
         assert "rank 0 did not answer rank 1 within 1 s" in str(error)
 
-    def test_an_unreachable_launcher_is_named(self, store: dist.TCPStore, start: Callable[..., Ranks]) -> None:
+    def test_an_unreachable_launcher_is_named(self, store: TCPStore, start: Callable[..., Ranks]) -> None:
         environments = [environ | {"MASTER_PORT": str(free_port())} for environ in elastic(store, 2)]
         [error] = start(join_with_little_patience, environments[1:]).results()
         assert isinstance(error, PeerError)
         assert f"the launcher's store at 127.0.0.1:{environments[1]['MASTER_PORT']} did not answer within 1 s" in str(error)
 
-    def test_without_torchrun_it_is_torchs_own(self, store: dist.TCPStore, start: Callable[..., Ranks]) -> None:
+    def test_without_torchrun_it_is_torchs_own(self, store: TCPStore, start: Callable[..., Ranks]) -> None:
         port = str(free_port())
         environments = [environ | {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": ""} for environ in elastic(store, 2)]
         assert start(join_and_add, environments).results() == [2.0, 2.0]
 
-    def test_a_callers_own_store_is_used(self, store: dist.TCPStore) -> None:
-        gemini_ft.init_process_group("gloo", store=dist.PrefixStore("mine", store), rank=0, world_size=1)
+    def test_a_callers_own_store_is_used(self, store: TCPStore) -> None:
+        gemini_ft.init_process_group("gloo", store=PrefixStore("mine", store), rank=0, world_size=1)
         try:
             assert store.num_keys() > 0
             assert not store.check(["gemini/rendezvous/attempts"])
@@ -217,11 +218,11 @@ def one_rank_dies() -> None:
 
 
 class TestExchange:
-    def test_all_objects_in_rank_order(self, store: dist.TCPStore, start: Callable[..., Ranks]) -> None:
+    def test_all_objects_in_rank_order(self, store: TCPStore, start: Callable[..., Ranks]) -> None:
         expected = [[{"rank": rank, "of": round} for rank in range(3)] for round in range(3)]
         assert start(exchange_ranks, elastic(store, 3)).results() == [expected] * 3
 
-    def test_over_a_group_of_torchs_own(self, store: dist.TCPStore, start: Callable[..., Ranks]) -> None:
+    def test_over_a_group_of_torchs_own(self, store: TCPStore, start: Callable[..., Ranks]) -> None:
         assert start(exchange_over_a_group_of_torchs_own, elastic(store, 2)).results() == [[0, 1, 0, 10]] * 2
 
     def test_alone(self) -> None:
@@ -229,7 +230,7 @@ class TestExchange:
         assert rendezvous.exchange(thing) == [thing]
 
     @pytest.mark.parametrize("absent", [0, 2])
-    def test_whoever_does_not_come_is_named_by_all_others(self, absent: int, store: dist.TCPStore, start: Callable[..., Ranks]) -> None:
+    def test_whoever_does_not_come_is_named_by_all_others(self, absent: int, store: TCPStore, start: Callable[..., Ranks]) -> None:
         environments = [environ | {"ABSENT": str(absent)} for environ in elastic(store, 3)]
         present = [rank for rank in range(3) if rank != absent]
         attempt = start(one_rank_stays_away, environments)
@@ -237,7 +238,7 @@ class TestExchange:
         assert all(isinstance(error, PeerError) for error in results), results
         assert {str(error).split(";")[0] for error in results} == {f"rank {absent} of 3 did not answer within 1 s"}
 
-    def test_a_rank_that_dies_is_an_error_on_the_others(self, store: dist.TCPStore, start: Callable[..., Ranks]) -> None:
+    def test_a_rank_that_dies_is_an_error_on_the_others(self, store: TCPStore, start: Callable[..., Ranks]) -> None:
         error = start(one_rank_dies, elastic(store, 2)).result(0)
         assert isinstance(error, PeerError)
         assert "rank 1 of 2 did not answer" in str(error)
@@ -288,7 +289,7 @@ def own_subclass() -> Any:
 
 
 class TestExchangeOrRaise:
-    def test_all_results_in_rank_order(self, store: dist.TCPStore, start: Callable[..., Ranks]) -> None:
+    def test_all_results_in_rank_order(self, store: TCPStore, start: Callable[..., Ranks]) -> None:
         assert start(all_succeed, elastic(store, 3)).results() == [["value 0", "value 1", "value 2"]] * 3
 
     @pytest.mark.parametrize(
@@ -306,13 +307,13 @@ class TestExchangeOrRaise:
         kind: type[GeminiError],
         text: str,
         causes: dict[int, type],
-        store: dist.TCPStore,
+        store: TCPStore,
         start: Callable[..., Ranks],
     ) -> None:
         expected = [(kind, text, causes.get(rank, type(None))) for rank in range(3)]
         assert start(function, elastic(store, 3)).results() == expected
 
-    def test_a_value_that_cannot_travel_is_an_error_everywhere(self, store: dist.TCPStore, start: Callable[..., Ranks]) -> None:
+    def test_a_value_that_cannot_travel_is_an_error_everywhere(self, store: TCPStore, start: Callable[..., Ranks]) -> None:
         (kind, text, _), (other_kind, other_text, _) = start(cannot_travel, elastic(store, 2)).results()
         assert kind is other_kind is GeminiError
         assert text == other_text
