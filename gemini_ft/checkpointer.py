@@ -87,7 +87,8 @@ class Checkpointer:
         self._recorder: Recorder | None = None
         self._state_extras: Any = None  # of the resumed snapshot, until load_tensors
         self._iteration = 0
-        self._stepped = False
+        self._stepped = False  # the optimizer, in this iteration
+        self._updates = 0  # since the last snapshot
         self._blocked = 0.0
         self._handles: list[Any] = []
         if model is not None:
@@ -106,12 +107,12 @@ class Checkpointer:
         found = self.open()
         if found is None:
             return 0
-        self.load_tensors()
         saved = found.extras["state"]
         if saved.keys() != self._stateful.keys():
             raise StateError(
                 f"the snapshot has state of {sorted(saved)}, this job has {sorted(self._stateful)}; give the same `state` as before"
             )
+        self.load_tensors()
         for name, value in saved.items():
             self._stateful[name].load_state_dict(value)
         self.scalars = found.extras["scalars"]
@@ -133,13 +134,16 @@ class Checkpointer:
         self._iteration += 1
         self._end_of_step()
         self.scalars.update(scalars)
-        if self._stepped and self._iteration % self.config.interval == 0:
+        self._updates += self._stepped
+        due = self._stepped and self._updates >= self.config.interval
+        self._stepped = False
+        if due:
+            self._updates = 0
             extras = {
                 "state": {name: value.state_dict() for name, value in self._stateful.items()},
                 "scalars": self.scalars,
                 "rng": rng_state(),
             }
-            self._stepped = False
             self._save(self._iteration, extras)
         else:
             self._joined.alive(self._iteration)

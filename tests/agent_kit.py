@@ -49,7 +49,8 @@ from gemini_ft.messages import (
 )
 from gemini_ft.versions import Incarnation, Version
 
-_context = multiprocessing.get_context("forkserver")
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "torch._dynamo", "gemini_ft.rendezvous", "gemini_ft.checkpointer", "agent_kit"])
 
 WAIT = 30.0  # seconds until something that must happen is given up
 CHUNK = 2**16
@@ -227,9 +228,9 @@ class RankProcess:
 
     def __init__(self, run: str, host: str, rank: int, **hello: Any) -> None:
         self.rank, self.host = rank, host
-        self._pipe, theirs = _context.Pipe()
+        self._pipe, theirs = context.Pipe()
         environ = {name: value for name, value in os.environ.items() if name.startswith("GEMINI_")}
-        self._process = _context.Process(target=_serve_rank, args=(theirs, environ, run, host, rank, hello))
+        self._process = context.Process(target=_serve_rank, args=(theirs, environ, run, host, rank, hello))
         self._process.start()
         theirs.close()
         self.hello, self.address = self._answer()

@@ -1,0 +1,156 @@
+"""A launcher in miniature for tests: forked ranks with real gloo, restarted together when one dies, as torchrun does it.
+
+Forking from a process that has imported torch makes a rank cost milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from agent_kit import WAIT, context, end_agent
+
+from gemini_ft.agent import lifecycle
+from gemini_ft.store import open_store
+
+
+class Failed(Exception):
+    """Ranks that died without a word; by rank, their exit codes."""
+
+
+class Attempt:
+    """The processes of one attempt."""
+
+    def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], environments: Sequence[Mapping[str, str]]) -> None:
+        self.processes = []
+        self._pipes = []
+        self._said: dict[int, Any] = {}
+        for environ in environments:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_run, args=(theirs, dict(environ), function, arguments))
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(ours)
+
+    def pid(self, rank: int) -> int:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        return pid
+
+    def wait(self, timeout: float = 2 * WAIT) -> bool:
+        """Until all have ended well (True), or one has not."""
+        end = time.monotonic() + timeout
+        while self._pipes_open():
+            assert time.monotonic() < end, f"ranks {self._pipes_open()} did not end within {timeout:g} s"
+            for pipe in wait([self._pipes[rank] for rank in self._pipes_open()], 0.1):
+                rank = self._pipes.index(pipe)
+                try:
+                    self._said[rank] = pipe.recv()
+                except EOFError:
+                    self.processes[rank].join(WAIT)
+                    self._said[rank] = Failed(f"rank {rank} died with exit code {self.processes[rank].exitcode}")
+                if isinstance(self._said[rank], Exception):
+                    return False
+        return True
+
+    def _pipes_open(self) -> list[int]:
+        return [rank for rank in range(len(self._pipes)) if rank not in self._said]
+
+    def results(self) -> list[Any]:
+        """What each rank returned, or the exception it raised; waits for all of them."""
+        while not self.wait() and self._pipes_open():
+            pass
+        return [self._said[rank] for rank in range(len(self._pipes))]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join(WAIT)
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def _run(pipe: Any, environ: dict[str, str], function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    import torch
+
+    os.environ.update(environ)
+    torch.set_num_threads(1)
+    try:
+        result = function(*arguments)
+    except Exception as error:
+        result = error
+    pipe.send(result)
+
+
+class World:
+    """A run of so many ranks, each on an emulated host of its own unless ``hosts`` says otherwise. Ends everything at the end."""
+
+    def __init__(self, folder: Path, size: int = 1, hosts: Sequence[str] | None = None, **environ: str) -> None:
+        self.folder = folder
+        self.hosts = list(hosts or [f"host{rank}" for rank in range(size)])
+        self.run = f"test-{os.getpid()}-{time.monotonic_ns()}"
+        self.environ = {"GEMINI_RUN_ID": self.run, "GEMINI_LOG_DIR": str(folder), "GEMINI_FAULTS_DIR": str(folder / "faults"), **environ}
+        self.restarts = 0
+        self._known = set(self.hosts)
+        self._attempts: list[Attempt] = []
+        self._store = open_store("127.0.0.1", 0)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for attempt in self._attempts:
+            attempt.kill()
+        for host in self._known:
+            end_agent(self.run, host)
+            if kind is not None and (log := self._log(host)).exists():
+                print(f"--- agent of {host}\n{log.read_text()}")
+
+    def _log(self, host: str) -> Path:
+        return self.folder / lifecycle.log_path(self.run, host).name
+
+    def log(self, host: str) -> str:
+        """What the host's agent wrote."""
+        return self._log(host).read_text()
+
+    def start(self, function: Callable[..., Any], *arguments: Any, per_rank: Sequence[Mapping[str, str]] = (), **environ: str) -> Attempt:
+        """One attempt of ``function(*arguments)`` on every rank."""
+        self._known |= set(self.hosts)
+        size = len(self.hosts)
+        common = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "WORLD_SIZE": str(size),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        environments = [
+            {**common, **self.environ, **environ, "RANK": str(rank), "GEMINI_HOST_ID": host, **(per_rank[rank] if per_rank else {})}
+            for rank, host in enumerate(self.hosts)
+        ]
+        self._attempts.append(Attempt(function, arguments, environments))
+        return self._attempts[-1]
+
+    def finish(self, function: Callable[..., Any], *arguments: Any, restarts: int = 10, **environ: str) -> list[Any]:
+        """Restart all ranks until all have ended well; what each returned then."""
+        while True:
+            attempt = self.start(function, *arguments, **environ)
+            if attempt.wait():
+                return attempt.results()
+            attempt.kill()
+            self.restarts += 1
+            assert self.restarts <= restarts, attempt._said
+
+    def outcome(self, function: Callable[..., Any], *arguments: Any, **environ: str) -> list[Any]:
+        """What each rank returned, or the exception it raised, in one attempt; all are dead afterwards."""
+        attempt = self.start(function, *arguments, **environ)
+        try:
+            return attempt.results()
+        finally:
+            attempt.kill()
