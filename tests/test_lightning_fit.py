@@ -1,0 +1,251 @@
+"""One fit in one process: what is resumed and what is not, checkpoint files beside snapshots, and Fabric's paths."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader
+
+import gemini_ft
+from gemini_ft.agent import lifecycle
+from gemini_ft.errors import ConfigError, LayoutMismatchError, StateError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning"),
+]
+STEPS = 6
+
+
+class Boom(Exception):
+    """The crash of these tests."""
+
+
+class Model(LightningModule):
+    """Remembers which steps it made, and does as it is told at one of them."""
+
+    def __init__(self, width: int = 4, at: int = -1, do: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, width)
+        self.at, self.do = at, do
+        self.steps: list[int] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.global_step == self.at and self.do is not None:
+            self.do()
+        self.steps.append(self.global_step)
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), 0.1)
+
+
+def crash() -> None:
+    raise Boom
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def run_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A run of its own; its agent, and what Lightning does to the process, are gone afterwards."""
+    run = f"fit-{os.getpid()}-{tmp_path.name}"
+    environment = dict(os.environ)
+    monkeypatch.setenv("GEMINI_RUN_ID", run)
+    monkeypatch.setenv("GEMINI_ON_LATE", "wait")
+    monkeypatch.setenv("GEMINI_LINGER", "60")
+    yield run
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
+    lifecycle.job_finished(run)
+
+
+@pytest.fixture
+def fit(run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Model]:
+    """Train as a script does that has just been started."""
+
+    def start(options: dict[str, Any] | None = None, ckpt_path: Path | None = None, strategy: Any = "gemini") -> Model:
+        monkeypatch.setattr("gemini_ft.lightning.fit._ordinals", itertools.count())
+        torch.manual_seed(1)
+        model = Model(**options or {})
+        trainer = Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=1,
+            max_steps=STEPS,
+            default_root_dir=tmp_path,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[ModelCheckpoint(tmp_path / "files", every_n_train_steps=1, save_top_k=-1, filename="{step}")],
+        )
+        trainer.fit(model, DataLoader(torch.arange(40.0).view(10, 4)), ckpt_path=ckpt_path, weights_only=False)
+        return model
+
+    return start
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, bool]]:
+    """How Checkpointers were closed. The agent acts upon it when the process has gone."""
+    calls: list[dict[str, bool]] = []
+    close = gemini_ft.Checkpointer.close
+
+    def spy(self: gemini_ft.Checkpointer, **how: bool) -> None:
+        calls.append(how)
+        close(self, **how)
+
+    monkeypatch.setattr(gemini_ft.Checkpointer, "close", spy)
+    return calls
+
+
+def test_a_crash_is_resumed(fit: Callable[..., Model], closed: list[dict[str, bool]]) -> None:
+    with pytest.raises(Boom):
+        fit({"at": 4, "do": crash})
+    resumed = fit()
+    assert resumed.steps[0] in (3, 4)
+    assert closed == [{"finished": False, "interrupted": False}, {"finished": True, "interrupted": False}]
+    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), fit(strategy="ddp").parameters(), strict=True))
+
+
+def test_ctrl_c_is_no_crash(fit: Callable[..., Model], closed: list[dict[str, bool]]) -> None:
+    with pytest.raises(SystemExit):
+        fit({"at": 4, "do": interrupt})
+    assert closed == [{"finished": False, "interrupted": True}]
+
+
+def test_resume_never(fit: Callable[..., Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Boom):
+        fit({"at": 4, "do": crash})
+    monkeypatch.setenv("GEMINI_RESUME", "never")
+    assert fit().steps[0] == 0
+
+
+def test_another_model_is_refused(fit: Callable[..., Model]) -> None:
+    with pytest.raises(Boom):
+        fit({"at": 4, "do": crash})
+    with pytest.raises(LayoutMismatchError, match=r"net\.weight"):
+        fit({"width": 5})
+
+
+def test_an_older_file_does_not_win(fit: Callable[..., Model], tmp_path: Path) -> None:
+    with pytest.raises(Boom):
+        fit({"at": 4, "do": crash})
+    assert fit(ckpt_path=tmp_path / "files" / "step=2.ckpt").steps[0] in (3, 4)
+
+
+def test_a_newer_file_wins(fit: Callable[..., Model], tmp_path: Path) -> None:
+    fit(strategy="ddp")
+    with pytest.raises(Boom):
+        fit({"at": 3, "do": crash})
+    model = fit(ckpt_path=tmp_path / "files" / "step=5.ckpt")
+    assert model.steps == [5]
+
+
+def test_files_are_those_of_plain_lightning(fit: Callable[..., Model], tmp_path: Path) -> None:
+    fit()
+    saved = torch.load(tmp_path / "files" / "step=4.ckpt", weights_only=False)
+    assert "combined_loader" not in saved["loops"]["fit_loop"]["state_dict"]
+    assert fit(strategy="ddp", ckpt_path=tmp_path / "files" / "step=4.ckpt").steps == [4, 5]
+
+
+def test_the_copy_is_waited_for_before_every_update(fit: Callable[..., Model]) -> None:
+    """``verify`` compares copy and live state just before the update, and stops the job at the first difference."""
+    assert fit(strategy=gemini_ft.lightning.GeminiStrategy(verify=True)).steps == list(range(STEPS))
+
+
+def test_the_interval_counts_optimizer_steps(fit: Callable[..., Model]) -> None:
+    with pytest.raises(Boom):
+        fit({"at": 5, "do": crash}, strategy=gemini_ft.lightning.GeminiStrategy(interval=2))
+    assert fit(strategy=gemini_ft.lightning.GeminiStrategy(interval=2)).steps[0] in (2, 4)
+
+
+# --- Fabric
+
+
+@pytest.fixture
+def fabric(run_id: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[Fabric, dict[str, Any]]]:
+    def start() -> tuple[Fabric, dict[str, Any]]:
+        monkeypatch.setattr("gemini_ft.lightning.fabric._ordinals", itertools.count())
+        fabric = Fabric(strategy="gemini", accelerator="cpu", devices=1)
+        fabric.launch()
+        model = nn.Linear(4, 4)
+        wrapped, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), 0.1))
+        return fabric, {"model": wrapped, "optimizer": optimizer, "step": 0}
+
+    return start
+
+
+def train(fabric: Fabric, state: dict[str, Any], steps: int) -> None:
+    while state["step"] < steps:
+        state["step"] += 1
+        fabric.backward(state["model"](torch.ones(2, 4)).square().mean())
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        fabric.save("gemini://latest", state)
+
+
+def test_fabric_goes_on(fabric: Callable[[], tuple[Fabric, dict[str, Any]]]) -> None:
+    first, state = fabric()
+    assert first.load("gemini://latest", state) == {}
+    reached = {}
+    for step in range(1, 6):
+        train(first, state, step)
+        reached[step] = state["model"].weight.clone()
+    first.strategy.checkpointer.close(finished=False)  # as a crash does
+
+    second, state = fabric()
+    second.load("gemini://latest", state)
+    assert state["step"] in (4, 5)
+    assert torch.equal(state["model"].weight, reached[state["step"]])
+    second.strategy.close()
+
+
+def test_fabric_says_what_it_cannot_do(fabric: Callable[[], tuple[Fabric, dict[str, Any]]], tmp_path: Path) -> None:
+    instance, state = fabric()
+    with pytest.raises(ConfigError, match="only the newest state"):
+        instance.load("gemini://step-5", state)
+    with pytest.raises(ConfigError, match="dictionary that is saved"):
+        instance.load("gemini://latest")
+    with pytest.raises(ConfigError, match="at least one module"):
+        instance.save("gemini://latest", {"step": 1})
+    with pytest.raises(ConfigError, match="leave the filter out"):
+        instance.save("gemini://latest", state, filter={"model": lambda name, value: True})
+    instance.save(tmp_path / "file.ckpt", state)
+    assert torch.load(tmp_path / "file.ckpt", weights_only=False)["step"] == 0
+
+
+def test_fabric_misses_what_was_not_saved(fabric: Callable[[], tuple[Fabric, dict[str, Any]]]) -> None:
+    first, state = fabric()
+    train(first, state, 3)
+    first.strategy.checkpointer.close(finished=False)
+    second, state = fabric()
+    with pytest.raises(StateError, match=r"has no \['epoch'\]"):
+        second.load("gemini://latest", state | {"epoch": 0})
+
+
+def test_fabric_warns_if_nobody_loads(fabric: Callable[[], tuple[Fabric, dict[str, Any]]], caplog: pytest.LogCaptureFixture) -> None:
+    first, state = fabric()
+    train(first, state, 3)
+    first.strategy.checkpointer.close(finished=False)
+    second, state = fabric()
+    with caplog.at_level(logging.WARNING):
+        train(second, state, 1)
+    assert "starting over" in caplog.text
