@@ -156,10 +156,9 @@ class Host:
         self.details.clear()
         self.aborted.clear()
         self.committed = resumed
-        for owner, slots in self.shards.items():
+        for slots in self.shards.values():
             slots.rewind(resumed)
-            if self.name not in self.holders.get(owner, ()):
-                slots.retire()
+        self._retire_strangers()
         return []
 
     def reopen(self, holders: Mapping[int, Sequence[str]], committed: Version | None) -> None:
@@ -172,6 +171,7 @@ class Host:
         self.committed = committed
         for slots in self.shards.values():
             slots.commit(committed)
+        self._retire_strangers()
 
     def owns(self, owner: int) -> bool:
         return self.holders.get(owner, ("",))[0] == self.name
@@ -193,7 +193,7 @@ class Host:
 
         A worker asks only after it has stopped writing whatever it wrote before.
         """
-        self._writer_stopped(owner)
+        self._settle_torn(owner)
         if version in self.aborted:
             return [Withdraw(owner, version)]
         self.waiting[owner] = version
@@ -214,8 +214,8 @@ class Host:
     def worker_lost(self, owner: int) -> list[Effect]:
         """The local worker that owns the shard is proven dead: what it was writing will never be whole."""
         self.waiting.pop(owner, None)
-        self._writer_stopped(owner)
-        unfinished = [s.version for s in self.slots(owner).slots.values() if s.state is SlotState.WRITING and s.version]
+        self._settle_torn(owner)
+        unfinished = [slot.version for slot in self._written_by_worker(owner) if slot.version is not None]
         return [effect for version in unfinished for effect in self.give_up(owner, version, "its worker died")]
 
     def copied(self, owner: int, version: Version, layout: str = "", digest: str = "") -> list[Effect]:
@@ -341,6 +341,12 @@ class Host:
 
     # -- inside
 
+    def _retire_strangers(self) -> None:
+        """Shards that are not held here any more are on their way out."""
+        for owner, slots in self.shards.items():
+            if self.name not in self.holders.get(owner, ()):
+                slots.retire()
+
     def _completed(self, owner: int, version: Version, layout: str, digest: str) -> list[Effect]:
         if not self.slots(owner).complete(version):
             return []
@@ -356,11 +362,17 @@ class Host:
         slot.readers.update(f"send:{peer}" for peer in peers)
         return [Grant(owner, slot.index, version), *(Send(owner, slot.index, version, peer) for peer in peers)]
 
-    def _writer_stopped(self, owner: int) -> None:
-        """Nobody writes into the slots of aborted versions any more."""
-        for slot in self.slots(owner).slots.values():
+    def _settle_torn(self, owner: int) -> None:
+        """The local worker writes into the slots of aborted versions no more."""
+        for slot in self._written_by_worker(owner):
             if slot.state is SlotState.TORN:
                 slot.clear()
+
+    def _written_by_worker(self, owner: int) -> list[Slot]:
+        """Its slots that are not complete. A committed version may be on its way here as well: a lost copy, rebuilt from a peer."""
+        slots = self.slots(owner)
+        incomplete = [slot for slot in slots.slots.values() if slot.state in (SlotState.WRITING, SlotState.TORN)]
+        return [slot for slot in incomplete if slot.version and (slots.committed is None or slot.version > slots.committed)]
 
     def _freeze(self, owner: int, version: Version) -> list[Effect]:
         slots = self.slots(owner)

@@ -1,0 +1,359 @@
+"""One host: its agent around ``protocol.Host`` and, beside rank 0, ``ledger.Ledger``; its memory, its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from gemini_ft.ledger import Abort, Cadence, Commit, Decision, Holders, Ledger, Manifest, Thaw
+from gemini_ft.protocol import CancelSend, Effect, Free, Grant, Host, Send, Tell, Upload, Withdraw
+from gemini_ft.slots import Slot, SlotState
+from gemini_ft.versions import Version
+from miniature.transfer import Fetch, Link, Outgoing
+from miniature.wire import Connection, Memory, Step
+from miniature.worker import Session, Uploading, Worker
+
+if TYPE_CHECKING:
+    from miniature.job import Job
+
+PATIENCE = 10.0  # seconds: replica_timeout
+
+
+class Node:
+    """One host. Its agent may be restarted alone, its workers may be killed alone; the memory is theirs together."""
+
+    def __init__(self, job: Job, name: str) -> None:
+        self.job, self.name = job, name
+        self.alive = True
+        self.memory: dict[tuple[int, int], Memory] = {}
+        self.workers: list[Worker] = []
+        self.session: Session | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """A new agent process."""
+        self.host = Host(self.name)
+        self.links: dict[str, Link] = {}
+        self.fetches: list[Fetch] = []
+        self.uploads: list[Uploading] = []
+        self.uploading: Version | None = None
+        self.said_of_uploads: list[tuple[Any, ...]] = []
+        self.ledger: Ledger | None = None
+        self.manifest: Manifest | None = None
+        self.members: list[Member] = []
+        self.leader: LeaderLink | None = None
+
+    def events(self) -> Iterator[Step]:
+        for worker in self.workers:
+            yield from worker.events()
+        for link in self.links.values():
+            yield from link.events()
+        for upload in self.uploads:
+            yield upload, upload.read
+        if self.leader is not None and self.leader.connection is None and self.job.accepts(self, self.leader.name):
+            yield self.leader, self.leader.dial
+        if self.manifest is not None:
+            yield self, self._write_manifest
+
+    def current(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.session is self.session]
+
+    # -- incarnations
+
+    def open(self, session: Session) -> None:
+        self._close_session()
+        self.host.open(session.holders, session.resumed)
+        self._sync_headers()
+        self._connect(session)
+        self.workers += [Worker(self, rank, session) for rank, name in enumerate(session.hosts) if name == self.name]
+        for owner, holders in session.holders.items():
+            if session.resumed is not None and session.sources and self.name in holders:
+                self._rebuild(owner, session.resumed, [name for name in session.sources[owner] if name != self.name])
+
+    def _connect(self, session: Session) -> None:
+        self.session = session
+        if session.leader == self.name:
+            start = session.resumed.iteration if session.resumed else 0
+            cadence = Cadence(self.job.every, None, start) if self.job.every else None
+            self.ledger = Ledger(self.host.holders, self.host.committed, PATIENCE, cadence)
+        else:
+            self.leader = LeaderLink(self, session.leader)
+
+    def _close_session(self) -> None:
+        """The agent's duty: nothing of the former incarnation comes in any more, not even what has arrived."""
+        for link in self.links.values():
+            link.close()
+        for connection in self.job.connections_to(self):
+            connection.close_far(tell=connection.role == "fetch")
+        for fetch in list(self.fetches):
+            fetch.cancel()
+        if self.leader is not None and self.leader.connection is not None:
+            self.leader.connection.close_near()
+        self.links, self.members = {}, []
+        self.ledger = self.leader = self.manifest = self.uploading = None
+        self.said_of_uploads.clear()
+
+    def restart_agent(self) -> None:
+        """The agent died and another took its place; the workers held the slots meanwhile and hand them over."""
+        session = self.session
+        assert session is not None
+        self.job.disconnect(self)
+        self._forget()
+        for (owner, index), memory in sorted(self.memory.items()):
+            memory.readers.clear()
+            self.host.slots(owner).adopt(index, memory.header).retired = self._is_foreign(memory)
+        known = [worker.committed for worker in self.current() if worker.alive and worker.committed is not None]
+        self.host.reopen(session.holders, max(known, default=session.resumed))
+        self._connect(session)
+        for worker in self.workers:
+            worker.agent_restarted()
+        for report in self.host.reports() if self.ledger is not None else ():
+            self.hear("report", report)  # the agent's duty: a new ledger hears its own host too
+
+    # -- memory
+
+    def ensure(self, owner: int, shape: int, count: int, worker: Worker | None = None) -> list[int]:
+        """Have slots of one shape in rotation that nobody of the past may write to (the agent's duty)."""
+        slots = self.host.slots(owner)
+        mine = [index for index, slot in slots.slots.items() if not slot.retired]
+        if any(self.memory[owner, index].shape != shape or self._is_foreign(self.memory[owner, index]) for index in mine):
+            fresh, effects = self.host.renew(owner, count)
+            self.perform(effects)
+        else:
+            fresh = slots.add(max(0, count - len(mine)))
+        for slot in fresh:
+            self.memory[owner, slot.index] = Memory(shape)
+        return [index for index, slot in slots.slots.items() if not slot.retired]
+
+    def _is_foreign(self, memory: Memory) -> bool:
+        """Whether a worker of a former incarnation, not proven dead, may still write to it."""
+        return any(worker.session is not self.session and not worker.known_dead for worker in memory.mapped)
+
+    def grant(self, owner: int, choose: Callable[[], Slot | None]) -> Memory | None:
+        slot = choose()
+        self._sync_headers()
+        return self._overwrite(owner, slot.index) if slot is not None else None
+
+    def _overwrite(self, owner: int, index: int) -> Memory:
+        memory = self.memory[owner, index]
+        self.job.check(not memory.readers, f"{self.name}: rank {owner}'s slot {index} was granted while somebody reads it")
+        self.job.check(not self.job.is_written(memory), f"{self.name}: rank {owner}'s slot {index} was granted while somebody writes to it")
+        memory.header = None
+        return memory
+
+    def _sync_headers(self) -> None:
+        for owner, slots in self.host.shards.items():
+            for index, slot in slots.slots.items():
+                if slot.state is not SlotState.COMPLETE and (owner, index) in self.memory:
+                    self.memory[owner, index].header = None
+
+    def _rebuild(self, owner: int, version: Version, sources: list[str]) -> None:
+        slots = self.host.slots(owner)
+        if not sources or slots.complete_version(version) is not None:
+            return
+        self.ensure(owner, self.job.shape_at(version.iteration), 2)
+        memory = self.grant(owner, lambda: slots.begin(version))
+        if memory is None:
+            return
+
+        def done(whole: bool) -> None:
+            if whole and slots.complete(version):
+                memory.header = version
+            else:
+                self.perform(self.host.receive_failed(owner, version))
+
+        self.fetch(Fetch(self, owner, version, memory, done), sources[0])
+
+    def fetch(self, fetch: Fetch, source: str) -> None:
+        self.fetches.append(fetch)
+        fetch.start(source)
+
+    # -- what workers say
+
+    def on_worker(self, worker: Worker, kind: str, iteration: int, *args: Any) -> None:
+        if worker.session is not self.session:
+            return  # the agent's duty: superseded workers are told to stop, and not obeyed
+        owner, version = worker.rank, Version(worker.session.incarnation, iteration)
+        slot = self.host.slots(owner).find(version)
+        writing = slot is not None and slot.state is SlotState.WRITING
+        match kind:
+            case "reserve" if args[0] != worker.shape:
+                worker.shape = args[0]
+                for index in self.ensure(owner, worker.shape, 3 if self.job.every else 2):
+                    self.memory[owner, index].mapped.append(worker)
+            case "request":
+                self.perform(self.host.request(owner, version))
+            case "chunk" if writing:
+                for out in self._outgoing(owner, version):
+                    out.copied = args[0] + 1
+            case "copied":
+                details = (f"layout {worker.shape}", args[0])
+                for out in self._outgoing(owner, version) if writing else ():
+                    out.end = details
+                if slot is not None and writing:
+                    self.memory[owner, slot.index].header = version
+                self.perform(self.host.copied(owner, version, *details))
+            case "give_up":
+                self.perform(self.host.give_up(owner, version, "late"))
+
+    def _outgoing(self, owner: int, version: Version) -> Iterator[Outgoing]:
+        for link in self.links.values():
+            yield from (out for out in link.active if (out.owner, out.version) == (owner, version))
+
+    def on_dead(self, worker: Worker) -> None:
+        worker.known_dead = True
+        if worker.session is self.session:
+            self.perform(self.host.worker_lost(worker.rank))
+
+    def _tell(self, owner: int, *frame: Any) -> None:
+        for worker in self.current():
+            if worker.rank == owner:
+                worker.inbox.append(frame)
+
+    # -- effects
+
+    def perform(self, effects: list[Effect]) -> None:
+        self._sync_headers()
+        for effect in effects:
+            match effect:
+                case Grant(owner, index, version):
+                    memory = self._overwrite(owner, index)
+                    self.job.check(memory.shape == self.job.shape_at(version.iteration), f"{version} was granted a slot of another shape")
+                    self._tell(owner, "granted", version.iteration, memory)
+                case Send(owner, index, version, peer):
+                    out = Outgoing(owner, version, index, self.memory[owner, index])
+                    out.memory.readers.append(out)
+                    self.links.setdefault(peer, Link(self, peer)).active.append(out)
+                case CancelSend(owner, version, peer):
+                    self.links[peer].cancel(owner, version)
+                case Tell(report):
+                    self.say("report", report)
+                case Withdraw(owner, version):
+                    self._tell(owner, "aborted", version.iteration)
+                case Upload(owner, index, version):
+                    self._upload(owner, index, version)
+                case Free(owner, index):
+                    self._free(owner, index)
+
+    def _upload(self, owner: int, index: int, version: Version) -> None:
+        assert self.session is not None
+        self.host.hold(owner, version, "upload")  # the agent's duty: a thaw may come before the thread's end
+        upload = Uploading(self, self.session, owner, version, index, self.memory[owner, index])
+        upload.memory.readers.append(upload)
+        self.uploads.append(upload)
+        self.uploading = version
+
+    def _free(self, owner: int, index: int) -> None:
+        memory = self.memory.pop((owner, index))
+        self.job.check(not memory.readers, f"{self.name}: rank {owner}'s slot {index} was freed while somebody reads it")
+        self.job.check(not self.job.is_filled(memory), f"{self.name}: rank {owner}'s slot {index} was freed while a peer fills it")
+
+    # -- the leader's part
+
+    def say(self, *frame: Any) -> None:
+        """To the leader; on its own host at once."""
+        if self.ledger is not None:
+            self.hear(*frame)
+        elif self.leader is not None and self.leader.connection is not None:
+            self.leader.connection.forward.append(frame)
+
+    def hear(self, kind: str, *args: Any) -> None:
+        book, now = self.ledger, self.job.now
+        if book is None:
+            return
+        match kind:
+            case "report":
+                self._apply(book.report(args[0], now))
+            case "uploaded":
+                owner, version, error = args
+                self._apply(book.upload_over(version, error) if error else book.uploaded(owner, version, "record"))
+            case "rejoin":
+                committed, uploading = args
+                self._apply(book.rejoin(committed, now))
+                if book.uploading is not None and uploading != book.uploading:
+                    self._apply(book.upload_over(book.uploading, "an agent was restarted"))
+                if uploading is not None and uploading != book.uploading:
+                    self._announce(Thaw(uploading, "the leader's agent was restarted"))
+
+    def tick(self) -> None:
+        if self.ledger is not None:
+            self._apply(self.ledger.tick(self.job.now))
+
+    def _apply(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            if isinstance(decision, Manifest):
+                self.manifest = decision
+            else:
+                self.job.witness(self, decision)
+                self._announce(decision)
+
+    def _write_manifest(self) -> None:
+        assert self.manifest is not None
+        assert self.ledger is not None
+        version, self.manifest = self.manifest.version, None
+        self.job.storage.write_manifest(version, set(self.ledger.holders))
+        self._apply(self.ledger.upload_over(version))
+
+    def _announce(self, decision: Decision) -> None:
+        for member in self.members:
+            assert member.connection is not None
+            member.connection.backward.append(("decision", decision))
+        self.obey(decision)
+
+    def obey(self, decision: Decision) -> None:
+        """Commits and aborts name an iteration, of the present incarnation."""
+        assert self.session is not None
+        match decision:
+            case Commit(version, freeze, digest_at):
+                self.perform(self.host.on_commit(Version(self.session.incarnation, version.iteration), freeze))
+                for worker in self.current():
+                    worker.inbox.append(("committed", version.iteration, digest_at))
+            case Abort(version):
+                self.perform(self.host.on_abort(Version(self.session.incarnation, version.iteration)))
+            case Holders(newly=newly):
+                for owner, peer in newly:
+                    self.perform(self.host.on_exclude(owner, peer))
+            case Thaw(version):
+                if self.uploading == version:
+                    self.uploading = None
+                    self.said_of_uploads.clear()
+                self.perform(self.host.thawed(version))
+            case _:
+                self.job.check(False, f"nobody disagrees here, but: {decision}")
+
+
+class Member:
+    """The leader's end of another host's connection."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.connection: Connection | None = None
+        node.members.append(self)
+
+    def on(self, kind: str, *args: Any) -> None:
+        self.node.hear(kind, *args)
+
+    def lost(self) -> None:
+        if self in self.node.members:
+            self.node.members.remove(self)
+
+
+class LeaderLink:
+    """Another host's end: reports go out, decisions come in. After a loss, whatever is undecided is said again."""
+
+    def __init__(self, node: Node, name: str) -> None:
+        self.node, self.name = node, name
+        self.connection: Connection | None = None
+
+    def dial(self) -> None:
+        self.connection = self.node.job.connect(self.node, self.name, "report", self)
+        if self.connection is not None:
+            self.connection.forward.append(("rejoin", self.node.host.committed, self.node.uploading))
+            self.connection.forward.extend(("report", report) for report in self.node.host.reports())
+            self.connection.forward.extend(self.node.said_of_uploads)  # the agent's duty
+
+    def on(self, kind: str, *args: Any) -> None:
+        self.node.obey(args[0])
+
+    def lost(self) -> None:
+        self.connection = None

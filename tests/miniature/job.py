@@ -1,0 +1,358 @@
+"""All hosts of a run over all its incarnations, and the truth that is compared with what the protocol believes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from functools import partial
+from random import Random
+
+from gemini_ft.ledger import Abort, Commit, Decision
+from gemini_ft.messages import SlotInfo
+from gemini_ft.placement import place
+from gemini_ft.recovery import Holding, Plan, plan_recovery
+from gemini_ft.slots import Slot, SlotState
+from gemini_ft.versions import Incarnation, Version
+from miniature.host import Member, Node
+from miniature.transfer import Receiver, Server
+from miniature.wire import CHUNKS, Connection, Handler, Memory, Step, Tag
+from miniature.worker import Session, Uploading, Worker
+
+
+class BrokenPromiseError(AssertionError):
+    """The protocol has let something happen that must never happen."""
+
+
+class Storage:
+    """The slow tier."""
+
+    def __init__(self) -> None:
+        self.objects: dict[tuple[Version, int], list[Tag | None]] = {}
+        self.manifests: list[Version] = []
+
+    def write_manifest(self, version: Version, owners: Set[int]) -> None:
+        for owner in owners:
+            if not self.holds(version, owner):
+                raise BrokenPromiseError(f"the manifest of {version} names {self.objects.get((version, owner))} of rank {owner}")
+        self.manifests.append(version)
+
+    def holds(self, version: Version, owner: int) -> bool:
+        return self.objects.get((version, owner)) == [(version, owner)] * CHUNKS
+
+
+class Job:
+    """``events`` and ``workers`` say what may happen next; the faults and ``restart`` are whoever drives it's to choose."""
+
+    def __init__(self, hosts: int, ranks_per_host: int, replicas: int, every: int | None) -> None:
+        self.size, self.ranks_per_host, self.replicas, self.every = hosts, ranks_per_host, min(replicas, hosts), every
+        self.world_size = hosts * ranks_per_host
+        self.now = 0.0
+        self.storage = Storage()
+        self.nodes: dict[str, Node] = {}
+        self.connections: list[Connection] = []
+        self.hung: set[tuple[str, str]] = set()  # (from, to): nothing gets through, and nobody is told
+        self.layout_changes: list[int] = []  # iterations from which shards have another shape
+        self.session: Session | None = None
+        self.phase = "broken"  # then gathering, opening, running
+        self._attempts = 0
+        self._todo: list[Node] = []  # hosts still to be asked, or to be told
+        self._crew: list[Node] = []  # hosts of the present attempt, in the order of their ranks
+        self._sealed: list[Node] = []
+        self._holdings: list[Holding] = []
+        self.committed: list[Version] = []  # of the present incarnation
+        self._aborted: set[Version] = set()
+        self._safe: Version | None = None  # the newest version that must not get lost,
+        self._keepers: dict[int, set[Node]] = {}  # ... as long as one of these hosts lives for each owner
+
+    def check(self, holds: bool, text: str) -> None:
+        if not holds:
+            raise BrokenPromiseError(text)
+
+    # -- what may happen next
+
+    def events(self) -> list[Step]:
+        """Everything that can happen by itself; training and faults are choices."""
+        found = [event for connection in self.connections for event in connection.events()]
+        for node in self.nodes.values():
+            if node.alive:
+                found.extend(node.events())
+        step = {"gathering": self._gather, "opening": self._open, "running": None, "broken": None}[self.phase]
+        if step is not None:
+            found.extend((node, partial(step, node)) for node in self._todo)
+        if self.phase == "broken":
+            found.extend((node, partial(self._unseal, node)) for node in self._sealed)
+        return found
+
+    def workers(self) -> list[Worker]:
+        return [worker for node in self.nodes.values() if node.alive for worker in node.workers if worker.alive]
+
+    def trainers(self) -> list[Worker]:
+        """Workers that can begin another iteration; those of the past included."""
+        return [worker for worker in self.workers() if worker.may_train()]
+
+    def slowest(self, session: Session) -> int:
+        mates = [worker.iteration for node in self.nodes.values() for worker in node.workers if worker.session is session]
+        return min(mates) if len(mates) == self.world_size else -1
+
+    def is_open(self, session: Session) -> bool:
+        return self.session is session and all(node.session is session for node in self._crew)
+
+    def shape_at(self, iteration: int) -> int:
+        return sum(change <= iteration for change in self.layout_changes)
+
+    # -- the network
+
+    def accepts(self, node: Node, name: str) -> bool:
+        """The agent's duty: only hosts of one incarnation talk to each other."""
+        peer = self.nodes.get(name)
+        return peer is not None and peer.alive and node.session is not None and peer.session is node.session
+
+    def connect(self, node: Node, name: str, role: str, near: Handler) -> Connection | None:
+        """Whoever wants to read is let in whatever the incarnation; nobody else is."""
+        peer = self.nodes.get(name)
+        if peer is None or not peer.alive or (role != "fetch" and not self.accepts(node, name)):
+            return None
+        kinds: dict[str, type[Receiver | Member | Server]] = {"replicate": Receiver, "report": Member, "fetch": Server}
+        far = kinds[role](peer)
+        connection = far.connection = Connection(self, role, (node.name, name), near, far)
+        self.connections = [c for c in self.connections if c.near_open or c.far_open] + [connection]
+        return connection
+
+    def connections_to(self, node: Node) -> list[Connection]:
+        return [connection for connection in self.connections if connection.far_open and connection.far.node is node]
+
+    def links(self) -> list[Connection]:
+        return [connection for connection in self.connections if connection.near_open and connection.far_open]
+
+    def disconnect(self, node: Node) -> None:
+        """An agent is dead: its own ends do nothing any more, the others will notice."""
+        for connection in self.connections:
+            if connection.near.node is node:
+                connection.close_near(tell=False)
+        for connection in self.connections_to(node):
+            connection.close_far(tell=False)
+
+    # -- time and faults
+
+    def pause(self) -> None:
+        """A moment: whoever was told to try again does."""
+        for connection in self.links():
+            if isinstance(connection.far, Receiver):
+                connection.far.ask_again()
+
+    def wait(self, seconds: float = 11.0) -> None:
+        """Longer than anybody's patience."""
+        self.now += seconds
+        self.pause()
+        for node in [node for node in self.nodes.values() if node.alive]:
+            node.tick()
+            for link in node.links.values():
+                link.insist()
+
+    def crash(self, node: Node) -> None:
+        """Host, memory and workers are gone."""
+        node.alive = False
+        for worker in node.workers:
+            worker.die()
+        self.disconnect(node)
+        self._keepers = {owner: hosts - {node} for owner, hosts in self._keepers.items()}
+        if node in self._crew:
+            self.phase = "broken"
+
+    # -- restarts
+
+    def restart(self, rng: Random, surviving: float = 0.0) -> None:
+        """A new rendezvous of the hosts that are left, and fresh ones. Ranks move; workers survive with some probability."""
+        for worker in self.workers():
+            if rng.random() >= surviving:
+                worker.die()
+        crew = [node for node in self.nodes.values() if node.alive]
+        rng.shuffle(crew)
+        del crew[self.size :]
+        if len(crew) > 1 and rng.random() < 0.1:
+            crew.pop()  # cut off, and taken for lost
+        while len(crew) < self.size:
+            crew.append(self._fresh_host(rng))
+        rng.shuffle(crew)
+        self._crew, self.phase, self._todo, self._holdings = crew, "gathering", list(crew), []
+
+    def _fresh_host(self, rng: Random) -> Node:
+        lost = [name for name, node in self.nodes.items() if not node.alive]
+        name = rng.choice(lost) if lost and rng.random() < 0.5 else f"host{len(self.nodes)}"
+        self.nodes[name] = node = Node(self, name)
+        return node
+
+    def _gather(self, node: Node) -> None:
+        self._todo.remove(node)
+        node.host.seal()  # the agent's duty
+        self._sealed.append(node)
+        slots = [(owner, slot) for owner, shard in node.host.shards.items() for slot in shard.slots.values()]
+        whole = [(owner, slot.index, slot.version) for owner, slot in slots if slot.state is SlotState.COMPLETE and slot.version]
+        self._holdings.append(Holding(node.name, [self._info(owner, v, node.memory[owner, index]) for owner, index, v in whole]))
+        if not self._todo:
+            self._plan()
+
+    def _info(self, owner: int, version: Version, memory: Memory) -> SlotInfo:
+        layout = f"layout {memory.shape}"
+        return SlotInfo(
+            owner=owner, version=version, world_size=self.world_size, layout_hash=layout, data_bytes=CHUNKS, extras_bytes=0, age=0.0
+        )
+
+    def _unseal(self, node: Node) -> None:
+        """Those who were choosing are dead."""
+        self._sealed.remove(node)
+        if node.alive:
+            node.perform(node.host.unseal())
+
+    def _plan(self) -> None:
+        plan = plan_recovery(self._holdings, self.world_size, max(self.storage.manifests, default=None), self.world_size)
+        lost = self._safe is not None and (plan.version is None or plan.version < self._safe)
+        text = f"{self._safe} was committed and a copy of every shard is here, but {plan.version or 'nothing'} would be resumed"
+        self.check(not lost or not self._is_kept_by(self._crew), text)
+        self._begin(plan)
+
+    def _begin(self, plan: Plan) -> None:
+        known = [node.session.incarnation.number for node in self._crew if node.session is not None]
+        self._attempts += 1
+        incarnation = Incarnation(max(known, default=0) + 1, f"{self._attempts:04}")
+        placement = place([node.name for node in self._crew], self.replicas)
+        hosts = tuple(node.name for node in self._crew for _ in range(self.ranks_per_host))
+        holders = {rank: placement[host] for rank, host in enumerate(hosts)}
+        self.session = Session(incarnation, hosts, holders, plan.version, dict(plan.sources))
+        self._safe, self.committed, self._aborted = plan.version, [], set()
+        self._keepers = {owner: {self.nodes[name] for name in names} for owner, names in plan.sources.items()}
+        self.phase, self._todo = "opening", list(self._crew)
+
+    def _open(self, node: Node) -> None:
+        assert self.session is not None
+        self._todo.remove(node)
+        self._sealed = [other for other in self._sealed if other is not node]
+        node.open(self.session)
+        if not self._todo:
+            self.phase = "running"
+
+    # -- the truth
+
+    def is_written(self, memory: Memory) -> bool:
+        return self.is_filled(memory) or any(worker.memory is memory for worker in self.workers())
+
+    def is_filled(self, memory: Memory) -> bool:
+        """By a peer's bytes."""
+        receivers = (c.far for c in self.connections if c.far_open and isinstance(c.far, Receiver))
+        fetches = (fetch for node in self.nodes.values() if node.alive for fetch in node.fetches)
+        return any(receiver.fills(memory) for receiver in receivers) or any(fetch.target is memory for fetch in fetches)
+
+    def _is_kept_by(self, hosts: list[Node]) -> bool:
+        return bool(self._keepers) and all(not keepers.isdisjoint(hosts) for keepers in self._keepers.values())
+
+    def witness(self, node: Node, decision: Decision) -> None:
+        """A ledger has decided. Decisions of the past bind nobody any more."""
+        if not isinstance(decision, Commit | Abort) or node.session is not self.session:
+            return
+        assert self.session is not None
+        version = decision.version
+        if isinstance(decision, Abort):
+            self.check(version not in self.committed, f"{version} was committed, and is aborted now")
+            self._aborted.add(version)
+        elif version.incarnation == self.session.incarnation and version not in self.committed:
+            self.check(version not in self._aborted, f"{version} was aborted, and is committed now")
+            self._witness_commit(node, version)
+
+    def _witness_commit(self, node: Node, version: Version) -> None:
+        assert self.session is not None
+        assert node.ledger is not None
+        self._keepers = {}
+        for owner, names in self.session.holders.items():
+            self.check((owner, names[0]) not in node.ledger.excluded, f"rank {owner}'s own copy was left out")
+            counted = [self.nodes[name] for name in names if (owner, name) not in node.ledger.excluded]
+            here = [holder for holder in counted if holder.alive and holder.session is self.session]
+            for holder in here:
+                self.check(self._has(holder, owner, version), f"{version} is committed, but {holder.name} lacks rank {owner}'s shard")
+            self._keepers[owner] = set(here)
+        self._safe = version
+        self.committed.append(version)
+
+    def _has(self, node: Node, owner: int, version: Version) -> bool:
+        shard = node.host.shards.get(owner)
+        slot = shard.complete_version(version) if shard is not None else None
+        return slot is not None and node.memory[owner, slot.index].holds(version, owner)
+
+    def verify(self) -> None:
+        """What must hold between any two events."""
+        alive = [node for node in self.nodes.values() if node.alive]
+        for node in alive:
+            for owner, shard in node.host.shards.items():
+                for slot in shard.slots.values():
+                    if wrong := self._wrong(owner, slot, node.memory[owner, slot.index]):
+                        raise BrokenPromiseError(f"{node.name}, rank {owner}: {wrong}: {slot}, {node.memory[owner, slot.index]}")
+                versions = [slot.version for slot in shard.slots.values() if slot.version is not None]
+                if len(versions) != len(set(versions)):
+                    raise BrokenPromiseError(f"{node.name}, rank {owner}: two slots of one version: {versions}")
+        if self._safe is not None and self._is_kept_by(alive):
+            gone = [owner for owner in self._keepers if not any(self._has(node, owner, self._safe) for node in alive)]
+            self.check(not gone, f"{self._safe} is committed and a host that had each shard lives, but those of {gone} are gone")
+
+    def _wrong(self, owner: int, slot: Slot, memory: Memory) -> str:
+        if slot.state is SlotState.COMPLETE:
+            whole = slot.version is not None and memory.holds(slot.version, owner) and memory.header == slot.version
+            return "" if whole else "a complete slot holds something else"
+        if slot.frozen or memory.header is not None:
+            return "frozen, or named in its header, but not complete"
+        return "" if (slot.version is None) == (slot.state is SlotState.EMPTY) else "neither empty nor of any version"
+
+    # -- to the end
+
+    def settle(self, rng: Random, uploads: bool = True, limit: int = 20_000) -> None:
+        """Let everything happen that can, in any order, until nothing does."""
+        for _ in range(limit):
+            events = [event for who, event in self.events() if uploads or not isinstance(who, Uploading)]
+            if not events:
+                return
+            rng.choice(events)()
+        raise BrokenPromiseError("messages go round in circles")
+
+    def drain(self, rng: Random, hang: bool) -> None:
+        """Everything is delivered and all workers keep training: commits advance, replicas return, uploads end, memory is freed.
+
+        Commits advance even if a peer hangs (with everybody's patience), and while storage hangs (without).
+        """
+        self.hung.clear()
+        self.settle(rng)
+        if self.phase != "running" or len(self._mates()) < self.world_size:
+            self.restart(rng)
+            self.settle(rng)
+        self.check(self.phase == "running", "the job does not come up")
+        assert self.session is not None
+        book = self.nodes[self.session.leader].ledger
+        assert book is not None
+        pairs = [(names[0], name) for names in self.session.holders.values() for name in names[1:]]
+        self.hung = {rng.choice(pairs)} if pairs and hang else set()
+        commits = len(self.committed) + 6
+        self._train_until("commits do not advance", lambda: len(self.committed) >= commits, rng, uploads=False, patient=bool(self.hung))
+        self.hung.clear()
+        self._train_until("replicas that were left out do not come back", lambda: not book.excluded, rng)
+        manifests = len(self.storage.manifests) + 1
+        self._train_until("nothing is uploaded any more", lambda: not self.every or len(self.storage.manifests) >= manifests, rng)
+        self._check_memory()
+
+    def _mates(self) -> list[Worker]:
+        return [worker for worker in self.workers() if worker.session is self.session and worker.state != "failed"]
+
+    def _train_until(self, text: str, done: Callable[[], bool], rng: Random, uploads: bool = True, patient: bool = True) -> None:
+        for _ in range(40):
+            if done():
+                return
+            for worker in self.trainers():
+                worker.train()
+            self.settle(rng, uploads)
+            self.wait() if patient else self.pause()
+            self.settle(rng, uploads)
+            self.verify()
+        raise BrokenPromiseError(text)
+
+    def _check_memory(self) -> None:
+        for node in self._crew:
+            for owner, shard in node.host.shards.items():
+                slots = list(shard.slots.values())
+                holds = node.name in node.host.holders[owner]
+                self.check(holds or not slots, f"{node.name} keeps rank {owner}'s shard, which it does not hold: {slots}")
+                self.check(len(slots) <= 3, f"{node.name} needs {len(slots)} slots for rank {owner}'s shard: {slots}")

@@ -1,0 +1,145 @@
+"""The commit and recovery protocol under random interleavings (gemini_ft.slots, protocol, ledger, recovery).
+
+What must never happen, whatever order messages, copies, commits, crashes and restarts come in:
+
+- a mixed iteration: every complete slot, manifest and resumed shard holds the bytes of one version, all of them;
+- a lost committed iteration, while a host that had a copy of it lives for every shard;
+- a slot granted for writing while somebody reads it, or somebody else writes to it;
+- a commit without the bytes at every holder that counts;
+- a standstill: once everything is delivered, commits advance, replicas come back, uploads end.
+
+The invariants are those of GEMINI (SOSP'23), section 5.1, and of docs/design.md, "Commit and recovery".
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from random import Random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from miniature.job import Job
+
+picks = st.integers(0, 63)
+seeds = st.integers(0, 2**32 - 1)
+
+
+class Machine(RuleBasedStateMachine):
+    """Drives a job; hypothesis chooses what happens next."""
+
+    job: Job
+
+    @initialize(hosts=st.integers(1, 5), replicas=st.integers(1, 3), ranks=st.integers(1, 2), every=st.sampled_from([None, 1, 2, 3]))
+    def start(self, hosts: int, replicas: int, ranks: int, every: int | None) -> None:
+        self.job = Job(hosts, ranks, replicas, every)
+        self.job.restart(Random(0))
+        self.job.settle(Random(0))
+
+    # -- ordinary life
+
+    @rule(pick=picks)
+    def happen(self, pick: int) -> None:
+        """One event: a frame arrives, a chunk is copied, sent, uploaded, ..."""
+        if events := self.job.events():
+            events[pick % len(events)][1]()
+
+    @rule(seed=seeds, steps=st.integers(1, 200), asleep=st.sampled_from([0.0, 0.2, 0.6]))
+    def go_on(self, seed: int, steps: int, asleep: float) -> None:
+        """A stretch of everything that goes on side by side, training included; some take no part in it."""
+        rng = Random(seed)
+        sleepers = {who for who, _ in self.job.events() if rng.random() < asleep}
+        for _ in range(steps):
+            possible = [event for who, event in self.job.events() if who not in sleepers]
+            possible += [worker.train for worker in self.job.trainers() if worker not in sleepers]
+            if possible:
+                rng.choice(possible)()
+                self.job.verify()
+
+    @rule(seed=seeds, iterations=st.integers(1, 5), events=st.integers(0, 60))
+    def train(self, seed: int, iterations: int, events: int) -> None:
+        """A few iterations, with so many events in each."""
+        for iteration in range(iterations):
+            for worker in self.job.trainers():
+                worker.train()
+            self.go_on(seed + iteration, events, 0.0)
+
+    @rule(pick=picks)
+    def be_late(self, pick: int) -> None:
+        """A rank gives its snapshot up: the next update is due, or something wrote during the copy."""
+        if workers := self.job.workers():
+            workers[pick % len(workers)].skip()
+
+    @rule()
+    def change_layout(self) -> None:
+        """The optimizer has created its state: every rank's next shard has another shape."""
+        if len(self.job.layout_changes) < 5 and (workers := self.job.workers()):
+            self.job.layout_changes.append(max(worker.iteration for worker in workers) + 1)
+
+    @rule()
+    def wait(self) -> None:
+        self.job.wait()
+
+    # -- faults
+
+    @rule(pick=picks, seed=seeds)
+    def break_connection(self, pick: int, seed: int) -> None:
+        """The dialling end notices at once, the other one when it has read what had arrived."""
+        if links := self.job.links():
+            links[pick % len(links)].close_near(Random(seed))
+
+    @rule(pick=picks, hangs=st.booleans())
+    def hang(self, pick: int, hangs: bool) -> None:
+        """Nothing passes from one host's replication to another's any more, and nobody is told; or it passes again."""
+        self.job.hung.clear()
+        if hangs and (pairs := sorted({link.names for link in self.job.links() if link.role == "replicate"})):
+            self.job.hung.add(pairs[pick % len(pairs)])
+
+    @rule(pick=picks, what=st.sampled_from(["upload", "agent", "worker", "host"]), seed=seeds, patience=st.integers(0, 100))
+    def fail(self, pick: int, what: str, seed: int, patience: int) -> None:
+        """Something dies. After a worker's or a host's death the job starts again, sooner or later."""
+        nodes = [node for node in self.job.nodes.values() if node.alive]
+        candidates: list[Callable[[], None]] = {
+            "upload": [upload.fail for node in nodes for upload in node.uploads],
+            "agent": [node.restart_agent for node in nodes if any(worker.alive for worker in node.current())],
+            "worker": [worker.die for worker in self.job.workers()],
+            "host": [partial(self.job.crash, node) for node in nodes[1:]],
+        }[what]
+        if candidates:
+            candidates[pick % len(candidates)]()
+        if patience and what in ("worker", "host"):
+            self.restart_job(seed, patience, 0.0)
+
+    @rule(seed=seeds, patience=st.integers(0, 100), surviving=st.sampled_from([0.0, 0.3, 1.0]))
+    def restart_job(self, seed: int, patience: int, surviving: float) -> None:
+        """A new rendezvous, with so many events before the next disturbance. Workers that survive do not know of it."""
+        rng = Random(seed)
+        self.job.restart(rng, surviving)
+        while self.job.phase != "running" and patience > 0:
+            rng.choice(self.job.events())[1]()
+            self.job.verify()
+            patience -= 1
+
+    # -- the truth
+
+    @invariant()
+    def nothing_is_mixed_or_lost(self) -> None:
+        if hasattr(self, "job"):
+            self.job.verify()
+
+    def teardown(self) -> None:
+        if hasattr(self, "job") and sys.exc_info()[1] is None:
+            self.job.drain(Random(1), hang=self.job.size % 2 == 0)
+
+
+def test_random_interleavings() -> None:
+    run_state_machine_as_test(Machine, settings=settings(max_examples=200, stateful_step_count=40))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_many_more_interleavings() -> None:
+    run_state_machine_as_test(Machine, settings=settings(max_examples=5000, stateful_step_count=100))
