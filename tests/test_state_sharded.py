@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,9 @@ def _enter(rank: int, store: str) -> None:
             scenario(rank)
     finally:
         dist.destroy_process_group()
+    # torch 2.13: DTensor's caches keep the groups of meshes alive, destroy_process_group notwithstanding, and their gloo
+    # threads race with the end of the interpreter: about one run in ten dies by SIGABRT after all is done.
+    os._exit(0)
 
 
 def test_scenarios_on_two_ranks(tmp_path: Path) -> None:
@@ -266,6 +270,7 @@ def test_state_of_another_sharding_is_refused(mesh: DeviceMesh) -> None:
 def test_only_ranks_of_a_group_are_compared(mesh: DeviceMesh) -> None:
     (source,), _ = collect({"model": placed(mesh, Replicate(), Shard(0))}, [], 6, 8, replicated=False)
     mine = tensor_digests([source])
+    assert replicated_digest([source]) == replicated_digest([]), "no digest of the whole job could be right for a part of it"
     assert list(mine) == [((2, 6), "model.weight")]
     others: list[dict[Any, str]] = [{((rank % 4, rank % 4 + 4), "model.weight"): f"part {rank % 4}"} for rank in range(8)]
     others[2] = others[6] = mine
