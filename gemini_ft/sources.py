@@ -1,7 +1,7 @@
 """Finding the live tensors of a training job, naming them, and saying which ranks hold the same bytes.
 
-    live = survey(models, optimizers)              every step: where each tensor is now (1 us per tensor)
-    fingerprint(live)                              unchanged: yesterday's sources and copy plans are still valid
+    live = survey(models, optimizers)              every step: where each tensor is now (about 2 us per tensor)
+    fingerprint(live)                              unchanged: the sources and copy plans made then are still right
     sources = describe(live, rank, world, ...)     at a change: the same with dtype, shape and group of ranks
 
 Names: parameters and buffers are ``<model>.<fqn>``; optimizer state is ``optim<i>.<parameter>.<key>``.

@@ -9,7 +9,7 @@ Capture:
               (Python numbers, the lists of LBFGS), modules' extra state. It refers to live objects, so encode
               it at once. Every rank keeps its own.
 
-Per step, ``live = survey(...)``, ``fingerprint(live)`` and ``collect_extras(optimizers, models, live)`` do;
+Per step, ``live = survey(...)``, ``fingerprint(live)`` and ``collect_extras(models, optimizers, live)`` do;
 sources are described again only when the fingerprint changes.
 
 Restore, all on the existing objects:
