@@ -40,6 +40,8 @@ def restore_sync(model: DistributedDataParallel, state: dict[str, Any]) -> None:
 
 
 def _buckets(model: Any) -> list[list[int]]:
+    if model.find_unused_parameters and not model.static_graph:
+        return []  # never sorted again
     if "_gemini_buckets" not in vars(model):
         # The next forward would sort them. Doing it now makes the result visible; the forward then has nothing to do.
         model.reducer._rebuild_buckets()

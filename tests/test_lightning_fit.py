@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import gemini_ft
+from gemini_ft import codec
 from gemini_ft.agent import lifecycle
 from gemini_ft.errors import ConfigError, LayoutMismatchError, StateError
 
@@ -164,6 +165,20 @@ def test_files_are_those_of_plain_lightning(fit: Callable[..., Model], tmp_path:
     saved = torch.load(tmp_path / "files" / "step=4.ckpt", weights_only=False)
     assert "combined_loader" not in saved["loops"]["fit_loop"]["state_dict"]
     assert fit(strategy="ddp", ckpt_path=tmp_path / "files" / "step=4.ckpt").steps == [4, 5]
+
+
+def test_what_lightning_adds_needs_no_pickle(fit: Callable[..., Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it could not be loaded from storage without ``trust_pickle``."""
+    blobs: list[bytes] = []
+    save = gemini_ft.Checkpointer.save
+
+    def spy(self: gemini_ft.Checkpointer, iteration: int, extras: Any) -> None:
+        blobs.append(codec.encode(extras, b"the run's secret"))
+        save(self, iteration, extras)
+
+    monkeypatch.setattr(gemini_ft.Checkpointer, "save", spy)
+    fit()
+    assert codec.decode(blobs[-1], b"another secret", trust_pickle=False)["checkpoint"]["global_step"] == STEPS - 1
 
 
 def test_the_copy_is_waited_for_before_every_update(fit: Callable[..., Model]) -> None:

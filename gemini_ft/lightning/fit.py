@@ -1,11 +1,11 @@
 """One ``trainer.fit`` that survives failures: the stations between Lightning's loop and the Checkpointer.
 
-open      as soon as there is a process group: is there anything to resume?
-bind      once model and optimizers stand
-load      when Lightning restores: tensors straight into model and optimizers
-hook      before each batch: the first time, put back the rest; later, take a snapshot
-guard     before each update of the parameters: wait for the copy under way
-close     finished, interrupted, or failed
+open    as soon as there is a process group: is there anything to resume?
+bind    once model and optimizers stand
+load    when Lightning restores: tensors straight into model and optimizers
+hook    before each batch: the first time, put back the rest; later, take a snapshot
+guard   before each update of the parameters: wait for the copy under way
+close   finished, interrupted, or failed
 """
 
 from __future__ import annotations

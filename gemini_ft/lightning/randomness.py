@@ -80,7 +80,7 @@ def _parts(item: Any) -> list[tuple[Any, Any]]:
         return []
     if isinstance(item, functools.partial):
         return [*enumerate(item.args), *item.keywords.items(), ("func", item.func)]
-    if isinstance(item, Mapping):
+    if isinstance(item, dict):  # any other mapping may read a file for every item
         return list(itertools.islice(item.items(), 64))
     if isinstance(item, (list, tuple)):
         return list(enumerate(item[:64]))
