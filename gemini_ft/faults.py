@@ -77,6 +77,7 @@ class Orders:
 
     text: str
     happened: frozenset[str] = frozenset()
+    restarted: bool = False  # by its launcher
 
     @classmethod
     def read(cls, run: str) -> Orders:
@@ -87,7 +88,8 @@ class Orders:
         """
         if not from_environment():
             return cls("")
-        return cls(os.environ["GEMINI_FAULTS"], frozenset(path.name for path in _files(_folder(run))))
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        return cls(os.environ["GEMINI_FAULTS"], frozenset(path.name for path in _files(_folder(run))), restarted)
 
     @classmethod
     def agree(cls, everyone: Sequence[Orders]) -> Orders:
@@ -101,7 +103,8 @@ class Orders:
                 raise ConfigError(
                     f"rank {rank} has GEMINI_FAULTS={orders.text!r}, rank 0 {everyone[0].text!r}; give all hosts the same, or none"
                 )
-        return cls(everyone[0].text, frozenset[str]().union(*(orders.happened for orders in everyone)))
+        happened = frozenset[str]().union(*(orders.happened for orders in everyone))
+        return cls(everyone[0].text, happened, any(orders.restarted for orders in everyone))
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class Scene:
     """One worker's view of the job that the faults happen to."""
 
     run: str
-    is_new: bool  # the run has no past, whatever an earlier one of its name has left behind
+    has_past: bool  # there are copies, or were; without, a run forgets what an earlier one of its name has left behind
     rank: int
     world: World
     storage: str | None  # URL of the slow tier
@@ -133,10 +136,10 @@ def arm(orders: Orders, scene: Scene) -> None:
         fault.check(scene.world)
         if fault.kind == "storage_full":
             _check_room(scene.storage)
-    folder = _folder(scene.run)
-    if scene.is_new:
+    folder, happened = _folder(scene.run), set(orders.happened)
+    if not (scene.has_past or orders.restarted):
         shutil.rmtree(folder, ignore_errors=True)
-    happened = set() if scene.is_new else set(orders.happened)
+        happened.clear()
     if scene.rank == 0:
         _log.warning("fault injection: %s", "; ".join(f.text for f in faults if f.name not in happened) or "all has happened")
         if happened:

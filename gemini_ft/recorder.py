@@ -181,8 +181,8 @@ class Recorder:
         if session.orders.text:
             world = World(session.spec.hosts, session.spec.holders)
             url = self._config.storage.url if self._config.storage is not None else None
-            is_new = number == 1 and version is None
-            scene = faults.Scene(session.run, is_new, session.rank, world, url, lambda: self.client, self.events)
+            has_past = number > 1 or version is not None
+            scene = faults.Scene(session.run, has_past, session.rank, world, url, lambda: self.client, self.events)
             exchange_or_raise(lambda: faults.arm(session.orders, scene), self._config.timeout)
 
     # -- layout and slots

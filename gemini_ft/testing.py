@@ -11,6 +11,7 @@ assert_identical(torch.load(folder / "final.pt"), torch.load("undisturbed/final.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import select
@@ -260,6 +261,30 @@ def assert_identical(one: Any, other: Any) -> None:
     """Raise AssertionError with the first difference of two states."""
     difference = first_difference(one, other)
     assert difference is None, difference
+
+
+def digest(state: Any) -> str:
+    """SHA-256 in hex of all that ``first_difference`` would compare: equal exactly when there is no difference."""
+    found = hashlib.sha256()
+    _feed(found.update, state)
+    return found.hexdigest()
+
+
+def _feed(take: Callable[[bytes], None], value: Any) -> None:
+    take(type(value).__name__.encode())
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=repr):
+            take(repr(key).encode())
+            _feed(take, value[key])
+    elif isinstance(value, (list, tuple)):
+        take(str(len(value)).encode())
+        for item in value:
+            _feed(take, item)
+    elif isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        take(f"{value.dtype}{list(value.shape)}".encode())
+        take(_array(value).tobytes())
+    else:
+        take(struct.pack("d", value) if isinstance(value, float) else repr(value).encode())
 
 
 def _array(value: Any) -> np.ndarray[Any, Any]:

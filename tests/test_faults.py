@@ -179,6 +179,14 @@ def test_ranks_tell_each_other_what_has_happened(folder: Path, monkeypatch: pyte
     assert faults.Orders.agree([elsewhere, here]).happened == {"this-one", "another"}
 
 
+def test_a_run_is_restarted_if_any_of_its_hosts_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMINI_FAULTS", "step=5:rank=0:sigkill")
+    first = faults.Orders.read("run")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not faults.Orders.agree([first, first]).restarted
+    assert faults.Orders.agree([first, faults.Orders.read("run")]).restarted
+
+
 def test_ranks_with_other_faults_are_refused() -> None:
     with pytest.raises(ConfigError, match="rank 1 has GEMINI_FAULTS='', rank 0 'step=5:rank=0:exit'; give all hosts the same"):
         faults.Orders.agree([faults.Orders("step=5:rank=0:exit"), faults.Orders("")])

@@ -1,0 +1,292 @@
+"""A training job is killed three ways and must end with the very bits of an undisturbed run. `make demo` runs this.
+
+    python examples/survive_failures.py
+
+examples/train_gpt.py runs on four hosts, emulated as processes of this machine, with two copies of every shard of its
+state. A worker is killed; then a whole host, for which a replacement with empty memory joins; then both hosts that hold
+the copies of a shard, so that only the last checkpoint in storage is left. What is shown comes from the job's own events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from gemini_ft.testing import EmulatedHosts, digest, first_difference
+
+TRAIN = str(Path(__file__).with_name("train_gpt.py"))
+HOSTS = 4
+SOURCES = ("own memory", "peers", "storage")
+
+
+# -- the drill --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Drill:
+    """What is trained, and what goes wrong when."""
+
+    steps: int
+    size: Sequence[str]  # of the model: arguments of train_gpt.py
+
+    @property
+    def faults(self) -> dict[str, str]:
+        """What is killed -> how to say that in GEMINI_FAULTS."""
+        return {
+            "a worker": f"step={self.steps // 4}:rank=1:sigkill",
+            "a host": f"step={self.steps // 2}:host=2:kill",
+            "a group": f"step={self.steps * 5 // 6}:group=0:kill",
+        }
+
+    def program(self, strategy: str, out: Path) -> list[str]:
+        return [TRAIN, "--quiet", f"--steps={self.steps}", *self.size, f"--strategy={strategy}", f"--out={out}"]
+
+    def undisturbed(self, folder: Path) -> Path:
+        """Train with plain DDP, on one host that nothing happens to; returns the final checkpoint."""
+        with EmulatedHosts(1, self.program("ddp", folder / "final.ckpt"), folder, workers=HOSTS) as hosts:
+            hosts.finish()
+        return folder / "final.ckpt"
+
+    def disturbed(self, folder: Path, display: Display) -> tuple[Path, list[Recovery]]:
+        """Train with ``strategy="gemini"`` while hosts and workers are lost; returns the final checkpoint and what it took."""
+        storage = {"url": (folder / "storage").as_uri(), "every_steps": self.steps // 8}
+        env = {"GEMINI_REPLICAS": "2", "GEMINI_STORAGE": json.dumps(storage), "GEMINI_FAULTS": ";".join(self.faults.values())}
+        watch = ProcessWatch()
+        with EmulatedHosts(HOSTS, self.program("gemini", folder / "final.ckpt"), folder, env=env) as hosts:
+            display.say(f"{HOSTS} hosts start")
+            replaced: set[str] = set()
+            while hosts.alive:
+                for host in set(hosts.lost) - replaced:
+                    display.say(f"{host} is gone; {hosts.add()} starts, with nothing in its memory")
+                    replaced.add(host)
+                events = hosts.events()
+                watch.look(event["pid"] for event in events if event["event"] == "joined")
+                display.show(events, hosts.lost)
+                time.sleep(0.05)
+            hosts.finish()
+            events = hosts.events()
+            display.show(events, hosts.lost)
+        return folder / "final.ckpt", [recovery(what, fault, events, watch.gone) for what, fault in self.faults.items()]
+
+
+class ProcessWatch:
+    """Notes when processes end, though they are not our children."""
+
+    def __init__(self) -> None:
+        self.gone: dict[int, float] = {}  # pid -> when it ended
+        self._running: dict[int, int] = {}  # pidfd -> pid
+
+    def look(self, pids: Iterable[int]) -> None:
+        for pid in set(pids) - set(self._running.values()) - self.gone.keys():
+            try:
+                self._running[os.pidfd_open(pid)] = pid
+            except ProcessLookupError:
+                self.gone[pid] = time.time()
+        for pidfd in select.select(list(self._running), [], [], 0)[0]:
+            self.gone[self._running.pop(pidfd)] = time.time()
+            os.close(pidfd)
+
+
+# -- what it took -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One failure and the way back; seconds from the failure on."""
+
+    failure: str
+    step: int
+    detected: float  # all workers that the failure has left over have been stopped
+    resumed_at: int
+    sources: Mapping[str, int]  # of SOURCES -> bytes, all ranks together
+    reading: float  # seconds the slowest rank took to read them
+    next_step: float  # all ranks have completed a step again
+
+    @property
+    def lost(self) -> int:
+        return self.step - self.resumed_at
+
+
+def recovery(failure: str, fault: str, events: Sequence[Mapping[str, Any]], gone: Mapping[int, float]) -> Recovery:
+    """Put together what the events say of one fault."""
+    first = next(index for index, event in enumerate(events) if event.get("fault") == fault)
+    at, step = events[first]["at"], events[first]["iteration"]
+    old = _incarnation(events[:first], -1)
+    later = [event for event in events[first:] if event.get("fault") in (None, fault)]
+    new = _incarnation(later, 0)
+    steps = [next(e["at"] for e in later if e["event"] == "step" and e["pid"] == pid) for pid in new]
+    resumed = [event for event in later if event["event"] == "resumed" and event["pid"] in new]
+    sources = dict.fromkeys(SOURCES, 0)
+    for event in resumed:
+        for where, nbytes in event["sources"].items():
+            sources["peers" if where.startswith("peer ") else where] += nbytes
+    return Recovery(
+        failure,
+        step,
+        max(gone[pid] for pid in old) - at,
+        resumed[0]["iteration"],
+        sources,
+        max(event["seconds"] for event in resumed),
+        max(steps) - at,
+    )
+
+
+def _incarnation(events: Sequence[Mapping[str, Any]], which: int) -> set[int]:
+    """Processes of the first (0) or last (-1) attempt whose ranks have all joined and made a step."""
+    stepped = {event["pid"] for event in events if event["event"] == "step"}
+    attempts: dict[int, set[int]] = {}
+    for event in events:
+        if event["event"] == "joined":
+            attempts.setdefault(event["incarnation"], set()).add(event["pid"])
+    return [pids for _, pids in sorted(attempts.items()) if len(pids) == HOSTS and pids <= stepped][which]
+
+
+# -- what is shown ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Display:
+    """A bar per host, and a line for everything that happens; without a terminal, the lines only."""
+
+    console: Console
+    steps: int
+    begin: float = field(default_factory=time.time)
+    _seen: int = 0
+
+    def __post_init__(self) -> None:
+        columns = (
+            TextColumn("{task.description:7}"),
+            BarColumn(40),
+            TextColumn("{task.completed:3.0f}/{task.total:.0f} {task.fields[state]}"),
+        )
+        self._bars = Progress(*columns, TimeElapsedColumn(), console=self.console)
+        self._hosts: dict[str, Any] = {}
+
+    def __enter__(self) -> Display:
+        self._live = Live(Group(self._bars), console=self.console, transient=True)
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def say(self, text: str) -> None:
+        self.console.print(f"[dim]{time.time() - self.begin:6.1f} s[/dim]  {text}", highlight=False)
+
+    def show(self, events: Sequence[Mapping[str, Any]], lost: Iterable[str]) -> None:
+        """Take in the events that are new, and which hosts are gone."""
+        for event in events[self._seen :]:
+            self._take(event)
+        self._seen = len(events)
+        for host in self._hosts.keys() & set(lost):
+            self._bars.update(self._hosts[host], state="[red]gone")
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        host, kind = event["host"], event["event"]
+        if host not in self._hosts:
+            self._hosts[host] = self._bars.add_task(host, total=self.steps, state="")
+        bar = self._hosts[host]
+        if kind == "step":
+            self._bars.update(bar, completed=event["iteration"], state=f"[green]rank {event['rank']}")
+        elif kind == "fault":
+            self.say(f"[bold red]step {event['iteration']}: {event['fault']}[/bold red] (on {host})")
+        elif kind == "joined":
+            self._bars.update(bar, completed=event["iteration"], state="[yellow]has joined")
+            if event["rank"] == 0:
+                origin = {"memory": "from memory", "storage": "from storage", "nothing": "from the beginning"}[event["resuming"]]
+                self.say(f"attempt {event['incarnation']} on {', '.join(event['hosts'])}: at step {event['iteration']}, {origin}")
+        elif kind == "left" and event["finished"]:
+            self._bars.update(bar, completed=self.steps, state="[green]done")
+        elif kind == "left":
+            self._bars.update(bar, state="[yellow]its worker has stopped")
+
+
+def table_of(recoveries: Sequence[Recovery]) -> Table:
+    note = "Detected: the workers that were left over have been stopped. Bytes: of all ranks together;\n"
+    table = Table(title="What it took", caption=note + "under DDP each rank owns a quarter of the state and reads all of it.")
+    table.add_column("killed")
+    for column in (
+        "at\nstep",
+        "detected\nafter",
+        *(f"from\n{source}" for source in SOURCES),
+        "read\nin",
+        "resumed\nat step",
+        "steps\nlost",
+    ):
+        table.add_column(column, justify="right")
+    table.add_column("next step\nafter", justify="right", style="bold")
+    for row in recoveries:
+        sizes = [f"{row.sources[source] / 1e6:.1f} MB" if row.sources[source] else "-" for source in SOURCES]
+        numbers = [f"{row.reading:.2f} s", str(row.resumed_at), str(row.lost), f"{row.next_step:.1f} s"]
+        table.add_row(row.failure, str(row.step), f"{row.detected:.1f} s", *sizes, *numbers)
+    return table
+
+
+def compare(console: Console, one: Path, other: Path) -> bool:
+    """Compare all weights and all optimizer state of two checkpoints, to the last bit."""
+    states = [torch.load(path, weights_only=False) for path in (one, other)]
+    table = Table(title="Every bit", caption="SHA-256 over names, shapes, types and bytes")
+    for column in ("", "tensors", "bytes", "undisturbed", "after all this"):
+        table.add_column(column, justify="right" if column in ("tensors", "bytes") else "left")
+    for name, key in (("weights", "state_dict"), ("optimizer", "optimizer_states"), ("learning rates", "lr_schedulers")):
+        tensors = list(_tensors(states[0][key]))
+        hexes = [f"0x{digest(state[key])[:24]}..." for state in states]
+        table.add_row(name, str(len(tensors)), f"{sum(t.nbytes for t in tensors):,}", *hexes)
+    console.print(table)
+    keys = ("global_step", "state_dict", "optimizer_states", "lr_schedulers")
+    difference = first_difference(*({key: state[key] for key in keys} for state in states))
+    console.print(f"[bold red]DIFFERENT: {difference}" if difference else "[bold green]IDENTICAL: not one bit differs", highlight=False)
+    return difference is None
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
+    parser.add_argument("--folder", type=Path, help="keep logs, events and checkpoints there (default: a temporary folder)")
+    arguments = parser.parse_args()
+    drill = Drill(24, ["--width=64", "--layers=2"]) if arguments.quick else Drill(80, ["--width=256", "--layers=4"])
+    console = Console()
+    console.width = max(console.width, 110)  # of the last table
+    begin = time.time()
+    with ExitStack() as stack:
+        folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gemini-demo-")))
+        for name in ("undisturbed", "disturbed"):
+            (folder / name).mkdir(parents=True)
+        with console.status(f"an undisturbed run of {drill.steps} steps, to compare with"):
+            undisturbed = drill.undisturbed(folder / "undisturbed")
+        console.print(f"undisturbed run: {drill.steps} steps with plain DDP, {time.time() - begin:.0f} s")
+        with Display(console, drill.steps) as display:
+            disturbed, recoveries = drill.disturbed(folder / "disturbed", display)
+        console.print(table_of(recoveries))
+        same = compare(console, undisturbed, disturbed)
+    console.print(f"{time.time() - begin:.0f} s in all")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

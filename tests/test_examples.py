@@ -1,0 +1,58 @@
+"""The examples do what their first lines say. The drill runs in its reduced form."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gemini_ft.testing import assert_identical
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(*command: str, timeout: float, **env: str) -> str:
+    """Run it to its end; its output."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, env=os.environ | env)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_the_drill_survives_three_ways_of_being_killed(tmp_path: Path) -> None:
+    output = run(sys.executable, str(EXAMPLES / "survive_failures.py"), "--quick", "--folder", str(tmp_path / "drill"), timeout=500)
+    rows = {match[1]: match[0] for match in re.finditer(r"^│ (a \w+).*$", output, re.MULTILINE)}
+    cells = {name: [cell.strip() for cell in row.strip("│").split("│")] for name, row in rows.items()}
+    # killed, at step, detected, own memory, peers, storage, read in, resumed at, steps lost, next step after
+    assert [cell != "-" for cell in cells["a worker"][3:6]] == [True, True, False]
+    assert [cell != "-" for cell in cells["a host"][3:6]] == [True, True, False]
+    assert [cell != "-" for cell in cells["a group"][3:6]] == [False, False, True]
+    assert [cells[name][8] for name in ("a worker", "a host")] == ["1", "1"]
+    assert "IDENTICAL: not one bit differs" in output
+    states = [torch.load(tmp_path / "drill" / name / "final.ckpt", weights_only=False) for name in ("undisturbed", "disturbed")]
+    assert states[0]["global_step"] == 24
+    assert_identical(*(state["optimizer_states"] for state in states))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("launcher", ["gemini_ft.cli run", "torch.distributed.run"])
+def test_a_plain_loop_survives_under_either_launcher(tmp_path: Path, launcher: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        *launcher.split(),
+        "--nproc-per-node=2",
+        "--max-restarts=3",
+        str(EXAMPLES / "plain_loop.py"),
+        "--steps=60",
+    ]
+    env = {"GEMINI_RUN_ID": f"plain-{tmp_path.name}", "GEMINI_LOG_DIR": str(tmp_path), "GEMINI_FAULTS_DIR": str(tmp_path / "faults")}
+    env |= {"GEMINI_FAULTS": "step=30:rank=1:sigkill", "GEMINI_LINGER": "60", "GEMINI_ON_LATE": "wait"}
+    output = run(*command, timeout=250, **env)
+    assert "resuming at iteration 29 from memory" in output
+    assert "step 60: loss" in output
