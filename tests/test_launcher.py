@@ -426,13 +426,25 @@ def rendezvous_state(endpoint: str) -> Any:
     return pickle.loads(base64.b64decode(client.get("torch.rendezvous.none")))
 
 
-def test_a_spare_host_takes_the_place_of_a_lost_one(tmp_path: Path, launch: Callable[..., Job]) -> None:
-    """The lost one is rank 0's, which is where torch's own shared store would have been."""
-    (tmp_path / "host.py").write_text(HOST)
+@pytest.fixture
+def endpoint(launch: Callable[..., Job]) -> Iterator[str]:
+    """Where ``gemini store`` listens."""
     store = launch("--host", "127.0.0.1", "--port", "0", launcher=("gemini_ft.cli", "store"))
     store.wait_for(lambda: "\n" in store.out)
-    endpoint = store.out.removeprefix("store ready on ").strip()
-    arguments = ["--nnodes=3:3", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-conf=is_host=0", "--local-addr=127.0.0.1"]
+    yield store.out.removeprefix("store ready on ").strip()
+    store.process.terminate()
+    assert store.wait() == 0
+
+
+def host_arguments(hosts: int, endpoint: str) -> list[str]:
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-conf=is_host=0"]
+    return [f"--nnodes={hosts}:{hosts}", *rendezvous, "--local-addr=127.0.0.1"]
+
+
+def test_a_spare_host_takes_the_place_of_a_lost_one(endpoint: str, tmp_path: Path, launch: Callable[..., Job]) -> None:
+    """The lost one is rank 0's, which is where torch's own shared store would have been."""
+    (tmp_path / "host.py").write_text(HOST)
+    arguments = host_arguments(3, endpoint)
     hosts = [launch(*arguments, "host.py", HOST=str(host)) for host in range(3)]
     for host in hosts:
         host.wait_for(lambda: "among hosts 0111" in host.out)  # noqa: B023
@@ -446,5 +458,15 @@ def test_a_spare_host_takes_the_place_of_a_lost_one(tmp_path: Path, launch: Call
     assert [host.wait() for host in (*hosts, spare)] == [0, 0, 0]
     ranks = sorted(host.out.splitlines()[-1].split()[1] for host in (*hosts, spare))
     assert ranks == ["0", "1", "2"]
-    store.process.terminate()
-    assert store.wait() == 0
+
+
+def test_a_spare_host_that_is_not_needed_ends_with_the_job(endpoint: str, tmp_path: Path, launch: Callable[..., Job]) -> None:
+    (tmp_path / "host.py").write_text(HOST)
+    host = launch(*host_arguments(1, endpoint), "host.py", HOST="0")
+    host.wait_for(lambda: "among hosts 0001" in host.out)
+    spare = launch(*host_arguments(1, endpoint), "host.py", HOST="1")
+    spare.wait_for(lambda: len(rendezvous_state(endpoint).redundancy_list) == 1)
+    (tmp_path / "finished").touch()
+    assert [host.wait(), spare.wait()] == [0, 0], spare.err
+    assert spare.err.endswith("gemini run: the job is over; this spare host was not needed\n")
+    assert spare.out == ""
