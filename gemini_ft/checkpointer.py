@@ -108,10 +108,11 @@ class Checkpointer:
         if found is None:
             return 0
         saved = found.extras["state"]
-        if saved.keys() != self._stateful.keys():
-            raise StateError(
-                f"the snapshot has state of {sorted(saved)}, this job has {sorted(self._stateful)}; give the same `state` as before"
-            )
+        with self._script_to_blame():
+            if saved.keys() != self._stateful.keys():
+                raise StateError(
+                    f"the snapshot has state of {sorted(saved)}, this job has {sorted(self._stateful)}; give the same `state` as before"
+                )
         self.load_tensors()
         for name, value in saved.items():
             self._stateful[name].load_state_dict(value)
@@ -165,7 +166,8 @@ class Checkpointer:
         if plan.version is None:
             return None
         self._iteration = self.stats.committed = plan.version.iteration
-        extras = _on_all_ranks(lambda: self._read_extras(recorder))
+        with self._script_to_blame():
+            extras = _on_all_ranks(lambda: self._read_extras(recorder))
         self._state_extras = extras["tensors"]
         return Snapshot(self._iteration, extras["extras"], plan.kind)
 
@@ -199,7 +201,8 @@ class Checkpointer:
             raise RecoveryError("load_tensors() was called, but open() found nothing to resume")
         begin = time.perf_counter()
         everything = (self._models, self._optimizers, self._state_extras, session.rank, session.world_size, self._is_replicated)
-        self.stats.restored = _on_all_ranks(lambda: restore(session.sources, *everything), self.config.timeout + 600)
+        with self._script_to_blame():
+            self.stats.restored = _on_all_ranks(lambda: restore(session.sources, *everything), self.config.timeout + 600)
         seconds = self.stats.restore_seconds = time.perf_counter() - begin
         self._joined.events.write("resumed", iteration=self._iteration, sources=self.stats.restored, seconds=seconds)
         self._state_extras = None
@@ -257,6 +260,15 @@ class Checkpointer:
         self.close(finished=kind is None, interrupted=kind is not None and issubclass(kind, KeyboardInterrupt))
 
     # -- inside
+
+    @contextlib.contextmanager
+    def _script_to_blame(self) -> Iterator[None]:
+        """What does not fit a script that has changed must not be given up after a few restarts: the user will mend the script."""
+        try:
+            yield
+        except StateError:
+            self._joined.excuse()
+            raise
 
     def _save(self, iteration: int, extras: Any) -> None:
         recorder = self._joined

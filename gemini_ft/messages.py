@@ -156,6 +156,12 @@ class Progress(_Message):
     suspended: bool = False
 
 
+class Excuse(_Message):
+    """What was resumed does not fit this script: the failure that follows does not count against it."""
+
+    kind: Literal["excuse"] = "excuse"
+
+
 class Verify(_Message):
     """Ask for a check of every local copy of ``version`` against its checksums."""
 
@@ -531,8 +537,8 @@ class Data(_Message):
 
 
 Message = Annotated[
-    Hello | GetInventory | OpenSession | Reserve | Request | Chunk | Copied | GiveUp | Progress | Map | Verify | Verified | Adopt | Goodbye
-    | GetStatus | Leave | Inject | Welcome | Inventory | Opened | Reserved | Granted | Committed | Aborted | Failed | Notice
+    Hello | GetInventory | OpenSession | Reserve | Request | Chunk | Copied | GiveUp | Progress | Excuse | Map | Verify | Verified | Adopt
+    | Goodbye | GetStatus | Leave | Inject | Welcome | Inventory | Opened | Reserved | Granted | Committed | Aborted | Failed | Notice
     | Mapped | Custody | Status | Challenge | Proof | Accepted | Offer | Ready | Refused | Begin | End | Drop | Ack | Resend
     | ReportCompleted | ReportSkipped | ReportUploaded | ReportFinished | Rejoin | HoldersChanged | Thawed | AllFinished
     | Fetch | Describe | Description | Data,

@@ -25,6 +25,7 @@ from gemini_ft.messages import (
     Aborted,
     Adopt,
     Committed,
+    Excuse,
     Failed,
     Goodbye,
     Granted,
@@ -143,6 +144,11 @@ class Recorder:
         """A sign of life for the hang detection."""
         with contextlib.suppress(AgentError):  # its death is noticed, and mended, by the snapshot thread
             self.client.tell(Progress(iteration=iteration, suspended=self._suspended > 0))
+
+    def excuse(self) -> None:
+        """What was resumed is not to blame for the failure that follows."""
+        with contextlib.suppress(AgentError):
+            self.client.tell(Excuse())
 
     @contextlib.contextmanager
     def suspended(self, iteration: int) -> Any:

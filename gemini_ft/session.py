@@ -9,7 +9,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,8 +18,9 @@ import torch.distributed as dist
 from gemini_ft import placement
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
+from gemini_ft.choice import Choice, Chooser, Introduction
 from gemini_ft.config import GeminiConfig
-from gemini_ft.errors import ConfigError, CorruptDataError, SecretError, StorageError
+from gemini_ft.errors import ConfigError, SecretError, StorageError
 from gemini_ft.faults import Orders
 from gemini_ft.messages import (
     GetInventory,
@@ -31,19 +32,15 @@ from gemini_ft.messages import (
     OpenSession,
     Proof,
     SessionSpec,
-    Verified,
-    Verify,
-    Welcome,
 )
 from gemini_ft.network import bind_address
-from gemini_ft.recovery import Holding, Plan, Sources, describe, plan_recovery, require
+from gemini_ft.recovery import Plan, Sources, describe
 from gemini_ft.rendezvous import exchange, exchange_or_raise
 from gemini_ft.runid import default_run_id
 from gemini_ft.storage.base import Storage, open_storage
-from gemini_ft.storage.checkpoints import Manifest, newest_whole
-from gemini_ft.storage.shard import StoredShard
+from gemini_ft.storage.checkpoints import Manifest, list_checkpoints
 from gemini_ft.transport.wire import fingerprint
-from gemini_ft.versions import Incarnation, Version
+from gemini_ft.versions import Incarnation
 
 _log = logging.getLogger("gemini_ft")
 
@@ -83,19 +80,6 @@ class Session:
             self.storage,
             self.manifest,
         )
-
-
-@dataclass(frozen=True)
-class _Introduction:
-    """What a rank tells the others of itself and its host."""
-
-    run: str
-    world_size: int
-    welcome: Welcome
-    inventory: Inventory
-    configured_secret: str  # fingerprint, empty when none was configured
-    config: str
-    orders: Orders
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -140,49 +124,57 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[Message], None])
     Raises:
         GeminiError: some rank could not; all ranks raise the same text.
     """
-    rank, world_size = rank_and_world()
-    run = exchange(config.run_id or default_run_id())[0]
-    secret = exchange_or_raise(lambda: read_secret(config))[rank]
-    host = lifecycle.host_id()
+    rank, _ = rank_and_world()
+    run = exchange(config.run_id or default_run_id(), config.timeout)[0]
+    secret = exchange_or_raise(lambda: read_secret(config), config.timeout)[rank]
+    hello = _hello(config, run, stream, rank, secret)
+    clients: list[AgentClient] = []
 
-    def introduce() -> tuple[AgentClient, Hello, _Introduction]:
-        hello = _hello(config, run, stream, rank, secret)
-        client = AgentClient(run, host, hello, on_event, config.timeout)
-        lifecycle.set_oom_score(500)
-        if lifecycle.shares_fate(client.welcome.pid):
-            _log.warning(
-                "the agent of host %s shares a cgroup with its workers: if the job step or container ends, its memory goes too. "
-                "Run `gemini agent` as a service of the host (docs/deploy.md).",
-                host,
-            )
-        inventory = client.call(GetInventory(), Inventory)[0]
-        shared = config.model_dump_json(exclude={"domain", "secret_file", "tls", "memory_limit", "interface"})
-        return client, hello, _Introduction(run, world_size, client.welcome, inventory, fingerprint(secret), shared, Orders.read(run))
+    def introduce() -> Introduction:
+        clients.append(AgentClient(run, lifecycle.host_id(), hello, on_event, config.timeout))
+        return _introduction(config, clients[0], run, fingerprint(secret))
 
-    mine: list[tuple[AgentClient, Hello]] = []
+    try:
+        everyone = exchange_or_raise(introduce, config.timeout + 10)
+        session = _agree(config, clients[0], hello, everyone, rank)
+    except BaseException:
+        for client in clients:
+            client.close()  # the agent must not wait for us to choose
+        raise
+    if rank == 0:
+        _announce(session, bool(everyone[0].configured_secret))
+    return session
 
-    def introduction() -> _Introduction:
-        client, hello, about = introduce()
-        mine.append((client, hello))
-        return about
 
-    everyone = exchange_or_raise(introduction, config.timeout + 10)
-    client, hello = mine[0]
+def _introduction(config: GeminiConfig, client: AgentClient, run: str, configured_secret: str) -> Introduction:
+    lifecycle.set_oom_score(500)
+    if lifecycle.shares_fate(client.welcome.pid):
+        _log.warning(
+            "the agent of host %s shares a cgroup with its workers: if the job step or container ends, its memory goes too. "
+            "Run `gemini agent` as a service of the host (docs/deploy.md).",
+            client.welcome.info.host,
+        )
+    inventory = client.call(GetInventory(), Inventory)[0]
+    shared = config.model_dump_json(exclude={"domain", "secret_file", "tls", "memory_limit", "interface"})
+    return Introduction(run, client.welcome, inventory, configured_secret, shared, Orders.read(run))
+
+
+def _agree(config: GeminiConfig, client: AgentClient, hello: Hello, everyone: list[Introduction], rank: int) -> Session:
+    """Everything that all ranks must see alike, and the opening of the incarnation."""
+    run, stream = hello.run, hello.stream
     secret = _agree_on_secret(everyone)
     _agree_on_config(everyone)
     orders = Orders.agree([about.orders for about in everyone])
     storage = _open_storage(config, rank)
-    plan, manifest = _agree_on_plan(config, client, everyone, run, stream, storage, rank, world_size)
-    make_spec = partial(_make_spec, config, stream, everyone, plan, manifest, storage is not None)
-    spec = exchange_or_raise(lambda: make_spec() if rank == 0 else None)[0]
+    choice = Chooser(config, client, everyone, stream, storage, rank).choose()
+    make_spec = partial(_make_spec, config, stream, everyone, choice, storage)
+    spec = exchange_or_raise(lambda: make_spec() if rank == 0 else None, config.timeout)[0]
     assert spec is not None
     opening = OpenSession(spec=spec, secret=secret)
     exchange_or_raise(lambda: client.call(opening, Opened)[0], config.timeout + 10)
-    infos = [about.welcome.info for about in everyone]
-    session = Session(rank, world_size, run, host, config, client, hello, secret, spec, plan, infos, orders, storage, manifest)
-    if rank == 0:
-        _announce(session, bool(everyone[0].configured_secret))
-    return session
+    host, infos = client.welcome.info.host, [about.welcome.info for about in everyone]
+    plan, manifest = choice.plan, choice.manifest
+    return Session(rank, len(everyone), run, host, config, client, hello, secret, spec, plan, infos, orders, storage, manifest)
 
 
 def _hello(config: GeminiConfig, run: str, stream: str, rank: int, secret: bytes) -> Hello:
@@ -201,7 +193,7 @@ def _hello(config: GeminiConfig, run: str, stream: str, rank: int, secret: bytes
     )
 
 
-def _agree_on_secret(everyone: list[_Introduction]) -> bytes:
+def _agree_on_secret(everyone: list[Introduction]) -> bytes:
     given = {about.configured_secret: rank for rank, about in reversed(list(enumerate(everyone)))}
     if len(given) > 1:
         who = ", ".join(f"rank {rank} has {print_ or 'none'}" for print_, rank in given.items())
@@ -213,7 +205,7 @@ def _agree_on_secret(everyone: list[_Introduction]) -> bytes:
     return chosen.welcome.secret
 
 
-def _agree_on_config(everyone: list[_Introduction]) -> None:
+def _agree_on_config(everyone: list[Introduction]) -> None:
     for rank, about in enumerate(everyone):
         if about.config != everyone[0].config:
             raise ConfigError(f"rank {rank} has other gemini options than rank 0: {about.config} instead of {everyone[0].config}")
@@ -238,93 +230,7 @@ def _open_storage(config: GeminiConfig, rank: int) -> Storage | None:
         return None
 
 
-def _agree_on_plan(
-    config: GeminiConfig,
-    client: AgentClient,
-    everyone: list[_Introduction],
-    run: str,
-    stream: str,
-    storage: Storage | None,
-    rank: int,
-    world_size: int,
-) -> tuple[Plan, Manifest | None]:
-    """Plan, check the copies the plan needs against their checksums, and plan again without those that are damaged."""
-    refused: set[Version] = {version for about in everyone for version in about.inventory.given_up}
-    for about in everyone:
-        stuck = about.welcome.resumed
-        if stuck is not None and about.welcome.attempts >= config.max_retries:
-            refused.add(stuck)
-            if rank == 0:
-                _log.warning("%s was resumed %d times in a row without one step of progress: giving it up", stuck, about.welcome.attempts)
-    if config.resume == "never":
-        return Plan("nothing"), None
-    folders: set[str] = set()
-    holdings = {about.welcome.info.host: Holding(about.welcome.info.host, about.inventory.slots) for about in everyone}
-    while True:
-        manifest = exchange(_newest(storage, run, stream, folders, refused) if rank == 0 else None, config.timeout)[0]
-        stored = manifest.version if manifest is not None else None
-        stored_size = manifest.world_size if manifest is not None else None
-        plan = plan_recovery(list(holdings.values()), world_size, stored, stored_size, sorted(refused))
-        if plan.kind == "memory":
-            damaged = _check_memory(client, plan, everyone, config.timeout)
-            if not damaged:
-                break
-            holdings = {h: _without(holding, plan.version, damaged.get(h, set())) for h, holding in holdings.items()}
-        elif plan.kind == "storage" and manifest is not None and storage is not None:
-            if all(exchange(_is_sound(storage, manifest, rank), 600.0)):
-                break
-            _log.warning("%s in storage is damaged: trying the one before", manifest.folder)
-            folders.add(manifest.folder)
-        else:
-            break
-    if config.resume == "require":
-        require(plan)
-    return plan, manifest if plan.kind == "storage" else None
-
-
-def _newest(storage: Storage | None, run: str, stream: str, folders: set[str], refused: set[Version]) -> Manifest | None:
-    while storage is not None:
-        manifest = newest_whole(storage, run, stream, folders)
-        if manifest is None or manifest.version not in refused:
-            return manifest
-        folders.add(manifest.folder)
-    return None
-
-
-def _is_sound(storage: Storage, manifest: Manifest, rank: int) -> bool:
-    """Every rank reads the shard of its own number; a checkpoint of another size is refused before this."""
-    try:
-        StoredShard(storage, manifest.shards[rank]).verify()
-    except (CorruptDataError, StorageError) as error:
-        _log.warning("%s", error)
-        return False
-    return True
-
-
-def _check_memory(client: AgentClient, plan: Plan, everyone: list[_Introduction], timeout: float) -> dict[str, set[int]]:
-    """host -> owners whose copies of the planned version are damaged there."""
-    assert plan.version is not None
-    sound = client.call(Verify(version=plan.version), Verified)[0].sound
-    by_host = dict(zip((about.welcome.info.host for about in everyone), exchange(sound, timeout), strict=True))
-    damaged: dict[str, set[int]] = {}
-    for owner, hosts in plan.sources.items():
-        for host in hosts:
-            if owner not in by_host[host]:
-                damaged.setdefault(host, set()).add(owner)
-    for host, owners in damaged.items():
-        _log.warning(
-            "host %s: the copies of ranks %s of %s do not match their checksums and are ignored", host, sorted(owners), plan.version
-        )
-    return damaged
-
-
-def _without(holding: Holding, version: Version | None, owners: set[int]) -> Holding:
-    return replace(holding, slots=[s for s in holding.slots if s.version != version or s.owner not in owners])
-
-
-def _make_spec(
-    config: GeminiConfig, stream: str, everyone: list[_Introduction], plan: Plan, manifest: Manifest | None, with_storage: bool
-) -> SessionSpec:
+def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], choice: Choice, storage: Storage | None) -> SessionSpec:
     hosts = [about.welcome.info.host for about in everyone]
     infos = {about.welcome.info.host: about.welcome.info for about in everyone}
     domains = {host: info.domain for host, info in infos.items()}
@@ -332,13 +238,11 @@ def _make_spec(
         missing = sorted(host for host, domain in domains.items() if not domain)
         raise ConfigError(f"hosts {missing} have no failure domain, others have one; set GEMINI_DOMAIN on all hosts or on none")
     placed = placement.place(sorted(infos), config.replicas, domains if all(domains.values()) else None)
+    plan = choice.plan
     known = [info.known for info in infos.values() if info.known is not None]
-    known += [manifest.incarnation] if manifest is not None else []
     known += [plan.version.incarnation] if plan.version is not None else []
-    given_up = {version for about in everyone for version in about.inventory.given_up}
-    given_up |= {
-        about.welcome.resumed for about in everyone if about.welcome.resumed is not None and about.welcome.attempts >= config.max_retries
-    }
+    if storage is not None:  # even those that are damaged or not wanted: what comes now must count as newer
+        known += [checkpoint.version.incarnation for checkpoint in list_checkpoints(storage, everyone[0].run, stream)]
     return SessionSpec(
         stream=stream,
         incarnation=Incarnation.after(known),
@@ -349,11 +253,11 @@ def _make_spec(
         leader=hosts[0],
         resumed=plan.version,
         sources={owner: list(holders) for owner, holders in plan.sources.items()},
-        given_up=sorted(given_up),
+        given_up=sorted(choice.given_up),
         replica_timeout=config.replica_timeout,
         hang_timeout=config.hang_timeout,
         chunk_bytes=config.chunk_bytes,
-        storage=config.storage.model_dump() if config.storage is not None and with_storage else None,
+        storage=config.storage.model_dump() if config.storage is not None and storage is not None else None,
     )
 
 

@@ -102,16 +102,17 @@ class AgentClient:
             self.lost = True
             raise self._gone(str(error)) from None
 
-    def call(self, message: Message, answer: type[M], fds: Sequence[int] = ()) -> tuple[M, list[int]]:
-        """Send, and wait for the answer and the descriptors beside it."""
+    def call(self, message: Message, answer: type[M], timeout: float | None = None) -> tuple[M, list[int]]:
+        """Send, and wait ``timeout`` seconds (default: the client's) for the answer and the descriptors beside it."""
+        seconds = self._timeout if timeout is None else timeout
         with self._call_lock:
-            self.tell(message, fds)
+            self.tell(message)
             try:
-                got = self._answers.get(timeout=self._timeout)
+                got = self._answers.get(timeout=seconds)
             except queue.Empty:
                 raise AgentTimeoutError(
                     f"the agent of run {self._run!r} on host {self._host!r} did not answer {message.kind!r} "
-                    f"within {self._timeout:g} s; see {self.log}"
+                    f"within {seconds:g} s; see {self.log}"
                 ) from None
         if got is None:
             self._answers.put(None)

@@ -29,6 +29,7 @@ from gemini_ft.messages import (
     Adopt,
     Chunk,
     Copied,
+    Excuse,
     GetInventory,
     GetStatus,
     GiveUp,
@@ -142,7 +143,7 @@ class Agent:
             case GetInventory():
                 stream = self._stream(worker)
                 stream.seal(worker)
-                worker.send(Inventory(slots=stream.vault.inventory(stream.given_up), given_up=sorted(stream.given_up)))
+                worker.send(Inventory(slots=stream.vault.inventory(), given_up=sorted(stream.given_up)))
             case OpenSession():
                 self._open_session(worker, message)
             case Verify(version=version):
@@ -173,6 +174,8 @@ class Agent:
             case Progress(suspended=suspended):
                 if worker in self._hangs:
                     self._hangs[worker].progress(time.monotonic(), suspended)
+            case Excuse():
+                stream.excuse()
             case Inject():
                 stream.inject(message)
             case _:

@@ -86,6 +86,7 @@ class Stream:
         self.workers: dict[int, WorkerPort] = {}
         self.finished = False
         self.attempts = 0  # sessions in a row that resumed the same version and committed nothing
+        self._excused = False  # the present attempt does not count
         self.given_up: set[Version] = set()
         self.excluded: list[tuple[int, str]] = []
         self.counters = {"committed": 0, "aborted": 0, "replica_bytes": 0, "uploads": 0, "failed_uploads": 0}
@@ -125,7 +126,7 @@ class Stream:
         else:
             stuck = self.spec is not None and not self._progressed and spec.resumed == self.spec.resumed
             self.attempts = self.attempts + 1 if stuck else 1
-            self._progressed, self.finished = False, False
+            self._progressed, self.finished, self._excused = False, False, False
             self.given_up.update(spec.given_up)
             self.host.open(holders, spec.resumed)
             self.vault.sync_headers()
@@ -137,6 +138,11 @@ class Stream:
         if not readopt and spec.resumed is not None and spec.sources:
             self._rebuilding = asyncio.get_running_loop().create_task(rebuild(self, spec, self._agent))
         self.log(f"incarnation {spec.incarnation} of {spec.world_size} ranks, from {spec.resumed or 'nothing'}")
+
+    def excuse(self) -> None:
+        """The present session fails, and not because of what it resumed. Every worker of it says so."""
+        self.attempts -= not self._excused
+        self._excused = True
 
     def seal(self, worker: WorkerPort) -> None:
         """A worker is about to choose what to resume: until then nothing here changes."""

@@ -19,7 +19,7 @@ class Vault:
         self.memory: dict[tuple[int, int], SlotMemory] = {}  # (owner, slot) -> its memfd
         self._host, self._budget, self._log, self._on_free = host, budget, log, on_free
 
-    def inventory(self, given_up: set[Version]) -> list[SlotInfo]:
+    def inventory(self) -> list[SlotInfo]:
         """Every complete slot; the bytes themselves are checked when a version has been chosen (``verify``)."""
         complete = [(owner, m, m.version) for (owner, _), m in self.memory.items() if m.version is not None]
         return [
@@ -33,7 +33,6 @@ class Vault:
                 age=memory.age,
             )
             for owner, memory, version in complete
-            if version not in given_up
         ]
 
     async def verify(self, version: Version) -> list[int]:

@@ -1,0 +1,143 @@
+"""Agreeing on what to resume: the newest version that is whole, sound, and not known to fail. Collective, before the first step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gemini_ft.agent.client import AgentClient
+from gemini_ft.config import GeminiConfig
+from gemini_ft.errors import CorruptDataError, StorageError
+from gemini_ft.faults import Orders
+from gemini_ft.messages import Inventory, Verified, Verify, Welcome
+from gemini_ft.recovery import Holding, Plan, plan_recovery, require
+from gemini_ft.rendezvous import exchange, exchange_or_raise
+from gemini_ft.storage.base import Storage
+from gemini_ft.storage.checkpoints import Manifest, newest_whole
+from gemini_ft.storage.shard import StoredShard
+from gemini_ft.versions import Version
+
+_log = logging.getLogger("gemini_ft")
+_VERIFY_SECONDS = 600.0  # reading a whole checkpoint, or all of a host's copies, may take that long
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """What a rank tells the others of itself and its host."""
+
+    run: str
+    welcome: Welcome
+    inventory: Inventory
+    configured_secret: str  # fingerprint, empty when none was configured
+    config: str
+    orders: Orders
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the ranks have agreed to resume."""
+
+    plan: Plan
+    manifest: Manifest | None  # of a plan from storage
+    given_up: frozenset[Version]
+
+
+class Chooser:
+    """Finds what to resume, the same on every rank: collective."""
+
+    def __init__(
+        self, config: GeminiConfig, client: AgentClient, everyone: Sequence[Introduction], stream: str, storage: Storage | None, rank: int
+    ) -> None:
+        self._config, self._client, self._everyone, self._stream = config, client, everyone, stream
+        self._storage, self._rank = storage, rank
+        self._holdings = {about.welcome.info.host: Holding(about.welcome.info.host, about.inventory.slots) for about in everyone}
+        self._damaged: set[str] = set()  # folders in storage
+
+    def choose(self) -> Choice:
+        """Obey ``resume``, and leave out what has led to failure after failure, unless there is nothing else.
+
+        Raises:
+            WorldSizeError: all there is was made by another number of ranks.
+            RecoveryError: there is nothing to resume, and something is required.
+            StorageError: the newest checkpoint is of a format that cannot be read.
+        """
+        stuck = self._stuck()
+        given_up = frozenset(version for about in self._everyone for version in about.inventory.given_up) | stuck.keys()
+        if self._config.resume == "never":
+            return Choice(Plan("nothing"), None, given_up)
+        choice = self._find(given_up)
+        if choice.plan.version is None and given_up:
+            choice = self._find(frozenset())  # rather one more failure than to start over what took weeks
+        for version, attempts in stuck.items():
+            then = "giving it up" if version != choice.plan.version else "there is nothing else, so it is tried again"
+            self._warn("%s was resumed %d times in a row without one step of progress: %s", version, attempts, then)
+        if self._config.resume == "require":
+            require(choice.plan)
+        return choice
+
+    def _stuck(self) -> dict[Version, int]:
+        """Versions that every attempt since has failed to get beyond, and the number of attempts."""
+        welcomes = [about.welcome for about in self._everyone if about.welcome.attempts >= self._config.max_retries]
+        return {welcome.resumed: welcome.attempts for welcome in welcomes if welcome.resumed is not None}
+
+    def _find(self, refused: frozenset[Version]) -> Choice:
+        """Plan, check the copies the plan needs against their checksums, and plan again without those that are damaged."""
+        while True:
+            manifest = exchange_or_raise(lambda: self._newest(refused) if self._rank == 0 else None, self._config.timeout)[0]
+            stored, size = (manifest.version, manifest.world_size) if manifest is not None else (None, None)
+            plan = plan_recovery(list(self._holdings.values()), len(self._everyone), stored, size, sorted(refused))
+            if plan.kind == "memory":
+                if not (damaged := self._damaged_in_memory(plan)):
+                    return Choice(plan, None, refused)
+                self._holdings = {h: _without(holding, plan.version, damaged.get(h, set())) for h, holding in self._holdings.items()}
+            elif plan.kind == "storage" and manifest is not None and self._storage is not None:
+                if all(exchange(_is_sound(self._storage, manifest, self._rank), _VERIFY_SECONDS)):
+                    return Choice(plan, manifest, refused)
+                self._warn("%s in storage is damaged: trying the one before", manifest.folder)
+                self._damaged.add(manifest.folder)
+            else:
+                return Choice(plan, None, refused)
+
+    def _newest(self, refused: frozenset[Version]) -> Manifest | None:
+        passed = set(self._damaged)
+        while self._storage is not None:
+            manifest = newest_whole(self._storage, self._everyone[0].run, self._stream, passed)
+            if manifest is None or manifest.version not in refused:
+                return manifest
+            passed.add(manifest.folder)
+        return None
+
+    def _damaged_in_memory(self, plan: Plan) -> dict[str, set[int]]:
+        """Host -> owners whose copies of the planned version are damaged there."""
+        assert plan.version is not None
+        question = Verify(version=plan.version)
+        sound = exchange_or_raise(lambda: self._client.call(question, Verified, timeout=_VERIFY_SECONDS)[0].sound, _VERIFY_SECONDS)
+        by_host = dict(zip((about.welcome.info.host for about in self._everyone), sound, strict=True))
+        damaged: dict[str, set[int]] = {}
+        for owner, hosts in plan.sources.items():
+            for host in hosts:
+                if owner not in by_host[host]:
+                    damaged.setdefault(host, set()).add(owner)
+        for host, owners in damaged.items():
+            text = "host %s: the copies of ranks %s of %s do not match their checksums and are ignored"
+            self._warn(text, host, sorted(owners), plan.version)
+        return damaged
+
+    def _warn(self, text: str, *values: object) -> None:
+        if self._rank == 0:
+            _log.warning(text, *values)
+
+
+def _is_sound(storage: Storage, manifest: Manifest, rank: int) -> bool:
+    """Every rank reads the shard of its own number; a checkpoint of another size is refused before this."""
+    try:
+        StoredShard(storage, manifest.shards[rank]).verify()
+    except (CorruptDataError, StorageError) as error:
+        _log.warning("%s", error)
+        return False
+    return True
+
+
+def _without(holding: Holding, version: Version | None, owners: set[int]) -> Holding:
+    return replace(holding, slots=[s for s in holding.slots if s.version != version or s.owner not in owners])

@@ -1,0 +1,168 @@
+"""Every way in which a job must be refused or go on in a defined way: real ranks, real agents, the very words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_kit import context
+from rank_kit import World
+from session_case import loop
+
+from gemini_ft.errors import (
+    ConfigError,
+    GeminiError,
+    LayoutMismatchError,
+    MemoryBudgetError,
+    RecoveryError,
+    SecretError,
+    StateError,
+    WorldSizeError,
+)
+
+context.set_forkserver_preload(["torch", "torch._dynamo", "gemini_ft.rendezvous", "gemini_ft.checkpointer", "agent_kit"])
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[World]:
+    with World(tmp_path, 2) as world:
+        yield world
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Iterator[World]:
+    with World(tmp_path, 1) as world:
+        yield world
+
+
+def run(steps: int = 3, **options: Any) -> Any:
+    return (_loop, steps, options)
+
+
+def _loop(steps: int, options: dict[str, Any]) -> Any:
+    return loop(steps, **options)
+
+
+def same_error(results: list[Any], kind: type[GeminiError]) -> str:
+    """All ranks raised the same; its text."""
+    assert [type(result) for result in results] == [kind] * len(results), results
+    assert len({str(result) for result in results}) == 1, results
+    return str(results[0])
+
+
+class TestOptions:
+    def test_an_unknown_one_is_named_with_those_there_are(self, one: World) -> None:
+        text = same_error(one.outcome(*run(replica=3)), ConfigError)
+        assert text.startswith("gemini options: unknown option 'replica'; allowed: chunk_bytes, domain, hang_timeout")
+
+    def test_that_differ_between_ranks_are_refused(self, two: World) -> None:
+        attempt = two.start(*run(), per_rank=[{}, {"GEMINI_REPLICAS": "3"}])
+        assert "rank 1 has other gemini options than rank 0: " in same_error(attempt.results(), ConfigError)
+
+    def test_an_interface_that_is_not_there_is_refused_with_those_that_are(self, two: World) -> None:
+        text = same_error(two.outcome(*run(interface="ib7")), ConfigError)
+        assert "interface='ib7': no such interface, and not a CIDR; this host has " in text
+        assert "lo (127.0.0.1" in text
+
+    def test_domains_of_some_hosts_only_are_refused(self, two: World) -> None:
+        attempt = two.start(*run(), per_rank=[{"GEMINI_DOMAIN": "rack1"}, {}])
+        assert "hosts ['host1'] have no failure domain, others have one" in same_error(attempt.results(), ConfigError)
+
+
+class TestSecrets:
+    def test_a_file_that_others_may_read_is_refused(self, two: World, tmp_path: Path) -> None:
+        path = tmp_path / "secret"
+        path.write_text("secret\n")
+        path.chmod(0o640)
+        text = same_error(two.outcome(*run(), GEMINI_SECRET_FILE=str(path)), SecretError)
+        assert text == f"ranks 0, 1: secret_file={path} has mode 0640 and may be read by others; `chmod 600 {path}`"
+
+    def test_a_file_that_is_missing_on_one_host_is_named(self, two: World, tmp_path: Path) -> None:
+        path = tmp_path / "secret"
+        path.write_text("secret\n")
+        path.chmod(0o600)
+        attempt = two.start(*run(), per_rank=[{"GEMINI_SECRET_FILE": str(p)} for p in (path, tmp_path / "none")])
+        assert "rank 1: secret_file=" in same_error(attempt.results(), SecretError)
+
+    def test_that_differ_are_refused_without_being_shown(self, two: World) -> None:
+        attempt = two.start(*run(), per_rank=[{"GEMINI_SECRET": "one"}, {"GEMINI_SECRET": "other"}])
+        text = same_error(attempt.results(), SecretError)
+        assert "the ranks were given different run secrets (fingerprints: rank 1 has " in text
+        assert "other" not in text
+
+    def test_that_are_given_are_used_and_nothing_is_warned_of(self, two: World) -> None:
+        results = two.outcome(*run(), GEMINI_SECRET="secret")
+        assert [result["committed"] for result in results] == [3, 3]
+        assert not any("no run secret" in text for text in results[0]["told"])
+
+
+class TestMemory:
+    def test_too_little_is_refused_at_the_first_step_on_all_ranks(self, two: World) -> None:
+        text = same_error(two.outcome(*run(memory_limit="12MiB", width=2**18)), MemoryBudgetError)
+        assert "bytes of snapshots; its agent may hold 12,582,912. Raise memory_limit (GEMINI_MEMORY_LIMIT), lower replicas (now 2)" in text
+
+    def test_too_little_on_one_host_is_refused_on_all_ranks(self, two: World) -> None:
+        attempt = two.start(*run(width=2**18), per_rank=[{}, {"GEMINI_MEMORY_LIMIT": "12MiB"}])
+        assert "host host1 must hold " in same_error(attempt.results(), MemoryBudgetError)
+
+
+class TestOtherJob:
+    """The run id is that of a job that was another."""
+
+    def test_of_another_size_is_refused_with_both_sizes_and_the_way_out(self, two: World) -> None:
+        two.outcome(*run())
+        two.hosts = ["host0", "host1", "host2"]
+        text = same_error(two.outcome(*run()), WorldSizeError)
+        assert text.startswith(
+            "the snapshot in memory was made by 2 ranks, this job has 3. Start 2 ranks to resume it, or set resume='never'"
+        )
+        assert two.outcome(*run(resume="never"))[0]["start"] == 0
+
+    def test_with_another_model_is_refused_by_name(self, two: World) -> None:
+        two.outcome(*run())
+        text = same_error(two.outcome(*run(width=9)), LayoutMismatchError)
+        assert "the snapshot belongs to another model or optimizer, " in text
+        assert "model.0.weight has shape (9, 4) now and (8, 4) in the snapshot" in text
+
+    def test_that_does_not_fit_is_kept_however_often_it_is_tried(self, two: World) -> None:
+        two.outcome(*run())
+        for _ in range(3):
+            same_error(two.outcome(*run(width=9, max_retries=1)), LayoutMismatchError)
+        assert [result["start"] for result in two.outcome(*run(max_retries=1))] == [3, 3]
+
+    def test_with_other_state_is_refused_by_name(self, one: World) -> None:
+        one.outcome(*run(state=("scheduler", "scaler")))
+        text = same_error(one.outcome(*run(state=("scheduler",))), StateError)
+        assert text == "the snapshot has state of ['scaler', 'scheduler'], this job has ['scheduler']; give the same `state` as before"
+
+
+class TestResume:
+    def test_auto_never_and_require(self, two: World) -> None:
+        text = same_error(two.outcome(*run(resume="require")), RecoveryError)
+        assert text.startswith("resume='require', but nothing to resume yet: starting from the beginning. Set resume='auto'")
+        first = two.outcome(*run())
+        assert [result["start"] for result in first] == [0, 0]
+        assert any("nothing to resume yet" in text for text in first[0]["told"])
+        again = two.outcome(*run(resume="require"))
+        assert [(result["start"], result["scalars"]) for result in again] == [(3, {"iteration": 5})] * 2
+        assert any("resuming at iteration 3 from memory" in text for text in again[0]["told"])
+        assert [result["start"] for result in two.outcome(*run(resume="never"))] == [0, 0]
+        assert [result["start"] for result in two.outcome(*run())] == [3, 3]
+
+    def test_a_version_that_fails_again_and_again_is_given_up_for_an_older_one(self, two: World) -> None:
+        two.outcome(*run())
+        for _ in range(2):
+            assert all(isinstance(result, RuntimeError) for result in two.outcome(*run(crash_at=3, max_retries=2)))
+        results = two.outcome(*run(crash_at=3, max_retries=2))
+        assert [result["start"] for result in results] == [2, 2]
+        assert "iteration 3 of incarnation 1 was resumed 2 times in a row without one step of progress: giving it up" in results[0]["told"]
+
+    def test_the_last_one_there_is_is_not_given_up(self, two: World) -> None:
+        two.outcome(*run(1))
+        for _ in range(3):
+            assert all(isinstance(result, RuntimeError) for result in two.outcome(*run(crash_at=1, max_retries=1)))
+        results = two.outcome(*run(max_retries=1))
+        assert [result["start"] for result in results] == [1, 1]
+        assert any("without one step of progress: there is nothing else, so it is tried again" in text for text in results[0]["told"])
