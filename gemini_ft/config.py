@@ -94,6 +94,8 @@ class GeminiConfig(_Model):
     def _relations(self) -> GeminiConfig:
         if self.port_range and not 0 < self.port_range[0] <= self.port_range[1] < 65536:
             raise ValueError(f"port_range={self.port_range} must be (first, last) with 0 < first <= last < 65536")
+        if self.chunk_bytes % 64:
+            raise ValueError(f"chunk_bytes={self.chunk_bytes} must be a multiple of 64, so that no element is cut")
         return self
 
 

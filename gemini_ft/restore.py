@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gemini_ft.copies import copy_into
-from gemini_ft.layout import Layout, Read, owners_needed, plan_reads, stored_specs
+from gemini_ft.layout import Layout, Read, plan_reads, stored_specs
 from gemini_ft.recovery import LocalShard, PeerShard, Sources, StorageShard
 from gemini_ft.state import Models, apply_extras, destinations
 
@@ -51,13 +51,8 @@ def restore(
 def _layouts(sources: Sources, rank: int) -> dict[int, Layout]:
     """Layouts of all owners that hold something of ``rank``'s state."""
     own = sources.read(rank, rank, lambda shard: shard.layout)
-    layouts = {rank: own}
-    wanted = {owner for piece in own.pieces for owner in piece.group}
-    while missing := wanted - layouts.keys():
-        layouts |= {owner: sources.read(owner, rank, lambda shard: shard.layout) for owner in sorted(missing)}
-        # A tensor too small to be cut among all of its group is known to some owners only.
-        wanted = owners_needed(stored_specs(rank, layouts), rank)
-    return layouts
+    others = sorted(own.owners - {rank})
+    return {rank: own} | {owner: sources.read(owner, rank, lambda shard: shard.layout) for owner in others}
 
 
 def _scatter(shard: LocalShard | PeerShard | StorageShard, reads: Sequence[Read], tensors: Mapping[str, torch.Tensor]) -> tuple[str, int]:

@@ -8,11 +8,9 @@ What changes at other times (buffers, RNG, counters) is copied at once, before `
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -20,17 +18,10 @@ from typing import Any
 import torch
 import xxhash
 
-from gemini_ft.agent.memory import keep_from_children, populate
-from gemini_ft.copies import Copy, plan_copies
+from gemini_ft.copyplan import CopyPlan, Slot, same_bytes
 from gemini_ft.errors import AgentError, ConcurrentWriteError, GeminiError
-from gemini_ft.layout import Layout
 from gemini_ft.messages import Chunk, Copied, GiveUp, Message, Request
-from gemini_ft.sources import Source
 
-_libc = ctypes.CDLL(None)
-_libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_libc.memcpy.restype = ctypes.c_void_p
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 _GRANT_POLL = 0.25  # seconds between looks at whether the agent still lives
 
 
@@ -58,75 +49,6 @@ class Job:
     cancelled: str = ""
     finished: bool = False  # verify: nobody declares it copied before it was compared
     submitted: float = field(default_factory=time.perf_counter)
-
-
-class Slot:
-    """A slot's data area, mapped; on CUDA its pages are registered, so that copies can run beside computation."""
-
-    def __init__(self, fd: int, data_offset: int, capacity: int, pinned: bool) -> None:
-        total = data_offset + max(1, capacity)
-        self.fd = fd  # kept: a restarted agent gets it back
-        self.memory = mmap.mmap(fd, total)
-        keep_from_children(self.memory)
-        self.view = memoryview(self.memory)[data_offset : data_offset + capacity]
-        self.tensor = torch.frombuffer(self.view, dtype=torch.uint8) if capacity else torch.empty(0, dtype=torch.uint8)
-        self.address = self.tensor.data_ptr()
-        self._pinned = pinned
-        if pinned and capacity:
-            torch.cuda.check_error(_cudart().cudaHostRegister(self.address, capacity, _PORTABLE))
-
-    def prefault(self) -> None:
-        """Touch all pages now, from this process: they come from its own NUMA node, and not during the first copy."""
-        populate(self.memory, 0, len(self.memory))
-
-    def close(self) -> None:
-        if self._pinned and self.address:
-            _cudart().cudaHostUnregister(self.address)
-        # The mapping goes when the last tensor view of it does.
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-class CopyPlan:
-    """Which bytes go where; made once per layout, used for every snapshot of it.
-
-    Copies are made in the order of their place in the slot, so a chunk is whole as soon as they have passed its end.
-    """
-
-    def __init__(self, sources: Sequence[Source], layout: Layout, chunk_bytes: int) -> None:
-        self.sources = sources  # kept alive: their addresses are in the plan
-        self.nbytes, self.chunk_bytes = layout.nbytes, chunk_bytes
-        copies = plan_copies(sources, layout, chunk_bytes)
-        self.device = next((copy.view.device for copy in copies if copy.view.is_cuda), None)
-        self.background = [copy for copy in copies if not copy.mutable]
-        self._mutable = [copy for copy in copies if copy.mutable]
-        self._staged = [torch.empty_like(copy.view, device="cpu", memory_format=torch.contiguous_format) for copy in self._mutable]
-        staged = {id(copy): target for copy, target in zip(self._mutable, self._staged, strict=True)}
-        self.moves = [(copy.offset, staged.get(id(copy), copy.view)) for copy in copies]
-
-    @property
-    def on_cuda(self) -> bool:
-        return self.device is not None
-
-    def marks(self) -> list[tuple[int, int]]:
-        """Version counter and address of every tensor that is copied in the background."""
-        return [(_version(copy.view), copy.view.data_ptr()) for copy in self.background]
-
-    def stage(self) -> None:
-        """Copy what may change before the next update."""
-        for copy, target in zip(self._mutable, self._staged, strict=True):
-            target.copy_(copy.view)
-
-    def changed(self, marks: list[tuple[int, int]]) -> list[str]:
-        """Names of tensors that were written or moved since ``marks``."""
-        names = (copy.name for copy, before, now in zip(self.background, marks, self.marks(), strict=True) if before != now)
-        return list(dict.fromkeys(names))
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class Snapshotter:
@@ -238,7 +160,7 @@ class Snapshotter:
         assert self.plan is not None
         assert job.slot is not None
         slot = self.slots[job.slot]
-        if slot.view.nbytes and (different := [c.name for c in self.plan.background if not _same(slot, c)]):
+        if slot.view.nbytes and (different := [c.name for c in self.plan.background if not same_bytes(slot, c)]):
             text = f"iteration {job.iteration}: {', '.join(different[:5])} changed between the snapshot and the next update"
             self._discard(job, text)
             raise ConcurrentWriteError(f"{text}; write inside `with checkpointer.mutate():`")
@@ -285,28 +207,17 @@ class Snapshotter:
     def _copy(self, job: Job, slot: Slot) -> None:
         assert self.plan is not None
         events = self._queue_cuda_copies(job, slot) if self.plan.on_cuda else []
-        published = 0
-        for number, (offset, source) in enumerate(self.plan.moves):
+        step = self.plan.chunk_bytes
+        for number, batch in enumerate(self.plan.batches):
             if events:
                 events[number].synchronize()
             else:
-                _move(slot, offset, source)
-            published = self._publish_until(job, slot, published, offset + source.nbytes)
-        self._publish_until(job, slot, published, self.plan.nbytes, last=True)
+                slot.write(number, batch)
+            self._publish(job, number, slot, number * step, min(step, self.plan.nbytes - number * step))
         self._copy_extras(job, slot)
 
-    def _publish_until(self, job: Job, slot: Slot, published: int, done: int, last: bool = False) -> int:
-        """Announce every chunk that ends before ``done``; returns how many have been announced."""
-        assert self.plan is not None
-        step = self.plan.chunk_bytes
-        while (published + 1) * step <= done or (last and published * step < done):
-            start = published * step
-            self._publish(job, published, slot, start, min(step, self.plan.nbytes - start))
-            published += 1
-        return published
-
     def _queue_cuda_copies(self, job: Job, slot: Slot) -> list[Any]:
-        """Queue every copy on a side stream, after the state is final; the events say when each has arrived."""
+        """Queue every copy on a side stream, after the state is final; the events say when each batch has arrived."""
         assert self.plan is not None
         if self._stream is None:
             torch.cuda.set_device(self.plan.device)  # a thread begins on device 0, whatever the rank's is
@@ -314,8 +225,8 @@ class Snapshotter:
         events: list[Any] = []
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(job.ready)
-            for offset, source in self.plan.moves:
-                _move(slot, offset, source)
+            for number, batch in enumerate(self.plan.batches):
+                slot.write(number, batch)
                 events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
                 events[-1].record(self._stream)
             job.copied = events[-1]
@@ -354,18 +265,3 @@ class Snapshotter:
         with contextlib.suppress(GeminiError):
             self._recover()
             self._tell(GiveUp(iteration=job.iteration, reason="this host's agent was restarted"))
-
-
-def _move(slot: Slot, offset: int, source: torch.Tensor) -> None:
-    if source.is_cuda or not source.is_contiguous():
-        target = slot.tensor[offset : offset + source.nbytes].view(source.dtype).view(source.shape)
-        target.copy_(source, non_blocking=source.is_cuda)
-    else:
-        # torch would start a pool of threads of its own for a large copy, beside those that train
-        _libc.memcpy(slot.address + offset, source.data_ptr(), source.nbytes)
-
-
-def _same(slot: Slot, copy: Copy) -> bool:
-    copied = slot.tensor[copy.offset : copy.offset + copy.nbytes]
-    live = copy.view.cpu().contiguous().view(-1).view(torch.uint8)  # bytes, not values: NaN equals itself
-    return bool(torch.equal(copied, live))
