@@ -17,6 +17,7 @@ import torch
 from gemini_ft import codec, faults
 from gemini_ft.agent.client import AgentClient, as_error
 from gemini_ft.config import GeminiConfig
+from gemini_ft.copyplan import CopyPlan, Slot
 from gemini_ft.errors import AgentError, GeminiError, MemoryBudgetError
 from gemini_ft.events import EventLog
 from gemini_ft.faultplan import World
@@ -40,7 +41,7 @@ from gemini_ft.messages import (
 from gemini_ft.rendezvous import exchange, exchange_or_raise
 from gemini_ft.replicas import check_replicas, replicated_digest
 from gemini_ft.session import Session, join
-from gemini_ft.snapshot import CopyPlan, Job, Slot, Snapshotter
+from gemini_ft.snapshot import Job, Snapshotter
 from gemini_ft.sources import Source, describe, fingerprint, survey
 from gemini_ft.state import Models, collect_extras
 from gemini_ft.versions import Version
@@ -200,12 +201,15 @@ class Recorder:
 
     def _plan(self, sources: list[Source]) -> None:
         """Lay the state out; at the first time compare it across ranks and check that every host has room for its part."""
-        first = self._layout is None
+        before = self._layout
         layout = build_layout([source.spec for source in sources], self.session.rank, self.session.world_size)
         self._sources, self._layout = sources, layout
         self._stats.shard_bytes = layout.nbytes
         self._copying.plan = CopyPlan(sources, layout, self.session.spec.chunk_bytes)
-        if first:
+        if layout == before:  # the same tensors at other addresses (LBFGS makes new ones every step)
+            for slot in self._copying.slots.values():
+                slot.forget()
+        elif before is None:
             check_replicas(sources, exchange)
             _check_memory(self.session, exchange(layout.nbytes, self._config.timeout))
             exchange_or_raise(lambda: self._reserve(_EXTRAS_ROOM), self._config.timeout + 10)
