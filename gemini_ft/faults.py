@@ -1,11 +1,19 @@
-"""Failures on purpose: GEMINI_FAULTS says which (`gemini_ft.faultplan` has the language), the Checkpointer lets them happen.
+"""Failures on purpose: GEMINI_FAULTS says which, and the Checkpointer lets them happen.
 
     GEMINI_FAULTS="step=20:rank=1:sigkill; step=40:host=2:kill" gemini run ... train.py
 
-Kinds: sigkill, sigstop, exception, exit, agent, kill, corrupt, storage_full. A fault happens once in a run, although the
-job restarts and comes to its step again: what has happened is kept in files (GEMINI_FAULTS_DIR, by default a folder of
-this user and run under the temporary directory), and the ranks tell each other when they come together, so that a host
-that joins later knows too. A run that starts from the beginning forgets.
+A fault says what, who and when (`gemini_ft.faultplan` has all words):
+
+    sigkill | sigstop | exception | exit          happen to workers: rank=1, rank=all, all of host=2, all of group=0
+    agent | kill | corrupt | storage_full         happen to hosts: host=2, host=some-id, the host of rank=1, all of group=0
+    step=20, step=20:moment=in_copy               at the end of step 20, or at the first such moment from then on
+    probability=0.01:seed=7                       at random; without rank, host or group a rank is drawn too
+
+`host=2` is the third of the hosts in the order of their ids; a group is a set of hosts that hold copies of each other.
+
+A fault happens once in a run, although the job restarts and comes to its step again: what has happened is kept in files
+(GEMINI_FAULTS_DIR, by default a folder of this user and run under the temporary directory), and the ranks tell each other
+when they come together, so that a host that joins later knows too. A run that starts from the beginning forgets.
 
 A training loop of your own around the Checkpointer needs nothing more; ``at_step`` is for integrations.
 """
