@@ -49,8 +49,9 @@ def checkpoints(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="gemini checkpoints", description="List the checkpoints in storage, newest first.")
     parser.add_argument("url", help="storage URL, as in storage.url")
     parser.add_argument("--run-id", help="only this run's")
+    parser.add_argument("--endpoint-url", help="of an S3-compatible store (default: boto3's own choice)")
     options = parser.parse_args(arguments)
-    storage = open_storage(options.url)
+    storage = open_storage(options.url, options.endpoint_url)
     rows = [("run", "stream", "step", "ranks", "bytes", "written", "newest whole")]
     newest: dict[tuple[str, str], str | None] = {}
     for info in list_checkpoints(storage, options.run_id):

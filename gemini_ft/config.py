@@ -48,6 +48,8 @@ class StorageConfig(_Model):
     keep_last: int = Field(2, ge=1, description="Newest checkpoints to keep.")
     keep_every: int | None = Field(None, gt=0, description="Also keep every checkpoint whose step divides by this.")
     required: bool = Field(True, description="Whether unusable storage at start-up is an error instead of a warning.")
+    endpoint_url: str | None = Field(None, description="Endpoint of an S3-compatible store; default: boto3's own choice.")
+    max_bandwidth: Bytes | None = Field(None, description="Bytes per second that one host's uploads to S3 may take.")
     trust_pickle: bool = Field(False, description="Whether pickled objects found in storage may be loaded.")
 
     @model_validator(mode="after")
@@ -73,7 +75,7 @@ class GeminiConfig(_Model):
     replicas: int = Field(2, ge=1, description="Copies of every shard, the owner's own host included.")
     interval: int = Field(1, ge=1, description="Take a snapshot every this many optimizer steps.")
     storage: StorageConfig | None = Field(None, description="The slow tier, for when every copy in memory is gone.")
-    run_id: str | None = Field(None, min_length=1, max_length=64, description="Name of the run; default: a hash of uid, working directory and command.")
+    run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=64, description="Name of the run (letters, digits and . _ -); default: a hash of uid, working directory and command.")
     resume: Literal["auto", "never", "require"] = Field("auto", description="Whether to resume from what exists.")
     memory_limit: Bytes | None = Field(None, description="Most bytes one host's agent may hold; default: 60 % of the memory available to it.")
     interface: str | None = Field(None, description="Network for replicas: interface name or CIDR; default: the route to the master.")

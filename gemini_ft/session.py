@@ -217,7 +217,7 @@ def _open_storage(config: GeminiConfig, rank: int) -> Storage | None:
         return None
 
     def check() -> Storage:
-        storage = open_storage(settings.url)
+        storage = open_storage(settings.url, settings.endpoint_url, settings.max_bandwidth)
         storage.check()
         return storage
 

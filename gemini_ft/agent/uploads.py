@@ -28,7 +28,7 @@ class Uploader:
         self.config = StorageConfig.model_validate(spec.storage)
         self.version: Version | None = None
         self._spec, self._run, self._log = spec, run, log
-        self._storage: Storage = open_storage(self.config.url)
+        self._storage: Storage = open_storage(self.config.url, self.config.endpoint_url, self.config.max_bandwidth)
         self._tasks: set[asyncio.Task[None]] = set()
         self._logical_hash = ""
 

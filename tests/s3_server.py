@@ -1,0 +1,61 @@
+"""A real S3 server on loopback for tests: ``rclone serve s3`` over a folder, with keys."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+KEY, SECRET = "test-key", "test-secret-0123456789"
+
+
+class Server:
+    """One server; ``start`` and ``stop`` it at will, its address stays."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        rclone = shutil.which("rclone", path=str(Path(sys.executable).parent)) or shutil.which("rclone")
+        assert rclone is not None, "rclone is missing; `make venv` installs it"
+        command = [rclone, "serve", "s3", "--addr", f"127.0.0.1:{self.port}", "--auth-key", f"{KEY},{SECRET}", str(self.root)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.05)
+        raise TimeoutError("rclone serve s3 did not come up within 20 s")
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+@contextmanager
+def serve(root: Path, *buckets: str) -> Iterator[Server]:
+    """A server with these buckets; ended whatever happens."""
+    for bucket in buckets:
+        (root / bucket).mkdir(parents=True)
+    server = Server(root)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
