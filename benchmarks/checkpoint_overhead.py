@@ -143,8 +143,8 @@ def _block(item: dict[str, Any]) -> Block:
 
 def reason(error: BaseException) -> str:
     """The line of a failed rank's output that says why, in one line."""
-    lines = str(error).splitlines()
-    named = [line.strip() for line in lines if re.match(r"\s*[\w.]*(Error|Exception|Interrupt)\b", line)]
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line).strip() for line in str(error).splitlines()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
     return (named[-1] if named else " ".join(lines[:1]))[:300]
 
 
