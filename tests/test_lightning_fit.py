@@ -181,6 +181,28 @@ def test_what_lightning_adds_needs_no_pickle(fit: Callable[..., Model], monkeypa
     assert codec.decode(blobs[-1], b"another secret", trust_pickle=False)["checkpoint"]["global_step"] == STEPS - 1
 
 
+def test_hooks_see_the_whole_checkpoint(fit: Callable[..., Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both when a snapshot is taken and when it is resumed; what they add comes back."""
+    saved, loaded = list[dict[str, Any]](), list[dict[str, Any]]()
+
+    def on_save(self: Model, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = {"twin": checkpoint["state_dict"]["net.bias"], "other": torch.ones(2)}
+        saved.append(dict(checkpoint))
+
+    monkeypatch.setattr(Model, "on_save_checkpoint", on_save)
+    monkeypatch.setattr(Model, "on_load_checkpoint", lambda self, checkpoint: loaded.append(dict(checkpoint)))
+    with pytest.raises(Boom):
+        fit({"at": 4, "do": crash})
+    model = fit()
+
+    assert set(saved[0]["state_dict"]) == {"net.weight", "net.bias"}
+    assert saved[0]["optimizer_states"][0]["state"]
+    (checkpoint,) = loaded
+    assert checkpoint.keys() == saved[0].keys()
+    assert checkpoint["mine"]["twin"].data_ptr() == model.net.bias.data_ptr()  # the model's own, not a copy
+    assert torch.equal(checkpoint["mine"]["other"], torch.ones(2))
+
+
 def test_the_copy_is_waited_for_before_every_update(fit: Callable[..., Model]) -> None:
     """``verify`` compares copy and live state just before the update, and stops the job at the first difference."""
     assert fit(strategy=gemini_ft.lightning.GeminiStrategy(verify=True)).steps == list(range(STEPS))

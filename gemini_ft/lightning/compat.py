@@ -76,6 +76,12 @@ def dump_checkpoint(trainer: Any) -> dict[str, Any]:
     return checkpoint
 
 
+def is_checkpoint_seen(trainer: Any) -> bool:
+    """Whether a hook looks at checkpoints while they are made. One that nobody overrode belongs to a base class."""
+    hooks = [type(holder).on_save_checkpoint for holder in (trainer.lightning_module, trainer.precision_plugin, *trainer.callbacks)]
+    return not all(hook.__qualname__.partition(".")[0] in ("CheckpointHooks", "Precision", "Callback") for hook in hooks)
+
+
 def offer_checkpoint(trainer: Any, checkpoint: dict[str, Any]) -> None:
     """Let the Trainer restore from ``checkpoint`` as if it had read it from a file."""
     trainer._checkpoint_connector._loaded_checkpoint = checkpoint

@@ -43,7 +43,8 @@ class Fit:
 
     def __init__(self, trainer: Any, package: str, config: GeminiConfig, replicated: bool) -> None:
         self.checkpointer = Checkpointer(config=config, name=f"fit-{next(_ordinals)}", hooks=False, replicated=replicated)
-        self.live: dict[str, torch.Tensor] | None = None  # while Lightning makes a checkpoint for a snapshot
+        # While Lightning makes a checkpoint for a snapshot: the module's state dict; empty if nobody would see it.
+        self.live: dict[str, torch.Tensor] | None = None
         self._trainer, self._package = trainer, package
         self._ddp: DistributedDataParallel | None = None
         self._found: dict[str, Any] | None = None  # extras of what is being resumed
@@ -146,7 +147,7 @@ class Fit:
             self.checkpointer.save(step, self._extras())
 
     def _extras(self) -> dict[str, Any]:
-        self.live = self._trainer.lightning_module.state_dict()
+        self.live = self._trainer.lightning_module.state_dict() if compat.is_checkpoint_seen(self._trainer) else {}
         try:
             ours = {"ckpt_path": str(self._trainer.ckpt_path), "ddp": ddp_state(self._ddp) if self._ddp is not None else None}
             return capture(self._trainer, self.live) | ours

@@ -145,7 +145,7 @@ class GeminiMixin(Gemini, _Strategy):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         if self._gemini_fit is not None and self._gemini_fit.live is not None:
-            state: dict[str, Any] = getattr(optimizer, "_optimizer", optimizer).state_dict()
+            state: dict[str, Any] = getattr(optimizer, "_optimizer", optimizer).state_dict() if self._gemini_fit.live else {}
             return state
         return super().optimizer_state(optimizer)
 
