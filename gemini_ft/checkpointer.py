@@ -11,9 +11,11 @@ The integrations use the finer grain: ``open``, ``bind``, ``load_tensors``, ``sa
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -161,6 +163,7 @@ class Checkpointer:
             GeminiError: a rank could not join, or the state cannot be resumed; the same text on all ranks.
         """
         _log_to_stderr()
+        atexit.register(self._leave_if_interrupted)
         self._recorder = recorder = Recorder(self.config, self.name, self.stats)
         plan = recorder.session.plan
         if plan.version is None:
@@ -249,6 +252,7 @@ class Checkpointer:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        atexit.unregister(self._leave_if_interrupted)
         if self._recorder is not None:
             self._recorder.close(finished, interrupted)
             self._recorder = None
@@ -260,6 +264,11 @@ class Checkpointer:
         self.close(finished=kind is None, interrupted=kind is not None and issubclass(kind, KeyboardInterrupt))
 
     # -- inside
+
+    def _leave_if_interrupted(self) -> None:
+        """At the end of the process: after Ctrl-C nobody will come back for what the agents hold."""
+        if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+            self.close(finished=False, interrupted=True)
 
     @contextlib.contextmanager
     def _script_to_blame(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,7 +71,7 @@ class Slot:
     def close(self) -> None:
         if self._pinned and self.address:
             _cudart().cudaHostUnregister(self.address)
-        # The mapping goes when the last tensor view of it does.
+        os.close(self.fd)  # it alone would keep the memory; the mapping goes when the last tensor view of it does
 
 
 def _cudart() -> Any:

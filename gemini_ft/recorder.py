@@ -48,6 +48,7 @@ from gemini_ft.versions import Version
 
 _log = logging.getLogger("gemini_ft")
 _EXTRAS_ROOM = 2**20  # bytes of small state a slot has room for at least
+_SILENCE = 60.0  # seconds before the same warning is given again
 
 
 @dataclass
@@ -78,9 +79,10 @@ class Recorder:
         self._sources: list[Source] = []
         self._fingerprint: tuple[Any, ...] = ()
         self._extras_capacity = 0
-        self._ended: dict[int, float] = {}  # iteration -> when it ended
+        self._ended: dict[int, float] = {}  # iteration -> when it ended, until its fate is known
+        self._newest = 0  # iteration of the last snapshot
         self._suspended = 0
-        self._warned: set[str] = set()
+        self._warned: dict[str, float] = {}  # reason -> when it was last said
         self._digest_at: int | None = None
         self._snapshotter: Snapshotter | None = None  # events may come before it exists
         self.session: Session = join(config, name, self._on_event)
@@ -124,6 +126,7 @@ class Recorder:
         assert plan is not None
         plan.stage()
         digest_due = self._digest_at is not None and iteration >= self._digest_at
+        self._newest = iteration
         self._ended[iteration] = time.perf_counter()
         ready = torch.cuda.Event() if plan.on_cuda else None  # type: ignore[no-untyped-call]
         job = Job(iteration, blob, self._digest if digest_due else None, plan.marks(), ready)
@@ -166,6 +169,7 @@ class Recorder:
         """Leave the run; the agent hears why, unless this is a failure."""
         if finished:
             self.settle()
+            self._await_decision()
         self._copying.stop()
         if finished or interrupted:
             with contextlib.suppress(AgentError):
@@ -173,6 +177,12 @@ class Recorder:
         self.client.close()
         self.events.write("left", finished=finished, interrupted=interrupted)
         self.events.close()
+
+    def _await_decision(self) -> None:
+        """Return when the last snapshot is committed or given up: only then is it known whether it is due for storage."""
+        end = time.monotonic() + self._config.timeout
+        while self._newest in self._ended and not self.client.lost and time.monotonic() < end:
+            time.sleep(0.005)
 
     def raise_fatal(self) -> None:
         """Raise what the agents found out in the background, if it must stop the job."""
@@ -262,10 +272,12 @@ class Recorder:
                 _log.warning("%s", text)
 
     def _on_discard(self, iteration: int, reason: str) -> None:
-        """This rank has no snapshot of an iteration; say why, once per reason."""
-        if reason not in self._warned:
-            self._warned.add(reason)
-            _log.warning("iteration %d has no snapshot: %s", iteration, reason)
+        """This rank has no snapshot of an iteration; say why, each reason once a minute."""
+        now = time.monotonic()
+        if now - self._warned.get(reason, -_SILENCE) >= _SILENCE:
+            self._warned[reason] = now
+            committed = "none yet" if self._stats.committed is None else f"that of iteration {self._stats.committed}"
+            _log.warning("iteration %d has no snapshot: %s (newest that is committed: %s)", iteration, reason, committed)
 
     def _reconnect(self) -> None:
         """The agent died: start another and hand it the slots that we hold too. On the snapshot thread."""

@@ -7,7 +7,6 @@ What changes at other times (buffers, RNG, counters) is copied at once, before `
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -83,6 +82,7 @@ class Snapshotter:
         self._job: Job | None = None
         self._condition = threading.Condition()
         self._stop = False
+        self._broken: Exception | None = None  # what ended the thread: a fault of ours
         self._stream: Any = None
         self._thread = threading.Thread(target=self._run, name="gemini-snapshot", daemon=True)
         self._thread.start()
@@ -92,6 +92,7 @@ class Snapshotter:
     def submit(self, job: Job) -> None:
         """Start one snapshot; the one before must be over (``settle``)."""
         assert self._job is None or self._job.state is JobState.DONE
+        self._raise_broken()
         with self._condition:
             self._job = job
             self._condition.notify_all()
@@ -105,35 +106,51 @@ class Snapshotter:
         job = self._job
         if job is None:
             return
+        on_cuda = job.ready is not None and job.digest is None and not self._verify
         with self._condition:
             if job.state is JobState.WAITING and self._on_late == "skip":
-                job.cancelled = "the snapshot before was still uncommitted at the next update"
-                self._condition.notify_all()
-                self._job = None
+                self._forget(job, "the snapshot before was still uncommitted at the next update")
                 return
-            on_cuda = job.ready is not None and job.digest is None and not self._verify
-            enough = (JobState.ISSUED, JobState.DONE) if on_cuda else (JobState.DONE,)
-            if not self._condition.wait_for(lambda: job.state in enough, self._timeout):
-                job.cancelled = f"it was not copied within {self._timeout:g} s"
-                raise AgentError(
-                    f"iteration {job.iteration} was not copied within {self._timeout:g} s (state {job.state}); is the agent stuck?"
-                )
+            self._wait(job, (JobState.ISSUED, JobState.DONE) if on_cuda else (JobState.DONE,))
         if on_cuda and job.copied is not None:
             torch.cuda.current_stream().wait_event(job.copied)
-            return
-        if self._verify and not job.cancelled:
-            self._compare(job)
+        else:
+            self._finish(job)
 
     def settle(self) -> None:
         """Wait until no copy is under way (before layouts change, or the process ends)."""
         job = self._job
         if job is not None:
             with self._condition:
-                if not self._condition.wait_for(lambda: job.state is JobState.DONE, self._timeout):
-                    job.cancelled = "it took too long"
-                    self._condition.notify_all()
-            if self._verify and not job.cancelled and not job.finished:
-                self._compare(job)
+                self._wait(job, (JobState.DONE,))
+            self._finish(job)
+
+    def _wait(self, job: Job, enough: tuple[JobState, ...]) -> None:
+        """Wait for the thread; a snapshot that has no slot after all this time is given up, and the job goes on.
+
+        Raises:
+            AgentError: the copy has begun, and does not end.
+        """
+        if self._condition.wait_for(lambda: job.state in enough, self._timeout):
+            return
+        text = f"it was not copied within {self._timeout:g} s"
+        if job.state is not JobState.WAITING:
+            raise AgentError(f"iteration {job.iteration}: {text}; is the agent stuck?")
+        self._forget(job, text)
+
+    def _forget(self, job: Job, reason: str) -> None:
+        job.cancelled = reason
+        self._job = None
+        self._condition.notify_all()
+
+    def _finish(self, job: Job) -> None:
+        if self._verify and not job.cancelled and not job.finished:
+            self._compare(job)
+        self._raise_broken()
+
+    def _raise_broken(self) -> None:
+        if self._broken is not None:
+            raise self._broken
 
     def granted(self, iteration: int, slot: int) -> None:
         """From the agent."""
@@ -154,6 +171,10 @@ class Snapshotter:
             self._stop = True
             self._condition.notify_all()
         self._thread.join(timeout=5)
+        if not self._thread.is_alive():
+            for slot in self.slots.values():
+                slot.close()
+            self.slots = {}
 
     def _compare(self, job: Job) -> None:
         """Compare the copy with the live state; only then is it declared copied."""
@@ -180,6 +201,9 @@ class Snapshotter:
                 self._take(job)
             except GeminiError as error:
                 self._fail(job, error)
+            except Exception as error:
+                self._broken = error  # for the training thread
+                return
             finally:
                 with self._condition:
                     job.state = JobState.DONE
@@ -262,6 +286,8 @@ class Snapshotter:
         """The agent went away in the middle: bring it back, and tell it that this one is lost."""
         job.cancelled = str(error)
         self._on_discard(job.iteration, str(error))
-        with contextlib.suppress(GeminiError):
+        try:
             self._recover()
             self._tell(GiveUp(iteration=job.iteration, reason="this host's agent was restarted"))
+        except GeminiError as failure:
+            self._on_discard(job.iteration, f"training goes on without snapshots: {failure}")

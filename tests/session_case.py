@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gemini_ft
+from gemini_ft.snapshot import JobState
 
 
 class Recorded(logging.Handler):
@@ -32,17 +36,20 @@ def loop(
     steps: int,
     width: int = 8,
     state: tuple[str, ...] = (),
-    during: Callable[[int, nn.Module, torch.optim.Optimizer, gemini_ft.Checkpointer], None] | None = None,
-    per_rank: bool = False,
+    during: Hook | None = None,
+    drifted: bool = False,
+    pause: float = 0.0,
     crash_at: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """``steps`` iterations from wherever the run is; what the ranks were told, and where they began."""
     told = Recorded()
     rank, world = start_ranks()
-    torch.manual_seed(rank if per_rank else 0)
+    torch.manual_seed(0)
     net: nn.Module = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 1))
     model = DistributedDataParallel(net) if world > 1 else net
+    if drifted and rank == 1:
+        next(net.parameters()).data.add_(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedulers = {name: torch.optim.lr_scheduler.StepLR(optimizer, 5) for name in state}
     options = {"on_late": "wait", "timeout": 10.0} | options
@@ -57,6 +64,7 @@ def loop(
         checkpointer.step(iteration=iteration)
         if during is not None:
             during(iteration, net, optimizer, checkpointer)
+        time.sleep(pause)
     settle(checkpointer)
     stats = checkpointer.stats
     return {
@@ -65,7 +73,18 @@ def loop(
         "committed": stats.committed,
         "scalars": dict(checkpointer.scalars),
         "restored": stats.restored,
+        "memfds": memfds(),
     }
+
+
+def memfds() -> int:
+    """Distinct slots that this process keeps alive."""
+    found = set()
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "memfd:" in os.readlink(entry.path):
+                found.add(os.stat(entry.path).st_ino)
+    return len(found)
 
 
 def settle(checkpointer: gemini_ft.Checkpointer) -> None:
@@ -77,8 +96,74 @@ def settle(checkpointer: gemini_ft.Checkpointer) -> None:
         time.sleep(0.01)
 
 
-def scribble(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
-    """Write a parameter just after the snapshot was begun, in the third iteration."""
-    if iteration == 2:
+Hook = Callable[[int, nn.Module, torch.optim.Optimizer, gemini_ft.Checkpointer], None]
+
+
+def agent_of(checkpointer: gemini_ft.Checkpointer) -> int:
+    recorder = checkpointer._recorder
+    assert recorder is not None
+    return recorder.client.welcome.pid
+
+
+def write_during_the_copy(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    """Hold the agent back, so that the snapshot of iteration 2 cannot begin; then write a parameter."""
+    if iteration == 1:
+        settle(checkpointer)
+        os.kill(agent_of(checkpointer), signal.SIGSTOP)
+    elif iteration == 2:
         with torch.no_grad():
-            net[0].weight.add_(1)  # type: ignore[index, operator, union-attr]
+            next(net.parameters()).add_(1)
+        os.kill(agent_of(checkpointer), signal.SIGCONT)
+
+
+def write_unseen(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    """Write a parameter in a way that its version counter does not show."""
+    if iteration == 2:
+        wait_for_copy(checkpointer)
+        next(net.parameters()).data.add_(1)
+
+
+def write_with_permission(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    with checkpointer.mutate(), torch.no_grad():
+        next(net.parameters()).mul_(0.5)
+
+
+def drift(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    """Rank 1 goes its own way after iteration 2."""
+    if iteration == 2 and os.environ["RANK"] == "1":
+        with checkpointer.mutate(), torch.no_grad():
+            next(net.parameters()).add_(1)
+
+
+def add_parameters(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    """A new group of parameters after iteration 2."""
+    if iteration == 2:
+        extra = nn.Parameter(torch.ones(1000))
+        extra.grad = torch.ones(1000)
+        optimizer.add_param_group({"params": [extra], "lr": 0.1})
+
+
+def kill_the_agent(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    """That of one host, after iteration 2."""
+    if iteration == 2 and os.environ["RANK"] == os.environ["VICTIM"]:
+        settle(checkpointer)
+        os.kill(agent_of(checkpointer), signal.SIGKILL)
+
+
+def stop_the_agent(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    """That of one host hangs for 20 iterations."""
+    if os.environ["RANK"] == os.environ["VICTIM"]:
+        if iteration == 2:
+            settle(checkpointer)
+            os.kill(agent_of(checkpointer), signal.SIGSTOP)
+        elif iteration == 22:
+            os.kill(agent_of(checkpointer), signal.SIGCONT)
+
+
+def wait_for_copy(checkpointer: gemini_ft.Checkpointer) -> None:
+    """Until the snapshot thread has nothing to do."""
+    recorder = checkpointer._recorder
+    assert recorder is not None
+    end = time.monotonic() + 20
+    while (job := recorder._copying._job) is not None and job.state is not JobState.DONE and time.monotonic() < end:
+        time.sleep(0.01)
