@@ -123,6 +123,7 @@ class Host:
     details: dict[tuple[int, Version], tuple[str, str]] = field(default_factory=dict)  # layout and digest as reported
     aborted: set[Version] = field(default_factory=set)  # above the committed one
     committed: Version | None = None  # the newest version this host knows to be complete everywhere
+    sealed: bool = False  # between ``seal`` and ``open`` or ``unseal``; the same for every shard, those that come later too
 
     # -- incarnations
 
@@ -133,16 +134,12 @@ class Host:
         work: a copy that became complete after the inventory could be what its ledger needs to commit, and that
         commit would let the hosts not asked yet overwrite the version that this inventory promises.
         """
-        for slots in self.shards.values():
-            slots.sealed = True
+        self._set_sealed(True)
 
     def unseal(self) -> list[Effect]:
         """The new incarnation has not come about: the present one goes on."""
-        effects: list[Effect] = []
-        for owner, slots in self.shards.items():
-            slots.sealed = False
-            effects += [*self._reap(owner), *self._grant(owner)]
-        return effects
+        self._set_sealed(False)
+        return [effect for owner in self.shards for effect in [*self._reap(owner), *self._grant(owner)]]
 
     def open(self, holders: Mapping[int, Sequence[str]], resumed: Version | None) -> list[Effect]:
         """A new incarnation begins from ``resumed`` (None: from nothing). Versions above it are gone for good.
@@ -158,6 +155,7 @@ class Host:
         self.committed = resumed
         for slots in self.shards.values():
             slots.rewind(resumed)
+        self._set_sealed(False)
         self._retire_strangers()
         return []
 
@@ -177,7 +175,7 @@ class Host:
         return self.holders.get(owner, ("",))[0] == self.name
 
     def slots(self, owner: int) -> SlotSet:
-        return self.shards.setdefault(owner, SlotSet(self.committed))
+        return self.shards.setdefault(owner, SlotSet(self.committed, self.sealed))
 
     def renew(self, owner: int, count: int) -> tuple[list[Slot], list[Effect]]:
         """Give the shard fresh slots (first use, another layout, or a former writer that may still live)."""
@@ -244,7 +242,7 @@ class Host:
     def receive_failed(self, owner: int, version: Version) -> list[Effect]:
         """The sender is gone or gave up before its shard was whole; no more bytes of it will come."""
         self.slots(owner).let_go(version)
-        return self._reap(owner)
+        return [*self._reap(owner), *self._grant(owner)]
 
     # -- readers
 
@@ -340,6 +338,11 @@ class Host:
         return sorted(out, key=lambda report: report.version)
 
     # -- inside
+
+    def _set_sealed(self, sealed: bool) -> None:
+        self.sealed = sealed
+        for slots in self.shards.values():
+            slots.sealed = sealed
 
     def _retire_strangers(self) -> None:
         """Shards that are not held here any more are on their way out."""

@@ -44,10 +44,10 @@ class Slot:
 class SlotSet:
     """All slots of one shard on one host."""
 
-    def __init__(self, committed: Version | None = None) -> None:
+    def __init__(self, committed: Version | None = None, sealed: bool = False) -> None:
         self.slots: dict[int, Slot] = {}
         self.committed = committed  # newest version known to be complete everywhere
-        self.sealed = False  # a new incarnation is choosing what to resume: nothing becomes complete, nothing complete goes
+        self.sealed = sealed  # a new incarnation is choosing what to resume: nothing becomes complete, nothing complete goes
 
     def add(self, count: int) -> list[Slot]:
         """Put ``count`` fresh slots into the rotation."""
@@ -155,7 +155,6 @@ class SlotSet:
             if slot.state is not SlotState.COMPLETE or resumed is None or (slot.version and slot.version > resumed):
                 slot.clear()
         self.committed = resumed
-        self.sealed = False
 
     def reap(self) -> list[Slot]:
         """Drop retired slots that nobody reads or writes and whose version will not be needed again."""
