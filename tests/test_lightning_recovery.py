@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ class Job:
 
     scenarios: dict[str, Scenario]
     ranks: int = 2
+    launcher: tuple[str, ...] = ("gemini_ft.cli", "run")
 
 
 JOBS = {
@@ -81,6 +83,7 @@ JOBS = {
             "pytorch-lightning": Scenario(["1:step:8"], options={"package": "pytorch_lightning"}),
         }
     ),
+    "torchrun": Job({"plain-torchrun": Scenario(["1:step:8"])}, launcher=("torch.distributed.run",)),
     "often": Job({"five-kills": Scenario(["0:step:3", "1:update:7", "0:validation:11", "1:step:13", "1:epoch_end:2"])}),
     "anyhow": Job(
         {
@@ -118,14 +121,15 @@ JOBS = {
 }
 
 
-def launch(folder: Path, ranks: int, runs: list[dict[str, Any]]) -> None:
-    """Train under ``gemini run``; what it says is in ``folder``/output."""
+def launch(folder: Path, job: Job, runs: list[dict[str, Any]]) -> None:
+    """Train; what the launcher and the ranks say is in ``folder``/output."""
     restarts = sum(len(run.get("kills", [])) for run in runs)
-    command = [sys.executable, "-m", "gemini_ft.cli", "run", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    command = [sys.executable, "-m", *job.launcher, "--standalone", f"--nproc-per-node={job.ranks}", f"--max-restarts={restarts}"]
     command += [str(CASE), json.dumps({"out": str(folder), "runs": runs})]
     # Steps take milliseconds here, less than a commit does: wait for it. The fits that are over are resumed, and over,
     # again after every kill of a later one; that is no crash loop.
-    environment = os.environ | {"GEMINI_RUN_ID": folder.name, "GEMINI_LINGER": "20", "GEMINI_ON_LATE": "wait", "GEMINI_MAX_RETRIES": "20"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GEMINI_RUN_ID": folder.name, "GEMINI_LINGER": "20"}
+    environment |= {"GEMINI_ON_LATE": "wait", "GEMINI_MAX_RETRIES": "20"}
     with open(folder / "output", "w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=folder)
         try:
@@ -138,16 +142,30 @@ def launch(folder: Path, ranks: int, runs: list[dict[str, Any]]) -> None:
 
 
 class Runs:
-    """Folders with the diaries of all runs of a job; each job runs once."""
+    """Folders with the diaries of all runs of a job; each job runs once, also if it fails."""
 
     def __init__(self, factory: pytest.TempPathFactory) -> None:
-        self.baseline = functools.cache(self._baseline)
-        self.job = functools.cache(self._job)
         self._factory = factory
+        self._folders: dict[str, Path | None] = {}
+
+    def baseline(self, ranks: int) -> Path:
+        return self._once(f"undisturbed-{ranks}", functools.partial(self._baseline, ranks))
+
+    def job(self, name: str) -> Path:
+        return self._once(name, functools.partial(self._job, name))
+
+    def _once(self, name: str, run: Callable[[], Path]) -> Path:
+        if name not in self._folders:
+            self._folders[name] = None
+            self._folders[name] = run()
+        folder = self._folders[name]
+        assert folder is not None, f"job {name} has failed already; see the test that started it"
+        return folder
 
     def _baseline(self, ranks: int) -> Path:
         folder = self._factory.mktemp(f"undisturbed-{ranks}")
-        launch(folder, ranks, [self._located({"strategy": "ddp"} | run | {"name": name}, folder) for name, run in BASELINES[ranks].items()])
+        runs = [{"strategy": "ddp"} | run | {"name": name} for name, run in BASELINES[ranks].items()]
+        launch(folder, Job({}, ranks), [self._located(run, folder) for run in runs])
         return folder
 
     def _job(self, name: str) -> Path:
@@ -157,7 +175,7 @@ class Runs:
         for scenario_name, scenario in job.scenarios.items():
             run = BASELINES[job.ranks][scenario.baseline] | {"strategy": "gemini"} | scenario.options
             runs.append(self._located(run | {"name": scenario_name, "kills": scenario.kills}, undisturbed))
-        launch(folder, job.ranks, runs)
+        launch(folder, job, runs)
         return folder
 
     @staticmethod
