@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gemini_ft import codec, faults
 from gemini_ft.config import GeminiConfig, load_config
+from gemini_ft.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.errors import ConfigError, RecoveryError, StateError
 from gemini_ft.recorder import Recorder, Stats
 from gemini_ft.rendezvous import exchange_or_raise
@@ -116,6 +117,10 @@ class Checkpointer:
                     f"the snapshot has state of {sorted(saved)}, this job has {sorted(self._stateful)}; give the same `state` as before"
                 )
         self.load_tensors()
+        for name, value in found.extras["ddp"].items():
+            if isinstance(model := self._models[name], DistributedDataParallel):
+                restore_buckets(model, value)
+                restore_sync(model, value)
         for name, value in saved.items():
             self._stateful[name].load_state_dict(value)
         self.scalars = found.extras["scalars"]
@@ -146,6 +151,7 @@ class Checkpointer:
                 "state": {name: value.state_dict() for name, value in self._stateful.items()},
                 "scalars": self.scalars,
                 "rng": rng_state(),
+                "ddp": {name: ddp_state(model) for name, model in self._models.items() if isinstance(model, DistributedDataParallel)},
             }
             self._save(self._iteration, extras)
         else:
