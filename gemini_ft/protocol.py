@@ -244,6 +244,18 @@ class Host:
         self.slots(owner).let_go(version)
         return [*self._reap(owner), *self._grant(owner)]
 
+    def rebuild(self, owner: int, version: Version) -> Slot | None:
+        """A lost copy of the resumed ``version`` is about to be fetched from a peer. None: it is here, or there is no room now.
+
+        The slot is the fetch's until ``rebuilt`` or ``receive_failed``.
+        """
+        return self.slots(owner).begin(version)
+
+    def rebuilt(self, owner: int, version: Version) -> list[Effect]:
+        """Every byte of the lost copy is here again, verified: what was kept in its stead may be overwritten now."""
+        self.slots(owner).complete(version)
+        return [*self._reap(owner), *self._grant(owner)]
+
     # -- readers
 
     def hold(self, owner: int, version: Version, reader: str) -> Slot | None:

@@ -28,6 +28,7 @@ class Node:
         self.memory: dict[tuple[int, int], Memory] = {}
         self.workers: list[Worker] = []
         self.session: Session | None = None
+        self.adopted = False  # a slot that was about to be freed is kept by an agent that was not there then
         self._forget()
 
     def _forget(self) -> None:
@@ -99,6 +100,8 @@ class Node:
         assert session is not None
         self.job.disconnect(self)
         self._forget()
+        self.adopted = True
+        self.job.forgotten(self)
         for (owner, index), memory in sorted(self.memory.items()):
             memory.readers.clear()
             self.host.slots(owner).adopt(index, memory.header).retired = self._is_foreign(memory)
@@ -152,15 +155,14 @@ class Node:
         if not sources or slots.complete_version(version) is not None:
             return
         self.ensure(owner, self.job.shape_at(version.iteration), 2)
-        memory = self.grant(owner, lambda: slots.begin(version))
+        memory = self.grant(owner, lambda: self.host.rebuild(owner, version))
         if memory is None:
             return
 
         def done(whole: bool) -> None:
-            if whole and slots.complete(version):
+            if whole:
                 memory.header = version
-            else:
-                self.perform(self.host.receive_failed(owner, version))
+            self.perform(self.host.rebuilt(owner, version) if whole else self.host.receive_failed(owner, version))
 
         self.fetch(Fetch(self, owner, version, memory, done), sources[0])
 

@@ -96,6 +96,11 @@ class Job:
     def is_open(self, session: Session) -> bool:
         return self.session is session and all(node.session is session for node in self._crew)
 
+    def change_layout(self) -> None:
+        """The optimizer has created its state, say: from the next iteration on every rank's shard has another shape."""
+        begun = [worker.iteration for node in self.nodes.values() for worker in node.workers]
+        self.layout_changes.append(max(begun, default=0) + 1)
+
     def shape_at(self, iteration: int) -> int:
         return sum(change <= iteration for change in self.layout_changes)
 
@@ -184,7 +189,7 @@ class Job:
     def _gather(self, node: Node) -> None:
         self._todo.remove(node)
         node.host.seal()  # the agent's duty
-        self._sealed.append(node)
+        self._sealed = [*(other for other in self._sealed if other is not node), node]
         slots = [(owner, slot) for owner, shard in node.host.shards.items() for slot in shard.slots.values()]
         whole = [(owner, slot.index, slot.version) for owner, slot in slots if slot.state is SlotState.COMPLETE and slot.version]
         self._holdings.append(Holding(node.name, [self._info(owner, v, node.memory[owner, index]) for owner, index, v in whole]))
@@ -196,6 +201,12 @@ class Job:
         return SlotInfo(
             owner=owner, version=version, world_size=self.world_size, layout_hash=layout, data_bytes=CHUNKS, extras_bytes=0, age=0.0
         )
+
+    def forgotten(self, node: Node) -> None:
+        """An agent was restarted. Those who were choosing what to resume had its promise, and start over."""
+        if node in self._sealed:
+            self._sealed.remove(node)
+            self.phase = "broken"
 
     def _unseal(self, node: Node) -> None:
         """Those who were choosing are dead."""
@@ -313,7 +324,8 @@ class Job:
     def drain(self, rng: Random, hang: bool) -> None:
         """Everything is delivered and all workers keep training: commits advance, replicas return, uploads end, memory is freed.
 
-        Commits advance even if a peer hangs (with everybody's patience), and while storage hangs (without).
+        Commits advance even while storage hangs, without anybody's patience; only a peer that hangs, or an agent
+        that forgot what it was sending, is waited for.
         """
         self.hung.clear()
         self.settle(rng)
@@ -326,8 +338,9 @@ class Job:
         assert book is not None
         pairs = [(names[0], name) for names in self.session.holders.values() for name in names[1:]]
         self.hung = {rng.choice(pairs)} if pairs and hang else set()
+        patient = bool(self.hung) or any(node.adopted for node in self._crew)
         commits = len(self.committed) + 6
-        self._train_until("commits do not advance", lambda: len(self.committed) >= commits, rng, uploads=False, patient=bool(self.hung))
+        self._train_until("commits do not advance", lambda: len(self.committed) >= commits, rng, uploads=False, patient=patient)
         self.hung.clear()
         self._train_until("replicas that were left out do not come back", lambda: not book.excluded, rng)
         manifests = len(self.storage.manifests) + 1
@@ -355,4 +368,4 @@ class Job:
                 slots = list(shard.slots.values())
                 holds = node.name in node.host.holders[owner]
                 self.check(holds or not slots, f"{node.name} keeps rank {owner}'s shard, which it does not hold: {slots}")
-                self.check(len(slots) <= 3, f"{node.name} needs {len(slots)} slots for rank {owner}'s shard: {slots}")
+                self.check(len(slots) <= 3 or node.adopted, f"{node.name} needs {len(slots)} slots for rank {owner}'s shard: {slots}")
