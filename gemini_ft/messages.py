@@ -561,7 +561,6 @@ def unpack(body: bytes | bytearray | memoryview) -> Message:
     """
     try:
         return _adapter.validate_python(msgpack.unpackb(body, strict_map_key=False))
-    except (ValidationError, ValueError, msgpack.UnpackException) as error:
-        raise PeerError(
-            f"not a message of protocol {PROTOCOL_VERSION} ({str(error).splitlines()[0]}); both sides must run the same gemini-ft"
-        ) from None
+    except (ValidationError, ValueError, TypeError, msgpack.UnpackException) as error:
+        what = (str(error).splitlines() or [type(error).__name__])[0]
+        raise PeerError(f"not a message of protocol {PROTOCOL_VERSION} ({what}); both sides must run the same gemini-ft") from None

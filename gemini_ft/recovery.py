@@ -113,7 +113,7 @@ def _is_whole(held: Sequence[tuple[str, SlotInfo]], world_size: int) -> bool:
 
 def _incomplete(copies: Mapping[Version, Sequence[tuple[str, SlotInfo]]], world_size: int) -> dict[int, list[int]]:
     everyone = set(range(world_size))
-    return {v.iteration: sorted(everyone - {info.owner for _, info in held}) for v, held in copies.items()}
+    return {v.iteration: sorted(everyone - {info.owner for _, info in held}) for v, held in sorted(copies.items())}
 
 
 def describe(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gemini_ft
+from gemini_ft.agent import lifecycle
 from gemini_ft.snapshot import JobState
 
 
@@ -40,6 +42,8 @@ def loop(
     drifted: bool = False,
     pause: float = 0.0,
     crash_at: int | None = None,
+    odd: bool = False,
+    close: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """``steps`` iterations from wherever the run is; what the ranks were told, and where they began."""
@@ -51,7 +55,8 @@ def loop(
     if drifted and rank == 1:
         next(net.parameters()).data.add_(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedulers = {name: torch.optim.lr_scheduler.StepLR(optimizer, 5) for name in state}
+    schedulers: dict[str, Any] = {name: torch.optim.lr_scheduler.StepLR(optimizer, 5) for name in state}
+    schedulers |= {"odd": Odd()} if odd else {}
     options = {"on_late": "wait", "timeout": 10.0} | options
     checkpointer = gemini_ft.Checkpointer(model, optimizer, state=schedulers, **options)
     start = checkpointer.resume()
@@ -66,6 +71,8 @@ def loop(
             during(iteration, net, optimizer, checkpointer)
         time.sleep(pause)
     settle(checkpointer)
+    if close:
+        checkpointer.close()
     stats = checkpointer.stats
     return {
         "start": start,
@@ -75,6 +82,16 @@ def loop(
         "restored": stats.restored,
         "memfds": memfds(),
     }
+
+
+class Odd:
+    """State that only pickle can encode."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"how": {"deep": Odd()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert isinstance(state["how"]["deep"], Odd)
 
 
 def memfds() -> int:
@@ -167,3 +184,20 @@ def wait_for_copy(checkpointer: gemini_ft.Checkpointer) -> None:
     end = time.monotonic() + 20
     while (job := recorder._copying._job) is not None and job.state is not JobState.DONE and time.monotonic() < end:
         time.sleep(0.01)
+
+
+def wait_for_upload(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    """Every upload is over before the next step, so that none is left out."""
+    settle(checkpointer)
+    recorder = checkpointer._recorder
+    assert recorder is not None
+    run, hosts = recorder.session.run, set(recorder.session.spec.hosts)
+    end = time.monotonic() + 20
+    while any(_stream(run, host)["uploading"] for host in hosts) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def _stream(run: str, host: str) -> Any:
+    status = lifecycle.status(run, host)
+    assert status is not None
+    return json.loads(status)["streams"]["main"]

@@ -21,6 +21,7 @@ from gemini_ft.messages import (
     Failed,
     HoldersChanged,
     Message,
+    Notice,
     Proof,
     Rejoin,
     ReportCompleted,
@@ -34,6 +35,7 @@ from gemini_ft.transport.tcp import Address, Connection, dial
 from gemini_ft.versions import Version
 
 _TICK = 0.25  # seconds between looks at who is late
+_SLOW_UPLOAD = 600.0  # seconds
 
 
 class Stream(Protocol):
@@ -62,6 +64,7 @@ class Leader:
         self._stream, self.book, self._world_size = stream, book, world_size
         self._members: set[Connection] = set()
         self._finished: set[int] = set()
+        self._upload: tuple[Version | None, float] = (None, 0.0)  # under way, since (or when that was last said)
         self._tasks: set[asyncio.Task[None]] = {asyncio.get_running_loop().create_task(self._tick())}
 
     def close(self) -> None:
@@ -112,7 +115,18 @@ class Leader:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK)
-            self._apply(self.book.tick(time.monotonic()))
+            now = time.monotonic()
+            self._apply(self.book.tick(now))
+            self._watch_upload(now)
+
+    def _watch_upload(self, now: float) -> None:
+        """Say so when storage takes very long: it may hang, and meanwhile nothing else is uploaded."""
+        version, since = self._upload
+        if self.book.uploading != version:
+            self._upload = (self.book.uploading, now)
+        elif version is not None and now - since > _SLOW_UPLOAD:
+            self._upload = (version, now)
+            self._tell(Notice(text=f"storage: the upload of {version} is not over after {_SLOW_UPLOAD:g} s more; does the storage hang?"))
 
     def _apply(self, decisions: list[Decision]) -> None:
         for decision in decisions:

@@ -98,6 +98,7 @@ class Stream:
         self._leader: Leader | None = None
         self._member: MemberLink | None = None
         self._uploader: Uploader | None = None
+        self._said_of_uploads: list[Message] = []  # until the upload is over, in case the leader has not heard
         self._rebuilding: asyncio.Task[None] | None = None
 
     def log(self, text: str) -> None:
@@ -172,6 +173,7 @@ class Stream:
             if part is not None:
                 part.close()
         self._leader = self._member = self._uploader = None
+        self._said_of_uploads.clear()
         if self._rebuilding is not None:
             self._rebuilding.cancel()
 
@@ -339,13 +341,21 @@ class Stream:
     def _upload(self, owner: int, slot: int, version: Version) -> None:
         assert self._uploader is not None
 
-        # It may be thawed on all hosts, after a failure elsewhere, while our thread still reads: hold the slot until that ends.
-        self.host.hold(owner, version, "upload")
+        def say(record: str, error: str) -> None:
+            said = ReportUploaded(owner=owner, version=version, record=record, error=error)
+            if self.spec is not None and version.incarnation == self.spec.incarnation:
+                self._said_of_uploads.append(said)
+            self._report(said)
 
         def done(record: str, error: str) -> None:
             self.perform(self.host.release(owner, slot, "upload"))
-            self._report(ReportUploaded(owner=owner, version=version, record=record, error=error))
+            say(record, error)
 
+        if any("upload" in held.readers for held in self.host.slots(owner).slots.values()):
+            say("", "an upload of an earlier incarnation still hangs in storage")  # one more slot, and nothing could be committed
+            return
+        # It may be thawed on all hosts, after a failure elsewhere, while our thread still reads: hold the slot until that ends.
+        self.host.hold(owner, version, "upload")
         self._uploader.start(owner, self.vault.memory[owner, slot], version, done)
 
     # -- decisions
@@ -370,13 +380,14 @@ class Stream:
                 self.log(f"upload of {version}: {error or 'complete'}")
                 if self._uploader is not None:
                     self._uploader.over()
+                self._said_of_uploads.clear()
                 self.perform(self.host.thawed(version))
                 if error:
                     self.tell_workers(
                         Notice(text=f"storage: the upload of {version} failed: {error}; training goes on, the next upload is tried")
                     )
-            case Failed():
-                self.log(f"{message.error}: {message.text}")
+            case Failed(text=text) | Notice(text=text):
+                self.log(text)
                 self.tell_workers(message)
             case AllFinished():
                 self.finished = True
@@ -396,7 +407,8 @@ class Stream:
 
     def rejoin_reports(self) -> list[Message]:
         uploading = self._uploader.version if self._uploader is not None else None
-        return [Rejoin(committed=self.host.committed, uploading=uploading), *map(as_message, self.host.reports())]
+        reports = map(as_message, self.host.reports())
+        return [Rejoin(committed=self.host.committed, uploading=uploading), *reports, *self._said_of_uploads]
 
     async def write_manifest(self, version: Version, records: dict[int, str]) -> None:
         assert self._uploader is not None

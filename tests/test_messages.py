@@ -1,0 +1,114 @@
+"""Frames: what is packed comes back, and nothing else is ever let in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from gemini_ft import messages
+from gemini_ft.errors import PeerError
+from gemini_ft.messages import Chunk, Committed, End, HoldersChanged, Proof, Rejoin, SessionSpec, pack, unpack
+from gemini_ft.versions import Incarnation, Version
+
+incarnations = st.builds(Incarnation, st.integers(0, 2**31), st.text(max_size=8))
+versions = st.builds(Version, incarnations, st.integers(0, 2**53))
+sizes = st.integers(0, 2**53)
+every = st.one_of(
+    st.builds(Chunk, owner=sizes, iteration=sizes, index=sizes, offset=sizes, nbytes=sizes, digest=st.integers(0, 2**64 - 1)),
+    st.builds(Committed, iteration=sizes, freeze=st.booleans(), digest_at=st.none() | sizes),
+    st.builds(End, owner=sizes, iteration=sizes, extras_bytes=sizes, chunks=sizes, layout=st.text(), digest=st.text()),
+    st.builds(HoldersChanged, epoch=sizes, excluded=st.lists(st.tuples(sizes, st.text())), newly=st.just([])),
+    st.builds(Rejoin, committed=st.none() | versions, uploading=st.none() | versions),
+    st.builds(
+        Proof,
+        run=st.text(),
+        stream=st.text(),
+        host=st.text(),
+        role=st.sampled_from(["replicate", "report", "fetch"]),
+        incarnation=st.none() | incarnations,
+        nonce=st.binary(),
+        mac=st.binary(),
+    ),
+)
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.integers(0, 9), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(every)
+def test_a_message_comes_back_as_it_was(message: Any) -> None:
+    frame = pack(message)
+    assert int.from_bytes(frame[:4], "big") == len(frame) - 4
+    back = unpack(frame[4:])
+    assert back == message
+    assert type(back) is type(message)
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_refused(noise: bytes) -> None:
+    with pytest.raises(PeerError, match="not a message of protocol 1"):
+        unpack(noise)
+
+
+@pytest.mark.parametrize("noise", [b"", b"\xc1", b"\x81\x90\xc0", b"\x91" * 5000, b"\xdf\xff\xff\xff\xff", b"\xa4\xff\xff\xff\xff"])
+def test_noise_that_msgpack_stumbles_over_is_refused(noise: bytes) -> None:
+    with pytest.raises(PeerError, match="not a message of protocol 1"):
+        unpack(noise)
+
+
+kinds = st.sampled_from(["chunk", "hello", "proof", "open_session", "fetch", "reserve", "no_such_kind"])
+
+
+@given(kinds, st.dictionaries(st.text(max_size=9), anything))
+def test_maps_that_are_no_message_are_refused(kind: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(PeerError, match="not a message of protocol 1"):
+        unpack(msgpack.packb(fields | {"kind": kind}))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"iteration": 1, "more": 2},
+        {},
+        {"iteration": "soon"},
+        {"iteration": 1.5},
+        {"iteration": None},
+        {"iteration": 1, "freeze": []},
+    ],
+)
+def test_a_field_too_many_missing_or_wrong_refuses_the_whole(fields: dict[str, Any]) -> None:
+    with pytest.raises(PeerError, match="both sides must run the same gemini-ft"):
+        unpack(msgpack.packb({"kind": "committed"} | fields))
+
+
+def test_versions_keep_their_type_and_order() -> None:
+    spec = SessionSpec(
+        stream="main",
+        incarnation=Incarnation(2, "b"),
+        world_size=1,
+        hosts=["a"],
+        addresses={"a": ("::1", 1)},
+        holders={0: ["a"]},
+        leader="a",
+        resumed=Version(Incarnation(1, "a"), 7),
+        given_up=[Version(Incarnation(1, "a"), 9)],
+    )
+    back = unpack(pack(messages.OpenSession(spec=spec, secret=b"s"))[4:])
+    assert isinstance(back, messages.OpenSession)
+    assert back.spec == spec
+    assert back.spec.resumed is not None
+    assert back.spec.resumed < Version(Incarnation(1, "a"), 8) < Version(Incarnation(2, "a"), 1)
+    assert list(back.spec.holders) == [0]
+
+
+def test_every_kind_is_told_apart_by_its_name() -> None:
+    models = [cls.model_fields for cls in vars(messages).values() if isinstance(cls, type) and issubclass(cls, BaseModel)]
+    names = [fields["kind"].default for fields in models if "kind" in fields]
+    assert len(names) == len(set(names)) > 40
