@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
 from gemini_ft.agent import lifecycle
+from gemini_ft.elastic import better_rendezvous
 from gemini_ft.errors import ConfigError
 from gemini_ft.runid import default_run_id
 from gemini_ft.warm import forked_workers, modules_to_preload
@@ -50,6 +51,7 @@ def command(argv: Sequence[str]) -> int:
     run_id = _prepare(options, program)
     try:
         with ExitStack() as stack:
+            stack.enter_context(better_rendezvous(torchrun.parse_min_max_nnodes(options.nnodes)[1]))
             if (reason := _why_cold(options)) is None:
                 stack.enter_context(forked_workers(program, modules_to_preload(program, options.preload)))
             elif reason:

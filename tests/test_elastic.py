@@ -1,0 +1,156 @@
+"""Hosts come together again: the job's own first, spares when somebody is missing."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_rendezvous
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout, _Action, _NodeDesc, _RendezvousState
+
+from gemini_ft.elastic import Host, PatientJoin, better_rendezvous, pause
+from gemini_ft.testing import EmulatedHosts
+
+HOSTS = [_NodeDesc(f"host{number}", 1, 0) for number in range(3)]
+SPARE = _NodeDesc("spare", 1, 0)
+PLAIN_LOOP = str(Path(__file__).parent.parent / "examples" / "plain_loop.py")
+
+
+class Scene:
+    """A host's view of a job of three hosts, on a clock of the test's own. By default it is a spare, and all is well."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.state = _RendezvousState()
+        self.state.complete, self.state.round = True, 1
+        self.state.participants = dict(zip(HOSTS, range(3), strict=True))
+        self.state.redundancy_list = {SPARE}
+        self.heard: timedelta = timedelta(0)  # since the last sign of life
+        self.host = Host(patience=1.5)
+        self.join = PatientJoin(torch_rendezvous._RendezvousJoinOp(), self.host, lambda: self.now)
+
+    def action(self, node: _NodeDesc = SPARE) -> _Action:
+        self.state.last_heartbeats[node] = datetime.now(UTC) - self.heard
+        timeout, interval = RendezvousTimeout(), timedelta(seconds=5)
+        settings = SimpleNamespace(run_id="r", min_nodes=3, max_nodes=3, keep_alive_interval=interval, timeout=timeout)
+        found: _Action = self.join(SimpleNamespace(node=node, state=self.state, settings=settings), 1e18)
+        return found
+
+    def open_round(self, *participants: _NodeDesc) -> None:
+        self.state.participants = dict.fromkeys(participants, 0)
+        self.state.complete = False
+        self.state.round += 1
+
+    def actions(self, seconds: int, node: _NodeDesc = SPARE) -> list[_Action]:
+        """What it does at every half second from now on."""
+        begin, found = self.now, []
+        for halves in range(2 * seconds):
+            self.now = begin + halves / 2
+            found.append(self.action(node))
+        return found
+
+
+def test_a_spare_waits_while_the_job_is_complete() -> None:
+    assert set(Scene().actions(100)) == {_Action.SYNC}
+
+
+def test_a_waiting_spare_shows_that_it_lives() -> None:
+    scene = Scene()
+    scene.heard = timedelta(seconds=6)
+    assert scene.action() is _Action.KEEP_ALIVE
+    scene.open_round()
+    assert scene.action() is _Action.KEEP_ALIVE
+
+
+def test_a_spare_leaves_an_open_round_to_the_others_first() -> None:
+    scene = Scene()
+    scene.open_round(HOSTS[1])
+    assert scene.actions(3) == [_Action.SYNC] * 3 + [_Action.REMOVE_FROM_REDUNDANCY_LIST] * 3
+
+
+def test_so_does_a_host_that_comes_while_the_job_restarts() -> None:
+    scene = Scene()
+    scene.state.redundancy_list.clear()
+    scene.open_round(HOSTS[1])
+    assert scene.actions(3) == [_Action.SYNC] * 3 + [_Action.ADD_TO_PARTICIPANTS] * 3
+
+
+def test_its_patience_starts_anew_with_every_round() -> None:
+    scene = Scene()
+    for _ in range(3):
+        scene.open_round()
+        assert scene.actions(1) == [_Action.SYNC] * 2
+
+
+def test_hosts_of_the_job_take_their_places_at_once() -> None:
+    scene = Scene()
+    assert scene.action(HOSTS[0]) is _Action.FINISH
+    scene.open_round()
+    assert scene.action(HOSTS[0]) is _Action.ADD_TO_PARTICIPANTS
+
+
+def test_at_a_first_start_nobody_waits() -> None:
+    scene = Scene()
+    scene.state.redundancy_list.clear()
+    scene.open_round()
+    scene.state.round = 0
+    assert scene.action() is _Action.ADD_TO_PARTICIPANTS
+
+
+def test_hosts_may_take_their_time_to_leave_a_round() -> None:
+    scene = Scene()
+    del scene.state.participants[HOSTS[0]]
+    assert set(scene.actions(9)) == {_Action.SYNC}
+
+
+def test_hosts_that_go_on_without_a_lost_one_are_called_together_in_the_end() -> None:
+    scene = Scene()
+    del scene.state.participants[HOSTS[0]]
+    assert scene.actions(11)[-1] is _Action.REMOVE_FROM_REDUNDANCY_LIST
+    scene.state.redundancy_list.clear()  # as torch does then
+    assert scene.action() is _Action.ADD_TO_WAIT_LIST
+
+
+def test_a_host_that_is_left_over_steps_back() -> None:
+    """Torch would take it for a new one and restart the job for it."""
+    scene = Scene()
+    scene.state.redundancy_list.clear()
+    scene.state.wait_list = {SPARE}
+    assert scene.action() is _Action.REMOVE_FROM_WAIT_LIST
+    scene.state.wait_list.clear()
+    assert scene.action() is _Action.ADD_TO_REDUNDANCY_LIST
+
+
+def test_large_jobs_keep_torchs_pace() -> None:
+    assert pause(2) < 0.2
+    assert pause(1000) == 1.0
+
+
+def test_torch_is_left_as_it_was() -> None:
+    before = (torch_rendezvous._RendezvousJoinOp, torch_rendezvous._delay)
+    with better_rendezvous(3):
+        assert isinstance(torch_rendezvous._RendezvousJoinOp(), PatientJoin)
+    assert (torch_rendezvous._RendezvousJoinOp, torch_rendezvous._delay) == before
+
+
+def test_another_torch_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delattr(torch_rendezvous, "_RendezvousJoinOp")
+    with better_rendezvous(3):
+        assert not hasattr(torch_rendezvous, "_RendezvousJoinOp")
+    assert "spares may displace hosts" in caplog.text
+
+
+@pytest.mark.timeout(300)
+def test_a_spare_replaces_a_lost_host_and_never_a_living_one(tmp_path: Path) -> None:
+    faults = "step=20:rank=1:sigkill; step=40:rank=0:sigkill; step=60:host=1:kill; step=80:rank=1:sigkill"
+    env = {"GEMINI_FAULTS": faults, "GEMINI_ON_LATE": "wait"}
+    with EmulatedHosts(3, [PLAIN_LOOP, "--steps=100"], tmp_path, env=env) as hosts:
+        hosts.wait_for(lambda: hosts.events("joined"))
+        hosts.add()
+        hosts.finish(250)
+        worlds = [event["hosts"] for event in hosts.events("joined") if event["rank"] == 0]
+        iterations = [event["iteration"] for event in hosts.events("joined") if event["rank"] == 0]
+    assert worlds == [["host0", "host1", "host2"]] * 3 + [["host0", "host2", "host3"]] * 2
+    assert iterations == [0, 19, 39, 59, 79]
