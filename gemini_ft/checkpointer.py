@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from gemini_ft.recorder import Recorder, Stats
 from gemini_ft.rendezvous import exchange_or_raise
 from gemini_ft.restore import restore
 from gemini_ft.rng import rng_state, set_rng_state
+from gemini_ft.storage.base import WORD
 
 T = TypeVar("T")
 _log = logging.getLogger("gemini_ft")
@@ -79,6 +81,8 @@ class Checkpointer:
     ) -> None:
         if config is not None and options:
             raise ConfigError(f"give either config or single options, not both: {sorted(options)}")
+        if not re.fullmatch(WORD, name) or len(name) > 64:
+            raise ConfigError(f"name={name!r}: must be 1 to 64 letters, digits and . _ -, not beginning with a dot")
         self.config = config if config is not None else load_config(options)
         self.name = name
         self.scalars: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -9,6 +10,8 @@ import socket
 import psutil
 
 from gemini_ft.errors import ConfigError
+
+_ELSEWHERE = ("198.51.100.1", "2001:db8::1")  # for documentation only, so on no local network: the default route leads there
 
 
 def bind_address(interface: str | None, master: str | None = None) -> str:
@@ -51,12 +54,31 @@ def _listing(found: dict[str, list[str]]) -> str:
 
 
 def _route_to(master: str) -> str:
-    """Our address on the way to ``master``. A connected datagram socket sends nothing."""
+    """Our address on the way to ``master``."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
+        address = _source_address(master)
     except OSError as error:
         hint = "set interface (GEMINI_INTERFACE) to the network of the training hosts"
         raise ConfigError(f"no route to the master {master!r} ({error}); {hint}") from None
+    if is_loopback(address) and master != "localhost" and not is_loopback(master):
+        # Many systems give their own name to 127.0.1.1: we are the master, and others come over the network.
+        for elsewhere in _ELSEWHERE:
+            with contextlib.suppress(OSError):
+                return _source_address(elsewhere)
+    return address
+
+
+def _source_address(destination: str) -> str:
+    """A connected datagram socket sends nothing."""
+    family, _, _, _, address = socket.getaddrinfo(destination, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def is_loopback(address: str) -> bool:
+    """Whether this is an address, and one that only its own machine can reach."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from gemini_ft.messages import (
     Proof,
     SessionSpec,
 )
-from gemini_ft.network import bind_address
+from gemini_ft.network import bind_address, is_loopback
 from gemini_ft.recovery import Plan, Sources, describe
 from gemini_ft.rendezvous import exchange, exchange_or_raise
 from gemini_ft.runid import default_run_id
@@ -238,6 +238,7 @@ def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], 
         missing = sorted(host for host, domain in domains.items() if not domain)
         raise ConfigError(f"hosts {missing} have no failure domain, others have one; set GEMINI_DOMAIN on all hosts or on none")
     placed = placement.place(sorted(infos), config.replicas, domains if all(domains.values()) else None)
+    _check_addresses(infos.values())
     plan = choice.plan
     known = [info.known for info in infos.values() if info.known is not None]
     known += [plan.version.incarnation] if plan.version is not None else []
@@ -259,6 +260,16 @@ def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], 
         chunk_bytes=config.chunk_bytes,
         storage=config.storage.model_dump() if config.storage is not None and storage is not None else None,
     )
+
+
+def _check_addresses(infos: Collection[HostInfo]) -> None:
+    machines = {info.machine for info in infos}
+    deaf = sorted(info.host for info in infos if is_loopback(info.address[0]))
+    if len(machines) > 1 and deaf:
+        raise ConfigError(
+            f"the agents of hosts {deaf} listen on a loopback address, where other machines cannot reach them; "
+            "set interface (GEMINI_INTERFACE) to the network of the training hosts"
+        )
 
 
 def _announce(session: Session, configured_secret: bool) -> None:

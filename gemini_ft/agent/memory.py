@@ -133,6 +133,8 @@ class SlotMemory:
         Raises:
             CorruptDataError: the header is not whole, or of another format.
         """
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise CorruptDataError("a slot's memory is not sealed: whoever truncates it would kill this process")
         with mmap.mmap(fd, _HEADER_BYTES, prot=mmap.PROT_READ) as head:
             fields = _read_header(head[:])
             layout_at, layout_len = fields["layout_offset"], fields["layout_bytes"]

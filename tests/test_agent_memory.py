@@ -1,0 +1,208 @@
+"""The memory that outlives workers: sealed, self-describing, checked, and never more than the budget."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gemini_ft.agent import memory as module
+from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape, available_memory
+from gemini_ft.agent.watch import HangDetector
+from gemini_ft.errors import CorruptDataError, MemoryBudgetError
+from gemini_ft.versions import Incarnation, Version
+
+V = Version(Incarnation(3, "abcd"), 41)
+
+
+def shape(data: int = 300, extras: int = 50, chunk: int = 64, layout: bytes = b"layout") -> SlotShape:
+    return SlotShape("run", "main", 2, 4, "0" * 16, layout, data, extras, chunk)
+
+
+@pytest.fixture
+def slot() -> Iterator[SlotMemory]:
+    slot = SlotMemory.create(shape())
+    yield slot
+    slot.close()
+
+
+def fill(slot: SlotMemory, extras_bytes: int = 10, seed: int = 0) -> None:
+    content = np.random.default_rng(seed)
+    for index, (offset, nbytes) in enumerate(slot.cuts(extras_bytes)):
+        view = slot.data(offset, nbytes)
+        view[:] = content.bytes(nbytes)
+        slot.put_chunk(index, offset, nbytes, xxhash.xxh3_64_intdigest(view))
+
+
+class TestSlot:
+    def test_is_whole_only_with_every_chunk(self, slot: SlotMemory) -> None:
+        fill(slot)
+        del slot.chunks[3]
+        assert not slot.finish(V, 10)
+        assert slot.version is None
+        fill(slot)
+        assert slot.finish(V, 10)
+        assert (slot.version, slot.damaged()) == (V, [])
+
+    def test_is_not_whole_with_a_chunk_at_another_place(self, slot: SlotMemory) -> None:
+        fill(slot)
+        slot.put_chunk(1, 0, 64, 0)
+        assert not slot.finish(V, 10)
+
+    def test_finds_every_bit_that_flips(self, slot: SlotMemory) -> None:
+        fill(slot)
+        slot.finish(V, 10)
+        for place in (0, 63, 64, 299, 300, 309):
+            slot.data(place, 1)[0] ^= 4
+            assert len(slot.damaged()) == 1
+            slot.data(place, 1)[0] ^= 4
+        assert slot.damaged() == []
+
+    @given(st.integers(0, 500), st.integers(0, 100), st.integers(1, 200))
+    def test_is_cut_without_a_gap_and_the_tensors_apart_from_the_rest(self, data: int, extras: int, chunk: int) -> None:
+        slot = SlotMemory.create(shape(data, 100, chunk))
+        cuts = slot.cuts(extras)
+        assert len(cuts) <= slot.shape.max_chunks
+        assert [at for at, _ in cuts] == [sum(n for _, n in cuts[:i]) for i in range(len(cuts))]
+        assert sum(n for _, n in cuts) == data + extras
+        assert all(0 < n <= chunk for _, n in cuts)
+        assert not any(at < data < at + n for at, n in cuts)
+        slot.close()
+
+    def test_is_sealed(self, slot: SlotMemory) -> None:
+        for size in (0, slot.shape.total - 1, slot.shape.total + 1):
+            with pytest.raises(PermissionError):
+                os.ftruncate(slot.fd, size)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(slot.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+    def test_starts_its_data_on_a_huge_page(self, slot: SlotMemory) -> None:
+        assert slot.shape.data_offset % 2**21 == 0
+        assert slot.shape.total == slot.shape.data_offset + slot.shape.capacity
+
+
+class TestAdoption:
+    def test_of_a_whole_slot_finds_everything(self, slot: SlotMemory) -> None:
+        fill(slot)
+        slot.finish(V, 10)
+        other = SlotMemory.adopt(os.dup(slot.fd))
+        assert (other.shape, other.version, other.extras_bytes, other.chunks) == (slot.shape, V, 10, slot.chunks)
+        assert other.damaged() == []
+        other.close()
+
+    def test_of_a_slot_that_was_being_written_finds_nothing_in_it(self, slot: SlotMemory) -> None:
+        fill(slot)
+        slot.finish(V, 10)
+        slot.clear()
+        fill(slot, seed=1)
+        other = SlotMemory.adopt(os.dup(slot.fd))
+        assert (other.shape, other.version, other.chunks) == (slot.shape, None, {})
+        other.close()
+
+    @pytest.mark.parametrize("place", [0, 8, 20, 40])
+    def test_of_a_damaged_header_is_refused(self, slot: SlotMemory, place: int) -> None:
+        slot._view[place] ^= 1
+        with pytest.raises(CorruptDataError, match=r"magic number|does not match its checksum"):
+            SlotMemory.adopt(slot.fd)
+
+    def test_of_another_format_is_refused_by_number(self, slot: SlotMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "FORMAT", 99)
+        slot.clear()
+        monkeypatch.undo()
+        with pytest.raises(CorruptDataError, match="a slot has format 99, this gemini-ft reads format 1; use the version that wrote it"):
+            SlotMemory.adopt(slot.fd)
+
+    def test_of_memory_that_could_be_truncated_is_refused(self, slot: SlotMemory) -> None:
+        fd = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, slot.shape.total)
+        with mmap.mmap(fd, 4096) as head:
+            head[:] = slot.memory[:4096]
+        with pytest.raises(CorruptDataError, match="is not sealed"):
+            SlotMemory.adopt(fd)
+        os.close(fd)
+
+    def test_of_a_file_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_bytes(bytes(8192))
+        with open(tmp_path / "file") as file, pytest.raises(OSError, match="Invalid argument"):
+            SlotMemory.adopt(file.fileno())
+
+
+class TestBudget:
+    def test_counts_what_is_taken_and_given_back(self) -> None:
+        budget = Budget(1000)
+        budget.take(600, "one")
+        with pytest.raises(MemoryBudgetError) as error:
+            budget.take(401, "rank 7's shard")
+        assert str(error.value) == (
+            "rank 7's shard needs 401 bytes; this host's agent may hold 1,000 (memory_limit) and holds 600. "
+            "Raise memory_limit (GEMINI_MEMORY_LIMIT), lower replicas, or use more hosts."
+        )
+        budget.give_back(1)
+        budget.take(401, "rank 7's shard")
+        assert budget.used == 1000
+
+    def test_is_a_part_of_what_is_available_by_default(self) -> None:
+        budget = Budget(None)
+        assert 0 < budget.limit < available_memory()
+        with pytest.raises(MemoryBudgetError, match="60 % of the memory available when the agent started"):
+            budget.take(budget.limit + 1, "it")
+
+    def test_never_promises_what_the_host_does_not_have(self) -> None:
+        beyond = psutil.virtual_memory().total
+        with pytest.raises(MemoryBudgetError, match=r"it needs [0-9,]+ bytes; only [0-9,]+ are available on this host"):
+            Budget(10 * beyond).take(beyond, "it")
+
+
+class TestHangDetector:
+    def steps(self, detector: HangDetector, count: int, seconds: float = 1.0) -> float:
+        for number in range(count + 1):
+            detector.progress(number * seconds, False)
+        return count * seconds
+
+    def test_waits_for_the_first_steps(self) -> None:
+        detector = HangDetector(5.0)
+        now = self.steps(detector, 2)
+        assert detector.hangs(now + 1000) is None
+        now = self.steps(HangDetector(5.0), 3)
+
+    def test_finds_a_worker_that_makes_no_progress(self) -> None:
+        detector = HangDetector(5.0)
+        now = self.steps(detector, 3)
+        assert detector.hangs(now + 5.0) is None
+        assert detector.hangs(now + 5.5) == 5.5
+
+    def test_is_off_while_no_progress_is_expected(self) -> None:
+        detector = HangDetector(5.0)
+        now = self.steps(detector, 3)
+        detector.progress(now, True)
+        assert detector.hangs(now + 1000) is None
+        detector.progress(now + 1000, False)
+        assert detector.hangs(now + 1004) is None
+        assert detector.hangs(now + 1006) == 6
+
+    def test_can_be_off_altogether(self) -> None:
+        detector = HangDetector(0)
+        assert detector.hangs(self.steps(detector, 10) + 1e9) is None
+
+    def test_is_patient_by_default(self) -> None:
+        quick, slow = HangDetector(None), HangDetector(None)
+        now = self.steps(quick, 10)
+        assert (quick.hangs(now + 300), quick.hangs(now + 301)) == (None, 301)
+        now = self.steps(slow, 10, 60.0)
+        assert (slow.hangs(now + 600), slow.hangs(now + 601)) == (None, 601)
+
+    def test_does_not_take_validation_for_a_slow_step(self) -> None:
+        detector = HangDetector(None)
+        now = self.steps(detector, 10)
+        detector.progress(now, True)
+        detector.progress(now + 5000, False)
+        assert detector.patience == 300

@@ -1,0 +1,86 @@
+"""Which of a host's addresses its agent listens on; the interfaces are this machine's own."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gemini_ft.errors import ConfigError
+from gemini_ft.messages import HostInfo
+from gemini_ft.network import bind_address, is_loopback
+from gemini_ft.session import _check_addresses
+
+
+def outside() -> str | None:
+    """An address of this machine that is not its loopback."""
+    for entries in psutil.net_if_addrs().values():
+        for entry in entries:
+            if entry.family is socket.AF_INET and not entry.address.startswith("127."):
+                return str(entry.address)
+    return None
+
+
+class TestInterface:
+    def test_by_name(self) -> None:
+        assert bind_address("lo") == "127.0.0.1"
+
+    @pytest.mark.parametrize(("network", "address"), [("127.0.0.0/8", "127.0.0.1"), ("127.3.2.1/8", "127.0.0.1")])
+    def test_by_network(self, network: str, address: str) -> None:
+        assert bind_address(network) == address
+
+    @pytest.mark.skipif(not Path("/proc/net/if_inet6").read_text().strip(), reason="this machine has no IPv6")
+    def test_by_an_ipv6_network(self) -> None:
+        assert bind_address("::1/128") == "::1"
+
+    @pytest.mark.parametrize("name", ["ib7", "eth99", "300.1.1.0/24"])
+    def test_that_is_not_there_is_refused_with_those_that_are(self, name: str) -> None:
+        with pytest.raises(ConfigError, match=rf"interface='{name}': no such interface, and not a CIDR; this host has .*lo \(127\.0\.0\.1"):
+            bind_address(name)
+
+    def test_in_a_network_that_this_host_is_not_in_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match=r"interface='203\.0\.113\.0/24': no address of this host is in that network; it has .*lo"):
+            bind_address("203.0.113.0/24")
+
+
+class TestRoute:
+    @pytest.mark.parametrize("master", ["127.0.0.1", "127.0.1.1", "localhost"])
+    def test_to_a_master_on_the_loopback(self, master: str) -> None:
+        assert is_loopback(bind_address(None, master))
+
+    def test_comes_from_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        assert bind_address(None) == "127.0.0.1"
+
+    def test_to_a_master_elsewhere(self) -> None:
+        if outside() is None:
+            pytest.skip("this machine has a loopback only")
+        assert bind_address(None, outside()) == outside()
+
+    def test_to_our_own_name_is_not_the_loopback_that_etc_hosts_gives_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        if outside() is None:
+            pytest.skip("this machine has a loopback only")
+        resolve = socket.getaddrinfo
+
+        def as_debian_does(host: str, *args: object, **kwargs: object) -> object:
+            return resolve("127.0.1.1" if host == "node17" else host, *args, **kwargs)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(socket, "getaddrinfo", as_debian_does)
+        assert not is_loopback(bind_address(None, "node17"))
+
+    def test_to_nowhere_is_refused_with_the_way_out(self) -> None:
+        with pytest.raises(ConfigError, match=r"no route to the master 'no\.such\.host\.invalid' .*; set interface \(GEMINI_INTERFACE\)"):
+            bind_address(None, "no.such.host.invalid")
+
+
+def host(name: str, machine: str, address: str) -> HostInfo:
+    return HostInfo(host=name, machine=machine, address=(address, 1), known=None, fingerprint="", memory_limit=1, memory_used=0)
+
+
+def test_a_loopback_between_machines_is_refused() -> None:
+    _check_addresses([host("a", "m", "127.0.0.1"), host("b", "m", "127.0.0.1")])  # emulated hosts
+    _check_addresses([host("a", "m", "10.0.0.1"), host("b", "n", "10.0.0.2")])
+    with pytest.raises(ConfigError, match=r"the agents of hosts \['a'\] listen on a loopback address, where other machines cannot"):
+        _check_addresses([host("a", "m", "127.0.0.1"), host("b", "n", "10.0.0.2")])
