@@ -205,10 +205,10 @@ class Connection(asyncio.BufferedProtocol):
 
     def abort(self, reason: str) -> None:
         """Close now, and let the kernel forget what it still has to send."""
-        self._reason = reason
         transport = self._transport
-        if transport is None:
+        if transport is None or self.closed.is_set():
             return
+        self._reason = reason
         with contextlib.suppress(OSError):
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         transport.abort()
@@ -276,7 +276,7 @@ async def dial(address: Address, claims: Proof, secret: bytes, handler: Handler,
     except BaseException as error:
         opening.connection.abort("the handshake failed")
         if isinstance(error, OSError | TimeoutError):
-            raise PeerError(f"{where} does not answer ({error or 'timeout'}); is its host up, and its port open?") from None
+            raise PeerError(f"{where} does not answer ({str(error) or 'timeout'}); is its host up, and its port open?") from None
         if isinstance(error, GeminiError):
             raise type(error)(f"{where}: {error}") from None
         raise

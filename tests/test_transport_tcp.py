@@ -1,0 +1,330 @@
+"""Connections between agents over real sockets: bytes arrive whole and in order, strangers do not get in, nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from agent_kit import Job, open_fds
+
+from gemini_ft.errors import ConfigError, GeminiError, PeerError, SecretError
+from gemini_ft.messages import Chunk, Committed, Message, Notice, Proof
+from gemini_ft.transport import tcp
+from gemini_ft.transport.tcp import Connection, dial, listen
+
+CLAIMS = Proof(run="r", stream="s", host="h", role="replicate", incarnation=None, nonce=b"", mac=b"")
+SECRET = b"secret"
+
+
+class Recorder:
+    """A handler that keeps what it hears; payloads go to ``room``."""
+
+    def __init__(self, room: bytearray | None = None) -> None:
+        self.heard: list[Message] = []
+        self.whole: list[Message] = []
+        self.lost: str | None = None
+        self._room = room
+        self._news = asyncio.Event()
+
+    def on_message(self, message: Message) -> memoryview | None:
+        self.heard.append(message)
+        self._news.set()
+        return memoryview(self._room)[message.offset :][: message.nbytes] if self._room is not None and isinstance(message, Chunk) else None
+
+    def on_bytes(self, message: Message) -> None:
+        self.whole.append(message)
+        self._news.set()
+
+    def on_lost(self, reason: str) -> None:
+        self.lost = reason
+        self._news.set()
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        async with asyncio.timeout(30):
+            while not condition():
+                self._news.clear()
+                await self._news.wait()
+
+
+class Place:
+    """A listening side."""
+
+    def __init__(self, room: bytearray | None = None, secret: bytes = SECRET, tls: dict[str, str] | None = None) -> None:
+        self.handlers: list[Recorder] = []
+        self.connections: list[Connection] = []
+        self.log: list[str] = []
+        self._room, self._secret, self._tls = room, secret, tls
+        self.greeting: Message | None = None
+
+    async def __aenter__(self) -> Place:
+        self._server = await listen("127.0.0.1", None, lambda: self._secret, self._accept, self.log.append, self._tls)
+        self.address: tuple[str, int] = self._server.sockets[0].getsockname()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for connection in self.connections:
+            connection.abort("the end")
+        await asyncio.sleep(0)
+
+    def _accept(self, connection: Connection, proof: Proof) -> Recorder:
+        self.connections.append(connection)
+        self.handlers.append(Recorder(self._room))
+        if self.greeting is not None:
+            asyncio.get_running_loop().call_soon(connection.send, self.greeting)
+        return self.handlers[-1]
+
+    async def dial(self, handler: Recorder, secret: bytes = SECRET, tls: dict[str, str] | None = None) -> Connection:
+        return await dial(self.address, CLAIMS, secret, handler, tls)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 60))
+
+
+def chunk(offset: int, nbytes: int) -> Chunk:
+    return Chunk(owner=0, iteration=1, index=0, offset=offset, nbytes=nbytes, digest=0)
+
+
+class TestBytes:
+    @pytest.mark.parametrize("secure", [False, True], ids=["clear", "tls"])
+    def test_arrive_whole_and_in_order_in_the_place_they_belong(self, secure: bool, certificates: Callable[..., dict[str, str]]) -> None:
+        tls = certificates() if secure else None
+        source = np.random.default_rng(0).bytes(5 * 2**20 + 17)
+        room = bytearray(len(source))
+        sizes = [1, 65536, 2**20, 4 * 2**20 - 65536]
+        sizes.append(len(source) - sum(sizes))
+
+        async def work() -> None:
+            async with Place(room, tls=tls) as place:
+                ours = Recorder()
+                connection = await place.dial(ours, tls=tls)
+                at = 0
+                for number, size in enumerate(sizes):
+                    connection.send(chunk(at, size), memoryview(source)[at : at + size])
+                    connection.send(Committed(iteration=number))
+                    at += size
+                theirs = place.handlers[0]
+                await theirs.until(lambda: len(theirs.heard) == 2 * len(sizes))
+                assert [message.kind for message in theirs.heard] == ["chunk", "committed"] * len(sizes)
+                assert len(theirs.whole) == len(sizes)
+                assert connection.backlog == 0
+                connection.abort("done")
+                await theirs.until(lambda: theirs.lost)
+                assert ours.lost == "done"
+
+        run(work())
+        assert room == source
+
+    def test_that_nobody_wants_are_thrown_away(self) -> None:
+        async def work() -> None:
+            async with Place(room=None) as place:
+                connection = await place.dial(Recorder())
+                connection.send(chunk(0, 2**20), memoryview(bytes(2**20)))
+                connection.send(Notice(text="still here"))
+                await place.handlers[0].until(lambda: place.handlers[0].heard[-1:] == [Notice(text="still here")])
+                connection.abort("done")
+
+        run(work())
+
+    def test_that_do_not_fit_where_they_belong_end_the_connection(self) -> None:
+        async def work() -> None:
+            async with Place(bytearray(100)) as place:
+                connection = await place.dial(Recorder())
+                connection.send(chunk(50, 60), memoryview(bytes(60)))
+                await place.handlers[0].until(lambda: place.handlers[0].lost)
+                assert "announced 60 bytes where 50 are due" in str(place.handlers[0].lost)
+                assert not place.handlers[0].whole
+
+        run(work())
+
+    def test_to_a_peer_that_takes_nothing_in_are_let_go_when_the_connection_is_aborted(self) -> None:
+        async def work() -> None:
+            async with Place(bytearray(2**23)) as place:
+                ours = Recorder()
+                connection = await place.dial(ours)
+                transport = place.connections[0]._transport
+                assert transport is not None
+                transport.pause_reading()
+                for _ in range(8):
+                    connection.send(chunk(0, 2**23), memoryview(bytes(2**23)))
+                await asyncio.sleep(0.1)
+                assert connection.backlog > 1
+                waiting = asyncio.create_task(connection.flushed(1))
+                connection.abort("too slow")
+                await asyncio.wait_for(waiting, 10)
+                assert ours.lost == "too slow"
+                transport.resume_reading()
+
+        run(work())
+
+
+class TestHandshake:
+    def test_what_follows_it_at_once_is_heard(self) -> None:
+        async def work() -> None:
+            async with Place() as place:
+                place.greeting = Committed(iteration=7)
+                for _ in range(20):
+                    ours = Recorder()
+                    connection = await place.dial(ours)
+                    await ours.until(lambda ours=ours: ours.heard == [place.greeting])
+                    connection.abort("done")
+
+        run(work())
+
+    def test_without_the_secret_fails_on_both_sides(self) -> None:
+        async def work() -> None:
+            async with Place() as place:
+                with pytest.raises(PeerError, match="it refused this host: this run has another secret"):
+                    await place.dial(Recorder(), secret=b"guess")
+                assert not place.handlers
+                assert "host 'h' does not know this run's secret" in place.log[0]
+
+        run(work())
+
+    def test_with_an_impostor_fails(self) -> None:
+        async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(tcp.pack(tcp.Challenge(nonce=b"n")))
+            await reader.read(1000)
+            writer.write(tcp.pack(tcp.Accepted(mac=b"\0" * 32)))
+            await reader.read()
+            writer.close()
+
+        async def work() -> None:
+            server = await asyncio.start_server(impostor, "127.0.0.1", 0)
+            async with server:
+                ours = Recorder()
+                with pytest.raises(SecretError, match="the peer does not know this run's secret; something else listens"):
+                    await dial(server.sockets[0].getsockname(), CLAIMS, SECRET, ours, None)
+                assert not ours.heard
+
+        run(work())
+
+    def test_with_nobody_fails_in_time_and_leaves_nothing_open(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tcp, "_HANDSHAKE_TIMEOUT", 0.05)
+
+        async def work() -> None:
+            with socket.create_server(("127.0.0.1", 0)) as silent:
+                before = open_fds(os.getpid())
+                for _ in range(10):
+                    with pytest.raises(PeerError, match=r"does not answer \(timeout\); is its host up, and its port open\?"):
+                        await dial(silent.getsockname(), CLAIMS, SECRET, Recorder(), None)
+                await asyncio.sleep(0)
+                assert open_fds(os.getpid()) <= before + 1
+            with pytest.raises(PeerError, match=r"does not answer .*Connect call failed"):
+                await dial(silent_address, CLAIMS, SECRET, Recorder(), None)
+
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            silent_address = closed.getsockname()
+        run(work())
+
+    def test_that_a_stranger_does_not_finish_ends_in_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tcp, "_HANDSHAKE_TIMEOUT", 0.05)
+
+        async def work() -> None:
+            async with Place() as place:
+                reader, writer = await asyncio.open_connection(*place.address)
+                await reader.readuntil(b"nonce")
+                with pytest.raises(ConnectionResetError):
+                    await reader.read(-1)
+                writer.close()
+
+        run(work())
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """Make a certificate of an authority; another name, another authority."""
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=30)
+
+    def make(authority: str = "ours") -> dict[str, str]:
+        folder = tmp_path / authority
+        folder.mkdir(exist_ok=True)
+        files = {name: str(folder / name) for name in ("ca.key", "ca.pem", "host.key", "host.csr", "host.pem")}
+        new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+        openssl("req", "-x509", *new_key, "-keyout", files["ca.key"], "-out", files["ca.pem"], "-subj", f"/CN={authority}", "-days", "1")
+        openssl("req", *new_key, "-keyout", files["host.key"], "-out", files["host.csr"], "-subj", "/CN=host")
+        signed = ("-CA", files["ca.pem"], "-CAkey", files["ca.key"], "-CAcreateserial", "-days", "1")
+        openssl("x509", "-req", "-in", files["host.csr"], *signed, "-out", files["host.pem"])
+        return {"certificate": files["host.pem"], "key": files["host.key"], "authority": files["ca.pem"]}
+
+    return make
+
+
+class TestTls:
+    def test_of_another_authority_is_refused_on_either_side(self, certificates: Callable[..., dict[str, str]]) -> None:
+        ours, theirs = certificates("ours"), certificates("theirs")
+
+        async def work(dialling: dict[str, str] | None) -> None:
+            async with Place(tls=theirs) as place:
+                with pytest.raises(PeerError, match=r"the agent at 127\.0\.0\.1:"):
+                    await place.dial(Recorder(), tls=dialling)
+                assert not place.handlers
+
+        run(work(ours))
+        run(work(ours | {"authority": theirs["authority"]}))  # trusts them; they do not trust our certificate
+        run(work(theirs | {"authority": ours["authority"]}))  # they would trust us; we do not trust them
+
+    def test_is_not_optional_for_a_peer(self, certificates: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tcp, "_HANDSHAKE_TIMEOUT", 0.5)
+        tls = certificates()
+
+        async def work() -> None:
+            async with Place(tls=tls) as place, Place() as clear:
+                for address, settings in ((place.address, None), (clear.address, tls)):
+                    with pytest.raises(GeminiError):
+                        await dial(address, CLAIMS, SECRET, Recorder(), settings)
+                assert not place.handlers
+                assert not clear.handlers
+
+        run(work())
+
+    def test_with_files_that_cannot_be_used_is_said_when_the_agent_starts(self, tmp_path: Path) -> None:
+        missing = {name: str(tmp_path / name) for name in ("certificate", "key", "authority")}
+        with Job(tmp_path) as job, pytest.raises(ConfigError, match=r"tls\.certificate=.*: .*No such file"):
+            job.rank("a", 0, tls=missing)
+
+    def test_between_agents_replicates_and_recovers(self, tmp_path: Path, certificates: Callable[..., dict[str, str]]) -> None:
+        from gemini_ft.recovery import PeerShard
+
+        tls = certificates()
+        with Job(tmp_path) as job:
+            ranks = job.start(hello={"tls": tls})
+            job.commit(ranks, 1, 2, 3)
+            shard = PeerShard("b", ranks[1].address, job.claims(), ranks[0].hello.secret, 0, job.version(3), 10.0, tls)
+            assert sum(len(view) for _, view in shard.chunks()) == 4 * 2**16
+            shard.close()
+
+
+class TestPorts:
+    def test_the_one_before_is_taken_again(self) -> None:
+        async def work() -> None:
+            async with Place() as place:
+                port = place.address[1]
+            server = await listen("127.0.0.1", None, lambda: SECRET, place._accept, place.log.append, None, preferred=port)
+            assert server.sockets[0].getsockname()[1] == port
+            other = await listen("127.0.0.1", None, lambda: SECRET, place._accept, place.log.append, None, preferred=port)
+            assert other.sockets[0].getsockname()[1] != port  # taken: any other is better than none
+            for each in (server, other):
+                each.close()
+                await each.wait_closed()
+
+        run(work())
+
+    def test_an_address_of_another_host_is_refused(self) -> None:
+        async def work() -> None:
+            await listen("203.0.113.1", None, lambda: SECRET, Place()._accept, print, None)
+
+        with pytest.raises(
+            ConfigError, match=r"no port can be listened on at 203\.0\.113\.1 .*; free one, widen port_range, or choose another"
+        ):
+            run(work())
