@@ -6,7 +6,8 @@ which torch restarts the whole job: with three hosts and one spare a killed work
 end. Here others step forward only when the hosts that are left have had time to take their places again, and a host
 that is left over steps back.
 
-Hosts look more often. Torch's look once a second for what the others have done, several times in a row.
+Hosts look more often. Torch's look once a second for what the others have done, several times in a row, and take what
+they saw within the last second for the present.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_rendezvous
@@ -23,8 +25,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _Action
 
 logger = logging.getLogger(__name__)
 
-_JOIN, _DELAY = "_RendezvousJoinOp", "_delay"  # torch's names for what is changed
-_QUICKEST = 0.1  # seconds between two looks in a small job
+_JOIN, _DELAY, _STATE = _CHANGED = ("_RendezvousJoinOp", "_delay", "_BackendRendezvousStateHolder")  # torch's names
+_QUICKEST = 0.05  # seconds between two looks in the smallest job
 _HOSTS_PER_SECOND = 100  # in a look every host reads the states of all: large jobs keep torch's pace
 _GRACE = 1.0  # seconds a spare waits longer than the others take to look
 _STUCK = 10.0  # seconds after which hosts that go on without a lost one are called together by a spare, as torch does at once
@@ -81,22 +83,24 @@ def pause(hosts: int) -> float:
 def better_rendezvous(hosts: int) -> Iterator[None]:
     """Inside, torch's launcher joins a job of ``hosts`` hosts in the way described above.
 
-    Torch has no setting for either, so its class and its function for that are replaced.
+    Torch has no settings for that, so its classes and its function are replaced.
     """
-    join, delay = (getattr(torch_rendezvous, name, None) for name in (_JOIN, _DELAY))
-    if join is None or delay is None:
+    originals = {name: getattr(torch_rendezvous, name, None) for name in _CHANGED}
+    join, delay, state = originals.values()
+    if join is None or delay is None or state is None:
         logger.warning("spares may displace hosts of the job: this version of torch brings hosts together in a way not known here")
         yield
         return
-
-    def quicker(seconds: Any) -> None:
-        delay(pause(hosts) if seconds == 1 else seconds)
-
-    this = Host(pause(hosts) + _GRACE)
-    setattr(torch_rendezvous, _JOIN, lambda: PatientJoin(join(), this))
-    setattr(torch_rendezvous, _DELAY, quicker)
+    this, interval = Host(pause(hosts) + _GRACE), pause(hosts)
+    changed = {
+        _JOIN: lambda: PatientJoin(join(), this),
+        _DELAY: lambda seconds: delay(interval if seconds == 1 else seconds),
+        _STATE: partial(state, cache_duration=interval / 2),
+    }
+    for name, value in changed.items():
+        setattr(torch_rendezvous, name, value)
     try:
         yield
     finally:
-        setattr(torch_rendezvous, _JOIN, join)
-        setattr(torch_rendezvous, _DELAY, delay)
+        for name, value in originals.items():
+            setattr(torch_rendezvous, name, value)

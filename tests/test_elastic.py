@@ -128,17 +128,34 @@ def test_large_jobs_keep_torchs_pace() -> None:
     assert pause(1000) == 1.0
 
 
+NAMES = ("_RendezvousJoinOp", "_delay", "_BackendRendezvousStateHolder")
+
+
+def test_torch_waits_and_remembers_for_less_than_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[object] = []
+    monkeypatch.setattr(torch_rendezvous, "_delay", slept.append)
+    with better_rendezvous(3):
+        torch_rendezvous._delay(seconds=1)
+        torch_rendezvous._delay(seconds=(0, 0.3))
+        holder = torch_rendezvous._BackendRendezvousStateHolder(SimpleNamespace(name="none"), SimpleNamespace())
+    assert slept == [pause(3), (0, 0.3)]
+    assert holder._cache_duration < pause(3)
+
+
 def test_torch_is_left_as_it_was() -> None:
-    before = (torch_rendezvous._RendezvousJoinOp, torch_rendezvous._delay)
+    before = [getattr(torch_rendezvous, name) for name in NAMES]
     with better_rendezvous(3):
         assert isinstance(torch_rendezvous._RendezvousJoinOp(), PatientJoin)
-    assert (torch_rendezvous._RendezvousJoinOp, torch_rendezvous._delay) == before
+    assert [getattr(torch_rendezvous, name) for name in NAMES] == before
 
 
-def test_another_torch_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.delattr(torch_rendezvous, "_RendezvousJoinOp")
+@pytest.mark.parametrize("name", NAMES)
+def test_another_torch_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delattr(torch_rendezvous, name)
+    others = [getattr(torch_rendezvous, other) for other in NAMES if other != name]
     with better_rendezvous(3):
-        assert not hasattr(torch_rendezvous, "_RendezvousJoinOp")
+        assert not hasattr(torch_rendezvous, name)
+        assert [getattr(torch_rendezvous, other) for other in NAMES if other != name] == others
     assert "spares may displace hosts" in caplog.text
 
 
