@@ -16,6 +16,7 @@ import torch
 
 from gemini_ft import codec, faults
 from gemini_ft.agent.client import AgentClient, as_error
+from gemini_ft.agent.memory import SlotShape
 from gemini_ft.config import GeminiConfig
 from gemini_ft.copyplan import CopyPlan, Slot
 from gemini_ft.errors import AgentError, GeminiError, MemoryBudgetError
@@ -221,7 +222,7 @@ class Recorder:
                 slot.forget()
         elif before is None:
             check_replicas(sources, exchange)
-            _check_memory(self.session, exchange(layout.nbytes, self._config.timeout))
+            _check_memory(self.session, exchange(_slot_bytes(self.session, layout), self._config.timeout))
             exchange_or_raise(lambda: self._reserve(_EXTRAS_ROOM), self._config.timeout + 10)
         else:
             self._reserve(max(_EXTRAS_ROOM, self._extras_capacity))
@@ -287,11 +288,15 @@ class Recorder:
         fds = [slot.fd for slot in self._copying.slots.values()] + list(old.custody.values())
         hello = session.hello.model_copy(update={"secret": session.secret, "preferred_port": spec.addresses[session.host][1]})
         client = AgentClient(session.run, session.host, hello, self._on_event, self._config.timeout)
-        for start in range(0, len(fds), 100):
-            part = fds[start : start + 100]
-            client.tell(Adopt(count=len(part)), part)
-        client.call(OpenSession(spec=spec, secret=session.secret, readopt=True, committed=self._committed), Opened)
-        client.tell(Progress(iteration=self._stats.committed or 0, suspended=self._suspended > 0))
+        try:
+            for start in range(0, len(fds), 100):
+                part = fds[start : start + 100]
+                client.tell(Adopt(count=len(part)), part)
+            client.call(OpenSession(spec=spec, secret=session.secret, readopt=True, committed=self._committed), Opened)
+            client.tell(Progress(iteration=self._stats.committed or 0, suspended=self._suspended > 0))
+        except GeminiError:
+            client.close()
+            raise
         session.client = client
         old.close()
         self._reserve(self._extras_capacity)
@@ -313,13 +318,20 @@ def _first_digest(session: Session) -> int | None:
     return (start // every + 1) * every if isinstance(every, int) else start + 1
 
 
-def _check_memory(session: Session, sizes: Sequence[int]) -> None:
+def _slot_bytes(session: Session, layout: Layout) -> int:
+    """What one slot of this rank takes of an agent's budget."""
+    spec, blob = session.spec, layout.to_bytes()
+    size, room, chunk = layout.nbytes, _EXTRAS_ROOM, spec.chunk_bytes
+    return SlotShape(session.run, spec.stream, session.rank, session.world_size, layout.logical_hash, blob, size, room, chunk).total
+
+
+def _check_memory(session: Session, slot_bytes: Sequence[int]) -> None:
     """Refuse before the first copy what would end in the middle of the training otherwise; all ranks alike."""
     need: dict[str, int] = {}
     for owner, holders in session.spec.holders.items():
         for place, host in enumerate(holders):
             slots = 3 if place == 0 and session.spec.storage is not None else 2
-            need[host] = need.get(host, 0) + slots * (sizes[owner] + _EXTRAS_ROOM)
+            need[host] = need.get(host, 0) + slots * slot_bytes[owner]
     limits: Mapping[str, int] = {info.host: info.memory_limit for info in session.infos}
     for host, limit in limits.items():
         if need.get(host, 0) > limit:

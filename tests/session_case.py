@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -201,3 +202,42 @@ def _stream(run: str, host: str) -> Any:
     status = lifecycle.status(run, host)
     assert status is not None
     return json.loads(status)["streams"]["main"]
+
+
+def growth(numel: int, steps: int) -> dict[str, int]:
+    """By how many bytes, slots apart, the highest of a few steps with snapshots is above that of steps without; the agent's too."""
+    start_ranks()
+    net = nn.Linear(numel // 1000, 1000, bias=False)  # every rank for itself: gloo has temporaries of its own
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    inputs = torch.ones(1, numel // 1000)
+
+    def train(after: Callable[[], None]) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            net(inputs).sum().backward()
+            optimizer.step()
+            after()
+
+    def highest(pid: int, after: Callable[[], None]) -> int:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # forget the highest so far
+        train(after)
+        return memory_of(pid, "VmHWM")
+
+    train(lambda: None)
+    without = highest(os.getpid(), lambda: None)
+    checkpointer = gemini_ft.Checkpointer(net, optimizer, on_late="wait", chunk_bytes=2**20)
+    checkpointer.resume()
+    train(checkpointer.step)
+    agent = agent_of(checkpointer)
+    settled = memory_of(agent, "VmRSS")
+    with_snapshots = highest(os.getpid(), checkpointer.step) - memory_of(os.getpid(), "RssShmem")
+    return {
+        "worker": with_snapshots - without,
+        "agent": highest(agent, checkpointer.step) - settled,
+        "shard": checkpointer.stats.shard_bytes,
+    }
+
+
+def memory_of(pid: int, what: str) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{what}:"))

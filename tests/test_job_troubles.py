@@ -12,6 +12,7 @@ from rank_kit import World
 from session_case import (
     add_parameters,
     drift,
+    growth,
     kill_the_agent,
     loop,
     stop_the_agent,
@@ -100,11 +101,25 @@ class TestAgent:
         again = two.outcome(*run(1))
         assert [(result["start"], set(result["restored"])) for result in again] == [(8, {"own memory"})] * 2
 
+    def test_that_dies_is_replaced_for_all_the_ranks_of_its_host(self, two: World) -> None:
+        two.hosts = ["host0", "host0", "host1"]
+        results = two.outcome(*run(8, during=kill_the_agent), VICTIM="1")
+        assert [result["committed"] for result in results] == [8, 8, 8], results
+        again = two.outcome(*run(1))
+        assert [(result["start"], set(result["restored"])) for result in again] == [(8, {"own memory"})] * 3
+
     @pytest.mark.parametrize("victim", [0, 1], ids=["leader", "member"])
     def test_that_hangs_costs_snapshots_and_no_step(self, two: World, victim: int) -> None:
         results = two.outcome(*run(40, during=stop_the_agent, on_late="skip", pause=0.01), VICTIM=str(victim))
         assert told(results[0], "has no snapshot: the snapshot before was still uncommitted at the next update")
         assert all(result["committed"] > 23 for result in results), results
+
+
+class TestAllocations:
+    def test_of_the_size_of_the_state_end_with_the_first_steps(self, two: World) -> None:
+        for grown in two.outcome(growth, 9_000_000, 5):
+            assert grown["shard"] == 72_000_000
+            assert max(grown["worker"], grown["agent"]) < grown["shard"] // 4, grown
 
 
 class TestHosts:

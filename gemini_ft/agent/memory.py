@@ -167,6 +167,10 @@ class SlotMemory:
         self.version, self.extras_bytes, self.chunks = None, 0, {}
         self._write_header()
 
+    def admits(self, index: int, offset: int, nbytes: int) -> bool:
+        """Whether a chunk can be meant for this slot."""
+        return 0 <= index < self.shape.max_chunks and offset >= 0 and nbytes > 0 and offset + nbytes <= self.shape.capacity
+
     def put_chunk(self, index: int, offset: int, nbytes: int, digest: int) -> None:
         self.chunks[index] = (offset, nbytes, digest)
         struct.pack_into("<Q", self._view, _HEADER_BYTES + 8 * index, digest)
@@ -205,6 +209,11 @@ class SlotMemory:
         body = msgpack.packb(fields)
         head = _MAGIC + struct.pack("<I", len(body)) + body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
         self._view[: len(head)] = head
+
+    @property
+    def inode(self) -> int:
+        """What two descriptors of the same memory have in common."""
+        return os.fstat(self.fd).st_ino
 
     @property
     def age(self) -> float:

@@ -341,13 +341,9 @@ class Receiver:
         memory = self._memory(chunk.owner, chunk.iteration)
         if memory is None:
             return None
-        shape = memory.shape
-        if not (
-            0 <= chunk.index < shape.max_chunks and chunk.offset >= 0 and chunk.nbytes > 0 and chunk.offset + chunk.nbytes <= shape.capacity
-        ):
-            raise PeerError(
-                f"host {self.host} sent chunk {chunk.index} at {chunk.offset}+{chunk.nbytes}, outside the shard's {shape.capacity} bytes"
-            )
+        if not memory.admits(chunk.index, chunk.offset, chunk.nbytes):
+            where = f"{chunk.offset}+{chunk.nbytes}, outside the shard's {memory.shape.capacity} bytes"
+            raise PeerError(f"host {self.host} sent chunk {chunk.index} at {where}")
         return memory.data(chunk.offset, chunk.nbytes)
 
     def _begin(self, begin: Begin) -> None:

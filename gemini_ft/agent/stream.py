@@ -259,6 +259,8 @@ class Stream:
         """The worker has copied a chunk: it may travel."""
         memory = self.vault.writing(worker.rank, self.version(iteration))
         if memory is not None:
+            if not memory.admits(index, offset, nbytes):
+                raise AgentError(f"rank {worker.rank} copied chunk {index} to {offset}+{nbytes}, outside its slot")
             memory.put_chunk(index, offset, nbytes, digest)
             for peer in self.host.holders.get(worker.rank, ())[1:]:
                 if peer in self._links:

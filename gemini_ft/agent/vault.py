@@ -18,6 +18,7 @@ class Vault:
     def __init__(self, host: Host, budget: Budget, log: Callable[[str], None], on_free: Callable[[SlotMemory], None]) -> None:
         self.memory: dict[tuple[int, int], SlotMemory] = {}  # (owner, slot) -> its memfd
         self._host, self._budget, self._log, self._on_free = host, budget, log, on_free
+        self._checks: dict[Version, asyncio.Task[list[int]]] = {}  # under way
 
     def inventory(self) -> list[SlotInfo]:
         """Every complete slot; the bytes themselves are checked when a version has been chosen (``verify``)."""
@@ -38,8 +39,16 @@ class Vault:
     async def verify(self, version: Version) -> list[int]:
         """Check all copies of ``version`` here; what does not match its checksums is discarded.
 
+        Every local rank asks at about the same time: the bytes are read once for all of them.
+
         Returns the owners whose copies are sound.
         """
+        if version not in self._checks:
+            self._checks[version] = asyncio.get_running_loop().create_task(self._check(version))
+            self._checks[version].add_done_callback(lambda _: self._checks.pop(version))
+        return await asyncio.shield(self._checks[version])
+
+    async def _check(self, version: Version) -> list[int]:
         sound = []
         copies = [(owner, memory) for (owner, _), memory in self.memory.items() if memory.version == version]
         damages = await asyncio.gather(*(asyncio.to_thread(memory.damaged) for _, memory in copies))
@@ -60,8 +69,9 @@ class Vault:
         """
         owner = memory.shape.owner
         slots = self._host.slots(owner)
-        if memory.version is not None and slots.find(memory.version) is not None:
-            memory.close()  # the same slot, from another worker
+        same = any(held.inode == memory.inode for (of, _), held in self.memory.items() if of == owner)
+        if same or (memory.version is not None and slots.find(memory.version) is not None):
+            memory.close()  # from another worker, or from one that only believed this agent to be dead
             return
         self._budget.take(memory.shape.total, f"adopting rank {owner}'s slot")
         index = max(slots.slots, default=-1) + 1

@@ -1,0 +1,155 @@
+"""The leader's agent beside its ledger: what it tells the hosts when storage takes too long, and what it asks of reports."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from gemini_ft.agent import leadership
+from gemini_ft.agent.leadership import Leader
+from gemini_ft.errors import PeerError, StorageError
+from gemini_ft.ledger import Cadence, Ledger
+from gemini_ft.messages import (
+    AllFinished,
+    Committed,
+    GetInventory,
+    Message,
+    Notice,
+    Rejoin,
+    ReportCompleted,
+    ReportFinished,
+    ReportUploaded,
+    Thawed,
+)
+from gemini_ft.versions import Incarnation, Version
+
+INCARNATION = Incarnation(1, "a")
+HOLDERS = {0: ("a", "b"), 1: ("b", "a")}
+
+
+class Stream:
+    """What the leader needs of its stream."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.heard: list[Message] = []
+        self.manifests: list[dict[int, str]] = []
+        self._fault = fault
+
+    def on_decision(self, message: Message) -> None:
+        self.heard.append(message)
+
+    def rejoin_reports(self) -> list[Message]:
+        return []
+
+    async def write_manifest(self, version: Version, records: dict[int, str]) -> None:
+        if self._fault:
+            raise StorageError(self._fault)
+        self.manifests.append(records)
+
+    def log(self, text: str) -> None:
+        pass
+
+    async def until(self, kind: type[Message]) -> Message:
+        async with asyncio.timeout(30):
+            while not (found := [message for message in self.heard if isinstance(message, kind)]):
+                await asyncio.sleep(0.01)
+        return found[-1]
+
+
+def version(iteration: int) -> Version:
+    return Version(INCARNATION, iteration)
+
+
+def complete(leader: Leader, iteration: int) -> None:
+    """All hosts report all copies."""
+    for owner, hosts in HOLDERS.items():
+        for host in hosts:
+            leader.take(ReportCompleted(owner=owner, host=host, version=version(iteration), layout="l", digest="d"))
+
+
+def new_leader(stream: Stream) -> Leader:
+    return Leader(stream, Ledger(HOLDERS, None, 30.0, Cadence(every_steps=2)), 2)
+
+
+def test_a_commit_that_is_due_is_uploaded_and_its_manifest_written() -> None:
+    async def work() -> None:
+        stream = Stream()
+        leader = new_leader(stream)
+        complete(leader, 1)
+        complete(leader, 2)
+        commits = [message for message in stream.heard if isinstance(message, Committed)]
+        assert [(commit.iteration, commit.freeze) for commit in commits] == [(1, False), (2, True)]
+        for owner in (0, 1):
+            leader.take(ReportUploaded(owner=owner, version=version(2), record=f"record {owner}"))
+        assert await stream.until(Thawed) == Thawed(version=version(2))
+        assert stream.manifests == [{0: "record 0", 1: "record 1"}]
+        leader.close()
+
+    asyncio.run(work())
+
+
+def test_a_manifest_that_cannot_be_written_ends_the_upload_with_the_reason() -> None:
+    async def work() -> None:
+        stream = Stream(fault="the disk is full")
+        leader = new_leader(stream)
+        complete(leader, 2)
+        for owner in (0, 1):
+            leader.take(ReportUploaded(owner=owner, version=version(2), record="record"))
+        assert await stream.until(Thawed) == Thawed(version=version(2), error="the disk is full")
+        leader.close()
+
+    asyncio.run(work())
+
+
+def test_an_upload_that_does_not_end_is_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leadership, "_SLOW_UPLOAD", 0.0)
+
+    async def work() -> None:
+        stream = Stream()
+        leader = new_leader(stream)
+        complete(leader, 2)
+        notice = await stream.until(Notice)
+        assert isinstance(notice, Notice)
+        assert notice.text.startswith(
+            "storage: the upload of iteration 2 of incarnation 1 is not over after 0 s more; does the storage hang?"
+        )
+        leader.close()
+
+    asyncio.run(work())
+
+
+def test_an_agent_that_was_restarted_during_an_upload_ends_it() -> None:
+    async def work() -> None:
+        stream = Stream()
+        leader = new_leader(stream)
+        complete(leader, 2)
+        leader.take(Rejoin(committed=version(2), uploading=None))
+        assert await stream.until(Thawed) == Thawed(version=version(2), error="an agent was restarted during the upload")
+        leader.close()
+
+    asyncio.run(work())
+
+
+def test_all_are_told_when_every_rank_has_finished() -> None:
+    async def work() -> None:
+        stream = Stream()
+        leader = new_leader(stream)
+        leader.take(ReportFinished(rank=0))
+        leader.take(ReportFinished(rank=0))
+        assert not stream.heard
+        leader.take(ReportFinished(rank=1))
+        assert stream.heard == [AllFinished()]
+        leader.close()
+
+    asyncio.run(work())
+
+
+def test_only_reports_are_taken() -> None:
+    async def work() -> None:
+        leader = new_leader(Stream())
+        with pytest.raises(PeerError, match="'get_inventory' is not a report"):
+            leader.take(GetInventory())
+        leader.close()
+
+    asyncio.run(work())

@@ -1,0 +1,125 @@
+"""How a job ends and comes back, as its user starts it: the same command again, Ctrl-C, and the end of the work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_kit import agent_pid, end_agent, eventually
+
+from gemini_ft.events import read_events
+
+SCRIPT = """
+import sys, time
+import torch
+import gemini_ft
+from torch.nn.parallel import DistributedDataParallel
+
+gemini_ft.init_process_group("gloo") if "WORLD_SIZE" in __import__("os").environ else None
+torch.set_num_threads(1)
+model = torch.nn.Linear(4, 4)
+if torch.distributed.is_initialized():
+    model = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpointer = gemini_ft.Checkpointer(model, optimizer, on_late="wait")
+for iteration in range(checkpointer.resume(), int(sys.argv[1])):
+    optimizer.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    checkpointer.step()
+    time.sleep(0.02)
+checkpointer.close()
+"""
+
+
+class Command:
+    """One command, started as often as a test likes; what is left of it is killed at the end."""
+
+    def __init__(self, folder: Path, *command: str) -> None:
+        self.run = f"ending-{folder.name}"
+        self._folder, self._command = folder, command
+        self._processes: list[subprocess.Popen[bytes]] = []
+        (folder / "train.py").write_text(SCRIPT)
+
+    def start(self, steps: int) -> subprocess.Popen[bytes]:
+        environ = {
+            **os.environ,
+            "GEMINI_RUN_ID": self.run,
+            "GEMINI_HOST_ID": "here",
+            "GEMINI_LOG_DIR": str(self._folder),
+            "GEMINI_EVENTS": str(self._folder / "events"),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        }
+        with open(self._folder / "output", "ab") as output:
+            command = [*self._command, str(self._folder / "train.py"), str(steps)]
+            process = subprocess.Popen(command, env=environ, cwd=self._folder, stdout=output, stderr=output, start_new_session=True)
+        self._processes.append(process)
+        return process
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self._folder / "events") if event["event"] == kind]
+
+    def wait_for_commit(self, iteration: int) -> None:
+        eventually(lambda: any(event["iteration"] >= iteration for event in self.events("committed")), f"the commit of {iteration}")
+
+    def agent(self) -> int | None:
+        return agent_pid(self.run, "here")
+
+    def workers(self) -> set[int]:
+        return {event["pid"] for event in self.events("joined")}
+
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        """Launcher and workers, and nothing else."""
+        for pid in {process.pid, *self.workers()}:
+            if os.path.exists(f"/proc/{pid}"):
+                os.kill(pid, signal.SIGKILL)
+        process.wait(30)
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait(30)
+        for pid in self.workers():
+            eventually(lambda pid=pid: not os.path.exists(f"/proc/{pid}/exe") or os.kill(pid, signal.SIGKILL), f"the end of {pid}")
+        end_agent(self.run, "here")
+
+
+def commands() -> dict[str, Sequence[str]]:
+    gemini = [sys.executable, "-m", "gemini_ft.cli", "run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return {"python": [sys.executable], "torchrun": torchrun, "gemini run": gemini}
+
+
+@pytest.fixture(params=commands().values(), ids=commands())
+def command(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Command]:
+    command = Command(tmp_path, *request.param)
+    yield command
+    command.end()
+
+
+def test_a_job_that_was_killed_as_a_whole_goes_on_and_its_end_is_the_agents(command: Command) -> None:
+    first = command.start(100_000)
+    command.wait_for_commit(3)
+    agent = command.agent()
+    command.kill(first)
+    assert command.agent() == agent
+    second = command.start(100_000)
+    eventually(lambda: command.events("resumed"), "the resumption")
+    assert command.events("resumed")[0]["iteration"] >= 3
+    assert command.agent() == agent
+    second.send_signal(signal.SIGINT)
+    assert second.wait(60) != 0
+    eventually(lambda: command.agent() is None, "the leaving of the agent after Ctrl-C")
+
+
+def test_a_finished_job_leaves_nothing_behind(command: Command) -> None:
+    assert command.start(5).wait(120) == 0
+    eventually(lambda: command.agent() is None, "the leaving of the agent")
+    assert [event["finished"] for event in command.events("left")] == [True] * len(command.workers())
