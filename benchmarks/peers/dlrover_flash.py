@@ -5,6 +5,7 @@ Its ``replica_count`` is left at 0: with it, one host's memory held the other's 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -64,3 +65,5 @@ class FlashCheckpoint(Adapter):
             self._agent.send_signal(signal.SIGKILL)  # it has no other end
             self._agent.wait()
             shutil.rmtree(Path(SOCKET_TMP_DIR, os.environ["TORCHELASTIC_RUN_ID"]), ignore_errors=True)
+            with contextlib.suppress(OSError):  # another run's sockets are in it
+                Path(SOCKET_TMP_DIR).rmdir()
