@@ -3,8 +3,9 @@
     python examples/survive_failures.py
 
 examples/train_gpt.py runs on four hosts, emulated as processes of this machine, with two copies of every shard of its
-state. A worker is killed; then a whole host, for which a replacement with empty memory joins; then both hosts that hold
-the copies of a shard, so that only the last checkpoint in storage is left. What is shown comes from the job's own events.
+state, and a spare host waits. A worker is killed; then a whole host, which the spare replaces, with nothing in its memory;
+then both hosts that hold the copies of a shard, so that only the last checkpoint in storage is left. What is shown comes
+from the job's own events.
 """
 
 from __future__ import annotations
@@ -69,11 +70,11 @@ class Drill:
         env = {"GEMINI_REPLICAS": "2", "GEMINI_STORAGE": json.dumps(storage), "GEMINI_FAULTS": ";".join(self.faults.values())}
         watch = ProcessWatch()
         with EmulatedHosts(HOSTS, self.program("gemini", folder / "final.ckpt"), folder, env=env) as hosts:
-            display.say(f"{HOSTS} hosts start")
+            display.say(f"{HOSTS} hosts start, and {hosts.add()} as a spare")
             replaced: set[str] = set()
             while hosts.alive:
                 for host in set(hosts.lost) - replaced:
-                    display.say(f"{host} is gone; {hosts.add()} starts, with nothing in its memory")
+                    display.say(f"{host} is gone; {hosts.add()} starts")
                     replaced.add(host)
                 events = hosts.events()
                 watch.look(event["pid"] for event in events if event["event"] == "joined")

@@ -82,6 +82,7 @@ class EmulatedHosts:
         self._store, endpoint = _start_store(self._env)
         self._rendezvous = [f"--nnodes={count}", f"--nproc-per-node={workers}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
         self._rendezvous += ["--rdzv-conf=is_host=0", f"--rdzv-id={self.run}", "--local-addr=127.0.0.1", "--max-restarts=100"]
+        self._rendezvous += [f"--log-dir={folder / 'torchelastic'}"]  # else killed launchers leave their temporary folders behind
 
     def __enter__(self) -> EmulatedHosts:
         for _ in range(self.count):
