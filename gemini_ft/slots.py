@@ -99,7 +99,7 @@ class SlotSet:
         """
         if self.sealed or self.find(version) is not None or self._undecided():
             return None
-        keep = self.committed if self.committed and self.complete_version(self.committed) else self.newest
+        keep = self.newest  # with nothing undecided, that is the committed version wherever it is here at all
         free = [slot for slot in self.slots.values() if self._is_free(slot, keep)]
         if not free:
             return None
@@ -110,8 +110,6 @@ class SlotSet:
     def supersede(self, version: Version, committed: Version | None) -> None:
         """Learn from the owner, about to send ``version``, what is committed; everything between was aborted."""
         self.commit(committed)
-        if self.sealed:
-            return
         for slot in self._undecided():
             if slot.version is not None and slot.version < version:
                 self.discard(slot.version)

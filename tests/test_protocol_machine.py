@@ -82,6 +82,10 @@ class Machine(RuleBasedStateMachine):
     def wait(self) -> None:
         self.job.wait()
 
+    @rule(seed=seeds)
+    def read(self, seed: int) -> None:
+        self.job.read(Random(seed))
+
     # -- faults
 
     @rule(pick=picks, seed=seeds)
@@ -110,13 +114,13 @@ class Machine(RuleBasedStateMachine):
         if candidates:
             candidates[pick % len(candidates)]()
         if patience and what in ("worker", "host"):
-            self.restart_job(seed, patience, 0.0)
+            self.restart_job(seed, patience, 0.0, False)
 
-    @rule(seed=seeds, patience=st.integers(0, 100), surviving=st.sampled_from([0.0, 0.3, 1.0]))
-    def restart_job(self, seed: int, patience: int, surviving: float) -> None:
+    @rule(seed=seeds, patience=st.integers(0, 100), surviving=st.sampled_from([0.0, 0.3, 1.0]), refuse=st.booleans())
+    def restart_job(self, seed: int, patience: int, surviving: float, refuse: bool) -> None:
         """A new rendezvous, with so many events before the next disturbance. Workers that survive do not know of it."""
         rng = Random(seed)
-        self.job.restart(rng, surviving)
+        self.job.restart(rng, surviving, refuse)
         while self.job.phase != "running" and patience > 0:
             rng.choice(self.job.events())[1]()
             self.job.verify()

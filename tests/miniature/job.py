@@ -13,7 +13,7 @@ from gemini_ft.recovery import Holding, Plan, plan_recovery
 from gemini_ft.slots import Slot, SlotState
 from gemini_ft.versions import Incarnation, Version
 from miniature.host import Member, Node
-from miniature.transfer import Receiver, Server
+from miniature.transfer import Fetch, Receiver, Server
 from miniature.wire import CHUNKS, Connection, Handler, Memory, Step, Tag
 from miniature.worker import Session, Uploading, Worker
 
@@ -54,6 +54,7 @@ class Job:
         self.session: Session | None = None
         self.phase = "broken"  # then gathering, opening, running
         self._attempts = 0
+        self._refuse = False
         self._todo: list[Node] = []  # hosts still to be asked, or to be told
         self._crew: list[Node] = []  # hosts of the present attempt, in the order of their ranks
         self._sealed: list[Node] = []
@@ -153,6 +154,16 @@ class Job:
             for link in node.links.values():
                 link.insist()
 
+    def read(self, rng: Random) -> None:
+        """Somebody reads a complete shard, whichever, and keeps it from being overwritten meanwhile."""
+        alive = [node for node in self.nodes.values() if node.alive]
+        shards = [(node, o, slot.version) for node in alive for o, shard in node.host.shards.items() for slot in shard.slots.values()]
+        readable = [(node, o, v) for node, o, v in shards if v is not None and node.host.slots(o).complete_version(v) is not None]
+        if readable:
+            node, owner, version = rng.choice(readable)
+            reader = rng.choice(alive)
+            reader.fetch(Fetch(reader, owner, version, None, lambda whole: None), node.name)
+
     def crash(self, node: Node) -> None:
         """Host, memory and workers are gone."""
         node.alive = False
@@ -165,8 +176,11 @@ class Job:
 
     # -- restarts
 
-    def restart(self, rng: Random, surviving: float = 0.0) -> None:
-        """A new rendezvous of the hosts that are left, and fresh ones. Ranks move; workers survive with some probability."""
+    def restart(self, rng: Random, surviving: float = 0.0, refuse: bool = False) -> None:
+        """A new rendezvous of the hosts that are left, and fresh ones. Ranks move; workers survive with some probability.
+
+        ``refuse``: the version that would be resumed has led to failure after failure, an older one is taken.
+        """
         for worker in self.workers():
             if rng.random() >= surviving:
                 worker.die()
@@ -178,7 +192,7 @@ class Job:
         while len(crew) < self.size:
             crew.append(self._fresh_host(rng))
         rng.shuffle(crew)
-        self._crew, self.phase, self._todo, self._holdings = crew, "gathering", list(crew), []
+        self._crew, self.phase, self._todo, self._holdings, self._refuse = crew, "gathering", list(crew), [], refuse
 
     def _fresh_host(self, rng: Random) -> Node:
         lost = [name for name, node in self.nodes.items() if not node.alive]
@@ -215,11 +229,16 @@ class Job:
             node.perform(node.host.unseal())
 
     def _plan(self) -> None:
-        plan = plan_recovery(self._holdings, self.world_size, max(self.storage.manifests, default=None), self.world_size)
+        plan = self._choose([])
         lost = self._safe is not None and (plan.version is None or plan.version < self._safe)
         text = f"{self._safe} was committed and a copy of every shard is here, but {plan.version or 'nothing'} would be resumed"
         self.check(not lost or not self._is_kept_by(self._crew), text)
-        self._begin(plan)
+        older = self._choose([plan.version]) if self._refuse and plan.version is not None else plan
+        self._begin(older if older.version is not None else plan)
+
+    def _choose(self, refused: list[Version]) -> Plan:
+        stored = max(self.storage.manifests, default=None)
+        return plan_recovery(self._holdings, self.world_size, stored, self.world_size, refused)
 
     def _begin(self, plan: Plan) -> None:
         known = [node.session.incarnation.number for node in self._crew if node.session is not None]
