@@ -148,7 +148,7 @@ async def _fill(stream: Stream, version: Version, owner: int, about: Description
     )
     if not any(o == owner for o, _ in stream.vault.memory):
         await stream.make_room(offer)
-    slot = stream.host.slots(owner).begin(version) if not stream.host.slots(owner).find(version) else None
+    slot = stream.host.rebuild(owner, version) if stream.host.slots(owner).find(version) is None else None
     if slot is None:
         return  # the owner is already writing something newer
     memory = stream.vault.memory[owner, slot.index]
@@ -163,7 +163,7 @@ async def _fill(stream: Stream, version: Version, owner: int, about: Description
                 raise PeerError(f"chunk {index} is damaged or missing: {data}")
             memory.put_chunk(index, offset, nbytes, digest)
         if memory.finish(version, about.extras_bytes):
-            stream.host.slots(owner).complete(version)
+            stream.perform(stream.host.rebuilt(owner, version))
     finally:
         if memory.version is None:
             with contextlib.suppress(KeyError):

@@ -392,7 +392,7 @@ class Stream:
                 self.log(text)
                 self.tell_workers(message)
             case AllFinished():
-                self.finished = True
+                self.finished = self._progressed = True
                 self.perform(self.host.finish())
             case _:
                 raise PeerError(f"{message.kind!r} is not a decision")
