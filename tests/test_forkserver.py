@@ -279,7 +279,8 @@ class TestLifetime:
         with contextlib.suppress(subprocess.TimeoutExpired):
             worker.wait(0)
         end = time.monotonic() + 30
-        while Path(f"/proc/{worker.pid}/stat").read_text().split()[2] != "Z" and worker.returncode is None:
+        # once its end has been seen the pid is free: look at it only before that
+        while worker.returncode is None and Path(f"/proc/{worker.pid}/stat").read_text().split()[2] != "Z":
             assert time.monotonic() < end
         if worker.returncode is None:
             os.killpg(worker.pid, signal.SIGTERM)  # torch's launcher does, and would fail with ProcessLookupError
