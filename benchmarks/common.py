@@ -90,9 +90,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def marked(mark: str) -> list[int]:
-    """Process ids of everything that was started, directly or not, under ``mark``."""
-    needle = f"{MARK}={mark}".encode()
+def marked(mark: str, **variables: str) -> list[int]:
+    """Process ids of everything that was started, directly or not, under ``mark``, and with these environment variables."""
+    needles = {f"{name}={value}".encode() for name, value in {MARK: mark, **variables}.items()}
     found = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
@@ -101,7 +101,7 @@ def marked(mark: str) -> list[int]:
             environ = Path(entry.path, "environ").read_bytes()
         except OSError:  # gone meanwhile, or another user's
             continue
-        if needle in environ.split(b"\0"):
+        if needles <= set(environ.split(b"\0")):
             found.append(int(entry.name))
     return found
 
@@ -199,11 +199,12 @@ class Usage:
     huge: int = 0  # huge pages handed out by the whole machine
 
     @classmethod
-    def now(cls, mark: str) -> Usage:
+    def now(cls, mark: str, **variables: str) -> Usage:
+        """Read the counters; ``variables`` choose among the trial's processes, see :func:`marked`."""
         cpu = [int(x) / _TICK for x in _lines("/proc/stat")[0].split()[1:]]
         seconds: dict[int, float] = {}
         faults: dict[int, int] = {}
-        for pid in marked(mark):
+        for pid in marked(mark, **variables):
             try:
                 stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             except OSError:
@@ -213,10 +214,13 @@ class Usage:
         huge = next((int(line.split()[1]) for line in _lines("/proc/vmstat") if line.startswith("thp_fault_alloc ")), 0)
         return cls(time.monotonic(), cpu[0] + cpu[1] + cpu[2], cpu[7] if len(cpu) > 7 else 0.0, seconds, faults, huge)
 
+    def own_since(self, before: Usage) -> float:
+        """Processor seconds of the chosen processes between two moments."""
+        return sum(value - before.per_process.get(pid, 0.0) for pid, value in self.per_process.items())
+
     def foreign_since(self, before: Usage) -> float:
         """Share of the machine that other programs took, or the hypervisor, between two moments: 0 is a quiet machine."""
-        ours = sum(value - before.per_process.get(pid, 0.0) for pid, value in self.per_process.items())
-        other = max(0.0, self.busy - before.busy - ours) + self.stolen - before.stolen
+        other = max(0.0, self.busy - before.busy - self.own_since(before)) + self.stolen - before.stolen
         return other / max(1e-9, (self.at - before.at) * len(os.sched_getaffinity(0)))
 
     def fresh_since(self, before: Usage) -> int:

@@ -18,7 +18,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +29,7 @@ import common
 PACKAGES = ("torch", "lightning", "gemini-ft")
 PHASES = ("detection", "rendezvous", "process start", "group", "restore", "first step")
 STEPS_BETWEEN = 4  # optimizer steps from one recovery to the next failure
-SPARE_HEAD_START = 8.0  # seconds a spare gets to start and to wait in the rendezvous
+SPARE_HEAD_START = 5.0  # seconds a spare gets at least to start and to wait in the rendezvous
 PATIENCE = 180.0  # seconds until a job that makes no step counts as failed
 
 
@@ -87,8 +87,21 @@ class Running:
         options = ["--loop", job.loop, "--keeper", job.keeper, "--events", str(self._log), "--folder", str(folder / "checkpoints")]
         self._script = [worker, *options, "--megabytes", str(megabytes)]
 
-    def start_host(self) -> None:
-        """Start one more launcher; the first ``hosts`` of them train, further ones wait as spares."""
+    def start_spare(self) -> None:
+        """Start one more launcher and return when it waits for its turn: all its imports are done, it has become idle."""
+        host, until = self.start_host(), time.monotonic() + PATIENCE
+        time.sleep(SPARE_HEAD_START)
+        before = common.Usage.now(self.mark, GEMINI_HOST_ID=host)
+        while time.monotonic() < until:
+            time.sleep(2.0)
+            now = common.Usage.now(self.mark, GEMINI_HOST_ID=host)
+            if now.own_since(before) < 0.1:
+                return
+            before = now
+        raise common.TrialError(f"the spare was still busy after {PATIENCE:.0f} s")
+
+    def start_host(self) -> str:
+        """Start one more launcher and return its host's name; the first ``hosts`` of them train, further ones are spares."""
         name = f"host{self._started}"
         self._started += 1
         if self.hosts == 1:
@@ -102,6 +115,7 @@ class Running:
         env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with open(self.folder / f"{name}.log", "ab") as log:
             subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        return name
 
     def events(self) -> list[dict[str, Any]]:
         """Everything written so far, whole lines only."""
@@ -210,12 +224,9 @@ def _attempt(events: Sequence[Mapping[str, Any]]) -> Attempt:
 
 def _kill_host(mark: str, host: str) -> None:
     """End everything of one emulated host as a power cut would: nobody on it gets to say goodbye."""
-    for pid in common.marked(mark):
-        try:
-            if f"GEMINI_HOST_ID={host}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                os.kill(pid, signal.SIGKILL)
-        except OSError:  # gone meanwhile
-            continue
+    for pid in common.marked(mark, GEMINI_HOST_ID=host):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _all_ended(pidfds: Sequence[int]) -> float:
@@ -244,8 +255,7 @@ def measure(job: Job, scenario: str, megabytes: int, failures: int) -> tuple[lis
         with running(job, megabytes, hosts=1 if scenario == "worker" else 2) as job_run:
             for _ in range(failures):
                 if scenario == "host":
-                    job_run.start_host()
-                    time.sleep(SPARE_HEAD_START)
+                    job_run.start_spare()
                 found.append(fail(job_run, scenario))
     except common.TrialError as error:
         return found, str(error)

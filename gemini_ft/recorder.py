@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from gemini_ft import codec, faults
+from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient, as_error
 from gemini_ft.agent.memory import SlotShape
 from gemini_ft.config import GeminiConfig
@@ -176,6 +177,8 @@ class Recorder:
             with contextlib.suppress(AgentError):
                 self.client.tell(Goodbye(finished=finished))
         self.client.close()
+        if interrupted:  # by a connection of its own: the interrupt may have struck in the middle of a message on ours
+            lifecycle.leave(self.session.run, self.session.host)
         self.events.write("left", finished=finished, interrupted=interrupted)
         self.events.close()
 

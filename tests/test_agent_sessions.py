@@ -293,7 +293,7 @@ class TestWire:
             for rank in ranks:
                 rank.copy(2)
             ranks[0].wait_for("committed", iteration=2)
-            assert to_b.connections == 2
+            assert to_b.connections >= 2  # more where the cut has hit the second one too
             assert held(ranks[1], 0, 2, job) == expected(0, 2)
 
 

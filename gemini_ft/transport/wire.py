@@ -28,7 +28,8 @@ def fingerprint(secret: bytes) -> str:
 def mac(secret: bytes, side: str, proof: Proof, challenge: bytes) -> bytes:
     """What a side computes over both nonces and all that was claimed, so that no claim can be changed."""
     said = proof.model_copy(update={"mac": b""})
-    return hmac.new(secret, side.encode() + challenge + pack(said), hashlib.sha256).digest()
+    key = hashlib.sha256(secret).digest()  # HMAC pads keys with zeros: two that differ only there would be one
+    return hmac.new(key, side.encode() + challenge + pack(said), hashlib.sha256).digest()
 
 
 def make_proof(secret: bytes, claims: Proof, challenge: Challenge) -> Proof:
