@@ -18,7 +18,7 @@ def test_the_plain_loop_runs(launcher: str, tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     [loop] = [block for block in blocks if "Checkpointer(" in block]
     script = tmp_path / "train.py"
-    script.write_text(loop + 'print("done", step, flush=True)\n')
+    script.write_text(loop + 'print(f"done {step}\\n", end="", flush=True)\n')  # one write: both ranks share the pipe
     done = subprocess.run(
         [sys.executable, "-m", *launcher.split(), "--standalone", "--nproc-per-node", "2", script],
         cwd=tmp_path,
