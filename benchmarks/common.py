@@ -6,6 +6,7 @@ Nothing here imports torch: the parent process of a benchmark only starts others
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -285,9 +286,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def write_report(name: str, title: str, body: str, packages: Mapping[str, str]) -> Path:
-    """Write ``results/<date>-<name>.md``: machine, versions, command, then ``body``."""
+    """Write ``results/<date>-<name>.md``: machine, versions, command, then ``body``. An earlier report of the day stays."""
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{date.today().isoformat()}-{name}.md"
+    first = RESULTS / f"{date.today().isoformat()}-{name}.md"
+    more = (first.with_stem(f"{first.stem}-{number}") for number in itertools.count(2))
+    path = next(path for path in itertools.chain([first], more) if not path.exists())
     facts = [f"- {key}: {value}" for key, value in hardware().items()]
     facts += ["- versions: " + ", ".join(f"{key} {value}" for key, value in packages.items())]
     facts += [f"- commit: {revision()}", f"- command: `{command_line()}`"]
