@@ -204,6 +204,12 @@ class GetStatus(_Message):
     kind: Literal["get_status"] = "get_status"
 
 
+class Visit(_Message):
+    """A process that is no worker asks what can be read here (``gemini export``, ``gemini checkpoints``); changes nothing."""
+
+    kind: Literal["visit"] = "visit"
+
+
 class Leave(_Message):
     """Tell the agent of a run to go (the launcher, after the job)."""
 
@@ -321,6 +327,26 @@ class Status(_Message):
 
     kind: Literal["status"] = "status"
     document: str
+
+
+class StreamInfo(_Message):
+    """What an agent has of one stream."""
+
+    slots: list[SlotInfo]
+    committed: Version | None
+    spec: SessionSpec | None  # of the newest incarnation
+
+
+class Visited(_Message):
+    """Answer to Visit: all a reader needs to fetch shards, here and from the other hosts."""
+
+    kind: Literal["visited"] = "visited"
+    run: str
+    host: str
+    address: tuple[str, int] | None  # None: no worker has come yet, so there is nothing to read
+    secret: bytes
+    tls: dict[str, str] | None
+    streams: dict[str, StreamInfo]
 
 
 # -- agent to agent (TCP) -------------------------------------------------------------------------
@@ -538,8 +564,8 @@ class Data(_Message):
 
 Message = Annotated[
     Hello | GetInventory | OpenSession | Reserve | Request | Chunk | Copied | GiveUp | Progress | Excuse | Map | Verify | Verified | Adopt
-    | Goodbye | GetStatus | Leave | Inject | Welcome | Inventory | Opened | Reserved | Granted | Committed | Aborted | Failed | Notice
-    | Mapped | Custody | Status | Challenge | Proof | Accepted | Offer | Ready | Refused | Begin | End | Drop | Ack | Resend
+    | Goodbye | GetStatus | Visit | Leave | Inject | Welcome | Inventory | Opened | Reserved | Granted | Committed | Aborted | Failed | Notice
+    | Mapped | Custody | Status | Visited | Challenge | Proof | Accepted | Offer | Ready | Refused | Begin | End | Drop | Ack | Resend
     | ReportCompleted | ReportSkipped | ReportUploaded | ReportFinished | Rejoin | HoldersChanged | Thawed | AllFinished
     | Fetch | Describe | Description | Data,
     Field(discriminator="kind"),

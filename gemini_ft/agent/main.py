@@ -49,8 +49,11 @@ from gemini_ft.messages import (
     Request,
     Reserve,
     Status,
+    StreamInfo,
     Verified,
     Verify,
+    Visit,
+    Visited,
     Welcome,
 )
 from gemini_ft.transport.tcp import Connection, Handler, listen
@@ -134,6 +137,8 @@ class Agent:
                 self._hello(worker, message)
             case GetStatus():
                 worker.send(Status(document=self._status()))
+            case Visit():
+                worker.send(self._visited())
             case Leave():
                 self._asked_to_leave = True
             case _ if not worker.stream:
@@ -309,6 +314,14 @@ class Agent:
             self._stream(worker).on_finished(worker.rank)
         else:
             self._asked_to_leave = True
+
+    def _visited(self) -> Visited:
+        streams = {
+            name: StreamInfo(slots=stream.vault.inventory(), committed=stream.host.committed, spec=stream.spec)
+            for name, stream in self.streams.items()
+        }
+        address = self._server.sockets[0].getsockname()[:2] if self._server is not None else None
+        return Visited(run=self.run, host=self.host, address=address, secret=self.secret, tls=self.tls, streams=streams)
 
     def _status(self) -> str:
         document = {
