@@ -290,9 +290,7 @@ class Checkpointer:
             raise
 
     def _save(self, iteration: int, extras: Any) -> None:
-        recorder = self._joined
-        recorder.record(iteration, self._models, self._optimizers, extras, self._is_replicated)
-        recorder.alive(iteration)
+        self._joined.record(iteration, self._models, self._optimizers, extras, self._is_replicated)
         faults.at_step(iteration, "in_copy")
 
     def _end_of_step(self) -> None:

@@ -24,7 +24,12 @@ COMMANDS = {
     "agent": Command("gemini_ft.commands", "agent", "own a host's snapshot memory in the foreground, as a service"),
     "status": Command("gemini_ft.commands", "status", "show what this host's agent holds and does"),
     "leave": Command("gemini_ft.commands", "leave", "end this host's agent"),
-    "checkpoints": Command("gemini_ft.commands", "checkpoints", "list the checkpoints in storage"),
+    "checkpoints": Command(
+        "gemini_ft.commands", "checkpoints", "list the checkpoints in storage and in memory, and what is wrong with them"
+    ),
+    "export": Command(
+        "gemini_ft.export.command", "command", "write a checkpoint for Lightning, torch.distributed.checkpoint or safetensors"
+    ),
     "store": Command("gemini_ft.store", "command", "serve the store of a rendezvous apart from the training hosts"),
 }
 

@@ -22,7 +22,7 @@ import pathlib
 import pickle
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, EnumType, Flag
 from typing import Any
@@ -73,7 +73,7 @@ def encode(obj: object, secret: bytes | None = None) -> bytes:
     return _MAGIC + bytes([_VERSION]) + xxhash.xxh3_64_digest(body) + body
 
 
-def decode(blob: bytes, secret: bytes | None = None, trust_pickle: bool = False) -> Any:
+def decode(blob: bytes, secret: bytes | None = None, trust_pickle: bool = False, part: Sequence[str] = ()) -> Any:
     """Decode what `encode` made.
 
     Tensors that lived on an accelerator return to its current device where there is one, else to the CPU.
@@ -82,8 +82,10 @@ def decode(blob: bytes, secret: bytes | None = None, trust_pickle: bool = False)
         blob: the encoded bytes.
         secret: the run's secret.
         trust_pickle: whether pickles without a valid signature may be loaded (they can run any code).
+        part: keys of nested plain dicts, from the top: only what lies there is decoded.
 
     Raises:
+        KeyError: there is no such part.
         CorruptDataError: the bytes are damaged, or not an encoded object.
         StateError: they hold an untrusted pickle, or come from a newer release; the message has the path.
     """
@@ -95,11 +97,21 @@ def decode(blob: bytes, secret: bytes | None = None, trust_pickle: bool = False)
     if xxhash.xxh3_64_digest(body) != blob[_HEADER - 8 : _HEADER]:
         raise CorruptDataError("encoded state does not match its checksum")
     try:
-        return _lift(_unpack(body), (), secret, trust_pickle)
-    except (StateError, CorruptDataError):
+        found = _unpack(body)
+        path: _Path = ()
+        for key in part:
+            if type(found) is not dict or key not in found:
+                raise _NoSuchPart(key)
+            found, path = found[key], (path, key)
+        return _lift(found, path, secret, trust_pickle)
+    except (StateError, CorruptDataError, _NoSuchPart):
         raise
     except Exception as error:  # msgpack fails in many ways on bytes that were made to deceive
         raise CorruptDataError(f"not encoded state: {type(error).__name__}: {error}") from None
+
+
+class _NoSuchPart(KeyError):
+    """Told apart from the KeyErrors that damaged bytes lead to."""
 
 
 def _lower(obj: Any, path: _Path, secret: bytes | None) -> Any:
@@ -181,7 +193,7 @@ def _unpickled(data: bytes, path: _Path, secret: bytes | None, trust: bool) -> A
         why = "there is no run secret to check it with" if secret is None else "it is not signed with this run's secret"
         raise StateError(
             f"{_text(path)} is a pickled object, and {why}; loading it could run any code. "
-            "If you trust where it comes from, set storage.trust_pickle=true"
+            "If you trust where it comes from, set storage.trust_pickle=true (gemini export: --trust-pickle)"
         )
     try:
         return pickle.loads(body)

@@ -34,7 +34,6 @@ class Copy:
         offset: byte in the shard, a multiple of the element size.
         nbytes: bytes of the view, never 0.
         mutable: see `gemini_ft.sources.Source`.
-        static: likewise.
     """
 
     name: str
@@ -42,7 +41,6 @@ class Copy:
     offset: int
     nbytes: int
     mutable: bool
-    static: bool
 
 
 def plan_copies(sources: Iterable[Source], layout: Layout, limit: int | None = None) -> list[Copy]:
@@ -68,7 +66,7 @@ def plan_copies(sources: Iterable[Source], layout: Layout, limit: int | None = N
         offset = piece.offset
         for view in _views(source.tensor, piece.start, piece.stop, limit):
             nbytes = view.numel() * view.itemsize
-            copies.append(Copy(piece.name, view, offset, nbytes, source.mutable, source.static))
+            copies.append(Copy(piece.name, view, offset, nbytes, source.mutable))
             offset += nbytes
     return copies
 

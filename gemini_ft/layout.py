@@ -3,8 +3,9 @@
 Every tensor is declared with the *group* of ranks that hold the very same bytes. The tensors of one
 group are laid end to end, in the order of their names, and each rank of the group owns one equal
 stretch of that line (plain DDP: 1/N of everything; FSDP: all of its own parts; HSDP: 1/R of them).
-The stretches of one owner, from all groups it belongs to, form its *shard*, and the `Layout` says
-where each `Piece` lies in it.
+Frozen parameters form lines of their own, so that what never changes fills whole chunks. The stretches
+of one owner, from all groups it belongs to, form its *shard*, and the `Layout` says where each `Piece`
+lies in it.
 
 Pure: no torch, no clock, no I/O; dtypes are strings such as ``"float32"``. The agent uses it too.
 """
@@ -47,6 +48,8 @@ class TensorSpec:
         group: sorted ranks that hold the very same bytes; ``(rank,)`` when the tensor is per rank.
         logical: the whole tensor in words that are equal on all ranks (global shape and placements);
             empty when the local shape is the whole.
+        frozen: it probably stays as it is (a parameter without gradient), so it is laid apart from what changes;
+            only where it lies depends on that, so it is not compared.
     """
 
     name: str
@@ -54,6 +57,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     group: tuple[int, ...]
     logical: str = ""
+    frozen: bool = field(default=False, compare=False)
 
     @property
     def numel(self) -> int:
@@ -96,8 +100,8 @@ class Layout:
     Attributes:
         pieces: by ascending offset; offsets are multiples of `ALIGNMENT`, nothing overlaps.
         nbytes: size of the shard, a multiple of `ALIGNMENT`.
-        logical_hash: 16 hex digits of XXH3-64; equal on two ranks if and only if names, dtypes and
-            logical shapes of all their tensors are.
+        logical_hash: 16 hex digits of XXH3-64; equal on two ranks if and only if names, dtypes,
+            logical shapes and frozenness of all their tensors are.
         world_size: ranks of the job that made the cuts.
         groups: all groups that the owner belongs to, also those whose tensors are too small for it to own a byte.
     """
@@ -163,32 +167,32 @@ class Read:
 
 
 def build_layout(specs: Sequence[TensorSpec], rank: int, world_size: int) -> Layout:
-    """Cut every group's bytes into equal stretches and lay out those that ``rank`` owns.
+    """Cut every group's bytes into equal stretches and lay out those that ``rank`` owns; frozen tensors first, cut apart.
 
-    Two ranks of a group differ by less than one element per group in what they own; cuts fall on element
-    boundaries. The order of ``specs`` does not matter.
+    Two ranks of a group differ by less than one element per group in what they own of each kind; cuts fall on
+    element boundaries. The order of ``specs`` does not matter.
 
     Raises:
         UnsupportedStateError: a dtype is unknown.
         StateError: a name is used twice, or a group is not a sorted tuple of ranks that includes ``rank``.
     """
     _check_specs(specs, rank, world_size)
-    groups: dict[tuple[int, ...], list[TensorSpec]] = {}
+    lines: dict[tuple[bool, tuple[int, ...]], list[TensorSpec]] = {}
     for spec in sorted(specs, key=lambda spec: spec.name):
-        groups.setdefault(spec.group, []).append(spec)
+        lines.setdefault((not spec.frozen, spec.group), []).append(spec)
     pieces: list[Piece] = []
     offset = 0
-    for group in sorted(groups):
-        for spec, start, stop in _share(groups[group], group.index(rank), len(group)):
+    for changing, group in sorted(lines):
+        for spec, start, stop in _share(lines[changing, group], group.index(rank), len(group)):
             nbytes = (stop - start) * ITEMSIZES[spec.dtype]
             pieces.append(Piece(spec.name, spec.dtype, spec.shape, start, stop, offset, nbytes, group, spec.logical))
             offset += _aligned(nbytes)
-    return Layout(tuple(pieces), offset, logical_hash(specs), world_size, tuple(groups))
+    return Layout(tuple(pieces), offset, logical_hash(specs), world_size, tuple(group for _, group in lines))
 
 
 def logical_hash(specs: Iterable[TensorSpec]) -> str:
-    """16 hex digits of XXH3-64 over names, dtypes and logical shapes; independent of order, rank and groups."""
-    rows = sorted((spec.name, spec.dtype, spec.logical or list(spec.shape)) for spec in specs)
+    """16 hex digits of XXH3-64 over names, dtypes, logical shapes and what is frozen; independent of order, rank and groups."""
+    rows = sorted((spec.name, spec.dtype, spec.logical or list(spec.shape), *[True] * spec.frozen) for spec in specs)
     return xxhash.xxh3_64_hexdigest(msgpack.packb(rows))
 
 

@@ -113,7 +113,7 @@ class Reserve(_Message):
 
 
 class Request(_Message):
-    """Ask for a slot to write ``iteration`` into."""
+    """Ask for a slot to write ``iteration`` into; a sign of life too."""
 
     kind: Literal["request"] = "request"
     iteration: int
@@ -444,8 +444,15 @@ class Ack(_Message):
     ok: bool
 
 
+class Unchanged(_Message):
+    """In place of a chunk that is what the sender's slot held there before: the receiver's probably does too."""
+
+    kind: Literal["unchanged"] = "unchanged"
+    chunk: Chunk
+
+
 class Resend(_Message):
-    """These chunks did not match their digest (or came while no slot was free: all of them)."""
+    """These chunks did not match their digest, or are not here as they were before (or came while no slot was free: all of them)."""
 
     kind: Literal["resend"] = "resend"
     owner: int
@@ -563,11 +570,11 @@ class Data(_Message):
 
 
 Message = Annotated[
-    Hello | GetInventory | OpenSession | Reserve | Request | Chunk | Copied | GiveUp | Progress | Excuse | Map | Verify | Verified | Adopt
-    | Goodbye | GetStatus | Visit | Leave | Inject | Welcome | Inventory | Opened | Reserved | Granted | Committed | Aborted | Failed | Notice
-    | Mapped | Custody | Status | Visited | Challenge | Proof | Accepted | Offer | Ready | Refused | Begin | End | Drop | Ack | Resend
-    | ReportCompleted | ReportSkipped | ReportUploaded | ReportFinished | Rejoin | HoldersChanged | Thawed | AllFinished
-    | Fetch | Describe | Description | Data,
+    Hello | GetInventory | OpenSession | Reserve | Request | Chunk | Copied | GiveUp | Progress | Excuse | Map | Verify | Verified
+    | Adopt | Goodbye | GetStatus | Visit | Leave | Inject | Welcome | Inventory | Opened | Reserved | Granted | Committed | Aborted
+    | Failed | Notice | Mapped | Custody | Status | Visited | Challenge | Proof | Accepted | Offer | Ready | Refused | Begin | End
+    | Drop | Ack | Resend | Unchanged | ReportCompleted | ReportSkipped | ReportUploaded | ReportFinished | Rejoin | HoldersChanged
+    | Thawed | AllFinished | Fetch | Describe | Description | Data,
     Field(discriminator="kind"),
 ]  # fmt: skip
 _adapter: TypeAdapter[Message] = TypeAdapter(Message)

@@ -137,8 +137,11 @@ class Host:
         self._set_sealed(True)
 
     def unseal(self) -> list[Effect]:
-        """The new incarnation has not come about: the present one goes on."""
+        """The new incarnation has not come about: the present one goes on, and what was aborted meanwhile goes."""
         self._set_sealed(False)
+        for slots in self.shards.values():
+            for version in self.aborted:
+                slots.abort(version)
         return [effect for owner in self.shards for effect in [*self._reap(owner), *self._grant(owner)]]
 
     def open(self, holders: Mapping[int, Sequence[str]], resumed: Version | None) -> list[Effect]:
@@ -305,7 +308,7 @@ class Host:
                 del self.waiting[owner]
             if self.owns(owner) and (asked or slots.find(version) is not None):
                 effects += [*self._cancel_sends(owner, version), Withdraw(owner, version)]
-            slots.discard(version)
+            slots.abort(version)
             effects += [*self._reap(owner), *self._grant(owner)]
         return effects
 

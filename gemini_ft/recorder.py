@@ -147,7 +147,7 @@ class Recorder:
         self._copying.settle()
 
     def alive(self, iteration: int) -> None:
-        """A sign of life for the hang detection."""
+        """A sign of life for the hang detection; ``record`` gives one by itself."""
         with contextlib.suppress(AgentError):  # its death is noticed, and mended, by the snapshot thread
             self.client.tell(Progress(iteration=iteration, suspended=self._suspended > 0))
 

@@ -38,7 +38,7 @@ def restore(
     tensors = {source.spec.name: source.tensor for source in live}
 
     def fill(owner: int) -> tuple[str, int]:
-        return sources.read(owner, rank, lambda shard: _scatter(shard, by_owner[owner], tensors))
+        return sources.read(owner, rank, lambda shard: scatter(shard, by_owner[owner], tensors))
 
     restored: dict[str, int] = {}
     with ThreadPoolExecutor(_READERS) as pool:
@@ -55,8 +55,17 @@ def _layouts(sources: Sources, rank: int) -> dict[int, Layout]:
     return {rank: own} | {owner: sources.read(owner, rank, lambda shard: shard.layout) for owner in others}
 
 
-def _scatter(shard: LocalShard | PeerShard | StorageShard, reads: Sequence[Read], tensors: Mapping[str, torch.Tensor]) -> tuple[str, int]:
-    """Copy the bytes of one shard to where they belong, as they arrive."""
+def scatter(shard: LocalShard | PeerShard | StorageShard, reads: Sequence[Read], tensors: Mapping[str, torch.Tensor]) -> tuple[str, int]:
+    """Copy the bytes of one shard to where they belong, as they arrive.
+
+    Args:
+        shard: where to read; its bytes are checked on the way.
+        reads: of this shard, by ascending offset.
+        tensors: ``Read.name`` -> what to fill.
+
+    Returns:
+        Where the shard was, and the bytes copied.
+    """
     pending = list(reversed(reads))
     total = 0
     for offset, view in shard.chunks():

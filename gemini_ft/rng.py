@@ -1,21 +1,46 @@
-"""States of all random generators that training draws from."""
+"""States of all random generators that training draws from, as plain data that every codec can carry."""
 
 from __future__ import annotations
 
+import array
 import random
 from typing import Any
 
 import numpy as np
 import torch
 
+# (torch's bytes, (version, words, gauss) of `random`, numpy's: (name, words, position, has_gauss, gauss) of its usual generator)
+Randomness = tuple[bytes, tuple[int, bytes, float | None], tuple[str, bytes, int, int, float] | dict[str, Any]]
+
+
+def randomness() -> Randomness:
+    """The state of this process's global generators: about 10 KB, as few objects, for it is taken at every step."""
+    version, words, gauss = random.getstate()
+    return torch.get_rng_state().numpy().tobytes(), (version, array.array("I", words).tobytes(), gauss), _numpy_state()
+
+
+def _numpy_state() -> tuple[str, bytes, int, int, float] | dict[str, Any]:
+    state = np.random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":  # np.random.set_bit_generator
+        return state
+    return state["bit_generator"], state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"], state["gauss"]
+
+
+def set_randomness(state: Randomness) -> None:
+    """Set what :func:`randomness` returned."""
+    torch_state, (version, words, gauss), numpy_state = state
+    torch.set_rng_state(torch.frombuffer(bytearray(torch_state), dtype=torch.uint8))
+    random.setstate((version, tuple(array.array("I", words)), gauss))
+    if isinstance(numpy_state, dict):
+        np.random.set_state(numpy_state)
+    else:
+        name, key, position, has_gauss, cached = numpy_state
+        np.random.set_state((name, np.frombuffer(key, dtype=np.uint32), position, has_gauss, cached))
+
 
 def rng_state() -> dict[str, Any]:
-    """States of Python's, numpy's and torch's global generators, CUDA's of every device if CUDA is in use; safe to `encode`."""
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=False),
-        "torch": torch.get_rng_state(),
-    }
+    """`randomness`, and the states of every CUDA device's generator if CUDA is in use; safe to `encode`."""
+    state: dict[str, Any] = {"host": randomness()}
     # Without a context no CUDA number has been drawn yet, and asking would create one.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = {"current": torch.cuda.current_device(), "states": torch.cuda.get_rng_state_all()}
@@ -27,9 +52,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
     A rank that moved to another GPU of its host finds the state of its old device on its new one.
     """
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
+    set_randomness(state["host"])
     if "cuda" in state and torch.cuda.is_available():
         states = state["cuda"]["states"]
         for device, value in enumerate(states[: torch.cuda.device_count()]):

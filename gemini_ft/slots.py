@@ -112,7 +112,7 @@ class SlotSet:
         self.commit(committed)
         for slot in self._undecided():
             if slot.version is not None and slot.version < version:
-                self.discard(slot.version)
+                self.abort(slot.version)
 
     def complete(self, version: Version) -> bool:
         """All bytes are there; False when that comes too late (the slot is free again then): given up, or sealed."""
@@ -130,6 +130,11 @@ class SlotSet:
             slot.state = SlotState.TORN
         elif slot is not None and slot.state is SlotState.COMPLETE:
             slot.clear()
+
+    def abort(self, version: Version) -> None:
+        """``version`` will never be committed. While sealed a complete copy stays all the same: an inventory may have promised it."""
+        if not self.sealed or self.complete_version(version) is None:
+            self.discard(version)
 
     def let_go(self, version: Version) -> None:
         """The writer of ``version`` lays no more bytes down. Nothing happens to a complete version."""

@@ -80,13 +80,11 @@ class Source:
         tensor: this rank's part, detached: same memory, same version counter, never a copy. Its bytes are
             defined as those of its elements in logical (row-major) order, whatever its strides.
         mutable: it may be written at any time (buffers), so it must be copied at once.
-        static: nobody asked for its gradient, so it probably never changes; a hint, to be checked by version.
     """
 
     spec: TensorSpec
     tensor: torch.Tensor
     mutable: bool
-    static: bool = False
 
 
 def unwrap_model(module: nn.Module) -> nn.Module:
@@ -289,8 +287,9 @@ def _source(item: Live, rank: int, everyone: tuple[int, ...]) -> Source:
         group, words = (rank,), PER_RANK
     elif item.param is not None:
         words = _state_words(item, words)
-    spec = TensorSpec(item.name, str(tensor.dtype).removeprefix("torch."), tuple(part.shape), group, words)
-    return Source(spec, part.detach(), item.role is Role.BUFFER, item.role is Role.PARAMETER and not tensor.requires_grad)
+    frozen = item.role is Role.PARAMETER and not tensor.requires_grad
+    spec = TensorSpec(item.name, str(tensor.dtype).removeprefix("torch."), tuple(part.shape), group, words, frozen)
+    return Source(spec, part.detach(), item.role is Role.BUFFER)
 
 
 def _state_words(item: Live, words: str) -> str:

@@ -26,6 +26,7 @@ dropped. Nothing is ever cast, no gradient is touched and no collective is calle
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -88,6 +89,7 @@ __all__ = [
 Models = Mapping[str, nn.Module]
 Extras = dict[str, Any]
 _STATIC_KEYS = ("params", "param_names")  # of a parameter group: they are in the tensors' names already
+_namings: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], Extras]] = weakref.WeakKeyDictionary()
 
 
 def collect(models: Models, optimizers: Sequence[Any], rank: int, world_size: int, replicated: bool) -> tuple[list[Source], Extras]:
@@ -116,7 +118,11 @@ def collect_extras(models: Models, optimizers: Sequence[Any], live: Sequence[Liv
         live: their survey, if there is one already.
     """
     live = survey(models, optimizers) if live is None else live
-    saved = [_optimizer_extras(optimizer) | facts for optimizer, facts in _identified(live, optimizers)]
+    labels = _labels(live, optimizers)
+    saved = [
+        _optimizer_extras(optimizer) | facts | {"parameters": labels.get(id(optimizer), [])}
+        for optimizer, facts in _identified(optimizers, labels)
+    ]
     for label, optimizer, param in _labelled(live, optimizers):
         if rest := {key: value for key, value in optimizer.state.get(param, {}).items() if not captured(key, value)}:
             saved[_index(label)]["state"][label] = rest
@@ -124,7 +130,8 @@ def collect_extras(models: Models, optimizers: Sequence[Any], live: Sequence[Liv
         if item.same_as is not None:
             label, key = split_state_name(item.name)
             saved[_index(label)]["shared"].setdefault(label, {})[key] = item.same_as
-    return {"optimizers": saved, "modules": {name: module.get_extra_state() for name, module in _with_extra_state(models)}}
+    modules = {name: module.get_extra_state() for name, module in _with_extra_state(models)}
+    return {"optimizers": saved, "modules": modules, "naming": {name: _naming(name, model, live) for name, model in models.items()}}
 
 
 def destinations(
@@ -171,7 +178,7 @@ def apply_extras(models: Models, optimizers: Sequence[Any], extras: Extras) -> N
     modules = dict(_with_extra_state(models))
     _same("number of optimizers", len(optimizers), len(saved))
     _same("modules with extra state", sorted(modules), sorted(extras["modules"]))
-    for index, (optimizer, facts) in enumerate(_identified(live, optimizers)):
+    for index, (optimizer, facts) in enumerate(_identified(optimizers, _labels(live, optimizers))):
         for what, now in facts.items():
             _same(f"optim{index}: {what}", now, saved[index][what])
         _apply_groups(optimizer, saved[index]["groups"])
@@ -199,11 +206,42 @@ def _index(label: str) -> int:
     return int(label.removeprefix("optim").partition(".")[0])
 
 
-def _identified(live: Sequence[Live], optimizers: Sequence[Any]) -> Iterator[tuple[Optimizer, Extras]]:
-    """Each optimizer, with what must be the same when its state is put back."""
+def _labels(live: Iterable[Live], optimizers: Sequence[Any]) -> dict[int, list[str]]:
+    """Id of each optimizer -> labels of its parameters, in the optimizer's own order."""
     labels: dict[int, list[str]] = {}
     for label, optimizer, _ in _labelled(live, optimizers):
         labels.setdefault(id(optimizer), []).append(label)
+    return labels
+
+
+def _naming(name: str, model: nn.Module, live: Iterable[Live]) -> Extras:
+    """How the keys of the model's state dict differ from the names of its tensors in snapshots; for exports.
+
+    ``keys``: state dict key -> name, for tied tensors' further names and inside compiled modules; ``absent``: names that
+    are no key by themselves (buffers that are not persistent, names inside compiled modules). Kept as long as the tensors.
+    """
+    names = {id(item.tensor): item.name for item in live if item.role is not Role.STATE}
+    inner, now = unwrap_model(model), tuple(names)
+    if inner not in _namings or _namings[inner][0] != now:
+        keys = {key: names[id(tensor)] for key, tensor in _state_dict_tensors(inner)}
+        own = {other for other in names.values() if other.startswith(f"{name}.")}
+        differing = {key: value for key, value in keys.items() if value != f"{name}.{key}"}
+        absent = sorted(own - {f"{name}.{key}" for key in keys.keys() - differing.keys()})
+        _namings[inner] = (now, {"keys": differing, "absent": absent})
+    return _namings[inner][1]
+
+
+def _state_dict_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What ``module.state_dict()`` has, by its keys, tied tensors under each of them."""
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        persistent = {name: buffer for name, buffer in part._buffers.items() if name not in part._non_persistent_buffers_set}
+        for name, tensor in (*part._parameters.items(), *persistent.items()):
+            if tensor is not None:
+                yield f"{prefix}.{name}" if prefix else name, tensor
+
+
+def _identified(optimizers: Sequence[Any], labels: Mapping[int, Sequence[str]]) -> Iterator[tuple[Optimizer, Extras]]:
+    """Each optimizer, with what must be the same when its state is put back."""
     for optimizer in map(unwrap_optimizer, optimizers):
         yield (
             optimizer,

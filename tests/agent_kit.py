@@ -83,9 +83,10 @@ def end_agent(run: str, host: str) -> None:
         time.sleep(0.01)
 
 
-def content(rank: int, iteration: int, nbytes: int) -> bytes:
-    """What a rank's shard holds after an iteration."""
-    return np.random.default_rng([rank, iteration]).bytes(nbytes)
+def content(rank: int, iteration: int, nbytes: int, frozen: int = 0) -> bytes:
+    """What a rank's shard holds after an iteration; the first ``frozen`` bytes are the same after all of them."""
+    changing = np.random.default_rng([rank, iteration]).bytes(nbytes)
+    return content(rank, 0, nbytes)[:frozen] + changing[frozen:] if frozen else changing
 
 
 class Rank:
@@ -100,6 +101,7 @@ class Rank:
         self.layout: Layout | None = None
         self.maps: dict[int, memoryview] = {}
         self.fds: list[int] = []
+        self.frozen = 0  # bytes at the beginning of the shard that never change
 
     def _hear(self, message: Message) -> None:
         with self._heard:
@@ -156,7 +158,7 @@ class Rank:
         """Lay the shard down in the slot that was granted, and announce it; all of it, or some chunks of it without the end."""
         assert self.layout is not None
         slot, nbytes = self.granted(iteration), self.layout.nbytes
-        slot[:nbytes] = content(self.rank, iteration, nbytes)
+        slot[:nbytes] = content(self.rank, iteration, nbytes, self.frozen)
         slot[nbytes : nbytes + len(EXTRAS)] = EXTRAS
         cuts = [(at, min(CHUNK, nbytes - at)) for at in range(0, nbytes, CHUNK)] + [(nbytes, len(EXTRAS))]
         for index, (at, size) in list(enumerate(cuts))[chunks]:

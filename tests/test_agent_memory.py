@@ -78,6 +78,18 @@ class TestSlot:
         assert not any(at < data < at + n for at, n in cuts)
         slot.close()
 
+    def test_keeps_a_chunk_of_the_version_before_only_if_nobody_has_written_to_it(self, slot: SlotMemory) -> None:
+        fill(slot)
+        before = dict(slot.chunks)
+        slot.clear()
+        slot.forget(2)
+        assert [slot.keep(index, *cut) for index, cut in before.items()] == [index != 2 for index in before]
+        assert not slot.keep(0, *before[0][:2], digest=before[0][2] ^ 1)
+        assert slot.unchanged == before.keys() - {2}
+        slot.clear()
+        slot.forget()
+        assert not any(slot.keep(index, *cut) for index, cut in before.items())
+
     def test_is_sealed(self, slot: SlotMemory) -> None:
         for size in (0, slot.shape.total - 1, slot.shape.total + 1):
             with pytest.raises(PermissionError):

@@ -297,6 +297,46 @@ class TestWire:
             assert held(ranks[1], 0, 2, job) == expected(0, 2)
 
 
+class TestFrozenParameters:
+    FROZEN = 3 * CHUNK  # of four chunks
+
+    def sent(self, job: Job, ranks: list[Rank], iteration: int) -> int:
+        """Bytes that one commit takes from host a to b."""
+        before = job.stream("a")["counters"]["replica_bytes"]
+        job.commit(ranks, iteration)
+        return int(job.stream("a")["counters"]["replica_bytes"] - before)
+
+    def test_travel_once_into_each_slot(self, job: Job) -> None:
+        ranks = job.start("a", "b")
+        for rank in ranks:
+            rank.frozen = self.FROZEN
+        sizes = [self.sent(job, ranks, iteration) for iteration in range(1, 7)]
+        assert sizes[0] == 4 * CHUNK + len(EXTRAS)
+        assert sizes[-2:] == [CHUNK, CHUNK]  # not even the extras, which never change here
+        assert held(ranks[1], 0, 6, job) == (content(0, 6, 4 * CHUNK, self.FROZEN), EXTRAS)
+
+    def test_travel_again_after_a_change(self, job: Job) -> None:
+        ranks = job.start("a", "b")
+        for first, frozen in ((1, self.FROZEN), (5, 0), (9, 2 * CHUNK)):
+            for rank in ranks:
+                rank.frozen = frozen
+            job.commit(ranks, *range(first, first + 4))
+            assert held(ranks[1], 0, first + 3, job) == (content(0, first + 3, 4 * CHUNK, frozen), EXTRAS)
+
+    def test_travel_again_to_an_agent_that_has_lost_them(self, job: Job) -> None:
+        ranks = job.start("a", "b")
+        ranks[0].frozen = self.FROZEN
+        job.commit(ranks, 1, 2, 3)
+        for rank in ranks:
+            rank.request(4)
+        ranks[0].copy(4, slice(0, 2))  # the slot these arrive in is worth nothing to the agent's successor
+        end_agent(job.run, "b")
+        ranks[1].reconnect(job.version(3))
+        ranks[0].give_up(4)
+        job.commit(ranks, 5, 6)
+        assert held(ranks[1], 0, 6, job) == (content(0, 6, 4 * CHUNK, self.FROZEN), EXTRAS)
+
+
 class TestRecovery:
     def test_a_shard_is_read_from_a_peer(self, job: Job) -> None:
         ranks = job.start()

@@ -42,6 +42,7 @@ def jobs(draw: st.DrawFn) -> Job:
     for index in range(draw(st.integers(0, 8))):
         dtype = draw(st.sampled_from(sorted(ITEMSIZES)))
         kind = draw(st.sampled_from(["replicated", "mesh row", "per rank"]))
+        frozen = draw(st.booleans())
         every: dict[str, list[tuple[int, ...]]] = {
             "replicated": [tuple(range(world))],
             "mesh row": [tuple(range(row, world, rows)) for row in range(rows)],
@@ -50,7 +51,7 @@ def jobs(draw: st.DrawFn) -> Job:
         for group in every[kind]:
             shape = draw(shapes)
             for rank in group:
-                job[rank].append(TensorSpec(f"t{index}", dtype, shape, group, "" if kind == "replicated" else kind))
+                job[rank].append(TensorSpec(f"t{index}", dtype, shape, group, "" if kind == "replicated" else kind, frozen))
     return job
 
 
@@ -106,14 +107,24 @@ def test_pieces_are_aligned_ordered_and_apart(job: Job) -> None:
 @given(jobs())
 def test_every_rank_of_a_group_owns_an_equal_part_within_one_element(job: Job) -> None:
     layouts = layouts_of(job)
-    totals: dict[tuple[int, ...], int] = {}
+    frozen = {(spec.group, spec.name): spec.frozen for specs in job for spec in specs}
+    totals: dict[tuple[tuple[int, ...], bool], int] = {}
     for group, name in contents_of(job):
-        totals[group] = totals.get(group, 0) + next(s.nbytes for s in job[group[0]] if s.name == name)
+        line = group, frozen[group, name]
+        totals[line] = totals.get(line, 0) + next(s.nbytes for s in job[group[0]] if s.name == name)
     largest = max(ITEMSIZES.values())
-    for group, total in totals.items():
+    for (group, kind), total in totals.items():
         for rank in group:
-            mine = sum(piece.nbytes for piece in layouts[rank].pieces if piece.group == group)
+            mine = sum(p.nbytes for p in layouts[rank].pieces if p.group == group and frozen[group, p.name] == kind)
             assert abs(mine - total / len(group)) < largest
+
+
+@given(jobs())
+def test_what_is_frozen_lies_before_what_changes(job: Job) -> None:
+    for rank, layout in layouts_of(job).items():
+        frozen = {spec.name for spec in job[rank] if spec.frozen}
+        kinds = [piece.name in frozen for piece in layout.pieces]
+        assert kinds == sorted(kinds, reverse=True)
 
 
 @given(jobs())

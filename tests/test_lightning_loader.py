@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from gemini_ft import codec
 from gemini_ft.errors import StateError
 from gemini_ft.lightning.loader import ResumableIterable, make_resumable
-from gemini_ft.lightning.randomness import randomness, set_randomness
+from gemini_ft.rng import randomness, set_randomness
 
 # Three workers are what the arithmetic of rounds needs, whatever the machine has.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")

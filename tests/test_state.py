@@ -261,7 +261,7 @@ def test_names_groups_and_flags() -> None:
         assert found[name].spec.group == (1,)
     buffers = {"model.table", "model.norm.running_mean", "model.norm.running_var", "model.norm.num_batches_tracked"}
     assert {name for name, source in found.items() if source.mutable} == buffers
-    assert [name for name, source in found.items() if source.static] == ["model.frozen.weight", "model.frozen.bias"]
+    assert [name for name, source in found.items() if source.spec.frozen] == ["model.frozen.weight", "model.frozen.bias"]
     assert not any(name.startswith("model.tied") for name in found), "a shared parameter is captured once"
     assert all(source.tensor.data_ptr() for source in found.values())
     assert found["model.scale"].tensor.data_ptr() == model.scale.data_ptr()
@@ -625,6 +625,15 @@ def test_random_generators_go_on_where_they_were() -> None:
     draws()
     set_rng_state(codec.decode(saved))
     assert draws() == expected
+
+
+def test_another_generator_of_numpy_goes_on_where_it_was() -> None:
+    usual = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(7))
+    try:
+        test_random_generators_go_on_where_they_were()
+    finally:
+        np.random.set_bit_generator(usual)
 
 
 # On an accelerator

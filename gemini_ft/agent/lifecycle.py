@@ -49,9 +49,13 @@ def log_path(run: str, host: str) -> Path:
 
 def try_connect(run: str, host: str) -> socket.socket | None:
     """Connect to the agent, if there is one."""
+    return _try_connect(socket_name(run, host))
+
+
+def _try_connect(address: bytes) -> socket.socket | None:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        sock.connect(socket_name(run, host))
+        sock.connect(address)
     except (ConnectionRefusedError, FileNotFoundError):
         sock.close()
         return None
@@ -120,7 +124,15 @@ def _agent_environment() -> dict[str, str]:
 
 def ask(run: str, host: str, message: Message, timeout: float = 5.0) -> Message | None:
     """Send one message to the agent and return its answer; None when there is no agent, or it just hung up."""
-    if (sock := try_connect(run, host)) is None:
+    try:
+        return ask_at(socket_name(run, host), message, timeout)
+    except TimeoutError:
+        raise AgentTimeoutError(f"the agent of run {run!r} on host {host!r} did not answer within {timeout:g} s") from None
+
+
+def ask_at(address: bytes, message: Message, timeout: float = 5.0) -> Message | None:
+    """As `ask`, for the agent at ``address``. Raises TimeoutError."""
+    if (sock := _try_connect(address)) is None:
         return None
     with sock:
         sock.settimeout(timeout)
@@ -129,8 +141,13 @@ def ask(run: str, host: str, message: Message, timeout: float = 5.0) -> Message 
             return unpack(_exactly(sock, frame_length(_exactly(sock, 4))))
         except EOFError:
             return None
-        except TimeoutError:
-            raise AgentTimeoutError(f"the agent of run {run!r} on host {host!r} did not answer within {timeout:g} s") from None
+
+
+def addresses() -> list[bytes]:
+    """Where the agents of this user on this machine listen, whatever their runs."""
+    mark = f"@gemini-ft-{os.getuid()}-"
+    paths = (line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines())
+    return sorted({b"\0" + path[1:].encode() for path in paths if path.startswith(mark)})
 
 
 def _exactly(sock: socket.socket, count: int) -> bytes:

@@ -169,6 +169,7 @@ class Agent:
             case Reserve():
                 stream.reserve(worker, message)
             case Request():
+                self._sign_of_life(worker, None)
                 stream.on_request(worker, message)
             case Chunk(iteration=iteration, index=index, offset=offset, nbytes=nbytes, digest=digest):
                 stream.on_chunk(worker, iteration, index, offset, nbytes, digest)
@@ -177,14 +178,17 @@ class Agent:
             case GiveUp():
                 stream.on_give_up(worker, message)
             case Progress(suspended=suspended):
-                if worker in self._hangs:
-                    self._hangs[worker].progress(time.monotonic(), suspended)
+                self._sign_of_life(worker, suspended)
             case Excuse():
                 stream.excuse()
             case Inject():
                 stream.inject(message)
             case _:
                 raise AgentError(f"{message.kind!r} is not for an agent")
+
+    def _sign_of_life(self, worker: WorkerConnection, suspended: bool | None) -> None:
+        if worker in self._hangs:
+            self._hangs[worker].progress(time.monotonic(), suspended)
 
     def on_worker_dead(self, worker: WorkerConnection) -> None:
         self._workers.discard(worker)

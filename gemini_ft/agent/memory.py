@@ -113,6 +113,8 @@ class SlotMemory:
         self.version: Version | None = None
         self.extras_bytes = 0
         self.chunks: dict[int, tuple[int, int, int]] = {}  # index -> (offset, nbytes, digest) of what is laid down
+        self.unchanged: set[int] = set()  # of these, the ones that are what the slot held there before
+        self._held: dict[int, tuple[int, int, int]] = {}  # as `chunks`, of whatever version: what nobody has written to since
         self.completed_at = 0.0
 
     @classmethod
@@ -164,16 +166,34 @@ class SlotMemory:
 
     def clear(self) -> None:
         """What is in the slot is worth nothing (from now on, and after a crash as well)."""
-        self.version, self.extras_bytes, self.chunks = None, 0, {}
+        self.version, self.extras_bytes, self.chunks, self.unchanged = None, 0, {}, set()
         self._write_header()
+
+    def forget(self, index: int | None = None) -> None:
+        """A chunk (None: all of them) is about to be overwritten: `keep` does not find it any more."""
+        if index is None:
+            self._held.clear()
+        else:
+            self._held.pop(index, None)
 
     def admits(self, index: int, offset: int, nbytes: int) -> bool:
         """Whether a chunk can be meant for this slot."""
         return 0 <= index < self.shape.max_chunks and offset >= 0 and nbytes > 0 and offset + nbytes <= self.shape.capacity
 
     def put_chunk(self, index: int, offset: int, nbytes: int, digest: int) -> None:
+        """A chunk has been laid down, and matches its digest."""
         self.chunks[index] = (offset, nbytes, digest)
+        if self._held.get(index) == self.chunks[index]:
+            self.unchanged.add(index)
+        self._held[index] = self.chunks[index]
         struct.pack_into("<Q", self._view, _HEADER_BYTES + 8 * index, digest)
+
+    def keep(self, index: int, offset: int, nbytes: int, digest: int) -> bool:
+        """Let a chunk of the version before be one of the next, if it is still there and the same."""
+        if self._held.get(index) != (offset, nbytes, digest):
+            return False
+        self.put_chunk(index, offset, nbytes, digest)
+        return True
 
     def finish(self, version: Version, extras_bytes: int) -> bool:
         """Give the slot its identity, if every chunk is there."""

@@ -17,7 +17,7 @@ import xxhash
 
 from gemini_ft.agent.memory import SlotMemory, SlotShape
 from gemini_ft.errors import GeminiError, PeerError
-from gemini_ft.messages import Ack, Begin, Chunk, Drop, End, Message, Offer, Proof, Ready, Refused, Resend
+from gemini_ft.messages import Ack, Begin, Chunk, Drop, End, Message, Offer, Proof, Ready, Refused, Resend, Unchanged
 from gemini_ft.transport.tcp import Address, Connection, dial
 from gemini_ft.versions import Version
 
@@ -43,11 +43,14 @@ class Outgoing:
     drop_sent: bool = False
     resend: deque[int] = field(default_factory=deque)
     resends: int = 0
+    presumed: set[int] = field(default_factory=set)  # chunks that were only said to be unchanged
+    sent_bytes: int = 0
     begun_at: float = 0.0
 
     def restart(self) -> None:
         self.cursor, self.begun, self.end_sent = 0, False, False
         self.resend.clear()
+        self.presumed.clear()
 
 
 class LinkOwner(Protocol):
@@ -153,7 +156,9 @@ class Link:
             if message.ok or out.drop_sent:
                 self._over(out)
             return
-        out.resends += 1
+        absent = not message.restart and out.presumed.issuperset(message.chunks)
+        out.presumed.difference_update(message.chunks)
+        out.resends += not absent
         if out.resends > _MAX_RESENDS and not message.restart:
             self._owner.log(
                 f"host {self.peer} received damaged chunks of rank {out.owner} {_MAX_RESENDS} times: giving up; check its network"
@@ -167,9 +172,9 @@ class Link:
 
     def _measure(self, out: Outgoing) -> None:
         """Once per link: how fast the replica got there, verified and acknowledged."""
-        if not self._measured and out.memory.shape.data_bytes >= _MEASURABLE:
+        if not self._measured and out.sent_bytes >= _MEASURABLE:
             self._measured = True
-            rate = out.memory.shape.data_bytes / max(1e-9, time.monotonic() - out.begun_at)
+            rate = out.sent_bytes / max(1e-9, time.monotonic() - out.begun_at)
             self._owner.measured(self.peer, self._address[0], rate)
 
     def _over(self, out: Outgoing) -> None:
@@ -239,7 +244,8 @@ class Link:
         return self._send_chunk(out, connection)
 
     def _send_chunk(self, out: Outgoing, connection: Connection) -> bool:
-        if out.resend:
+        again = bool(out.resend)
+        if again:
             index = out.resend.popleft()
         elif out.cursor in out.memory.chunks:
             index = out.cursor
@@ -252,7 +258,12 @@ class Link:
             return False
         offset, nbytes, digest = out.memory.chunks[index]
         chunk = Chunk(owner=out.owner, iteration=out.version.iteration, index=index, offset=offset, nbytes=nbytes, digest=digest)
-        connection.send(chunk, out.memory.data(offset, nbytes))
+        if index in out.memory.unchanged and not again:
+            out.presumed.add(index)
+            connection.send(Unchanged(chunk=chunk))
+        else:
+            out.sent_bytes += nbytes
+            connection.send(chunk, out.memory.data(offset, nbytes))
         return True
 
     def _withdraw(self, out: Outgoing, connection: Connection) -> bool:
@@ -293,7 +304,9 @@ class Receiver:
     def on_message(self, message: Message) -> memoryview | None:
         if isinstance(message, Chunk):
             return self._target(message)
-        if isinstance(message, Offer):
+        if isinstance(message, Unchanged):
+            self._keep(message.chunk)
+        elif isinstance(message, Offer):
             task = asyncio.get_running_loop().create_task(self._answer(message))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -344,7 +357,14 @@ class Receiver:
         if not memory.admits(chunk.index, chunk.offset, chunk.nbytes):
             where = f"{chunk.offset}+{chunk.nbytes}, outside the shard's {memory.shape.capacity} bytes"
             raise PeerError(f"host {self.host} sent chunk {chunk.index} at {where}")
+        memory.forget(chunk.index)
         return memory.data(chunk.offset, chunk.nbytes)
+
+    def _keep(self, chunk: Chunk) -> None:
+        """What its sender had in this place before, we may have as well (frozen parameters); if not, it is asked for."""
+        memory = self._memory(chunk.owner, chunk.iteration)
+        if memory is not None and not memory.keep(chunk.index, chunk.offset, chunk.nbytes, chunk.digest):
+            self._connection.send(Resend(owner=chunk.owner, iteration=chunk.iteration, chunks=[chunk.index]))
 
     def _begin(self, begin: Begin) -> None:
         if begin.owner in self._open:  # its sender goes on to the next iteration without having ended the last one

@@ -153,6 +153,7 @@ async def _fill(stream: Stream, version: Version, owner: int, about: Description
         return  # the owner is already writing something newer
     memory = stream.vault.memory[owner, slot.index]
     memory.clear()
+    memory.forget()
     copier.memory = memory
     try:
         for index, (offset, nbytes) in enumerate(memory.cuts(about.extras_bytes)):

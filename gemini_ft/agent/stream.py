@@ -131,6 +131,7 @@ class Stream:
             self.given_up.update(spec.given_up)
             self.host.open(holders, spec.resumed)
             self.vault.sync_headers()
+            self.vault.forget()
         self.spec = spec
         self._candidates.clear()
         self._connect(spec)
@@ -422,7 +423,7 @@ class Stream:
         return self.host.slots(owner).committed
 
     def send_over(self, out: Outgoing, peer: str) -> None:
-        self.counters["replica_bytes"] += sum(n for _, n, _ in out.memory.chunks.values())
+        self.counters["replica_bytes"] += out.sent_bytes
         self.perform(self.host.sent(out.owner, out.slot, peer))
 
     def peer_refused(self, peer: str, text: str) -> None:

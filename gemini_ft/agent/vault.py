@@ -59,6 +59,7 @@ class Vault:
             self._log(f"rank {owner}'s {version} is damaged in chunks {damaged[:8]}: discarded")
             self._host.slots(owner).discard(version)
             memory.clear()
+            memory.forget()
         return sorted(sound)
 
     def adopt(self, memory: SlotMemory) -> None:
@@ -121,6 +122,11 @@ class Vault:
         """The memory ``version`` is being laid down in."""
         slot = self._host.slots(owner).find(version)
         return self.memory[owner, slot.index] if slot is not None and slot.state is SlotState.WRITING else None
+
+    def forget(self) -> None:
+        """Who writes to a slot may change: what is in it is not known any more, where the protocol does not say so."""
+        for memory in self.memory.values():
+            memory.forget()
 
     def sync_headers(self) -> None:
         """A slot the protocol has cleared must say so in memory too, before anybody writes to it."""

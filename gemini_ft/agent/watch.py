@@ -25,8 +25,9 @@ class HangDetector:
         """Another agent has watched it until now: its first steps are behind it."""
         self._last, self._steps = now, _FIRST_STEPS
 
-    def progress(self, now: float, suspended: bool) -> None:
-        """A sign of life."""
+    def progress(self, now: float, suspended: bool | None = None) -> None:
+        """A sign of life; ``suspended``: whether more of them are due, None: as before."""
+        suspended = self._suspended if suspended is None else suspended
         if self._last is not None and not self._suspended:
             self._durations.append(now - self._last)
             self._steps += 1

@@ -8,7 +8,7 @@ states, values logged so far, torchmetrics, and a few of the loops' attributes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,19 @@ def complete(trainer: Any, checkpoint: dict[str, Any], live: Tensors) -> None:
     resolved = _resolve_live(checkpoint, live)
     checkpoint.clear()
     checkpoint |= {"state_dict": dict(live), "optimizer_states": []} | compat.hyper_parameters(trainer) | resolved
+
+
+def file_checkpoint(checkpoint: dict[str, Any], state_dict: Mapping[str, Any], optimizer_states: Sequence[Any]) -> dict[str, Any]:
+    """What Lightning would have saved, for a Trainer without gemini-ft. Hyperparameters are not in it: snapshots lack them.
+
+    Args:
+        checkpoint: the part of a snapshot's extras, see :func:`checkpoint_of`; it is changed.
+        state_dict: of the module, whole.
+        optimizer_states: state dict of each optimizer, whole.
+    """
+    compat.drop_positions(checkpoint)
+    compat.as_if_saved_by_callback(checkpoint)
+    return {"state_dict": dict(state_dict), "optimizer_states": list(optimizer_states)} | _resolve_live(checkpoint, state_dict)
 
 
 def restore(trainer: Any, package: str, extras: Mapping[str, Any]) -> None:

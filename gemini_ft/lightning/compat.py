@@ -129,6 +129,18 @@ def drop_positions(checkpoint: Mapping[str, Any]) -> None:
         state.pop("combined_loader", None)
 
 
+def as_if_saved_by_callback(checkpoint: Mapping[str, Any]) -> None:
+    """Shape the loops' state as a ModelCheckpoint saves it, just before a batch counts as completed.
+
+    The Trainer's restart logic knows that moment. From ours, between two batches, it would take the step as the last
+    one before a validation, and count it a second time.
+    """
+    loop = checkpoint["loops"]["fit_loop"]
+    for counts in ("total", "current"):
+        loop["epoch_loop.batch_progress"][counts]["completed"] -= 1
+    loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+
+
 # --- strategies
 
 

@@ -21,16 +21,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from gemini_ft.errors import StateError
-from gemini_ft.lightning.randomness import (
-    Randomness,
-    generator_states,
-    private_generators,
-    randomness,
-    set_generator_states,
-    set_randomness,
-    unchanged_randomness,
-)
+from gemini_ft.lightning.randomness import generator_states, private_generators, set_generator_states, unchanged_randomness
 from gemini_ft.lightning.workers import RestoringInit, StampingCollate, WorkerStates
+from gemini_ft.rng import Randomness, randomness, set_randomness
 
 log = logging.getLogger(__name__)
 

@@ -1,12 +1,10 @@
 """Random states that a data pipeline draws from, as plain data that every codec can carry.
 
-The state of a process is that of torch (CPU), Python and numpy. The CUDA generators are not here: no data pipeline
-draws from them, and reading them waits for the device.
+Those of the process (`gemini_ft.rng.randomness`), and those of generators that the pipeline keeps for itself.
 """
 
 from __future__ import annotations
 
-import array
 import functools
 import itertools
 import random
@@ -18,27 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# (torch's bytes, (version, words, gauss) of `random`, (name, words, position, has_gauss, gauss) of numpy)
-Randomness = tuple[bytes, tuple[int, bytes, float | None], tuple[str, bytes, int, int, float]]
-
-
-def randomness() -> Randomness:
-    """The state of this process's global generators: about 10 KB, taken in some 50 microseconds."""
-    numpy = np.random.get_state(legacy=False)
-    version, state, python_gauss = random.getstate()
-    return (
-        torch.get_rng_state().numpy().tobytes(),
-        (version, array.array("I", state).tobytes(), python_gauss),
-        (numpy["bit_generator"], numpy["state"]["key"].tobytes(), numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]),
-    )
-
-
-def set_randomness(state: Randomness) -> None:
-    """Set what :func:`randomness` returned."""
-    torch_state, (version, words, gauss), (name, key, position, has_gauss, numpy_gauss) = state
-    torch.set_rng_state(torch.frombuffer(bytearray(torch_state), dtype=torch.uint8))
-    random.setstate((version, tuple(array.array("I", words)), gauss))
-    np.random.set_state((name, np.frombuffer(key, dtype=np.uint32), position, has_gauss, numpy_gauss))
+from gemini_ft.rng import randomness, set_randomness
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
-from gemini_ft.lightning.randomness import Randomness, randomness, set_randomness
+from gemini_ft.rng import Randomness, randomness, set_randomness
 
 
 class Stamped(NamedTuple):

@@ -3,7 +3,8 @@
 All calls block; the agent makes them in threads, several at once on one `Storage`.
 
 A key is a path of one or more words, ``run-7/main/manifest.json``; a word has letters, digits and ``. _ -``
-and does not begin with a dot. An object is visible whole or not at all.
+and does not begin with a dot; only the last one may be ``.metadata``, as torch.distributed.checkpoint calls a file.
+An object is visible whole or not at all.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 from gemini_ft.errors import ConfigError, StorageError
 
 WORD = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
-_KEY = re.compile(rf"{WORD}(/{WORD})*")
+_KEY = re.compile(rf"({WORD}/)*({WORD}|\.metadata)")
 
 
 class Storage(Protocol):

@@ -28,7 +28,7 @@ from gemini_ft.storage.base import Storage
 CHUNK_BYTES = 8 * 2**20
 
 # What safetensors readers know. Any other dtype is stored as plain bytes and named in the metadata.
-_CODES: Mapping[str, str] = {
+CODES: Mapping[str, str] = {
     "bool": "BOOL",
     "bfloat16": "BF16",
     "complex64": "C64",
@@ -207,14 +207,14 @@ def _tensors(layout: Layout, spans: Mapping[str, Span]) -> Iterator[tuple[str, s
         yield f"__{name}__", "U8", spans[name].nbytes, spans[name].offset, spans[name].nbytes
     begin = spans["data"].offset
     for piece in layout.pieces:
-        code, count = (_CODES[piece.dtype], piece.stop - piece.start) if piece.dtype in _CODES else ("U8", piece.nbytes)
+        code, count = (CODES[piece.dtype], piece.stop - piece.start) if piece.dtype in CODES else ("U8", piece.nbytes)
         yield piece.label, code, count, begin + piece.offset, piece.nbytes
     yield "__end__", "U8", 0, begin + layout.nbytes, 0  # so that the padding of the last piece is named as well
 
 
 def _metadata(layout: Layout) -> dict[str, str]:
     """For human eyes and other readers of safetensors; recovery reads `Layout`."""
-    as_bytes = {piece.label: piece.dtype for piece in layout.pieces if piece.dtype not in _CODES}
+    as_bytes = {piece.label: piece.dtype for piece in layout.pieces if piece.dtype not in CODES}
     return {
         "format": "pt",
         "gemini_ft.world_size": str(layout.world_size),

@@ -1,0 +1,91 @@
+"""``gemini export``: write one checkpoint for other tools."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Sequence
+
+from gemini_ft.config import load_config
+from gemini_ft.errors import ConfigError
+from gemini_ft.export import dcp, lightning, safetensors
+from gemini_ft.export.source import Checkpoint, from_memory, from_storage
+from gemini_ft.export.target import staged
+from gemini_ft.session import read_secret
+from gemini_ft.storage.base import open_storage
+
+FORMATS = ("lightning", "dcp", "safetensors", "deepspeed")
+_DESCRIPTION = """Write one checkpoint so that tools without gemini-ft can open it.
+
+It is read from the memory of this machine's agents, of a job that runs or that has crashed, or with --from from storage.
+  lightning    DIR/step-N.ckpt, for Trainer.fit(ckpt_path=...)
+  dcp          DIR, for torch.distributed.checkpoint.load: {"model": ..., "optim": ...}
+  safetensors  DIR/model.safetensors: the weights"""
+
+
+def command(arguments: Sequence[str]) -> int:
+    """``gemini export STEP --to DIR --format FORMAT``; exit status.
+
+    Raises:
+        GeminiError: there is no such checkpoint, it cannot be written in this format, or the target exists.
+    """
+    options = _parser().parse_args(arguments)
+    step = _step(options.step)
+    if options.format == "deepspeed":
+        raise ConfigError(
+            "format='deepspeed' needs a DeepSpeed stream, and no stream of this version is one: it comes with the DeepSpeed plugin "
+            "(issue 4). Use --format lightning, dcp or safetensors"
+        )
+    with contextlib.closing(_find(step, options)) as checkpoint:
+        name = {"lightning": f"step-{checkpoint.step}.ckpt", "safetensors": "model.safetensors"}.get(options.format)
+        with staged(options.to, name, options.overwrite, options.endpoint_url) as folder:
+            if name is None:
+                dcp.write(checkpoint, folder)
+            else:
+                {"lightning": lightning.write, "safetensors": safetensors.write}[options.format](checkpoint, folder, name)
+            nbytes = sum(path.stat().st_size for path in folder.iterdir())
+    where = options.to if name is None else f"{options.to.rstrip('/')}/{name}"
+    print(f"wrote step {checkpoint.step} of {checkpoint.run} ({checkpoint.stream}) from {checkpoint.where} to {where}: {nbytes:,} bytes")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gemini export", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", metavar="STEP", help="number of the step, or latest")
+    parser.add_argument("--to", required=True, metavar="DIR|URL", help="local folder, file:///folder or s3://bucket/prefix")
+    parser.add_argument("--format", required=True, choices=FORMATS, help="what to write")
+    parser.add_argument("--from", dest="source", metavar="URL", help="storage to read, as in storage.url (default: memory)")
+    parser.add_argument("--run-id", default=os.environ.get("GEMINI_RUN_ID"), help="which run (default: GEMINI_RUN_ID, or the only one)")
+    parser.add_argument("--stream", help="which line of snapshots: main, fit-0, fabric-0 (default: the only one)")
+    parser.add_argument("--endpoint-url", help="of an S3-compatible store (default: boto3's own choice)")
+    parser.add_argument("--overwrite", action="store_true", help="replace what was exported there before")
+    parser.add_argument("--trust-pickle", action="store_true", help="load pickles from storage that are not signed with the run's secret")
+    return parser
+
+
+def _step(text: str) -> int | None:
+    if text == "latest":
+        return None
+    if not text.isdecimal():
+        raise ConfigError(f"STEP={text!r}: must be the number of a step, or latest")
+    return int(text)
+
+
+def _find(step: int | None, options: argparse.Namespace) -> Checkpoint:
+    """From --from; else from memory; else from the storage that is configured."""
+    config = load_config()
+    secret = read_secret(config) or None
+    if options.source is not None:
+        storage = open_storage(options.source, options.endpoint_url)
+        return from_storage(storage, step, options.run_id, options.stream, secret, options.trust_pickle)
+    if (found := from_memory(step, options.run_id, options.stream)) is not None:
+        return found
+    settings = config.storage
+    if settings is None:
+        raise ConfigError(
+            f"no agent on this machine holds anything of {'run ' + repr(options.run_id) if options.run_id else 'any run'}; "
+            "give --from URL for a checkpoint in storage, or export on a host of the job"
+        )
+    storage = open_storage(settings.url, options.endpoint_url or settings.endpoint_url)
+    return from_storage(storage, step, options.run_id, options.stream, secret, options.trust_pickle or settings.trust_pickle)

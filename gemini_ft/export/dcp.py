@@ -1,0 +1,38 @@
+"""Model and optimizers as a folder of torch.distributed.checkpoint, under the names that ``get_state_dict`` gives them.
+
+{"model": {name: tensor}, "optim": {"state": {name: {key: value}}, "param_groups": [{..., "params": [name, ...]}]}}
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+
+from gemini_ft.export.source import Checkpoint
+from gemini_ft.export.state import OptimizerState, State
+
+METADATA = ".metadata"  # written last, by torch too: without it there is no checkpoint
+
+
+def write(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write into ``folder``. It can be loaded by any number of ranks."""
+    state = State(checkpoint, optimizers=True)
+    document = {"model": state.model() | state.extra_state(), "optim": _merged(state.optimizers())}
+    dcp.save(document, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+
+
+def _merged(optimizers: list[OptimizerState]) -> dict[str, Any]:
+    """Several optimizers as one, as get_state_dict does it."""
+    groups = [
+        {**hyper, "params": names}
+        for optimizer in optimizers
+        for hyper, names in zip(optimizer.groups, _names_per_group(optimizer), strict=True)
+    ]
+    return {"state": {name: values for optimizer in optimizers for name, values in optimizer.state.items()}, "param_groups": groups}
+
+
+def _names_per_group(optimizer: OptimizerState) -> list[list[str]]:
+    return [optimizer.names[start:stop] for start, stop in pairwise(accumulate(optimizer.sizes, initial=0))]

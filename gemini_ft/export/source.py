@@ -1,0 +1,129 @@
+"""Which checkpoint is exported, and where its shards are read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gemini_ft import codec
+from gemini_ft.errors import ConfigError, RecoveryError
+from gemini_ft.recovery import PeerShard, StorageShard
+from gemini_ft.storage.base import Storage
+from gemini_ft.storage.checkpoints import CheckpointInfo, list_checkpoints, newest_whole, read_manifest
+from gemini_ft.versions import Version
+from gemini_ft.visits import Remembered, open_newest, remembered
+
+_SHOWN = 20  # steps listed in an error
+
+
+@dataclass
+class Checkpoint:
+    """One checkpoint that can be read. Close it at the end: in memory it stays as long as somebody reads it.
+
+    Attributes:
+        run: run id.
+        stream: which line of snapshots: ``main`` of a plain loop, ``fit-0``, ``fabric-0``.
+        version: which state.
+        where: in words.
+        shards: by owner, all ranks of the job.
+        secret: of the run, to check the signature of pickles.
+        trust_pickle: whether pickles without a valid signature may be loaded.
+    """
+
+    run: str
+    stream: str
+    version: Version
+    where: str
+    shards: Sequence[PeerShard | StorageShard]
+    secret: bytes | None
+    trust_pickle: bool
+
+    @property
+    def step(self) -> int:
+        """Iterations done in it."""
+        return self.version.iteration
+
+    def extras(self, *part: str) -> Any:
+        """What is no tensor, as rank 0 had it; only the part under these keys is decoded.
+
+        Raises:
+            KeyError: there is no such part.
+            StateError: it holds a pickle that is not trusted.
+        """
+        return codec.decode(self.shards[0].extras(), self.secret, self.trust_pickle, part)
+
+    def close(self) -> None:
+        """Let go of the shards."""
+        for shard in self.shards:
+            shard.close()
+
+
+def from_memory(step: int | None, run: str | None, stream: str | None) -> Checkpoint | None:
+    """The checkpoint of ``step`` (None: the newest committed one) in the agents of this machine; None: there are none.
+
+    Raises:
+        ConfigError: several runs or streams are there, or not this step; those that are there are listed.
+        RecoveryError: a shard cannot be had from any agent.
+    """
+    found = [memory for memory in remembered(run) if memory.copies and stream in (None, memory.stream)]
+    if not found:
+        return None
+    _only([(memory.run, memory.stream) for memory in found], "the memory of this machine's agents")
+    memory = found[0]
+    _has_step(step, memory)
+    version, shards = open_newest(memory, step)
+    secret = next(iter(memory.hosts.values())).secret
+    return Checkpoint(memory.run, memory.stream, version, f"memory of run {memory.run}", shards, secret, trust_pickle=True)
+
+
+def from_storage(
+    storage: Storage, step: int | None, run: str | None, stream: str | None, secret: bytes | None, trust_pickle: bool
+) -> Checkpoint:
+    """The checkpoint of ``step`` (None: the newest whole one) in storage.
+
+    Raises:
+        ConfigError: several runs or streams are there, or not this step; those that are there are listed.
+        CorruptDataError: its manifest is damaged.
+        StorageError: it is of another format, or the storage failed.
+    """
+    found = list_checkpoints(storage, run, stream)
+    _only([(info.run, info.stream) for info in found], storage.url)
+    manifest = newest_whole(storage, found[0].run, found[0].stream) if found and step is None else None
+    if manifest is None:
+        manifest = read_manifest(storage, _of_step(found, step, storage.url).folder)
+    shards = [StorageShard(storage, manifest, owner) for owner in range(manifest.world_size)]
+    return Checkpoint(manifest.run, manifest.stream, manifest.version, storage.url, shards, secret, trust_pickle)
+
+
+def _of_step(found: Sequence[CheckpointInfo], step: int | None, where: str) -> CheckpointInfo:
+    """Of a step that was run again, the newest one."""
+    if not found:
+        raise ConfigError(f"no checkpoints in {where}; look with `gemini checkpoints {where}`, or leave out --run-id and --stream")
+    if step is None:
+        raise RecoveryError(f"no checkpoint in {where} is whole; `gemini checkpoints {where}` says what is wrong with each")
+    for info in found:
+        if info.iteration == step:
+            return info
+    raise ConfigError(f"no step {step} in {where}; there are: {_listed({info.iteration for info in found})}")
+
+
+def _has_step(step: int | None, memory: Remembered) -> None:
+    steps = {version.iteration for version in memory.versions}
+    if step is not None and step not in steps:
+        raise ConfigError(
+            f"no step {step} in the memory of run {memory.run!r}, which keeps only the newest; there are: {_listed(steps)}. "
+            "Take `latest`, or --from URL for what lies in storage"
+        )
+
+
+def _only(lines: Collection[tuple[str, str]], where: str) -> None:
+    if len(kinds := sorted(set(lines))) > 1:
+        named = ", ".join(f"--run-id {run} --stream {stream}" for run, stream in kinds)
+        raise ConfigError(f"{where} has checkpoints of {len(kinds)} runs or streams; choose one: {named}")
+
+
+def _listed(steps: Collection[int]) -> str:
+    newest = sorted(steps, reverse=True)
+    more = f" and {len(newest) - _SHOWN} older ones" if len(newest) > _SHOWN else ""
+    return (", ".join(map(str, newest[:_SHOWN])) or "none that is committed") + more

@@ -1,0 +1,112 @@
+"""Where an export is written: to a local folder or an S3 prefix; it appears whole, or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from gemini_ft.errors import ConfigError, StorageError
+from gemini_ft.export.dcp import METADATA
+from gemini_ft.storage.base import Storage, open_storage
+
+_PART = 16 * 2**20  # bytes read at a time
+_WAY_OUT = "choose another --to, or give --overwrite"
+
+
+@contextmanager
+def staged(to: str, name: str | None, overwrite: bool = False, endpoint_url: str | None = None) -> Iterator[Path]:
+    """A folder to write into; what is in it appears in ``to`` when the block ends well.
+
+    Args:
+        to: local folder, ``file:///folder`` or ``s3://bucket/prefix``. For the latter the files lie in the temporary directory first.
+        name: the one file that will be written; None: the files of a torch.distributed.checkpoint folder.
+        overwrite: replace what exists: that file, or that folder if there is nothing else in it.
+        endpoint_url: of an S3-compatible store.
+
+    Raises:
+        ConfigError: the target exists already.
+        StorageError: it cannot be written.
+    """
+    if to.startswith("s3://"):
+        with tempfile.TemporaryDirectory(prefix="gemini-export-") as stage:
+            storage = open_storage(to, endpoint_url)
+            old = _existing(storage.list(), name, to, overwrite)
+            yield Path(stage)
+            _upload(storage, Path(stage), old)
+        return
+    folder = Path(unquote(urlsplit(to).path) if to.startswith("file://") else to).absolute()
+    try:
+        yield from _local(folder, name, overwrite)
+    except OSError as error:
+        raise StorageError(
+            f"{folder}: cannot write there: {error.strerror or error}; choose a folder you may write to, with room"
+        ) from error
+
+
+def _local(folder: Path, name: str | None, overwrite: bool) -> Iterator[Path]:
+    old = _existing([path.name for path in folder.iterdir()] if folder.exists() else [], name, str(folder), overwrite)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if name is not None:
+        folder.mkdir(exist_ok=True)
+    stage = Path(tempfile.mkdtemp(prefix=".gemini-export-", dir=folder.parent if name is None else folder))
+    try:
+        stage.chmod(0o777 & ~_umask())
+        yield stage
+        for path in stage.iterdir():
+            _sync(path)
+        if name is not None:
+            (stage / name).replace(folder / name)
+        else:
+            for path in old:
+                (folder / path).unlink()
+            stage.replace(folder)  # rename(2) takes the place of an empty folder
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def _existing(found: Sequence[str], name: str | None, to: str, overwrite: bool) -> Sequence[str]:
+    """What will be replaced.
+
+    Raises:
+        ConfigError: it must not be.
+    """
+    old = [path for path in found if name in (None, path)]
+    if old and not overwrite:
+        raise ConfigError(f"{to}{'' if name is None else '/' + name} exists already; {_WAY_OUT}")
+    if name is None and (others := [path for path in old if path != METADATA and not path.endswith(".distcp")]):
+        raise ConfigError(f"{to} has {others[0]} in it ({len(others)} files that are of no export); choose an empty or a new folder")
+    return sorted(old, key=lambda path: path != METADATA)
+
+
+def _upload(storage: Storage, stage: Path, old: Sequence[str]) -> None:
+    new = sorted((path.name for path in stage.iterdir()), key=lambda path: path == METADATA)
+    if METADATA in new:  # several objects: nothing is to be seen while they are exchanged
+        for key in old:
+            storage.delete(key)
+    for key in new:
+        storage.put(key, _read(stage / key))
+
+
+def _read(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while part := file.read(_PART):
+            yield part
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,228 @@
+"""The leader's book, told as short stories (docs/design.md, sections 3, 7 and 9).
+
+Two ranks on two hosts, each other's peers. Time is an argument: 0.0 unless it is what the story is about. Any order of
+reports is tried in test_protocol_machine.py.
+"""
+
+from __future__ import annotations
+
+from gemini_ft.ledger import Abort, Cadence, Commit, Decision, Fatal, Holders, Ledger, Manifest, Thaw
+from gemini_ft.protocol import Completed, Skipped
+from gemini_ft.versions import Incarnation, Version
+
+HOLDERS = {0: ("a", "b"), 1: ("b", "a")}
+PAIRS = [(owner, host) for owner, hosts in HOLDERS.items() for host in hosts]
+TIMEOUT = 30.0
+
+
+def version(iteration: int, incarnation: int = 1) -> Version:
+    return Version(Incarnation(incarnation, "nonce"), iteration)
+
+
+def ledger(committed: Version | None = None, cadence: Cadence | None = None) -> Ledger:
+    return Ledger(HOLDERS, committed, TIMEOUT, cadence)
+
+
+def report(book: Ledger, what: Version, *pairs: tuple[int, str], now: float = 0.0, digest: str = "same") -> list[Decision]:
+    """The holders say that they have it."""
+    return [decision for owner, host in pairs for decision in book.report(Completed(owner, host, what, "layout", digest), now)]
+
+
+def uploads(book: Ledger, what: Version, now: float = 0.0) -> bool:
+    """Everybody has it. Is it the one to upload?"""
+    commit = report(book, what, *PAIRS, now=now)[-1]
+    assert isinstance(commit, Commit)
+    return commit.freeze
+
+
+def without_peer(now: float = 0.0) -> Ledger:
+    """``b`` has let everybody wait for its replica of rank 0, and was left out."""
+    book = ledger()
+    report(book, version(1), (0, "a"), (1, "b"), (1, "a"), now=now)
+    book.tick(now + TIMEOUT)
+    return book
+
+
+# -- commit
+
+
+def test_an_iteration_is_committed_when_the_last_holder_has_reported() -> None:
+    """Section 7: "when all holders have reported, iteration i is committed, in one visible line"."""
+    book = ledger()
+    assert report(book, version(1), *PAIRS[:3]) == []
+    assert book.committed is None
+    assert report(book, version(1), PAIRS[3]) == [Commit(version(1), freeze=False)]
+    assert book.committed == version(1)
+
+
+def test_a_report_of_another_iteration_does_not_complete_this_one() -> None:
+    """Section 7: "Otherwise an iteration that is computed again after a restart would mix with its earlier copy"."""
+    book = ledger(committed=version(1))
+    assert report(book, version(3), *PAIRS[:3]) == []
+    for older in (version(1), version(2), version(3, incarnation=0)):
+        report(book, older, PAIRS[3])
+    assert book.committed == version(1)
+    assert report(book, version(3), PAIRS[3]) == [Commit(version(3), freeze=False)]
+
+
+def test_a_host_that_holds_no_copy_has_no_voice() -> None:
+    """Section 7: what counts is that "all holders have reported"."""
+    book = Ledger({0: ("a", "b")}, None, TIMEOUT)
+    assert report(book, version(1), (0, "a"), (0, "c"), (7, "a")) == []
+    assert report(book, version(1), (0, "b")) == [Commit(version(1), freeze=False)]
+
+
+def test_reports_may_be_repeated_or_late() -> None:
+    """Section 7: "Reports may be repeated or late"; old news changes nothing."""
+    book = ledger()
+    report(book, version(1), *PAIRS[:3], *PAIRS[:3], *PAIRS)
+    assert book.committed == version(1)
+    assert report(book, version(1), *PAIRS) == []
+    assert book.report(Skipped(0, version(1), "late"), 0.0) == []
+    assert book.committed == version(1)
+
+
+def test_a_leader_that_was_restarted_hears_everything_again() -> None:
+    """Section 7: "if the leader restarts, the others repeat theirs" - the newest commit first."""
+    book = ledger(committed=version(1))
+    assert book.rejoin(version(2), 0.0) == [Commit(version(2), freeze=False)]  # our host may not know
+    assert book.rejoin(version(1), 0.0) == [Commit(version(2), freeze=False)]  # that one did not
+    assert book.rejoin(version(2), 0.0) == []
+    assert report(book, version(3), *PAIRS) == [Commit(version(3), freeze=False)]
+
+
+# -- abort
+
+
+def test_a_skipped_iteration_is_aborted_once_and_never_committed() -> None:
+    """Section 7: what is late "is then skipped and counted"."""
+    book = ledger()
+    report(book, version(1), *PAIRS[:2])
+    assert book.report(Skipped(1, version(1), "late"), 0.0) == [Abort(version(1), "rank 1: late")]
+    assert book.report(Skipped(0, version(1), "late"), 0.0) == []
+    assert report(book, version(1), PAIRS[1], PAIRS[3]) == []
+    assert report(book, version(1), (0, "a")) == [Abort(version(1), "rank 1: late")]  # its host was away: it is told again
+    assert report(book, version(2), *PAIRS) == [Commit(version(2), freeze=False)]
+
+
+def test_an_owner_that_has_gone_on_will_not_complete_what_it_left() -> None:
+    """Section 7: an iteration is complete everywhere or not at all, and nobody waits for what cannot come."""
+    book = ledger()
+    assert report(book, version(1), (0, "a"), (0, "b")) == []
+    assert report(book, version(2), (0, "a")) == []  # rank 0 has both: rank 1 may still complete 1
+    decisions = report(book, version(2), (1, "b"))
+    assert decisions == [Abort(version(1), f"rank 1 has gone on to {version(2)} without it")]
+
+
+def test_ranks_that_disagree_on_the_layout_stop_the_job() -> None:
+    """Section 3: "An iteration counts only if all ranks agree on the hash of the layout." """
+    book = ledger()
+    report(book, version(1), (0, "a"))
+    abort, fatal = book.report(Completed(1, "b", version(1), "another layout"), 0.0)
+    assert isinstance(abort, Abort)
+    assert isinstance(fatal, Fatal)
+    assert (fatal.error, "ranks [1] have layout another layout" in fatal.text) == ("LayoutMismatchError", True)
+
+
+def test_replicated_state_that_differs_stops_the_job() -> None:
+    """Section 3: "if they differ, the restored state would be one that no rank ever had"."""
+    book = ledger()
+    report(book, version(1), (0, "a"))
+    fatal = report(book, version(1), (1, "b"), digest="other")[-1]
+    assert isinstance(fatal, Fatal)
+    assert fatal.error == "ReplicaDivergedError"
+
+
+# -- the set of holders
+
+
+def test_after_the_timeout_the_set_of_holders_shrinks_and_commits_go_on() -> None:
+    """Section 7: "After `replica_timeout` the set of holders shrinks by an agreed, logged epoch"."""
+    book = ledger()
+    report(book, version(1), (0, "a"), (1, "a"), now=0.0)
+    report(book, version(1), (1, "b"), now=10.0)  # the last owner's own copy: the waiting begins
+    assert book.tick(10.0 + TIMEOUT - 1.0) == []
+    late = frozenset({(0, "b")})
+    assert book.tick(10.0 + TIMEOUT) == [Holders(1, late, late), Commit(version(1), freeze=False)]
+    assert report(book, version(2), (0, "a"), (1, "b"), (1, "a")) == [Commit(version(2), freeze=False)]
+
+
+def test_the_owners_own_copy_is_never_left_out() -> None:
+    """Section 7: "never below the owner's own copy"."""
+    book = ledger()
+    report(book, version(1), (0, "a"), (0, "b"), (1, "a"))  # rank 1's own is missing
+    assert book.tick(1000.0 * TIMEOUT) == []
+    assert book.committed is None
+    assert report(book, version(1), (1, "b"), now=1000.0 * TIMEOUT) == [Commit(version(1), freeze=False)]
+
+
+def test_the_set_grows_back_when_the_late_one_has_caught_up() -> None:
+    """Section 7: "and grows back when the late one has caught up"; from then on it is waited for again."""
+    book = without_peer()
+    assert report(book, version(1), (0, "b")) == [Holders(2, frozenset(), frozenset())]  # it has what is committed
+    assert report(book, version(2), *(pair for pair in PAIRS if pair != (0, "b"))) == []
+    assert report(book, version(2), (0, "b")) == [Commit(version(2), freeze=False)]
+
+
+def test_a_straggler_with_an_older_copy_has_not_caught_up() -> None:
+    """Section 7: it has caught up when it has what is committed, not what was committed once."""
+    book = without_peer()
+    assert report(book, version(2), (0, "a"), (1, "b"), (1, "a")) == [Commit(version(2), freeze=False)]
+    assert report(book, version(1), (0, "b")) == []
+    assert book.excluded == {(0, "b")}
+    assert report(book, version(3), (0, "b")) == [Holders(2, frozenset(), frozenset())]
+
+
+# -- uploads
+
+
+def test_every_so_many_iterations_one_is_uploaded() -> None:
+    """Section 7: which iteration is uploaded "is part of its commit, the same on all hosts"."""
+    book = ledger(cadence=Cadence(every_steps=3))
+    chosen = []
+    for iteration in [1, 2, 4, 5, 6, 7]:  # 3 was skipped: 4 goes in its place, and 6 is due all the same
+        if uploads(book, version(iteration)):
+            chosen.append(iteration)
+            book.upload_over(version(iteration))
+    assert chosen == [4, 6]
+
+
+def test_every_so_many_seconds_one_is_uploaded() -> None:
+    """Section 9: uploads come "from committed memory", as often as was asked for."""
+    book = ledger(cadence=Cadence(every_seconds=60.0, last_time=100.0))
+    assert not uploads(book, version(1), now=159.0)
+    assert uploads(book, version(2), now=160.0)
+    book.upload_over(version(2))
+    assert not uploads(book, version(3), now=219.0)
+    assert uploads(book, version(4), now=220.0)
+
+
+def test_ranks_learn_in_time_that_an_upload_needs_their_digests() -> None:
+    """Section 3: replicated tensors "are compared by hash across ranks at the start and before every upload"."""
+    book = ledger(cadence=Cadence(every_seconds=60.0))
+    first = report(book, version(1), *PAIRS, now=60.0, digest="")
+    assert first == [Commit(version(1), freeze=False, digest_at=2)]  # due, but not compared
+    assert report(book, version(2), *PAIRS, now=61.0) == [Commit(version(2), freeze=True, digest_at=None)]
+
+
+def test_a_manifest_names_every_shard_and_is_written_last() -> None:
+    """Section 9: a manifest is "written last: a torn upload is never seen as a checkpoint"."""
+    book = ledger(cadence=Cadence(every_steps=1))
+    assert uploads(book, version(1))
+    assert not uploads(book, version(2))  # never two at once
+    assert book.uploaded(0, version(1), "record 0") == []
+    assert book.uploaded(1, version(2), "of another upload") == []
+    assert book.uploaded(1, version(1), "record 1") == [Manifest(version(1), {0: "record 0", 1: "record 1"})]
+    assert book.upload_over(version(1)) == [Thaw(version(1))]
+    assert uploads(book, version(3))
+
+
+def test_a_failed_upload_leaves_no_manifest_and_the_next_one_goes_ahead() -> None:
+    """Section 9: "A storage outage is a warning and a metric, not a dead job." """
+    book = ledger(cadence=Cadence(every_steps=1))
+    uploads(book, version(1))
+    book.uploaded(0, version(1), "record 0")
+    assert book.upload_over(version(1), "disk full") == [Thaw(version(1), "disk full")]
+    assert book.uploaded(1, version(1), "record 1") == []
+    assert uploads(book, version(2))
+    assert book.uploaded(1, version(2), "record 1") == []  # the records of the failed one do not count

@@ -1,0 +1,234 @@
+"""One host's part in the protocol, told as short stories (docs/design.md, sections 6 to 9; GEMINI, SOSP'23, section 5).
+
+Host ``a`` runs rank 0 and keeps a replica for rank 1; ``b`` the other way round. What the hosts would do to memory and
+sockets is in the lists of effects. Any order of events is tried in test_protocol_machine.py.
+"""
+
+from __future__ import annotations
+
+from gemini_ft.protocol import CancelSend, Completed, Free, Grant, Host, Send, Skipped, Tell, Upload, Withdraw
+from gemini_ft.slots import SlotState
+from gemini_ft.versions import Incarnation, Version
+
+HOLDERS = {0: ("a", "b"), 1: ("b", "a")}
+
+
+def version(iteration: int, incarnation: int = 1) -> Version:
+    return Version(Incarnation(incarnation, "nonce"), iteration)
+
+
+def begun(resumed: Version | None = None, slots: int = 2) -> Host:
+    """Host ``a`` at the start of an incarnation."""
+    host = Host("a")
+    host.open(HOLDERS, resumed)
+    for owner in HOLDERS:
+        host.renew(owner, slots)
+    return host
+
+
+def snapshot(host: Host, what: Version) -> None:
+    """Rank 0 copies its shard, and the replica is acknowledged."""
+    grant = host.request(0, what)[0]
+    assert isinstance(grant, Grant)
+    host.copied(0, what)
+    host.sent(0, grant.slot, "b")
+
+
+def replicate(host: Host, what: Version, committed: Version | None = None) -> None:
+    """The shard of rank 1 comes in."""
+    assert host.receive(1, what, committed) is not None
+    host.received(1, what)
+
+
+def committed(host: Host, what: Version, freeze: bool = False) -> None:
+    snapshot(host, what)
+    replicate(host, what, host.committed)
+    host.on_commit(what, freeze)
+
+
+def test_a_snapshot_is_granted_copied_sent_and_reported() -> None:
+    """Section 6: a chunk "travels as soon as it is copied": the sending begins together with the copying."""
+    host = begun()
+    assert host.request(0, version(1)) == [Grant(0, 0, version(1)), Send(0, 0, version(1), "b")]
+    report = Completed(0, "a", version(1), "a layout", "a digest")
+    assert host.copied(0, version(1), "a layout", "a digest") == [Tell(report)]
+    assert host.reports() == [report]
+
+
+def test_a_replica_is_reported_by_the_host_that_holds_it() -> None:
+    """Section 7: "when all holders have reported, iteration i is committed"."""
+    host = begun()
+    assert host.receive(1, version(1), None) is not None
+    assert host.reports() == []
+    assert host.received(1, version(1)) == [Tell(Completed(1, "a", version(1)))]
+
+
+def test_the_next_iteration_waits_for_the_commit_of_the_last_but_one() -> None:
+    """Section 7: "A slot with iteration i-1 is overwritten only when i is complete everywhere." """
+    host = begun()
+    committed(host, version(1))
+    snapshot(host, version(2))
+    assert host.request(0, version(3)) == []
+    assert host.on_commit(version(2), freeze=False) == [Grant(0, 0, version(3)), Send(0, 0, version(3), "b")]
+
+
+def test_the_slot_waits_for_the_peer_even_after_the_commit() -> None:
+    """Section 6: used again "only when every reader (replica, recovery, upload) has acknowledged the bytes"."""
+    host = begun()
+    host.request(0, version(1))
+    host.copied(0, version(1))
+    host.on_commit(version(1), freeze=False)  # b was left out, and still reads
+    snapshot(host, version(2))
+    assert host.on_commit(version(2), freeze=False) == [CancelSend(0, version(1), "b")]
+    assert host.request(0, version(3)) == []
+    assert host.sent(0, 0, "b")[0] == Grant(0, 0, version(3))
+
+
+def test_a_replica_is_refused_while_the_committed_one_would_have_to_go() -> None:
+    """Section 7: "Otherwise a failure in between leaves no common iteration." """
+    host = begun()
+    committed(host, version(1))
+    replicate(host, version(2), version(1))
+    host.hold(1, version(1), "somebody who recovers")
+    assert host.receive(1, version(3), version(2)) is None  # 2 is committed now, and 1 is being read
+    host.release(1, 0, "somebody who recovers")
+    slot = host.receive(1, version(3), version(2))
+    assert slot is not None
+    assert slot.index == 0
+
+
+def test_a_sender_that_breaks_off_leaves_nothing_that_counts() -> None:
+    """Section 6: what counts is what was received and verified; half a shard is nothing."""
+    host = begun()
+    host.receive(1, version(1), None)
+    host.receive_failed(1, version(1))
+    assert host.received(1, version(1)) == []
+    assert host.reports() == []
+    assert host.receive(1, version(1), None) is not None  # the connection is made anew, and everything comes again
+
+
+def test_a_late_iteration_is_skipped_and_the_next_takes_its_slot() -> None:
+    """Section 7: i+1 "is then skipped and counted"; its peer is told to forget it."""
+    host = begun()
+    host.request(0, version(1))
+    skipped = Skipped(0, version(1), "late")
+    assert host.give_up(0, version(1), "late") == [CancelSend(0, version(1), "b"), Tell(skipped)]
+    host.sent(0, 0, "b")
+    assert host.request(0, version(2))[0] == Grant(0, 0, version(2))
+    assert host.copied(0, version(1)) == []
+
+
+def test_a_complete_snapshot_cannot_be_taken_back() -> None:
+    """Section 7: "when all holders have reported, iteration i is committed": it may be already."""
+    host = begun()
+    snapshot(host, version(1))
+    assert host.give_up(0, version(1), "late") == []
+    assert host.slots(0).newest == version(1)
+
+
+def test_an_aborted_iteration_goes_from_every_host() -> None:
+    """Section 7: an iteration is complete everywhere or nowhere; iterations never mix."""
+    host = begun()
+    replicate(host, version(1))
+    host.request(0, version(1))
+    assert host.on_abort(version(1)) == [CancelSend(0, version(1), "b"), Withdraw(0, version(1))]
+    assert host.copied(0, version(1)) == []
+    assert host.reports() == []
+    assert host.receive(1, version(1), None) is None
+    assert host.request(0, version(1)) == [Withdraw(0, version(1))]
+
+
+def test_an_abort_that_comes_after_the_commit_is_not_obeyed() -> None:
+    """Section 7: "Reports may be repeated or late"; what is committed stays committed."""
+    host = begun()
+    committed(host, version(1))
+    assert host.on_abort(version(1)) == []
+    assert host.slots(0).newest == host.slots(1).newest == version(1)
+
+
+def test_a_crashed_worker_leaves_the_committed_version_and_nothing_half_written() -> None:
+    """Section 4: the agent's memory "survives its death"; section 7: "complete everywhere" or not at all."""
+    host = begun()
+    committed(host, version(1))
+    host.request(0, version(2))
+    assert Tell(Skipped(0, version(2), "its worker died")) in host.worker_lost(0)
+    assert host.slots(0).newest == version(1)
+    assert [slot.state for slot in host.slots(0).slots.values()] == [SlotState.COMPLETE, SlotState.EMPTY]
+
+
+def test_a_restart_resumes_the_older_version_and_computes_the_newer_again() -> None:
+    """Section 7: else "an iteration that is computed again after a restart would mix with its earlier copy"."""
+    host = begun()
+    committed(host, version(1))
+    snapshot(host, version(2))
+    host.request(0, version(3))
+    host.open(HOLDERS, version(1))
+    assert host.reports() == []
+    assert host.copied(0, version(2)) == []
+    assert host.request(0, version(2, incarnation=2))[0] == Grant(0, 1, version(2, incarnation=2))
+    assert host.slots(0).newest == version(1)
+
+
+def test_word_from_the_incarnation_before_changes_nothing() -> None:
+    """Section 7: "Receivers, commits and manifests refuse older incarnations." """
+    host = begun()
+    committed(host, version(1))
+    host.open(HOLDERS, version(1))
+    committed(host, version(2, incarnation=2))
+    assert host.receive(1, version(9), version(8)) is not None  # a slot of the rotation, not the committed one
+    host.received(1, version(9))
+    host.on_commit(version(9), freeze=False)
+    host.on_abort(version(9))
+    assert host.committed == version(2, incarnation=2)
+    assert host.slots(1).newest == version(2, incarnation=2)
+
+
+def test_what_an_inventory_promised_stays_until_the_new_incarnation_begins() -> None:
+    """Section 8: "every rank reports its host's inventory": from then on nothing here may change."""
+    host = begun()
+    committed(host, version(1))
+    replicate(host, version(2), version(1))
+    host.request(0, version(2))
+    host.seal()
+    assert host.copied(0, version(2)) == []
+    host.on_abort(version(2))
+    host.receive(1, version(3), version(1))
+    assert (host.slots(0).newest, host.slots(1).newest) == (version(1), version(2))
+    host.unseal()  # those who were choosing have died: now the abort counts
+    assert host.slots(1).newest == version(1)
+    assert host.receive(1, version(3), version(1)) is not None
+
+
+def test_an_agent_that_was_restarted_repeats_what_it_had_reported() -> None:
+    """Section 7: "if the leader restarts, the others repeat theirs"; in the order of versions."""
+    host = Host("a")
+    host.slots(0).adopt(0, version(3))
+    host.slots(0).adopt(1, version(2))
+    host.slots(1).adopt(0, version(2))
+    host.reopen(HOLDERS, version(1))
+    assert [(report.version, report.owner) for report in host.reports()] == [(version(2), 0), (version(2), 1), (version(3), 0)]
+
+
+def test_the_committed_slot_is_uploaded_and_a_third_one_takes_its_place() -> None:
+    """Section 7: "the slot that is being uploaded leaves the rotation until the manifest is written"."""
+    host = begun(slots=3)
+    snapshot(host, version(1))
+    replicate(host, version(1))
+    assert host.on_commit(version(1), freeze=True) == [Upload(0, 0, version(1))]  # each owner's own copy, once
+    for iteration in range(2, 6):
+        committed(host, version(iteration))
+    assert host.slots(0).complete_version(version(1)) is not None
+    host.thawed(version(1))
+    committed(host, version(6))
+    assert host.slots(0).complete_version(version(1)) is None
+
+
+def test_a_shard_that_has_moved_away_is_freed_only_after_the_next_commit() -> None:
+    """Section 8: "Ranks move between hosts at a restart"; until the others have a copy, this may be the only one."""
+    host = begun()
+    committed(host, version(1))
+    host.open({0: ("a", "c"), 1: ("b", "c")}, version(1))
+    assert host.hold(1, version(1), "fetch:c") is not None
+    host.release(1, 0, "fetch:c")
+    assert host.slots(1).newest == version(1)
+    assert Free(1, 0) in host.on_commit(version(2, incarnation=2), freeze=False)
