@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ class Case:
     optimizers: int = 1
     width: int = 16
     state: tuple[str, ...] = ("scheduler",)
+    pause: float = 0.0  # seconds after each iteration
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -89,6 +91,7 @@ def train(case: Case, out: str) -> dict[str, Any]:
             seen += 8
             trace.write(f"{iteration} {loss.item().hex()} {scheduler.get_last_lr()[0].hex()} {seen}\n")
             checkpointer.step(seen=seen)
+            time.sleep(case.pause)
     checkpointer.close()
     final = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "rng": torch.get_rng_state(), "seen": seen}
     return {"start": start, "state": digest(final), "restored": checkpointer.stats.restored, "snapshots": checkpointer.stats.snapshots}
