@@ -199,6 +199,52 @@ def test_what_an_inventory_promised_stays_until_the_new_incarnation_begins() -> 
     assert host.receive(1, version(3), version(1)) is not None
 
 
+def test_a_promise_holds_for_shards_that_come_after_it() -> None:
+    """Section 8: the plan is made "from inventories": a copy that none of them names must not become complete."""
+    host = begun()
+    host.seal()
+    host.renew(7, 2)
+    assert host.receive(7, version(1), None) is None
+
+
+def test_what_was_promised_can_be_resumed_though_it_was_aborted_meanwhile() -> None:
+    """Section 8: what is resumed is the choice of "a pure function" of the inventories, not of the ledger of before."""
+    host = begun()
+    replicate(host, version(1))
+    host.seal()
+    host.on_abort(version(1))
+    host.open(HOLDERS, version(1))
+    host.seal()
+    host.unseal()  # another restart that did not come about: the abort was of another time
+    assert host.slots(1).newest == version(1)
+
+
+def rebuilding() -> Host:
+    """Version 2 is resumed, but here is only version 1 of rank 0: it is kept while the lost copy comes in."""
+    host = begun()
+    committed(host, version(1))
+    host.open(HOLDERS, version(2))
+    slot = host.rebuild(0, version(2))
+    assert slot is not None
+    assert slot.index == 1
+    assert host.request(0, version(3, incarnation=2)) == []
+    return host
+
+
+def test_when_a_lost_copy_is_rebuilt_the_waiting_worker_gets_its_slot() -> None:
+    """Section 8: "Lost copies are rebuilt in the background afterwards", while the worker goes on."""
+    assert rebuilding().rebuilt(0, version(2))[0] == Grant(0, 0, version(3, incarnation=2))
+    assert rebuilding().receive_failed(0, version(2))[0] == Grant(0, 1, version(3, incarnation=2))
+
+
+def test_a_lost_copy_is_rebuilt_even_if_the_worker_dies_meanwhile() -> None:
+    """Section 8: it is fetched from a peer; it is not what the worker was writing."""
+    host = rebuilding()
+    assert host.worker_lost(0) == []
+    host.rebuilt(0, version(2))
+    assert host.slots(0).newest == version(2)
+
+
 def test_an_agent_that_was_restarted_repeats_what_it_had_reported() -> None:
     """Section 7: "if the leader restarts, the others repeat theirs"; in the order of versions."""
     host = Host("a")
@@ -221,6 +267,41 @@ def test_the_committed_slot_is_uploaded_and_a_third_one_takes_its_place() -> Non
     host.thawed(version(1))
     committed(host, version(6))
     assert host.slots(0).complete_version(version(1)) is None
+
+
+def test_an_upload_whose_end_was_not_heard_of_gives_way_to_the_next() -> None:
+    """Section 7: which iteration is out of the rotation "is part of its commit, the same on all hosts": never two."""
+    host = begun(slots=3)
+    committed(host, version(1), freeze=True)
+    committed(host, version(2), freeze=True)
+    host.thawed(version(1))  # heard after all
+    assert [slot.version for slot in host.slots(0).slots.values() if slot.frozen] == [version(2)]
+
+
+def test_only_a_complete_version_is_read() -> None:
+    """Section 6: recovery reads what was verified on arrival; a version in progress is not there yet."""
+    host = begun()
+    host.receive(1, version(1), None)
+    assert host.hold(1, version(1), "fetch:c") is None
+    host.received(1, version(1))
+    assert host.hold(1, version(1), "fetch:c") is not None
+
+
+def test_a_peer_that_was_left_out_lets_go_of_what_it_reads() -> None:
+    """Section 7: the set of holders shrinks; its slowest member must not keep the slots of the others."""
+    host = begun()
+    host.request(0, version(1))
+    assert host.on_exclude(0, "b") == [CancelSend(0, version(1), "b")]
+    assert host.on_exclude(1, "a") == []  # its owner's affair
+
+
+def test_after_the_job_only_the_committed_version_keeps_its_memory() -> None:
+    """Section 4: "After a finished job, or Ctrl-C, the agent leaves"; until then a next job may want to resume."""
+    host = begun()
+    committed(host, version(1))
+    committed(host, version(2))
+    assert host.finish() == [Free(0, 0), Free(1, 0)]
+    assert host.slots(0).newest == host.slots(1).newest == version(2)
 
 
 def test_a_shard_that_has_moved_away_is_freed_only_after_the_next_commit() -> None:

@@ -57,12 +57,12 @@ class Job:
         self._refuse = False
         self._todo: list[Node] = []  # hosts still to be asked, or to be told
         self._crew: list[Node] = []  # hosts of the present attempt, in the order of their ranks
-        self._sealed: list[Node] = []
+        self._sealed: dict[Node, list[tuple[int, Version]]] = {}  # and the copies that their inventories have promised
         self._holdings: list[Holding] = []
         self.committed: list[Version] = []  # of the present incarnation
         self._aborted: set[Version] = set()
-        self._safe: Version | None = None  # the newest version that must not get lost,
-        self._keepers: dict[int, set[Node]] = {}  # ... as long as one of these hosts lives for each owner
+        self._safe: Version | None = None  # the newest version that must not get lost:
+        self._keepers: dict[int, set[Node]] = {}  # ... of each owner's shard every one of these hosts keeps its copy
 
     def check(self, holds: bool, text: str) -> None:
         if not holds:
@@ -203,9 +203,9 @@ class Job:
     def _gather(self, node: Node) -> None:
         self._todo.remove(node)
         node.host.seal()  # the agent's duty
-        self._sealed = [*(other for other in self._sealed if other is not node), node]
         slots = [(owner, slot) for owner, shard in node.host.shards.items() for slot in shard.slots.values()]
         whole = [(owner, slot.index, slot.version) for owner, slot in slots if slot.state is SlotState.COMPLETE and slot.version]
+        self._sealed[node] = [(owner, version) for owner, _, version in whole]
         self._holdings.append(Holding(node.name, [self._info(owner, v, node.memory[owner, index]) for owner, index, v in whole]))
         if not self._todo:
             self._plan()
@@ -218,13 +218,12 @@ class Job:
 
     def forgotten(self, node: Node) -> None:
         """An agent was restarted. Those who were choosing what to resume had its promise, and start over."""
-        if node in self._sealed:
-            self._sealed.remove(node)
+        if self._sealed.pop(node, None) is not None:
             self.phase = "broken"
 
     def _unseal(self, node: Node) -> None:
         """Those who were choosing are dead."""
-        self._sealed.remove(node)
+        del self._sealed[node]
         if node.alive:
             node.perform(node.host.unseal())
 
@@ -255,7 +254,7 @@ class Job:
     def _open(self, node: Node) -> None:
         assert self.session is not None
         self._todo.remove(node)
-        self._sealed = [other for other in self._sealed if other is not node]
+        self._sealed.pop(node, None)
         node.open(self.session)
         if not self._todo:
             self.phase = "running"
@@ -317,9 +316,12 @@ class Job:
                 versions = [slot.version for slot in shard.slots.values() if slot.version is not None]
                 if len(versions) != len(set(versions)):
                     raise BrokenPromiseError(f"{node.name}, rank {owner}: two slots of one version: {versions}")
-        if self._safe is not None and self._is_kept_by(alive):
-            gone = [owner for owner in self._keepers if not any(self._has(node, owner, self._safe) for node in alive)]
-            self.check(not gone, f"{self._safe} is committed and a host that had each shard lives, but those of {gone} are gone")
+        for owner, keepers in self._keepers.items() if self._safe is not None else ():
+            lacking = [node.name for node in keepers if node.alive and not self._has(node, owner, self._safe)]
+            self.check(not lacking, f"{self._safe} is committed, but {lacking} had rank {owner}'s shard of it and have it no more")
+        for node, promised in self._sealed.items():
+            gone = [f"rank {owner}'s {version}" for owner, version in promised if node.alive and not self._has(node, owner, version)]
+            self.check(not gone, f"{node.name}'s inventory has promised {gone}, and they are gone")
 
     def _wrong(self, owner: int, slot: Slot, memory: Memory) -> str:
         if slot.state is SlotState.COMPLETE:
