@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from gemini_ft.export.source import Checkpoint
 from gemini_ft.export.state import OptimizerState, State
@@ -21,7 +23,9 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
     """Write into ``folder``. It can be loaded by any number of ranks."""
     state = State(checkpoint, optimizers=True)
     document = {"model": state.model() | state.extra_state(), "optim": _merged(state.optimizers())}
-    dcp.save(document, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is the intent
+        save(document, storage_writer=FileSystemWriter(folder), no_dist=True)
 
 
 def _merged(optimizers: list[OptimizerState]) -> dict[str, Any]:

@@ -31,8 +31,7 @@ def write(checkpoint: Checkpoint, folder: Path, name: str) -> None:
     header = _header(ordered, {"format": "pt"} | tied)
     with open(folder / name, "wb") as file:
         file.write(pack("<Q", len(header)) + header)
-        for tensor in ordered.values():
-            file.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+        file.writelines(tensor.contiguous().flatten().view(torch.uint8).numpy().data for tensor in ordered.values())
 
 
 def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:

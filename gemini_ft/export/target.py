@@ -62,8 +62,8 @@ def _local(folder: Path, name: str | None, overwrite: bool) -> Iterator[Path]:
         if name is not None:
             (stage / name).replace(folder / name)
         else:
-            for path in old:
-                (folder / path).unlink()
+            for key in old:
+                (folder / key).unlink()
             stage.replace(folder)  # rename(2) takes the place of an empty folder
     finally:
         shutil.rmtree(stage, ignore_errors=True)

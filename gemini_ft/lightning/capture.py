@@ -66,7 +66,8 @@ def file_checkpoint(checkpoint: dict[str, Any], state_dict: Mapping[str, Any], o
     """
     compat.drop_positions(checkpoint)
     compat.as_if_saved_by_callback(checkpoint)
-    return {"state_dict": dict(state_dict), "optimizer_states": list(optimizer_states)} | _resolve_live(checkpoint, state_dict)
+    resolved: dict[str, Any] = _resolve_live(checkpoint, state_dict)
+    return {"state_dict": dict(state_dict), "optimizer_states": list(optimizer_states)} | resolved
 
 
 def restore(trainer: Any, package: str, extras: Mapping[str, Any]) -> None:
