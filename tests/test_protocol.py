@@ -274,6 +274,7 @@ def test_an_upload_whose_end_was_not_heard_of_gives_way_to_the_next() -> None:
     host = begun(slots=3)
     committed(host, version(1), freeze=True)
     committed(host, version(2), freeze=True)
+    assert [slot.version for slot in host.slots(0).slots.values() if slot.frozen] == [version(2)]
     host.thawed(version(1))  # heard after all
     assert [slot.version for slot in host.slots(0).slots.values() if slot.frozen] == [version(2)]
 

@@ -367,6 +367,8 @@ class Receiver:
             self._connection.send(Resend(owner=chunk.owner, iteration=chunk.iteration, chunks=[chunk.index]))
 
     def _begin(self, begin: Begin) -> None:
+        if begin.owner in self._open and begin.iteration < self._open[begin.owner][0]:
+            return  # an older one that starts over; pushed out by it, the newer one would never be acknowledged
         if begin.owner in self._open:  # its sender goes on to the next iteration without having ended the last one
             self._abandon(begin.owner, self._open[begin.owner][0])
         memory = self._owner.begin_receive(begin.owner, begin.iteration, begin.committed)

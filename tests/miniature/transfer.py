@@ -128,6 +128,8 @@ class Receiver:
         getattr(self, f"_{kind}")(*args)
 
     def _begin(self, owner: int, version: Version, committed: Version | None, shape: int) -> None:
+        if owner in self.open and version < self.open[owner][0]:
+            return  # an older one that starts over: it must not push the newer one out
         if owner in self.open:
             self._abandon(owner, self.open[owner][0])
         self.node.ensure(owner, shape, 2)
