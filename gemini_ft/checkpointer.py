@@ -186,7 +186,7 @@ class Checkpointer:
 
     def _read_extras(self, recorder: Recorder) -> Any:
         session = recorder.session
-        trust = session.plan.kind == "memory" or bool(self.config.storage and self.config.storage.trust_pickle)
+        trust = bool(self.config.storage and self.config.storage.trust_pickle)  # what is in memory may have come from storage
         blob = session.sources.read(session.rank, session.rank, lambda shard: shard.extras())
         return codec.decode(blob, session.secret, trust_pickle=trust)
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.config import GeminiConfig
 from gemini_ft.errors import CorruptDataError, StorageError
 from gemini_ft.faults import Orders
-from gemini_ft.messages import Inventory, Verified, Verify, Welcome
+from gemini_ft.messages import Inventory, Stage, Staged, Verified, Verify, Welcome
 from gemini_ft.recovery import Holding, Plan, plan_recovery, require
-from gemini_ft.rendezvous import exchange, exchange_or_raise
+from gemini_ft.rendezvous import exchange_or_raise
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import Manifest, newest_whole
-from gemini_ft.storage.shard import StoredShard
 from gemini_ft.versions import Version
 
 _log = logging.getLogger("gemini_ft")
-_VERIFY_SECONDS = 600.0  # reading a whole checkpoint, or all of a host's copies, may take that long
+_VERIFY_SECONDS = 600.0  # reading all of a host's copies may take that long
+_STAGE_SECONDS = 6 * 3600.0  # reading a host's part of a checkpoint from storage too
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,6 @@ class Choice:
     """What the ranks have agreed to resume."""
 
     plan: Plan
-    manifest: Manifest | None  # of a plan from storage
     given_up: frozenset[Version]
 
 
@@ -65,7 +65,7 @@ class Chooser:
         stuck = self._stuck()
         given_up = frozenset(version for about in self._everyone for version in about.inventory.given_up) | stuck.keys()
         if self._config.resume == "never":
-            return Choice(Plan("nothing"), None, given_up)
+            return Choice(Plan("nothing"), given_up)
         choice = self._find(given_up)
         if choice.plan.version is None and given_up:
             choice = self._find(frozenset())  # rather one more failure than to start over what took weeks
@@ -89,15 +89,16 @@ class Chooser:
             plan = plan_recovery(list(self._holdings.values()), len(self._everyone), stored, size, sorted(refused))
             if plan.kind == "memory":
                 if not (damaged := self._damaged_in_memory(plan)):
-                    return Choice(plan, None, refused)
+                    return Choice(plan, refused)
                 self._holdings = {h: _without(holding, plan.version, damaged.get(h, set())) for h, holding in self._holdings.items()}
             elif plan.kind == "storage" and manifest is not None and self._storage is not None:
-                if all(exchange(_is_sound(self._storage, manifest, self._rank), _VERIFY_SECONDS)):
-                    return Choice(plan, manifest, refused)
+                if all(exchange_or_raise(partial(self._stage, manifest), _STAGE_SECONDS)):
+                    sources = {owner: (about.welcome.info.host,) for owner, about in enumerate(self._everyone)}
+                    return Choice(replace(plan, sources=sources), refused)
                 self._warn("%s in storage is damaged: trying the one before", manifest.folder)
                 self._damaged.add(manifest.folder)
             else:
-                return Choice(plan, None, refused)
+                return Choice(plan, refused)
 
     def _newest(self, refused: frozenset[Version]) -> Manifest | None:
         passed = set(self._damaged)
@@ -124,19 +125,24 @@ class Chooser:
             self._warn(text, host, sorted(owners), plan.version)
         return damaged
 
+    def _stage(self, manifest: Manifest) -> bool:
+        """Get the shard of our own number into our host's memory; False if storage does not give it back whole.
+
+        Every shard has a rank of its number: a checkpoint of another size is refused before this.
+        """
+        assert self._config.storage is not None
+        record, storage = manifest.shards[self._rank].model_dump_json(), self._config.storage.model_dump()
+        order = Stage(owner=self._rank, version=manifest.version, record=record, storage=storage, chunk_bytes=self._config.chunk_bytes)
+        try:
+            self._client.call(order, Staged, timeout=_STAGE_SECONDS)
+        except (CorruptDataError, StorageError) as error:
+            _log.warning("%s", error)
+            return False
+        return True
+
     def _warn(self, text: str, *values: object) -> None:
         if self._rank == 0:
             _log.warning(text, *values)
-
-
-def _is_sound(storage: Storage, manifest: Manifest, rank: int) -> bool:
-    """Every rank reads the shard of its own number; a checkpoint of another size is refused before this."""
-    try:
-        StoredShard(storage, manifest.shards[rank]).verify()
-    except (CorruptDataError, StorageError) as error:
-        _log.warning("%s", error)
-        return False
-    return True
 
 
 def _without(holding: Holding, version: Version | None, owners: set[int]) -> Holding:

@@ -48,7 +48,7 @@ class Slot:
             torch.cuda.check_error(_cudart().cudaHostRegister(self.address, capacity, _PORTABLE))
 
     def prefault(self) -> None:
-        """Touch all pages now, from this process: they come from its own NUMA node, and not during the first copy."""
+        """Touch all pages, from this process: they come from its own NUMA node, and not during the first copy."""
         populate(self.memory, 0, len(self.memory))
 
     def write(self, number: int, batch: Batch) -> None:

@@ -176,6 +176,23 @@ class Verified(_Message):
     sound: list[int]
 
 
+class Stage(_Message):
+    """Ask for a shard of a stored checkpoint to be laid down in this host's memory, as complete as if it had been replicated here."""
+
+    kind: Literal["stage"] = "stage"
+    owner: int
+    version: Version
+    record: str  # gemini_ft.storage.shard.ShardRecord as JSON
+    storage: dict[str, object]  # gemini_ft.config.StorageConfig
+    chunk_bytes: int
+
+
+class Staged(_Message):
+    """Answer to Stage."""
+
+    kind: Literal["staged"] = "staged"
+
+
 class Map(_Message):
     """Ask for a local slot's descriptor, to read it."""
 
@@ -571,10 +588,10 @@ class Data(_Message):
 
 Message = Annotated[
     Hello | GetInventory | OpenSession | Reserve | Request | Chunk | Copied | GiveUp | Progress | Excuse | Map | Verify | Verified
-    | Adopt | Goodbye | GetStatus | Visit | Leave | Inject | Welcome | Inventory | Opened | Reserved | Granted | Committed | Aborted
-    | Failed | Notice | Mapped | Custody | Status | Visited | Challenge | Proof | Accepted | Offer | Ready | Refused | Begin | End
-    | Drop | Ack | Resend | Unchanged | ReportCompleted | ReportSkipped | ReportUploaded | ReportFinished | Rejoin | HoldersChanged
-    | Thawed | AllFinished | Fetch | Describe | Description | Data,
+    | Stage | Staged | Adopt | Goodbye | GetStatus | Visit | Leave | Inject | Welcome | Inventory | Opened | Reserved | Granted
+    | Committed | Aborted | Failed | Notice | Mapped | Custody | Status | Visited | Challenge | Proof | Accepted | Offer | Ready
+    | Refused | Begin | End | Drop | Ack | Resend | Unchanged | ReportCompleted | ReportSkipped | ReportUploaded | ReportFinished
+    | Rejoin | HoldersChanged | Thawed | AllFinished | Fetch | Describe | Description | Data,
     Field(discriminator="kind"),
 ]  # fmt: skip
 _adapter: TypeAdapter[Message] = TypeAdapter(Message)

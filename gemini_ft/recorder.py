@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import torch
 from gemini_ft import codec, faults
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient, as_error
-from gemini_ft.agent.memory import SlotShape
+from gemini_ft.agent.memory import EXTRAS_ROOM, SlotShape
 from gemini_ft.config import GeminiConfig
 from gemini_ft.copyplan import CopyPlan, Slot
 from gemini_ft.errors import AgentError, GeminiError, MemoryBudgetError
@@ -49,7 +50,6 @@ from gemini_ft.state import Models, collect_extras
 from gemini_ft.versions import Version
 
 _log = logging.getLogger("gemini_ft")
-_EXTRAS_ROOM = 2**20  # bytes of small state a slot has room for at least
 _SILENCE = 60.0  # seconds before the same warning is given again
 
 
@@ -226,9 +226,9 @@ class Recorder:
         elif before is None:
             check_replicas(sources, exchange)
             _check_memory(self.session, exchange(_slot_bytes(self.session, layout), self._config.timeout))
-            exchange_or_raise(lambda: self._reserve(_EXTRAS_ROOM), self._config.timeout + 10)
+            exchange_or_raise(lambda: self._reserve(EXTRAS_ROOM), self._config.timeout + 10)
         else:
-            self._reserve(max(_EXTRAS_ROOM, self._extras_capacity))
+            self._reserve(max(EXTRAS_ROOM, self._extras_capacity))
 
     def _reserve(self, extras_capacity: int) -> None:
         """Get slots for the present layout from the agent, and map them."""
@@ -246,8 +246,7 @@ class Recorder:
             index: Slot(fd, reserved.data_offset, reserved.capacity, pinned) for index, fd in zip(reserved.slots, fds, strict=True)
         }
         self._extras_capacity = extras_capacity
-        for slot in snapshotter.slots.values():
-            slot.prefault()
+        threading.Thread(target=_prefault, args=(list(snapshotter.slots.values()),), name="gemini-prefault", daemon=True).start()
 
     def _digest(self) -> str:
         return replicated_digest(self._sources) or "none"
@@ -321,10 +320,15 @@ def _first_digest(session: Session) -> int | None:
     return (start // every + 1) * every if isinstance(every, int) else start + 1
 
 
+def _prefault(slots: Sequence[Slot]) -> None:
+    for slot in slots:
+        slot.prefault()
+
+
 def _slot_bytes(session: Session, layout: Layout) -> int:
     """What one slot of this rank takes of an agent's budget."""
     spec, blob = session.spec, layout.to_bytes()
-    size, room, chunk = layout.nbytes, _EXTRAS_ROOM, spec.chunk_bytes
+    size, room, chunk = layout.nbytes, EXTRAS_ROOM, spec.chunk_bytes
     return SlotShape(session.run, spec.stream, session.rank, session.world_size, layout.logical_hash, blob, size, room, chunk).total
 
 

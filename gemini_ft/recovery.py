@@ -15,7 +15,7 @@ import xxhash
 
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.agent.memory import SlotMemory
-from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, PeerError, RecoveryError, StorageError, WorldSizeError
+from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, PeerError, RecoveryError, WorldSizeError
 from gemini_ft.layout import Layout
 from gemini_ft.messages import Data, Describe, Description, Failed, Fetch, Map, Mapped, Proof, SlotInfo
 from gemini_ft.storage.base import Storage
@@ -39,7 +39,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to resume. ``sources``: owner -> hosts with a complete copy (empty when it comes from storage)."""
+    """What to resume. ``sources``: owner -> hosts with a complete copy (from storage: once it has been laid down there)."""
 
     kind: Literal["nothing", "memory", "storage"]
     version: Version | None = None
@@ -159,11 +159,17 @@ class ShardReader(Protocol):
 
 
 class LocalShard:
-    """From this host's agent, by mapping its memory."""
+    """From this host's agent, by mapping its memory.
 
-    where = "own memory"
+    Args:
+        client: connection to the agent.
+        owner: whose shard.
+        version: which state.
+        where: where its bytes came from.
+    """
 
-    def __init__(self, client: AgentClient, owner: int, version: Version) -> None:
+    def __init__(self, client: AgentClient, owner: int, version: Version, where: str = "own memory") -> None:
+        self.where = where
         _, (fd,) = client.call(Map(owner=owner, version=version), Mapped)
         self._memory = SlotMemory.adopt(fd)
         self.layout = Layout.from_bytes(self._memory.shape.layout)
@@ -292,8 +298,6 @@ class Sources:
     secret: bytes
     timeout: float
     tls: dict[str, str] | None = None
-    storage: Storage | None = None
-    manifest: Manifest | None = None
 
     def candidates(self, owner: int, reader: int) -> list[str]:
         """Hosts to ask for ``owner``'s shard; readers are spread over them."""
@@ -301,26 +305,24 @@ class Sources:
         turn = reader % len(hosts) if hosts else 0
         return sorted(hosts[turn:] + hosts[:turn], key=lambda host: host != self.host)
 
-    def open(self, owner: int, host: str) -> LocalShard | PeerShard | StorageShard:
+    def open(self, owner: int, host: str) -> LocalShard | PeerShard:
         """Open one copy. Raises GeminiError when it cannot be had."""
         assert self.plan.version is not None
-        if self.manifest is not None and self.storage is not None:
-            return StorageShard(self.storage, self.manifest, owner)
         if host == self.host:
-            return LocalShard(self.client, owner, self.plan.version)
+            return LocalShard(self.client, owner, self.plan.version, "storage" if self.plan.kind == "storage" else "own memory")
         return PeerShard(host, self.addresses[host], self.claims, self.secret, owner, self.plan.version, self.timeout, self.tls)
 
-    def read(self, owner: int, reader: int, use: Callable[[LocalShard | PeerShard | StorageShard], T]) -> T:
+    def read(self, owner: int, reader: int, use: Callable[[LocalShard | PeerShard], T]) -> T:
         """Let ``use`` read one shard; when that fails, let it start over with the next copy.
 
         Raises:
             RecoveryError: no copy could be read; the text says why each failed.
         """
         failures: list[str] = []
-        for host in ["storage"] if self.manifest is not None else self.candidates(owner, reader):
+        for host in self.candidates(owner, reader):
             try:
                 with contextlib.closing(self.open(owner, host)) as shard:
                     return use(shard)
-            except (PeerError, CorruptDataError, AgentError, StorageError, OSError) as error:
+            except (PeerError, CorruptDataError, AgentError, OSError) as error:
                 failures.append(str(error))
         raise RecoveryError(f"no copy of rank {owner}'s shard of {self.plan.version} could be read: {'; '.join(failures)}")

@@ -10,7 +10,7 @@ import torch
 
 from gemini_ft.copies import copy_into
 from gemini_ft.layout import Layout, Read, plan_reads, stored_specs
-from gemini_ft.recovery import LocalShard, PeerShard, Sources, StorageShard
+from gemini_ft.recovery import ShardReader, Sources
 from gemini_ft.state import Models, apply_extras, destinations
 
 _READERS = 4  # shards read at a time
@@ -55,7 +55,7 @@ def _layouts(sources: Sources, rank: int) -> dict[int, Layout]:
     return {rank: own} | {owner: sources.read(owner, rank, lambda shard: shard.layout) for owner in others}
 
 
-def scatter(shard: LocalShard | PeerShard | StorageShard, reads: Sequence[Read], tensors: Mapping[str, torch.Tensor]) -> tuple[str, int]:
+def scatter(shard: ShardReader, reads: Sequence[Read], tensors: Mapping[str, torch.Tensor]) -> tuple[str, int]:
     """Copy the bytes of one shard to where they belong, as they arrive.
 
     Args:

@@ -38,7 +38,7 @@ from gemini_ft.recovery import Plan, Sources, describe
 from gemini_ft.rendezvous import exchange, exchange_or_raise
 from gemini_ft.runid import default_run_id
 from gemini_ft.storage.base import Storage, open_storage
-from gemini_ft.storage.checkpoints import Manifest, list_checkpoints
+from gemini_ft.storage.checkpoints import list_checkpoints
 from gemini_ft.transport.wire import fingerprint
 from gemini_ft.versions import Incarnation
 
@@ -61,8 +61,6 @@ class Session:
     plan: Plan
     infos: list[HostInfo]
     orders: Orders  # faults to inject
-    storage: Storage | None = None
-    manifest: Manifest | None = None
 
     @property
     def sources(self) -> Sources:
@@ -77,8 +75,6 @@ class Session:
             self.secret,
             self.config.timeout,
             self.hello.tls,
-            self.storage,
-            self.manifest,
         )
 
 
@@ -173,8 +169,7 @@ def _agree(config: GeminiConfig, client: AgentClient, hello: Hello, everyone: li
     opening = OpenSession(spec=spec, secret=secret)
     exchange_or_raise(lambda: client.call(opening, Opened)[0], config.timeout + 10)
     host, infos = client.welcome.info.host, [about.welcome.info for about in everyone]
-    plan, manifest = choice.plan, choice.manifest
-    return Session(rank, len(everyone), run, host, config, client, hello, secret, spec, plan, infos, orders, storage, manifest)
+    return Session(rank, len(everyone), run, host, config, client, hello, secret, spec, choice.plan, infos, orders)
 
 
 def _hello(config: GeminiConfig, run: str, stream: str, rank: int, secret: bytes) -> Hello:

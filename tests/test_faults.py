@@ -265,7 +265,7 @@ def test_whatever_happens_to_hosts_the_result_has_the_same_bits(tmp_path: Path, 
     damaged, lost, group = [resumptions(events)[i : i + 2] for i in (0, 2, 4)]
     assert all("peer host1" in event["sources"] for event in damaged if event["host"] == "host0")
     assert [list(event["sources"]) for event in lost if event["host"] == "host2"] == [["peer host0"]]
-    assert all(list(event["sources"]) == ["storage"] and event["iteration"] < 49 for event in group)
+    assert all("storage" in event["sources"] and event["iteration"] < 49 for event in group)
     assert len([event for event in events if event["event"] == "fault" and event["fault"] == "step=50:group=0:kill"]) == 2
 
 

@@ -29,6 +29,7 @@ from gemini_ft.messages import (
     Notice,
     Opened,
     Reserved,
+    Staged,
     Verified,
     Welcome,
     pack,
@@ -38,8 +39,8 @@ from gemini_ft.transport.wire import frame_length
 
 M = TypeVar("M", bound=Message)
 _log = logging.getLogger("gemini_ft")
-_ANSWERS = (Welcome, Inventory, Opened, Reserved, Mapped, Verified)
-_CALLS = ("hello", "get_inventory", "open_session", "reserve", "map", "verify")  # kinds that get an answer
+_ANSWERS = (Welcome, Inventory, Opened, Reserved, Mapped, Verified, Staged)
+_CALLS = ("hello", "get_inventory", "open_session", "reserve", "map", "verify", "stage")  # kinds that get an answer
 _EVENTS = (Granted, Committed, Aborted, Notice)
 
 

@@ -48,6 +48,8 @@ from gemini_ft.messages import (
     Proof,
     Request,
     Reserve,
+    Stage,
+    Staged,
     Status,
     StreamInfo,
     Verified,
@@ -153,6 +155,8 @@ class Agent:
                 self._open_session(worker, message)
             case Verify(version=version):
                 self._spawn(self._verify(worker, version))
+            case Stage():
+                self._spawn(self._stage(worker, message))
             case Map():
                 self._map(worker, message)
             case Goodbye(finished=finished):
@@ -229,6 +233,14 @@ class Agent:
 
     async def _verify(self, worker: WorkerConnection, version: Version) -> None:
         worker.send(Verified(sound=await self._stream(worker).vault.verify(version)))
+
+    async def _stage(self, worker: WorkerConnection, order: Stage) -> None:
+        try:
+            await self._stream(worker).stage(order)
+        except GeminiError as error:
+            worker.refuse(order, error)
+        else:
+            worker.send(Staged())
 
     def _hello(self, worker: WorkerConnection, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION:

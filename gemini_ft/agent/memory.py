@@ -33,6 +33,7 @@ from gemini_ft.versions import Incarnation, Version
 
 _MAGIC = b"GEMINIFT"
 FORMAT = 1
+EXTRAS_ROOM = 2**20  # bytes of small state a slot has room for at least
 _HEADER_BYTES = 4096
 _PAGE = 2 * 2**20  # data starts on a huge-page border, so that the kernel may use huge pages for it
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

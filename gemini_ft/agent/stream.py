@@ -13,6 +13,7 @@ from gemini_ft.agent.leadership import Leader, MemberLink, as_message
 from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape
 from gemini_ft.agent.replication import Link, Outgoing, Receiver
 from gemini_ft.agent.serving import Fetcher, rebuild
+from gemini_ft.agent.staging import StoredCopy
 from gemini_ft.agent.uploads import Uploader
 from gemini_ft.agent.vault import Vault
 from gemini_ft.errors import AgentError, PeerError, SupersededError
@@ -40,6 +41,7 @@ from gemini_ft.messages import (
     Reserve,
     Reserved,
     SessionSpec,
+    Stage,
     Thawed,
 )
 from gemini_ft.protocol import CancelSend, Effect, Free, Grant, Host, Send, Tell, Upload, Withdraw
@@ -157,6 +159,12 @@ class Stream:
             self._candidates.discard(worker)
             if not self._candidates:
                 self.perform(self.host.unseal())
+
+    async def stage(self, order: Stage) -> None:
+        """Get a shard of a stored checkpoint into memory, unless it is there; raises what `Vault.stage` does."""
+        if self.host.slots(order.owner).complete_version(order.version) is None:
+            copy = await asyncio.to_thread(StoredCopy, self._agent.run, self.name, order, self.log)
+            await self.vault.stage(copy, order.version)
 
     @property
     def stuck_at(self) -> Version | None:

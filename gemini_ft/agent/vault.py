@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape, populate
+from gemini_ft.agent.staging import StoredCopy
 from gemini_ft.messages import SlotInfo
 from gemini_ft.protocol import Free, Host
 from gemini_ft.slots import Slot, SlotState
@@ -78,6 +79,31 @@ class Vault:
         index = max(slots.slots, default=-1) + 1
         slots.adopt(index, memory.version)
         self.memory[owner, index] = memory
+
+    async def stage(self, copy: StoredCopy, version: Version) -> None:
+        """Lay a complete version down in a slot of its own.
+
+        Raises:
+            CorruptDataError: it is damaged in storage.
+            MemoryBudgetError: there is no room for it.
+            StorageError: the storage cannot be read.
+        """
+        shape, slots = copy.shape, self._host.slots(copy.shape.owner)
+        self._budget.take(shape.total, f"rank {shape.owner}'s shard from storage")
+        memory = SlotMemory.create(shape)
+        try:
+            await asyncio.to_thread(copy.fill, memory)
+            wanted = slots.find(version) is None
+        except BaseException:
+            wanted = False
+            raise
+        finally:
+            if not wanted:
+                self._budget.give_back(shape.total)
+                memory.close()
+        index = max(slots.slots, default=-1) + 1
+        slots.adopt(index, version)
+        self.memory[shape.owner, index] = memory
 
     def ensure(self, owner: int, shape: SlotShape, count: int, reuse: bool) -> list[int]:
         """Have ``count`` slots of ``shape`` in rotation; fresh ones where the present ones do not fit or must not be reused.

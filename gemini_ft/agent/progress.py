@@ -1,0 +1,46 @@
+"""How far a long transfer has come, in the log and in numbers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+_EVERY = 10.0  # seconds between two lines in the log
+
+
+class Progress:
+    """Counts the bytes of one transfer; any thread may add to it.
+
+    Attributes:
+        what: the transfer in words, such as ``upload of rank 0's shard``.
+        total: bytes to transfer.
+        done: bytes transferred so far.
+    """
+
+    def __init__(self, what: str, total: int, log: Callable[[str], None]) -> None:
+        self.what, self.total, self.done = what, total, 0
+        self._log, self._began = log, time.monotonic()
+        self._said = self._began
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        """So many bytes more; every ten seconds the log says how long it will take."""
+        with self._lock:
+            self.done += nbytes
+            now = time.monotonic()
+            if now - self._said < _EVERY:
+                return
+            self._said = now
+        self._log(f"{self.what}: {self.done:,} of {self.total:,} bytes, {self.seconds_left:.0f} s left")
+
+    @property
+    def seconds_left(self) -> float:
+        """At the mean speed so far; infinite before the first byte."""
+        speed = self.done / max(1e-9, time.monotonic() - self._began)
+        return (self.total - self.done) / speed if speed else float("inf")
+
+    def finish(self) -> None:
+        """Say what it took."""
+        seconds = time.monotonic() - self._began
+        self._log(f"{self.what}: {self.total:,} bytes in {seconds:.1f} s ({self.total / max(1e-9, seconds) / 1e6:,.0f} MB/s)")

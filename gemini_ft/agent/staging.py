@@ -1,0 +1,70 @@
+"""From storage into this host's memory: a shard of a stored checkpoint becomes a copy like any other.
+
+Each shard is read from storage once, by its owner's host; whoever else needs it reads it from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import xxhash
+
+from gemini_ft.agent.memory import EXTRAS_ROOM, SlotMemory, SlotShape
+from gemini_ft.agent.progress import Progress
+from gemini_ft.config import StorageConfig
+from gemini_ft.messages import Stage
+from gemini_ft.storage.base import open_storage
+from gemini_ft.storage.shard import ShardRecord, StoredShard
+
+_PARALLEL = 8  # ranged reads at a time
+
+
+class StoredCopy:
+    """The shard that one ``Stage`` asks for.
+
+    Raises:
+        CorruptDataError: its layout or small state does not match its checksum.
+        StorageError: the storage cannot be read.
+    """
+
+    def __init__(self, run: str, stream: str, order: Stage, log: Callable[[str], None]) -> None:
+        settings = StorageConfig.model_validate(order.storage)
+        self._stored = StoredShard(open_storage(settings.url, settings.endpoint_url), ShardRecord.model_validate_json(order.record))
+        self._order, self._log = order, log
+        layout, self.extras = self._stored.layout, self._stored.extras
+        self.shape = SlotShape(
+            run=run,
+            stream=stream,
+            owner=order.owner,
+            world_size=layout.world_size,
+            layout_hash=layout.logical_hash,
+            layout=layout.to_bytes(),
+            data_bytes=layout.nbytes,
+            extras_capacity=max(EXTRAS_ROOM, len(self.extras)),
+            chunk_bytes=order.chunk_bytes,
+        )
+
+    def fill(self, memory: SlotMemory) -> None:
+        """Lay the shard down by parallel ranged reads, each checked against its checksum, and give the slot its identity.
+
+        Raises:
+            CorruptDataError: a part does not match its checksum.
+            StorageError: the storage cannot be read.
+        """
+        size, step = memory.shape.data_bytes, self._stored.record.chunk_bytes
+        progress = Progress(f"rank {self._order.owner}'s shard of {self._order.version} from storage", size, self._log)
+
+        def read(offset: int) -> None:
+            part = memory.data(offset, min(step, size - offset))
+            self._stored.read(offset, part)
+            progress.add(len(part))
+
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            for future in [pool.submit(read, offset) for offset in range(0, size, step)]:
+                future.result()
+        memory.data(size, len(self.extras))[:] = self.extras
+        for index, (offset, nbytes) in enumerate(memory.cuts(len(self.extras))):
+            memory.put_chunk(index, offset, nbytes, xxhash.xxh3_64_intdigest(memory.data(offset, nbytes)))
+        memory.finish(self._order.version, len(self.extras))
+        progress.finish()
