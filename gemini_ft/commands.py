@@ -5,13 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from gemini_ft.agent import lifecycle
-from gemini_ft.errors import ConfigError
-from gemini_ft.storage.base import open_storage
-from gemini_ft.storage.checkpoints import list_checkpoints, newest_whole, read_manifest
+from gemini_ft.config import load_config
+from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
+from gemini_ft.storage.base import Storage, open_storage
+from gemini_ft.storage.checkpoints import Manifest, examine, read_manifest
+from gemini_ft.storage.shard import StoredShard
+from gemini_ft.versions import Version
+from gemini_ft.visits import Remembered, remembered
+
+Row = tuple[str, ...]
 
 
 def agent(arguments: Sequence[str]) -> int:
@@ -45,26 +52,78 @@ def leave(arguments: Sequence[str]) -> int:
 
 
 def checkpoints(arguments: Sequence[str]) -> int:
-    """``gemini checkpoints URL``: what there is in storage."""
-    parser = argparse.ArgumentParser(prog="gemini checkpoints", description="List the checkpoints in storage, newest first.")
-    parser.add_argument("url", help="storage URL, as in storage.url")
+    """``gemini checkpoints [URL]``: what there is in storage and in the memory of this machine's agents."""
+    description = """List checkpoints, newest first: those in storage, and those in the memory of this machine's agents.
+
+state: whole; whole, newest: what a job would resume; else what is wrong with it."""
+    parser = argparse.ArgumentParser(
+        prog="gemini checkpoints", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("url", nargs="?", help="storage URL, as in storage.url (default: that of GEMINI_STORAGE or GEMINI_CONFIG)")
     parser.add_argument("--run-id", help="only this run's")
     parser.add_argument("--endpoint-url", help="of an S3-compatible store (default: boto3's own choice)")
+    parser.add_argument("--verify", action="store_true", help="read every byte in storage and compare it with its checksum")
     options = parser.parse_args(arguments)
-    storage = open_storage(options.url, options.endpoint_url)
-    rows = [("run", "stream", "step", "ranks", "bytes", "written", "newest whole")]
-    newest: dict[tuple[str, str], str | None] = {}
-    for info in list_checkpoints(storage, options.run_id):
-        line = (info.run, info.stream)
-        if line not in newest:
-            whole = newest_whole(storage, *line)
-            newest[line] = whole.folder if whole is not None else None
-        manifest = read_manifest(storage, info.folder)
-        size = sum(record.nbytes for record in manifest.shards.values())
-        mark = "yes" if newest[line] == info.folder else ""
-        rows.append((*line, str(info.iteration), str(manifest.world_size), f"{size:,}", f"{manifest.created:%Y-%m-%d %H:%M:%S}", mark))
-    print(_table(rows) if len(rows) > 1 else f"no checkpoints in {options.url}")
+    settings = load_config().storage if options.url is None else None
+    url = options.url or (settings.url if settings is not None else None)
+    rows = [row for memory in remembered(options.run_id) for row in _in_memory(memory)]
+    if url is not None:
+        endpoint = options.endpoint_url or (settings.endpoint_url if settings is not None else None)
+        rows += _in_storage(open_storage(url, endpoint), options.run_id, options.verify)
+    head = ("run", "stream", "step", "age", "bytes", "ranks", "state", "where")
+    print(_table([head, *rows]) if rows else f"no checkpoints in {url or 'memory; give the URL of a storage to look there'}")
     return 0
+
+
+def _in_storage(storage: Storage, run: str | None, verify: bool) -> Iterator[Row]:
+    newest: dict[tuple[str, str], bool] = {}  # line -> whether its newest whole checkpoint has been listed
+    for info, reason in examine(storage, run):
+        line = (info.run, info.stream)
+        try:
+            manifest = read_manifest(storage, info.folder)
+        except (CorruptDataError, StorageError):
+            yield (*line, str(info.iteration), "?", "?", "?", reason, storage.url)
+            continue
+        reason = reason or (_damage(storage, manifest) if verify else "")
+        state = reason or ("whole" if newest.get(line) else "whole, newest")
+        newest[line] = newest.get(line, False) or not reason
+        size = sum(record.nbytes for record in manifest.shards.values())
+        age = (datetime.now(UTC) - manifest.created).total_seconds()
+        yield (*line, str(info.iteration), _age(age), f"{size:,}", str(manifest.world_size), state, storage.url)
+
+
+def _damage(storage: Storage, manifest: Manifest) -> str:
+    for record in manifest.shards.values():
+        try:
+            StoredShard(storage, record).verify()
+        except CorruptDataError:
+            return f"damaged: {record.key.rpartition('/')[2]} does not match its checksum"
+    return ""
+
+
+def _in_memory(memory: Remembered) -> Iterator[Row]:
+    for version, held in memory.copies.items():
+        slots = {slot.owner: slot for copies in held.values() for slot in copies}
+        world_size = max(slot.world_size for slot in slots.values())
+        size, age = sum(slot.data_bytes + slot.extras_bytes for slot in slots.values()), min(slot.age for slot in slots.values())
+        where = "memory of " + ", ".join(sorted(held))
+        state = _state_in_memory(memory, version)
+        yield (memory.run, memory.stream, str(version.iteration), _age(age), f"{size:,}", str(world_size), state, where)
+
+
+def _state_in_memory(memory: Remembered, version: Version) -> str:
+    if missing := memory.missing(version):
+        return f"incomplete: no copy of ranks {missing} on this machine"
+    if memory.committed is not None and version > memory.committed:
+        return "whole, not committed yet"
+    return "whole, newest" if version == memory.committed else "whole"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
 
 
 def _with_run(name: str, description: str) -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,11 @@ import gemini_ft
 STEPS = 3
 
 
+@dataclass(frozen=True)
 class Odd:
-    """State that only pickle can encode."""
+    """A value that only pickle can encode."""
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"odd": Odd()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    how: str = "very"
 
 
 class Net(nn.Module):
@@ -72,8 +71,9 @@ def train(out: str, sharded: bool = False, odd: bool = False, **options: Any) ->
     """Train ``STEPS`` steps, write what torch says of the state to ``<out>/live.pt``, and die: the agents keep the last step."""
     start_ranks()
     model, optimizer = build(sharded)
-    state = {"odd": Odd()} if odd else {}
-    checkpointer = gemini_ft.Checkpointer(model, optimizer, state=state, on_late="wait", replicated=not sharded, **options)
+    if odd:
+        optimizer.param_groups[1]["odd"] = Odd()
+    checkpointer = gemini_ft.Checkpointer(model, optimizer, on_late="wait", replicated=not sharded, **options)
     checkpointer.resume()
     for _ in range(STEPS):
         model(torch.randn(8, 5)).square().mean().backward()
@@ -83,6 +83,6 @@ def train(out: str, sharded: bool = False, odd: bool = False, **options: Any) ->
     settle(checkpointer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        live = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        live = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=sharded))
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save({"model": live[0], "optim": live[1]}, Path(out) / "live.pt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from session_case import settle
 from torch import nn
 from torch.utils.data import DataLoader
@@ -79,8 +81,6 @@ class Module(pl.LightningModule):
 
 def fit(out: str, name: str, crash_at: int | None = None, ckpt_path: str | None = None) -> dict[str, Any]:
     """One fit, under gemini-ft if it is to crash; what came of it."""
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
     samples: Any = torch.linspace(-1, 1, SAMPLES * 4).view(SAMPLES, 4).sin()
     module = Module(crash_at)
     trainer = pl.Trainer(
@@ -96,10 +96,8 @@ def fit(out: str, name: str, crash_at: int | None = None, ckpt_path: str | None 
         default_root_dir=Path(out) / name,
     )
     loader = Loader(samples, BATCH, shuffle=True)
-    try:
+    with contextlib.suppress(Crash):
         trainer.fit(module, loader, DataLoader(samples[:4], 2), ckpt_path=ckpt_path)
-    except Crash:
-        pass
     optimizer = trainer.optimizers[0].state_dict() if trainer.optimizers else {}
     return {
         "state": digest({"model": module.state_dict(), "optimizer": optimizer}),

@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
-import json
+import math
+import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import s3_server
 import torch
 import torch.distributed.checkpoint as dcp
-from export_case import STEPS, Net, build, train
+from agent_kit import eventually
+from export_case import STEPS, Net, train
 from export_lightning_case import from_files, until_crash
 from rank_kit import World
 from safetensors.torch import load_file, load_model
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from session_case import loop
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from gemini_ft import cli
+from gemini_ft.errors import UnsupportedStateError
+from gemini_ft.export.assemble import _join
+from gemini_ft.sources import PER_RANK
+from gemini_ft.storage.base import open_storage
+from gemini_ft.storage.checkpoints import list_checkpoints
 from gemini_ft.testing import assert_identical
 
 
 class Job(World):
-    """A plain loop that has done its steps and died; its agents linger."""
+    """A plain loop that has done its steps and died; its agents linger, and its last step is in storage too."""
 
     def __init__(self, folder: Path, ranks: int, **options: Any) -> None:
         super().__init__(folder, ranks)
         self.store = (folder / "store").as_uri()
-        self._options = {"storage": {"url": self.store, "every_steps": 2}} | options
+        self._options = {"storage": {"url": self.store, "every_steps": STEPS}} | options
 
     def train(self) -> Job:
         results = self.outcome(_train, str(self.folder), self._options, GEMINI_SECRET="theirs")
         assert not any(results), results
+        eventually(lambda: (self.folder / "store").exists() and list_checkpoints(open_storage(self.store)), "the upload")
         return self
 
     @property
@@ -44,35 +57,248 @@ def _train(out: str, options: dict[str, Any]) -> None:
     train(out, **options)
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp2", "one rank"])
-def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    with Job(tmp_path_factory.mktemp("job"), 1 if request.param == "one rank" else 2, sharded=request.param == "fsdp2") as job:
-        yield job.train()
+KINDS: dict[str, dict[str, Any]] = {
+    "ddp": {"ranks": 2},
+    "fsdp2": {"ranks": 2, "sharded": True},
+    "odd": {"ranks": 1, "odd": True},
+}
 
 
-def export(job: Job, form: str, to: Path | str, *more: str, step: str = "latest") -> int:
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
+    """All at once: what they do takes less time than their start."""
+    found = {name: Job(tmp_path_factory.mktemp(name), **options) for name, options in KINDS.items()}
+    try:
+        yield {name: job.train() for name, job in found.items()}
+    finally:
+        for job in found.values():
+            job.__exit__(None, None, None)
+
+
+@pytest.fixture
+def ddp(jobs: dict[str, Job]) -> Job:
+    return jobs["ddp"]
+
+
+def export(job: World, form: str, to: Path | str, *more: str, step: str = "latest") -> int:
     return cli.main(["export", step, "--format", form, "--to", str(to), "--run-id", job.run, *more])
 
 
+def refused(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().err
+
+
 def load_dcp(folder: Path, like: dict[str, Any]) -> dict[str, Any]:
-    """As ``torch.distributed.checkpoint.load`` does it in one process, into empty tensors of the same shapes."""
+    """As ``torch.distributed.checkpoint.load`` does it in one process, into tensors of the same shapes."""
 
     def empty(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return torch.full_like(value, 77)
         return {key: empty(item) for key, item in value.items()} if isinstance(value, dict) else value
 
-    found = empty(like)
+    found: dict[str, Any] = empty(like)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(found, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     return found
 
 
-class TestDcp:
-    def test_has_every_bit_under_the_names_of_get_state_dict(self, job: Job, tmp_path: Path) -> None:
-        assert export(job, "dcp", tmp_path / "out") == 0
+class TestBits:
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("place", ["memory", "storage"])
+    def test_dcp_under_the_names_of_get_state_dict(self, jobs: dict[str, Job], kind: str, place: str, tmp_path: Path) -> None:
+        job = jobs[kind]
+        source = ["--from", job.store, "--trust-pickle"] if place == "storage" else []
+        assert export(job, "dcp", tmp_path / "out", *source) == 0
         assert_identical(load_dcp(tmp_path / "out", job.live), job.live)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_safetensors_with_tied_tensors_once(self, jobs: dict[str, Job], kind: str, tmp_path: Path) -> None:
+        job = jobs[kind]
+        assert export(job, "safetensors", tmp_path, step=str(STEPS)) == 0
+        file, live = tmp_path / "model.safetensors", job.live["model"]
+        assert_identical(load_file(file), {name: tensor for name, tensor in live.items() if name != "twin.weight"})
+        assert load_file(file)["frozen"].dtype == torch.bfloat16
+        net = Net()
+        assert load_model(net, file) == (set(), [])
+        assert_identical(dict(net.state_dict()), live)
+        assert export(job, "safetensors", tmp_path / "stored", "--from", job.store) == 0  # no pickle is looked at
+        assert (tmp_path / "stored" / "model.safetensors").read_bytes() == file.read_bytes()
+
+    def test_of_a_running_job_are_of_one_step(self, tmp_path: Path) -> None:
+        with World(tmp_path, 2) as world:
+            attempt = world.start(_loop, 400, {"pause": 0.005})
+            eventually(lambda: export(world, "dcp", tmp_path / "first") == 0, "the first commit")
+            for number in range(3):
+                assert export(world, "dcp", tmp_path / str(number)) == 0
+            results = attempt.results()
+        assert [result["committed"] for result in results] == [400, 400]  # the job went on
+        for number in range(3):
+            names = dcp.FileSystemReader(tmp_path / str(number)).read_metadata().state_dict_metadata
+            steps = {name: torch.zeros(()) for name in names if name.endswith(".step")}
+            found = load_dcp(tmp_path / str(number), steps)
+            assert len(found) == 4
+            assert len({float(step) for step in found.values()}) == 1
+
+
+def _loop(steps: int, options: dict[str, Any]) -> Any:
+    return loop(steps, **options)
+
+
+class TestMeshes:
+    """Parts cut by torch's own placements are put together again."""
+
+    @pytest.mark.parametrize("shape", [(16, 6), (13, 5), (3, 2), (1, 9), (0, 4)], ids=str)
+    @pytest.mark.parametrize("mesh", [(8,), (2, 4), (4, 2)], ids=str)
+    @pytest.mark.parametrize(
+        "placements",
+        [(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Replicate(), Shard(0)), (Shard(0), Replicate()), (Shard(0), Shard(0)), "strided"],
+        ids=str,
+    )
+    def test_of_every_kind(self, shape: tuple[int, ...], mesh: tuple[int, ...], placements: Any) -> None:
+        if placements == "strided":  # FSDP2 over tensor parallelism of the same dimension
+            placements = (_StridedShard(0, split_factor=mesh[-1]), Shard(0))
+        placements = placements[: len(mesh)]
+        whole = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
+        parts: dict[tuple[int, ...], torch.Tensor] = {}
+        for rank in range(8):
+            at, part, group = torch.unravel_index(torch.tensor(rank), mesh), whole, torch.arange(8).view(mesh)
+            for axis, (placement, coordinate) in enumerate(zip(placements, at, strict=True)):
+                if not placement.is_replicate():
+                    part = placement._split_tensor(part, mesh[axis], with_padding=False)[0][coordinate]
+                    group = group.index_select(axis, coordinate)
+            parts[tuple(group.flatten().tolist())] = part
+        words = f"{shape} {' '.join(map(str, placements))} on {mesh}"
+        assert_identical(_join("w", words, parts, 8), whole)
+
+    def test_what_cannot_be_known_is_refused_by_name(self) -> None:
+        half = {(0,): torch.zeros(2), (1,): torch.ones(2)}
+        with pytest.raises(UnsupportedStateError, match=r"w is placed on a mesh of \(2,\) among 4 ranks"):
+            _join("w", "(4,) S(0) on (2,)", half, 4)
+        with pytest.raises(UnsupportedStateError, match=r"w: ranks \[0\] hold a part of shape \(2,\), which does not fit"):
+            _join("w", "(4,) R on (2,)", half, 2)
+        with pytest.raises(UnsupportedStateError, match="w is not the same on ranks 0 and 1 although nothing says how it is divided"):
+            _join("w", "", half, 2)
+        assert_identical(_join("w", PER_RANK, half, 2), torch.zeros(2))
+
+
+class TestS3:
+    @pytest.fixture(autouse=True)
+    def _credentials(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_server.KEY)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.SECRET)
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+
+    def test_takes_files_and_folders(self, ddp: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with s3_server.serve(tmp_path / "s3", "bucket") as server:
+            there = ("--endpoint-url", server.endpoint)
+            assert export(ddp, "safetensors", "s3://bucket/weights", *there) == 0
+            assert export(ddp, "dcp", "s3://bucket/whole", *there) == 0
+            assert export(ddp, "dcp", "s3://bucket/whole", *there) == 2
+            assert "s3://bucket/whole exists already; choose another --to, or give --overwrite" in refused(capsys)
+            assert export(ddp, "dcp", "s3://bucket/whole", *there, "--overwrite") == 0
+            storage = open_storage("s3://bucket/whole", server.endpoint)
+            (tmp_path / "out").mkdir()
+            for key in storage.list():
+                (tmp_path / "out" / key).write_bytes(storage.get(key))
+            weights = open_storage("s3://bucket/weights", server.endpoint).get("model.safetensors")
+        assert_identical(load_dcp(tmp_path / "out", ddp.live), ddp.live)
+        (tmp_path / "w").write_bytes(weights)
+        assert_identical(load_file(tmp_path / "w")["last.bias"], ddp.live["model"]["last.bias"])
+
+
+class TestRefusals:
+    def test_an_unknown_step_lists_those_that_exist(self, ddp: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert export(ddp, "dcp", tmp_path / "out", step="77") == 2
+        assert re.search(rf"no step 77 in the memory of run '{ddp.run}', .*; there are: {STEPS}(, \d)*\. Take", refused(capsys))
+        assert export(ddp, "dcp", tmp_path / "out", "--from", ddp.store, step="77") == 2
+        assert f"no step 77 in {ddp.store}; there are: {STEPS}\n" in refused(capsys)
+        assert export(ddp, "dcp", tmp_path / "out", step="last") == 2
+        assert "STEP='last': must be the number of a step, or latest" in refused(capsys)
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize(
+        ("form", "text"),
+        [
+            ("lightning", "needs a stream of a Lightning Trainer (fit-0, ...); 'main' of run"),
+            ("deepspeed", "needs a DeepSpeed stream, and no stream of this version is one: it comes with the DeepSpeed plugin"),
+        ],
+    )
+    def test_a_format_of_another_loop(self, ddp: Job, form: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert export(ddp, form, tmp_path) == 2
+        assert text in (said := refused(capsys))
+        assert "Use --format" in said
+        assert not list(tmp_path.iterdir())
+
+    def test_what_exists_unless_it_is_to_be_replaced(self, ddp: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "model.safetensors").write_text("precious")
+        (tmp_path / "notes.txt").write_text("precious")
+        assert export(ddp, "safetensors", tmp_path) == 2
+        assert f"{tmp_path}/model.safetensors exists already" in refused(capsys)
+        assert export(ddp, "dcp", tmp_path, "--overwrite") == 2
+        assert "files that are of no export" in refused(capsys)
+        assert (tmp_path / "model.safetensors").read_text() == "precious"
+        assert export(ddp, "safetensors", tmp_path, "--overwrite") == 0
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "notes.txt"]
+        assert export(ddp, "dcp", tmp_path / "out") == export(ddp, "dcp", tmp_path / "out", "--overwrite") == 0
+        assert_identical(load_dcp(tmp_path / "out", ddp.live), ddp.live)
+
+    def test_pickles_without_trust(self, jobs: dict[str, Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert export(jobs["odd"], "dcp", tmp_path / "out", "--from", jobs["odd"].store) == 1
+        assert "is a pickled object" in (said := refused(capsys))
+        assert "--trust-pickle" in said
+        assert not list(tmp_path.iterdir())
+
+    def test_pickles_that_the_run_has_signed_need_none(self, jobs: dict[str, Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GEMINI_SECRET", "theirs")
+        assert export(jobs["odd"], "dcp", tmp_path / "out", "--from", jobs["odd"].store) == 0
+
+    def test_nothing_to_read(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["export", "latest", "--run-id", "nobody", "--format", "dcp", "--to", str(tmp_path / "out")]) == 2
+        assert "no agent on this machine holds anything of run 'nobody'; give --from URL" in refused(capsys)
+
+    def test_damaged_bytes(self, ddp: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        stored = tmp_path / "store"
+        subprocess.run(["cp", "-r", ddp.folder / "store", stored], check=True)
+        (shard,) = stored.glob("*/*/*/shard-00001.safetensors")
+        content = bytearray(shard.read_bytes())
+        content[-100] ^= 1
+        shard.write_bytes(content)
+        assert export(ddp, "dcp", tmp_path / "out", "--from", stored.as_uri()) == 1
+        assert "shard-00001.safetensors: bytes 0 to" in refused(capsys)
+        assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+class TestCheckpoints:
+    def test_lists_memory_and_storage_and_what_is_wrong(self, ddp: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        stored = tmp_path / "store"
+        for number in range(3):
+            subprocess.run(["cp", "-r", ddp.folder / "store", stored / str(number)] if number else ["mkdir", stored], check=True)
+        (torn,) = stored.glob("1/*/*/*/manifest.json")
+        torn.unlink()
+        (lost,) = stored.glob("2/*/*/*/shard-00000.safetensors")
+        lost.unlink()
+        assert cli.main(["checkpoints", ddp.store, "--run-id", ddp.run, "--verify"]) == 0
+        head, *rows = capsys.readouterr().out.splitlines()
+        assert head.split() == ["run", "stream", "step", "age", "bytes", "ranks", "state", "where"]
+        assert any(re.search(rf"main +{STEPS} .* 2 +whole, newest +memory of host0, host1$", row) for row in rows)
+        assert any(re.search(rf"main +{STEPS} .* s +[\d,]+ +2 +whole, newest +{ddp.store}$", row) for row in rows)
+        assert cli.main(["checkpoints", f"{stored.as_uri()}/1", "--run-id", ddp.run]) == 0
+        assert "incomplete: no manifest, 2 shards" in capsys.readouterr().out
+        assert cli.main(["checkpoints", f"{stored.as_uri()}/2", "--run-id", ddp.run]) == 0
+        assert "damaged: shard-00000.safetensors is missing (1 in all)" in capsys.readouterr().out
+
+    def test_looks_where_the_configuration_says(
+        self, ddp: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("GEMINI_STORAGE", ddp.store)
+        assert cli.main(["checkpoints"]) == 0
+        assert ddp.store in capsys.readouterr().out
+
+    def test_says_where_it_found_nothing(self, tmp_path: Path) -> None:
+        command = [sys.executable, "-m", "gemini_ft.cli", "checkpoints", tmp_path.as_uri(), "--run-id", "nobody"]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"no checkpoints in {tmp_path.as_uri()}\n"
 
 
 class TestLightning:
@@ -84,15 +310,9 @@ class TestLightning:
             expected = world.start(until_crash, str(tmp_path), self.CRASHES, per_rank=local).results()
             assert isinstance(expected[0], dict), expected
             files = {}
-            for number, name in enumerate(self.CRASHES):
-                out = tmp_path / f"export-{number}"
-                assert (
-                    cli.main(
-                        ["export", "latest", "--format", "lightning", "--to", str(out), "--run-id", world.run, "--stream", f"fit-{number}"]
-                    )
-                    == 0
-                )
-                files[name] = str(out / f"step-{self.CRASHES[name]}.ckpt")
+            for number, (name, step) in enumerate(self.CRASHES.items()):
+                assert export(world, "lightning", tmp_path / "out", "--stream", f"fit-{number}") == 0
+                files[name] = str(tmp_path / "out" / f"step-{step}.ckpt")
             results = world.start(from_files, str(tmp_path), files, per_rank=local).results()
         for rank in range(2):
             assert isinstance(results[rank], dict), results

@@ -142,6 +142,32 @@ def list_checkpoints(storage: Storage, run: str | None = None, stream: str | Non
     return [info for info, files in _scan(storage, run, stream).items() if _MANIFEST in files]
 
 
+def examine(storage: Storage, run: str | None = None) -> list[tuple[CheckpointInfo, str]]:
+    """Everything that is, was, or may become a checkpoint, newest first in each line, and what is wrong with it; empty: it is whole.
+
+    Of shards only their presence is looked at; `gemini_ft.storage.shard.StoredShard.verify` reads them.
+    """
+    return [(info, _fault(storage, info, files)) for info, files in _scan(storage, run, None).items()]
+
+
+def _fault(storage: Storage, info: CheckpointInfo, files: Collection[str]) -> str:
+    if _MANIFEST not in files:
+        return f"incomplete: no manifest, {len(files)} shards (a torn upload, or one under way)"
+    try:
+        manifest = read_manifest(storage, info.folder)
+    except CorruptDataError:
+        return "damaged: its manifest"
+    except StorageError as error:
+        return f"unreadable: {error}"
+    missing = _missing(manifest, files)
+    return f"damaged: {missing[0].rpartition('/')[2]} is missing ({len(missing)} in all)" if missing else ""
+
+
+def _missing(manifest: Manifest, files: Collection[str]) -> list[str]:
+    """Keys of shards that are not there."""
+    return sorted(record.key for record in manifest.shards.values() if record.key.rpartition("/")[2] not in files)
+
+
 def newest_whole(storage: Storage, run: str, stream: str, refused: Collection[str] = ()) -> Manifest | None:
     """The newest checkpoint whose manifest is sound and whose shards are there.
 
@@ -162,7 +188,7 @@ def newest_whole(storage: Storage, run: str, stream: str, refused: Collection[st
         except CorruptDataError as error:
             _log.warning("%s", error)
             continue
-        if missing := sorted(record.key for record in manifest.shards.values() if record.key.rpartition("/")[2] not in files):
+        if missing := _missing(manifest, files):
             _log.warning("%s: %s is missing; looking for an older checkpoint", storage.url, missing[0])
             continue
         return manifest
