@@ -21,6 +21,7 @@ from export_lightning_case import from_files, until_crash
 from rank_kit import World
 from safetensors.torch import load_file, load_model
 from session_case import loop
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -28,6 +29,7 @@ from gemini_ft import cli
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.export.assemble import _join
 from gemini_ft.sources import PER_RANK
+from gemini_ft.state import collect_extras
 from gemini_ft.storage.base import open_storage
 from gemini_ft.storage.checkpoints import list_checkpoints
 from gemini_ft.testing import assert_identical
@@ -320,3 +322,11 @@ class TestLightning:
                 again, whole = results[rank][name], expected[rank]
                 assert (name, again["state"], again["steps"]) == (name, whole["state"], whole["steps"])
                 assert again["validated"] == [at for at in whole["validated"] if at > step]
+
+
+def test_names_inside_compiled_modules_are_those_of_the_state_dict() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch 2.13: its compiler imports what it deprecates
+        model = nn.Sequential(torch.compile(nn.Linear(2, 2, bias=False)), nn.Linear(2, 2))
+    naming = collect_extras({"model": model}, [])["naming"]
+    assert naming == {"model": {"keys": {"0._orig_mod.weight": "model.0.weight"}, "absent": ["model.0.weight"]}}
