@@ -26,6 +26,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from gemini_ft import cli
+from gemini_ft.agent import lifecycle
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.export.assemble import _join
 from gemini_ft.sources import PER_RANK
@@ -61,7 +62,7 @@ def _train(out: str, options: dict[str, Any]) -> None:
 
 KINDS: dict[str, dict[str, Any]] = {
     "ddp": {"ranks": 2},
-    "fsdp2": {"ranks": 2, "sharded": True},
+    "fsdp2": {"ranks": 2, "sharded": True, "replicas": 1},
     "odd": {"ranks": 1, "odd": True},
 }
 
@@ -127,6 +128,12 @@ class TestBits:
         assert_identical(dict(net.state_dict()), live)
         assert export(job, "safetensors", tmp_path / "stored", "--from", job.store) == 0  # no pickle is looked at
         assert (tmp_path / "stored" / "model.safetensors").read_bytes() == file.read_bytes()
+
+    def test_come_from_other_hosts_too(self, jobs: dict[str, Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        job = jobs["fsdp2"]
+        monkeypatch.setattr(lifecycle, "addresses", lambda: [lifecycle.socket_name(job.run, "host1")])
+        assert export(job, "dcp", tmp_path / "out") == 0
+        assert_identical(load_dcp(tmp_path / "out", job.live), job.live)
 
     def test_of_a_running_job_are_of_one_step(self, tmp_path: Path) -> None:
         with World(tmp_path, 2) as world:
@@ -256,6 +263,18 @@ class TestRefusals:
         monkeypatch.setenv("GEMINI_SECRET", "theirs")
         assert export(jobs["odd"], "dcp", tmp_path / "out", "--from", jobs["odd"].store) == 0
 
+    def test_without_a_copy_in_memory_the_configured_storage_is_read(
+        self, ddp: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("GEMINI_STORAGE", ddp.store)
+        assert export(ddp, "safetensors", tmp_path) == 0
+        assert "from memory of run" in capsys.readouterr().out
+        assert export(ddp, "dcp", tmp_path / "out", step="77") == 2
+        assert f"no step 77 in {ddp.store}; there are: {STEPS}" in refused(capsys)
+        monkeypatch.setattr(lifecycle, "addresses", list)
+        assert export(ddp, "safetensors", tmp_path, "--overwrite") == 0
+        assert f"from {ddp.store} to" in capsys.readouterr().out
+
     def test_nothing_to_read(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["export", "latest", "--run-id", "nobody", "--format", "dcp", "--to", str(tmp_path / "out")]) == 2
         assert "no agent on this machine holds anything of run 'nobody'; give --from URL" in refused(capsys)
@@ -303,22 +322,30 @@ class TestCheckpoints:
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"no checkpoints in {tmp_path.as_uri()}\n"
 
 
+CRASHES = {"in an epoch": 9, "after validation": 3, "between epochs": 12}  # at which step
+LOCAL = ({"LOCAL_RANK": "0"}, {"LOCAL_RANK": "1"})
+
+
 class TestLightning:
-    CRASHES = {"in an epoch": 9, "after validation": 3, "between epochs": 12}  # noqa: RUF012
+    def world(self, folder: Path) -> World:
+        return World(folder, hosts=["host0", "host0"], TORCHELASTIC_RUN_ID="1", GROUP_RANK="0", LOCAL_WORLD_SIZE="2")
+
+    def crash(self, folder: Path) -> tuple[list[Any], dict[str, str]]:
+        """What an undisturbed run of plain Lightning comes to, and the files exported after crashes under gemini-ft."""
+        with self.world(folder) as world:
+            expected = world.start(until_crash, str(folder), CRASHES, per_rank=LOCAL).results()
+            assert isinstance(expected[0], dict), expected
+            for number in range(len(CRASHES)):
+                assert export(world, "lightning", folder / "out", "--stream", f"fit-{number}") == 0
+        return expected, {name: str(folder / "out" / f"step-{step}.ckpt") for name, step in CRASHES.items()}
 
     def test_a_plain_trainer_goes_on_to_the_same_bits(self, tmp_path: Path) -> None:
-        with World(tmp_path, hosts=["host0", "host0"], TORCHELASTIC_RUN_ID="1", GROUP_RANK="0", LOCAL_WORLD_SIZE="2") as world:
-            local = [{"LOCAL_RANK": str(rank)} for rank in range(2)]
-            expected = world.start(until_crash, str(tmp_path), self.CRASHES, per_rank=local).results()
-            assert isinstance(expected[0], dict), expected
-            files = {}
-            for number, (name, step) in enumerate(self.CRASHES.items()):
-                assert export(world, "lightning", tmp_path / "out", "--stream", f"fit-{number}") == 0
-                files[name] = str(tmp_path / "out" / f"step-{step}.ckpt")
-            results = world.start(from_files, str(tmp_path), files, per_rank=local).results()
+        expected, files = self.crash(tmp_path)
+        with self.world(tmp_path) as world:  # of its own: plain Lightning would find dead peers in the other one's store
+            results = world.start(from_files, str(tmp_path), files, per_rank=LOCAL).results()
         for rank in range(2):
             assert isinstance(results[rank], dict), results
-            for name, step in self.CRASHES.items():
+            for name, step in CRASHES.items():
                 again, whole = results[rank][name], expected[rank]
                 assert (name, again["state"], again["steps"]) == (name, whole["state"], whole["steps"])
                 assert again["validated"] == [at for at in whole["validated"] if at > step]

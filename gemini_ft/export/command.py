@@ -79,9 +79,9 @@ def _find(step: int | None, options: argparse.Namespace) -> Checkpoint:
     if options.source is not None:
         storage = open_storage(options.source, options.endpoint_url)
         return from_storage(storage, step, options.run_id, options.stream, secret, options.trust_pickle)
-    if (found := from_memory(step, options.run_id, options.stream)) is not None:
-        return found
     settings = config.storage
+    if (found := from_memory(step, options.run_id, options.stream, required=settings is None)) is not None:
+        return found
     if settings is None:
         raise ConfigError(
             f"no agent on this machine holds anything of {'run ' + repr(options.run_id) if options.run_id else 'any run'}; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from gemini_ft import codec
@@ -12,14 +13,14 @@ from gemini_ft.recovery import PeerShard, StorageShard
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import CheckpointInfo, list_checkpoints, newest_whole, read_manifest
 from gemini_ft.versions import Version
-from gemini_ft.visits import Remembered, open_newest, remembered
+from gemini_ft.visits import open_newest, remembered
 
 _SHOWN = 20  # steps listed in an error
 
 
 @dataclass
 class Checkpoint:
-    """One checkpoint that can be read. Close it at the end: in memory it stays as long as somebody reads it.
+    """One checkpoint that can be read. Close it as soon as it has been: in memory it takes a slot from the job until then.
 
     Attributes:
         run: run id.
@@ -51,7 +52,11 @@ class Checkpoint:
             KeyError: there is no such part.
             StateError: it holds a pickle that is not trusted.
         """
-        return codec.decode(self.shards[0].extras(), self.secret, self.trust_pickle, part)
+        return codec.decode(self._extras, self.secret, self.trust_pickle, part)
+
+    @cached_property
+    def _extras(self) -> bytes:
+        return self.shards[0].extras()
 
     def close(self) -> None:
         """Let go of the shards."""
@@ -59,8 +64,14 @@ class Checkpoint:
             shard.close()
 
 
-def from_memory(step: int | None, run: str | None, stream: str | None) -> Checkpoint | None:
+def from_memory(step: int | None, run: str | None, stream: str | None, required: bool = True) -> Checkpoint | None:
     """The checkpoint of ``step`` (None: the newest committed one) in the agents of this machine; None: there are none.
+
+    Args:
+        step: which.
+        run: of this run only.
+        stream: of this stream only.
+        required: whether it is an error that the agents do not have this step.
 
     Raises:
         ConfigError: several runs or streams are there, or not this step; those that are there are listed.
@@ -71,7 +82,14 @@ def from_memory(step: int | None, run: str | None, stream: str | None) -> Checkp
         return None
     _only([(memory.run, memory.stream) for memory in found], "the memory of this machine's agents")
     memory = found[0]
-    _has_step(step, memory)
+    steps = {version.iteration for version in memory.versions}
+    if step is not None and step not in steps:
+        if not required:
+            return None
+        raise ConfigError(
+            f"no step {step} in the memory of run {memory.run!r}, which keeps only the newest; there are: {_listed(steps)}. "
+            "Take `latest`, or --from URL for what lies in storage"
+        )
     version, shards = open_newest(memory, step)
     secret = next(iter(memory.hosts.values())).secret
     return Checkpoint(memory.run, memory.stream, version, f"memory of run {memory.run}", shards, secret, trust_pickle=True)
@@ -106,15 +124,6 @@ def _of_step(found: Sequence[CheckpointInfo], step: int | None, where: str) -> C
         if info.iteration == step:
             return info
     raise ConfigError(f"no step {step} in {where}; there are: {_listed({info.iteration for info in found})}")
-
-
-def _has_step(step: int | None, memory: Remembered) -> None:
-    steps = {version.iteration for version in memory.versions}
-    if step is not None and step not in steps:
-        raise ConfigError(
-            f"no step {step} in the memory of run {memory.run!r}, which keeps only the newest; there are: {_listed(steps)}. "
-            "Take `latest`, or --from URL for what lies in storage"
-        )
 
 
 def _only(lines: Collection[tuple[str, str]], where: str) -> None:

@@ -44,7 +44,7 @@ class State:
     """Models and optimizers of one checkpoint, whole, on the CPU.
 
     Args:
-        checkpoint: where to read.
+        checkpoint: where to read; it is closed then.
         optimizers: whether to read these too.
 
     Raises:
@@ -62,6 +62,7 @@ class State:
             ) from None
         self._extras: dict[str, Any] = on_cpu(checkpoint.extras("tensors")) if optimizers else {}
         self._tensors = read_whole(checkpoint.shards, lambda name: optimizers or not _OPTIMIZER.match(name))
+        checkpoint.close()
 
     def model(self, raw: bool = False) -> dict[str, torch.Tensor]:
         """Name -> tensor; tied tensors under each of their names, buffers that are not persistent left out.
