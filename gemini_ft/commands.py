@@ -150,9 +150,19 @@ def _describe(document: dict[str, Any]) -> str:
         lines.append(f"  {name}: incarnation {stream['incarnation']}, {stream['world_size']} ranks, {state}")
         lines += [f"    shard of rank {owner}: {', '.join(slots)}" for owner, slots in stream["shards"].items()]
         lines += [f"    left out: host {host} for rank {owner}" for owner, host in stream["excluded"]]
-        if stream["uploading"]:
-            lines.append(f"    uploading {stream['uploading']}")
+        lines += _describe_storage(stream["storage"]) if stream["storage"] else []
     return "\n".join(lines)
+
+
+def _describe_storage(storage: dict[str, Any]) -> list[str]:
+    lines = []
+    if storage["uploading"]:
+        left = "" if storage["seconds_left"] is None else f", {storage['seconds_left']:.0f} s left"
+        lines.append(f"    uploading {storage['uploading']}: {storage['done_bytes']:,} of {storage['total_bytes']:,} bytes{left}")
+    if storage["failing_since"]:
+        since = datetime.fromtimestamp(storage["failing_since"]).astimezone()
+        lines.append(f"    storage fails since {since:%Y-%m-%d %H:%M:%S}: {storage['error']}")
+    return lines
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -321,6 +321,7 @@ def _first_digest(session: Session) -> int | None:
 
 
 def _prefault(slots: Sequence[Slot]) -> None:
+    lifecycle.yield_to_training()
     for slot in slots:
         slot.prefault()
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import xxhash
 
+from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.copyplan import CopyPlan, Slot, same_bytes
 from gemini_ft.errors import AgentError, ConcurrentWriteError, GeminiError
 from gemini_ft.messages import Chunk, Copied, GiveUp, Message, Request
@@ -190,6 +191,7 @@ class Snapshotter:
     # -- the snapshot thread
 
     def _run(self) -> None:
+        yield_to_training()
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._stop or (self._job is not None and self._job.state is JobState.WAITING))

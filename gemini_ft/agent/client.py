@@ -157,6 +157,7 @@ class AgentClient:
     # -- the listening thread
 
     def _listen(self) -> None:
+        lifecycle.yield_to_training()
         inbox, fds = bytearray(), list[int]()
         try:
             while True:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Coroutine
 
-from gemini_ft.agent.lifecycle import machine_id, set_oom_score, socket_name
+from gemini_ft.agent.lifecycle import machine_id, set_oom_score, socket_name, yield_to_training
 from gemini_ft.agent.memory import Budget, SlotMemory
 from gemini_ft.agent.stream import Stream
 from gemini_ft.agent.watch import HangDetector
@@ -368,6 +368,7 @@ def main(argv: list[str] | None = None) -> int:
         listener = _bind(options.run, options.host)
     except OSError:
         return 0
+    yield_to_training()
     set_oom_score(0)  # a worker that restarted us has raised its own
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the workers; they say goodbye
 

@@ -513,7 +513,7 @@ class Stream:
             "committed": self.host.committed.iteration if self.host.committed else None,
             "finished": self.finished,
             "excluded": self.excluded,
-            "uploading": str(self._uploader.version) if self._uploader and self._uploader.version else None,
+            "storage": self._uploader.status() if self._uploader is not None else None,
             "counters": self.counters,
             "shards": {
                 str(owner): [f"{s.state}:{s.version.iteration if s.version else '-'}" for s in slots.slots.values()]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
+import importlib.util
+import platform
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from gemini_ft.agent.memory import SlotMemory
+from gemini_ft.agent.progress import Progress
 from gemini_ft.config import StorageConfig
 from gemini_ft.errors import GeminiError, StorageError
 from gemini_ft.layout import Layout
@@ -31,9 +36,27 @@ class Uploader:
         self._storage: Storage = open_storage(self.config.url, self.config.endpoint_url, self.config.max_bandwidth)
         self._tasks: set[asyncio.Task[None]] = set()
         self._logical_hash = ""
+        self._progress: dict[int, Progress] = {}  # owner -> its shard's upload
+        self._failing_since: float | None = None  # on the system's clock
+        self._error = ""
+
+    def status(self) -> dict[str, object]:
+        """What ``gemini status`` shows: what is under way, how far it is, what is wrong and since when."""
+        transfers = list(self._progress.values()) if self.version is not None else []
+        return {
+            "url": self.config.url,
+            "uploading": str(self.version) if self.version is not None else None,
+            "done_bytes": sum(progress.done for progress in transfers),
+            "total_bytes": sum(progress.total for progress in transfers),
+            "seconds_left": max((round(p.seconds_left, 1) for p in transfers if p.done), default=None),
+            "failing_since": self._failing_since,
+            "error": self._error,
+        }
 
     def start(self, owner: int, memory: SlotMemory, version: Version, done: Callable[[str, str], None]) -> None:
         """Upload one shard in the background; ``done`` gets its record, or what went wrong."""
+        if version != self.version:
+            self._progress.clear()
         self.version = version
         self._logical_hash = memory.shape.layout_hash
         task = asyncio.get_running_loop().create_task(self._upload(owner, memory, version, done))
@@ -63,8 +86,11 @@ class Uploader:
     def _write(self, owner: int, memory: SlotMemory, version: Version) -> ShardRecord:
         shape = memory.shape
         key = shard_key(checkpoint_folder(self._run, self._spec.stream, version), owner)
-        extras = memory.data(shape.data_bytes, memory.extras_bytes)
-        return write_shard(self._storage, key, Layout.from_bytes(shape.layout), memory.data(0, shape.data_bytes), extras)
+        data, extras = memory.data(0, shape.data_bytes), memory.data(shape.data_bytes, memory.extras_bytes)
+        progress = self._progress[owner] = Progress(f"upload of rank {owner}'s shard of {version}", shape.data_bytes, self._log)
+        record = write_shard(self._storage, key, Layout.from_bytes(shape.layout), data, extras, progress.add)
+        progress.finish()
+        return record
 
     async def write_manifest(self, version: Version, records: dict[int, str]) -> None:
         """Make the checkpoint exist, then delete what retention no longer keeps.
@@ -79,6 +105,7 @@ class Uploader:
             iteration=version.iteration,
             world_size=self._spec.world_size,
             logical_hash=self._logical_hash,
+            versions=_versions(),
             shards={owner: ShardRecord.model_validate_json(record) for owner, record in records.items()},
         )
         await self._insist(lambda: write_manifest(self._storage, manifest))
@@ -92,10 +119,30 @@ class Uploader:
         """Try again after a storage error, a few times, ever slower."""
         for attempt in range(_ATTEMPTS):
             try:
-                return await asyncio.to_thread(work)
+                result = await asyncio.to_thread(work)
             except (StorageError, OSError) as error:
+                self._note_failure(error)
                 if attempt == _ATTEMPTS - 1:
-                    raise StorageError(str(error)) from None
+                    raise StorageError(f"{error} (failing for {time.time() - (self._failing_since or 0.0):.0f} s)") from None
                 self._log(f"storage: {error}; attempt {attempt + 2} of {_ATTEMPTS} follows")
                 await asyncio.sleep(_BACKOFF * 2**attempt)
+            else:
+                self._note_success()
+                return result
         raise AssertionError("unreachable")
+
+    def _note_failure(self, error: Exception) -> None:
+        self._failing_since = time.time() if self._failing_since is None else self._failing_since
+        self._error = str(error)
+
+    def _note_success(self) -> None:
+        if self._failing_since is not None:
+            self._log(f"storage: works again after {time.time() - self._failing_since:.0f} s")
+        self._failing_since, self._error = None, ""
+
+
+def _versions() -> dict[str, str]:
+    """Of the software that a manifest names; the agent itself does not import it."""
+    names = ("gemini-ft", "torch", "lightning", "deepspeed")
+    found = {name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name.replace("-", "_"))}
+    return {"python": platform.python_version(), **found}

@@ -13,9 +13,9 @@ Everything begins at a multiple of 64 bytes. safetensors allows no gaps, so a ga
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from struct import pack, unpack
 
 import xxhash
@@ -64,7 +64,14 @@ class ShardRecord(_Record):
     chunk_bytes: int = Field(gt=0)  # of data, per digest
 
 
-def write_shard(storage: Storage, key: str, layout: Layout, data: memoryview, extras: memoryview | bytes) -> ShardRecord:
+def write_shard(
+    storage: Storage,
+    key: str,
+    layout: Layout,
+    data: memoryview,
+    extras: memoryview | bytes,
+    taken: Callable[[int], None] = lambda nbytes: None,
+) -> ShardRecord:
     """Write one shard straight from its slot; an object that has this key is replaced.
 
     Args:
@@ -73,6 +80,7 @@ def write_shard(storage: Storage, key: str, layout: Layout, data: memoryview, ex
         layout: what lies where in ``data``.
         data: the slot, at least ``layout.nbytes`` bytes; it must not change before the call returns.
         extras: the encoded small state.
+        taken: told how many bytes more of ``data`` the storage has taken in.
 
     Raises:
         StorageError: ``data`` is too short, or the storage failed; nothing is visible under ``key``.
@@ -85,11 +93,11 @@ def write_shard(storage: Storage, key: str, layout: Layout, data: memoryview, ex
     sizes = {name: len(blob) for name, blob in small.items()} | {"data": layout.nbytes}
     header = _header(layout, _arrange(sizes, base=0))
 
-    parts = [header, *(part for blob in small.values() for part in (blob, _padding(blob))), *chunks]
-    storage.put(key, parts)
+    front = [header, *(part for blob in small.values() for part in (blob, _padding(blob)))]
+    storage.put(key, chain(front, _counted(chunks, taken)))
 
     whole = xxhash.xxh3_64()
-    for part in parts:
+    for part in chain(front, chunks):
         whole.update(part)
     spans = _arrange(sizes, base=len(header))
     spans |= {name: spans[name].model_copy(update={"xxh3": xxhash.xxh3_64_hexdigest(blob)}) for name, blob in small.items()}
@@ -175,6 +183,12 @@ class StoredShard:
     def _compare(self, what: str, found: str, expected: str) -> None:
         if found != expected:
             raise CorruptDataError(f"{self._name}: {what} is damaged (XXH3 {found}, should be {expected}); use an older checkpoint")
+
+
+def _counted(chunks: Iterable[memoryview], taken: Callable[[int], None]) -> Iterator[memoryview]:
+    for part in chunks:
+        yield part
+        taken(len(part))
 
 
 def _arrange(sizes: Mapping[str, int], base: int) -> dict[str, Span]:
