@@ -241,6 +241,7 @@ class Job:
 
     def _begin(self, plan: Plan) -> None:
         known = [node.session.incarnation.number for node in self._crew if node.session is not None]
+        known += [version.incarnation.number for version in (plan.version, *self.storage.manifests) if version is not None]
         self._attempts += 1
         incarnation = Incarnation(max(known, default=0) + 1, f"{self._attempts:04}")
         placement = place([node.name for node in self._crew], self.replicas)
