@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise, product
 
 import torch
 
@@ -113,8 +114,18 @@ def _put(name: str, whole: torch.Tensor, part: torch.Tensor, group: Group, place
             f"{name}: ranks {list(group)} hold a part of shape {tuple(part.shape)}, which does not fit ranks in their own order on a mesh "
             f"of {mesh}; export models whose mesh is in the order of ranks, or save this one with its own tools"
         )
-    if part.numel():
-        whole[torch.meshgrid(*indices, indexing="ij")] = part
+    for box in product(*map(_runs, indices)):
+        there, here = whole, part
+        for dim, (start, begin, length) in enumerate(box):
+            there, here = there.narrow(dim, start, length), here.narrow(dim, begin, length)
+        there.copy_(here)
+
+
+def _runs(indices: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Ascending indices as runs: first index, its position, length."""
+    breaks = (torch.nonzero(indices.diff() != 1).flatten() + 1).tolist()
+    ends = [0, *breaks, len(indices)]
+    return [(int(indices[begin]), begin, end - begin) for begin, end in pairwise(ends) if begin < end]
 
 
 def _share(indices: torch.Tensor, parts: int, at: int, factor: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ FORMATS = ("lightning", "dcp", "safetensors", "deepspeed")
 _DESCRIPTION = """Write one checkpoint so that tools without gemini-ft can open it.
 
 It is read from the memory of this machine's agents, of a job that runs or that has crashed, or with --from from storage.
+While a running job's memory is read, it may leave out a few snapshots; training goes on.
   lightning    DIR/step-N.ckpt, for Trainer.fit(ckpt_path=...)
   dcp          DIR, for torch.distributed.checkpoint.load: {"model": ..., "optim": ...}
   safetensors  DIR/model.safetensors: the weights"""
@@ -55,7 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("step", metavar="STEP", help="number of the step, or latest")
     parser.add_argument("--to", required=True, metavar="DIR|URL", help="local folder, file:///folder or s3://bucket/prefix")
     parser.add_argument("--format", required=True, choices=FORMATS, help="what to write")
-    parser.add_argument("--from", dest="source", metavar="URL", help="storage to read, as in storage.url (default: memory)")
+    parser.add_argument(
+        "--from", dest="source", metavar="URL", help="storage to read, as in storage.url (default: memory, then what is configured)"
+    )
     parser.add_argument("--run-id", default=os.environ.get("GEMINI_RUN_ID"), help="which run (default: GEMINI_RUN_ID, or the only one)")
     parser.add_argument("--stream", help="which line of snapshots: main, fit-0, fabric-0 (default: the only one)")
     parser.add_argument("--endpoint-url", help="of an S3-compatible store (default: boto3's own choice)")
