@@ -7,11 +7,11 @@ read. A job that runs meanwhile may leave out the snapshots for which it then la
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from gemini_ft.agent import lifecycle
-from gemini_ft.errors import GeminiError, PeerError, RecoveryError
+from gemini_ft.errors import CorruptDataError, GeminiError, PeerError, RecoveryError
 from gemini_ft.messages import Proof, SlotInfo, StreamInfo, Visit, Visited
 from gemini_ft.recovery import PeerShard
 from gemini_ft.versions import Version
@@ -79,28 +79,69 @@ def remembered(run: str | None = None) -> list[Remembered]:
     return [Remembered(*key, hosts) for key, hosts in sorted(streams.items())]
 
 
-def open_shards(memory: Remembered, version: Version) -> list[PeerShard]:
-    """All shards of ``version`` by owner, each pinned where it is until it is closed.
+class RememberedShard:
+    """One rank's shard, from the first copy that can be read. It is pinned where it is until this is closed.
 
-    Agents of this machine come first, then the other hosts of the job.
+    Agents of this machine are asked first, then the other hosts of the job. A copy that fails in the middle is left for
+    the next one.
 
     Raises:
-        RecoveryError: a shard cannot be had from anywhere; the text says why.
+        RecoveryError: no copy can be had; the text says why. So do ``extras`` and ``chunks``.
     """
-    slots = [slot for held in memory.copies.get(version, {}).values() for slot in held]
-    with contextlib.ExitStack() as opened:
-        shards = []
-        for owner in range(max((slot.world_size for slot in slots), default=0)):
-            shards.append(_open(memory, owner, version))
-            opened.callback(shards[-1].close)
-        opened.pop_all()
-    if not shards:
-        raise RecoveryError(f"no agent of this machine has {version} of run {memory.run!r} any more")
-    return shards
+
+    def __init__(self, memory: Remembered, owner: int, version: Version) -> None:
+        self._memory, self._owner, self._version = memory, owner, version
+        self._places = _places(memory, owner, version)
+        self._failures: list[str] = []
+        self._shard = self._next()
+        self.layout, self.where = self._shard.layout, self._shard.where
+
+    def extras(self) -> bytes:
+        """As of a `gemini_ft.recovery.ShardReader`."""
+        while True:
+            try:
+                return self._shard.extras()
+            except (PeerError, CorruptDataError, OSError) as error:
+                self._give_up(error)
+
+    def chunks(self) -> Iterator[tuple[int, memoryview]]:
+        """As of a `gemini_ft.recovery.ShardReader`; all copies of a shard are cut alike."""
+        done = 0
+        while True:
+            try:
+                for offset, view in self._shard.chunks():
+                    if offset >= done:
+                        yield offset, view
+                        done = offset + len(view)
+                return
+            except (PeerError, CorruptDataError, OSError) as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        """Let go of the copy."""
+        self._shard.close()
+
+    def _give_up(self, error: Exception) -> None:
+        self._failures.append(str(error))
+        self._shard.close()
+        self._shard = self._next()
+
+    def _next(self) -> PeerShard:
+        guide = next(iter(self._memory.hosts.values()))
+        stream = self._memory.stream
+        claims = Proof(run=self._memory.run, stream=stream, host="visitor", role="fetch", incarnation=None, nonce=b"", mac=b"")
+        while self._places:
+            host, address = self._places.pop(0)
+            try:
+                return PeerShard(host, address, claims, guide.secret, self._owner, self._version, _TIMEOUT, guide.tls)
+            except (GeminiError, OSError) as error:
+                self._failures.append(str(error))
+        why = "; ".join(self._failures) or "no host that is known from here has a copy"
+        raise RecoveryError(f"rank {self._owner}'s shard of {self._version} cannot be read from memory: {why}")
 
 
-def open_newest(memory: Remembered, iteration: int | None) -> tuple[Version, list[PeerShard]]:
-    """The newest version with ``iteration`` (None: the newest of all), and its shards as `open_shards` gives them.
+def open_newest(memory: Remembered, iteration: int | None) -> tuple[Version, list[RememberedShard]]:
+    """The newest version with ``iteration`` (None: the newest of all), and its shards by owner.
 
     Raises:
         RecoveryError: there is none, or a shard cannot be had; the text says why.
@@ -110,7 +151,7 @@ def open_newest(memory: Remembered, iteration: int | None) -> tuple[Version, lis
         for version in memory.versions:
             if iteration in (None, version.iteration):
                 try:
-                    return version, open_shards(memory, version)
+                    return version, _open_all(memory, version)
                 except RecoveryError as error:
                     failure = error
         again = [other for other in remembered(memory.run) if other.stream == memory.stream]
@@ -118,20 +159,15 @@ def open_newest(memory: Remembered, iteration: int | None) -> tuple[Version, lis
     raise failure
 
 
-def _open(memory: Remembered, owner: int, version: Version) -> PeerShard:
-    failures = []
-    guide = next(iter(memory.hosts.values()))
-    claims = Proof(run=memory.run, stream=memory.stream, host="visitor", role="fetch", incarnation=None, nonce=b"", mac=b"")
-    for host, address in _places(memory, owner, version):
-        try:
-            return PeerShard(host, address, claims, guide.secret, owner, version, _TIMEOUT, guide.tls)
-        except (PeerError, OSError) as error:
-            failures.append(str(error))
-    why = "; ".join(failures) or "no host that is known from here has a copy"
-    raise RecoveryError(f"rank {owner}'s shard of {version} cannot be read: {why}")
+def _open_all(memory: Remembered, version: Version) -> list[RememberedShard]:
+    world_size = max(slot.world_size for held in memory.copies[version].values() for slot in held)
+    with contextlib.ExitStack() as opened:
+        shards = [opened.enter_context(contextlib.closing(RememberedShard(memory, owner, version))) for owner in range(world_size)]
+        opened.pop_all()
+    return shards
 
 
-def _places(memory: Remembered, owner: int, version: Version) -> Sequence[tuple[str, tuple[str, int]]]:
+def _places(memory: Remembered, owner: int, version: Version) -> list[tuple[str, tuple[str, int]]]:
     """Host id and address of the agents that have, or may have, a copy of the shard."""
     here = [host for host, slots in memory.copies[version].items() if any(slot.owner == owner for slot in slots)]
     places = {host: address for host in here if (address := memory.hosts[host].address) is not None}

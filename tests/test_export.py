@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import pytest
 import s3_server
 import torch
 import torch.distributed.checkpoint as dcp
-from agent_kit import eventually
+from agent_kit import agent_pid, eventually
 from export_case import STEPS, Net, train
 from export_lightning_case import from_files, until_crash
 from rank_kit import World
@@ -27,6 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from gemini_ft import cli
 from gemini_ft.agent import lifecycle
+from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.export.assemble import _join
 from gemini_ft.sources import PER_RANK
@@ -153,6 +156,40 @@ class TestBits:
 
 def _loop(steps: int, options: dict[str, Any]) -> Any:
     return loop(steps, **options)
+
+
+@contextlib.contextmanager
+def damaged(job: Job, *hosts: str) -> Iterator[None]:
+    """A bit of rank 1's newest shard is flipped in the memory of these hosts' agents."""
+    flipped: dict[int, SlotMemory] = {}  # by inode: a mapping has a descriptor of its own beside the agent's
+    for host in hosts:
+        folder = Path(f"/proc/{agent_pid(job.run, host)}/fd")
+        for entry in (entry for entry in folder.iterdir() if "memfd:gemini:main:1" in os.readlink(entry)):
+            slot = SlotMemory.adopt(os.open(entry, os.O_RDWR))
+            if slot.version is not None and slot.version.iteration == STEPS and slot.inode not in flipped:
+                slot.data(0, 1)[0] ^= 1
+                flipped[slot.inode] = slot
+            else:
+                slot.close()
+    assert len(flipped) == len(hosts)
+    yield
+    for slot in flipped.values():
+        slot.data(0, 1)[0] ^= 1
+        slot.close()
+
+
+class TestDamagedMemory:
+    @pytest.mark.parametrize("host", ["host0", "host1"])
+    def test_leads_to_the_next_copy(self, ddp: Job, host: str, tmp_path: Path) -> None:
+        with damaged(ddp, host):
+            assert export(ddp, "dcp", tmp_path / "out") == 0
+        assert_identical(load_dcp(tmp_path / "out", ddp.live), ddp.live)
+
+    def test_is_an_error_where_there_is_no_other(self, ddp: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with damaged(ddp, "host0", "host1"):
+            assert export(ddp, "dcp", tmp_path / "out") == 1
+        assert re.search(r"rank 1's shard of iteration 3 .* cannot be read from memory: .*peer host0 does not match", refused(capsys))
+        assert not list(tmp_path.iterdir())
 
 
 class TestMeshes:

@@ -15,7 +15,7 @@ import torch
 
 from gemini_ft.errors import CorruptDataError, UnsupportedStateError
 from gemini_ft.layout import Layout, Piece, Read
-from gemini_ft.recovery import PeerShard, StorageShard
+from gemini_ft.recovery import ShardReader
 from gemini_ft.restore import scatter
 from gemini_ft.sources import HOST, PER_RANK
 
@@ -26,7 +26,7 @@ Group = tuple[int, ...]
 Parts = dict[Group, torch.Tensor]  # group of ranks -> the local tensor all of them hold
 
 
-def read_whole(shards: Sequence[PeerShard | StorageShard], wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+def read_whole(shards: Sequence[ShardReader], wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
     """Name -> whole tensor, dtypes kept, for all names that are ``wanted``. Buffers are those of rank 0.
 
     Args:

@@ -9,11 +9,11 @@ from typing import Any
 
 from gemini_ft import codec
 from gemini_ft.errors import ConfigError, RecoveryError
-from gemini_ft.recovery import PeerShard, StorageShard
+from gemini_ft.recovery import StorageShard
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import CheckpointInfo, list_checkpoints, newest_whole, read_manifest
 from gemini_ft.versions import Version
-from gemini_ft.visits import open_newest, remembered
+from gemini_ft.visits import RememberedShard, open_newest, remembered
 
 _SHOWN = 20  # steps listed in an error
 
@@ -36,7 +36,7 @@ class Checkpoint:
     stream: str
     version: Version
     where: str
-    shards: Sequence[PeerShard | StorageShard]
+    shards: Sequence[RememberedShard | StorageShard]
     secret: bytes | None
     trust_pickle: bool
 
