@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -118,10 +119,10 @@ def collect_extras(models: Models, optimizers: Sequence[Any], live: Sequence[Liv
         live: their survey, if there is one already.
     """
     live = survey(models, optimizers) if live is None else live
-    labels = _labels(live, optimizers)
+    parameters = _parameters(live, optimizers)
     saved = [
-        _optimizer_extras(optimizer) | facts | {"parameters": labels.get(id(optimizer), [])}
-        for optimizer, facts in _identified(optimizers, labels)
+        _optimizer_extras(optimizer) | facts | {"parameters": parameters.get(id(optimizer), "")}
+        for optimizer, facts in _identified(optimizers, parameters)
     ]
     for label, optimizer, param in _labelled(live, optimizers):
         if rest := {key: value for key, value in optimizer.state.get(param, {}).items() if not captured(key, value)}:
@@ -178,7 +179,7 @@ def apply_extras(models: Models, optimizers: Sequence[Any], extras: Extras) -> N
     modules = dict(_with_extra_state(models))
     _same("number of optimizers", len(optimizers), len(saved))
     _same("modules with extra state", sorted(modules), sorted(extras["modules"]))
-    for index, (optimizer, facts) in enumerate(_identified(optimizers, _labels(live, optimizers))):
+    for index, (optimizer, facts) in enumerate(_identified(optimizers, _parameters(live, optimizers))):
         for what, now in facts.items():
             _same(f"optim{index}: {what}", now, saved[index][what])
         _apply_groups(optimizer, saved[index]["groups"])
@@ -206,12 +207,12 @@ def _index(label: str) -> int:
     return int(label.removeprefix("optim").partition(".")[0])
 
 
-def _labels(live: Iterable[Live], optimizers: Sequence[Any]) -> dict[int, list[str]]:
-    """Id of each optimizer -> labels of its parameters, in the optimizer's own order."""
+def _parameters(live: Iterable[Live], optimizers: Sequence[Any]) -> dict[int, str]:
+    """Id of each optimizer -> labels of its parameters in its own order, a line each: one string costs less to encode than many."""
     labels: dict[int, list[str]] = {}
     for label, optimizer, _ in _labelled(live, optimizers):
         labels.setdefault(id(optimizer), []).append(label)
-    return labels
+    return {key: "\n".join(lines) for key, lines in labels.items()}
 
 
 def _naming(name: str, model: nn.Module, live: Iterable[Live]) -> Extras:
@@ -220,7 +221,7 @@ def _naming(name: str, model: nn.Module, live: Iterable[Live]) -> Extras:
     ``keys``: state dict key -> name, for tied tensors' further names and inside compiled modules; ``absent``: names that
     are no key by themselves (buffers that are not persistent, names inside compiled modules). Kept as long as the tensors.
     """
-    names = {id(item.tensor): item.name for item in live if item.role is not Role.STATE}
+    names = {id(item.tensor): item.name for item in takewhile(lambda item: item.role is not Role.STATE, live)}
     inner, now = unwrap_model(model), tuple(names)
     if inner not in _namings or _namings[inner][0] != now:
         keys = {key: names[id(tensor)] for key, tensor in _state_dict_tensors(inner)}
@@ -240,7 +241,7 @@ def _state_dict_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
                 yield f"{prefix}.{name}" if prefix else name, tensor
 
 
-def _identified(optimizers: Sequence[Any], labels: Mapping[int, Sequence[str]]) -> Iterator[tuple[Optimizer, Extras]]:
+def _identified(optimizers: Sequence[Any], parameters: Mapping[int, str]) -> Iterator[tuple[Optimizer, Extras]]:
     """Each optimizer, with what must be the same when its state is put back."""
     for optimizer in map(unwrap_optimizer, optimizers):
         yield (
@@ -248,7 +249,7 @@ def _identified(optimizers: Sequence[Any], labels: Mapping[int, Sequence[str]]) 
             {
                 "class": type(optimizer).__qualname__,
                 "parameters per group": [len(group["params"]) for group in optimizer.param_groups],
-                "hash of the parameters' names": xxhash.xxh3_64_hexdigest("\n".join(labels.get(id(optimizer), [])).encode()),
+                "hash of the parameters' names": xxhash.xxh3_64_hexdigest(parameters.get(id(optimizer), "").encode()),
             },
         )
 

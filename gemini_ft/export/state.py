@@ -102,7 +102,7 @@ class State:
         return name.removeprefix(f"{only}.") if only is not None else name
 
     def _optimizer(self, index: int, saved: Mapping[str, Any]) -> OptimizerState:
-        labels: list[str] = saved["parameters"]
+        labels: list[str] = saved["parameters"].split("\n") if saved["parameters"] else []
         state: dict[str, dict[str, Any]] = {label: {} for label in labels}
         for name, tensor in self._tensors.items():
             label, key = split_state_name(name)
