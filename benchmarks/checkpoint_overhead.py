@@ -26,9 +26,9 @@ PACKAGES = ("torch", "lightning", "gemini-ft", "lm-resiliency", "nvidia-resilien
 WORLD = 2
 TOKENS = 768  # about 4 s of forward and backward per GB of state on one core; a GPT-2 100B on 128 A100 has 6.6 (SOSP'23, section 7.1)
 PLANS = {
-    64: (3, Plan(64, TOKENS, pairs=4, plain=3, saved=4)),
-    256: (4, Plan(256, TOKENS, pairs=3, plain=3, saved=4)),
-    1000: (2, Plan(1000, TOKENS, pairs=2, plain=2, saved=3)),
+    64: (1, Plan(64, TOKENS, pairs=4, plain=3, saved=4)),
+    256: (2, Plan(256, TOKENS, pairs=3, plain=3, saved=4)),
+    1000: (1, Plan(1000, TOKENS, pairs=2, plain=2, saved=3)),
 }
 QUICK = {64: (1, Plan(64, 512, pairs=1, plain=2, saved=3, warm=2))}
 COLUMNS = [

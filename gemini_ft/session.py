@@ -161,7 +161,7 @@ def _agree(config: GeminiConfig, client: AgentClient, hello: Hello, everyone: li
     secret = _agree_on_secret(everyone)
     _agree_on_config(everyone)
     orders = Orders.agree([about.orders for about in everyone])
-    storage = _open_storage(config, rank)
+    storage = _open_storage(config)
     choice = Chooser(config, client, everyone, stream, storage, rank).choose()
     make_spec = partial(_make_spec, config, stream, everyone, choice, storage)
     spec = exchange_or_raise(lambda: make_spec() if rank == 0 else None, config.timeout)[0]
@@ -206,18 +206,20 @@ def _agree_on_config(everyone: list[Introduction]) -> None:
             raise ConfigError(f"rank {rank} has other gemini options than rank 0: {about.config} instead of {everyone[0].config}")
 
 
-def _open_storage(config: GeminiConfig, rank: int) -> Storage | None:
+def _open_storage(config: GeminiConfig) -> Storage | None:
     settings = config.storage
     if settings is None:
         return None
 
-    def check() -> Storage:
-        storage = open_storage(settings.url, settings.endpoint_url, settings.max_bandwidth)
-        storage.check()
-        return storage
+    found: list[Storage] = []
+
+    def check() -> None:
+        found.append(open_storage(settings.url, settings.endpoint_url, settings.max_bandwidth))
+        found[0].check()
 
     try:
-        return exchange_or_raise(check, config.timeout)[rank]
+        exchange_or_raise(check, config.timeout)
+        return found[0]
     except StorageError as error:
         if settings.required:
             raise

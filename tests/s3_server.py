@@ -12,6 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 KEY, SECRET = "test-key", "test-secret-0123456789"
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": KEY,
+    "AWS_SECRET_ACCESS_KEY": SECRET,
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
 
 
 class Server:
@@ -28,10 +34,10 @@ class Server:
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
+    def start(self, *options: str) -> None:
         rclone = shutil.which("rclone", path=str(Path(sys.executable).parent)) or shutil.which("rclone")
         assert rclone is not None, "rclone is missing; `make venv` installs it"
-        command = [rclone, "serve", "s3", "--addr", f"127.0.0.1:{self.port}", "--auth-key", f"{KEY},{SECRET}", str(self.root)]
+        command = [rclone, "serve", "s3", "--addr", f"127.0.0.1:{self.port}", "--auth-key", f"{KEY},{SECRET}", *options, str(self.root)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import s3_proxy
 import s3_server
+from s3_proxy import Fault, Proxy, Request
 
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
 from gemini_ft.storage.base import Storage, open_storage
@@ -24,10 +26,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[s3_server.Serve
 
 @pytest.fixture(autouse=True)
 def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_server.KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.SECRET)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name, value in s3_server.CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
@@ -112,6 +112,61 @@ def test_an_endpoint_that_is_down_and_comes_back(tmp_path: Path) -> None:
             storage.get("a")
         server.start()
         assert storage.get("a") == b"1"
+
+
+class TestFaults:
+    """What networks and stores do on a bad day, by a proxy in front of the server."""
+
+    @pytest.fixture
+    def proxy(self, server: s3_server.Server) -> Iterator[Proxy]:
+        with s3_proxy.proxy(server.port) as running:
+            yield running
+
+    @pytest.fixture
+    def storage(self, proxy: Proxy, request: pytest.FixtureRequest) -> Storage:
+        return open_storage(f"s3://bucket/{request.node.name}".replace("[", "-").replace("]", "").replace(" ", "-"), proxy.endpoint)
+
+    @staticmethod
+    def is_part(request: Request) -> bool:
+        return "partNumber" in request.path
+
+    @pytest.mark.parametrize("kind", ["reset", "503 SlowDown", "500 InternalError"])
+    def test_of_single_parts_cost_nothing_but_time(self, storage: Storage, proxy: Proxy, kind: str) -> None:
+        proxy.faults.append(Fault(kind, 2, self.is_part))
+        storage.put("big", [BIG])
+        assert not proxy.faults
+        assert storage.get("big") == BIG
+
+    def test_an_answer_cut_short_is_taken_up_where_it_broke(self, storage: Storage, proxy: Proxy) -> None:
+        storage.put("big", [BIG])
+        proxy.faults.append(Fault("cut", 2, lambda request: request.method == "GET"))
+        out = bytearray(len(BIG))
+        storage.get_range("big", 0, memoryview(out))
+        assert out == BIG
+        assert not proxy.faults
+
+    @pytest.mark.parametrize(
+        ("kind", "way_out"),
+        [
+            ("503 SlowDown", "overloaded; lower storage.max_bandwidth"),
+            ("403 AccessDenied", "let these credentials list, read, write"),
+            ("404 NoSuchBucket", "create the bucket"),
+            ("507 XInsufficientStorage", "see the store's documentation"),
+        ],
+    )
+    def test_that_stay_are_explained_and_leave_nothing(self, storage: Storage, proxy: Proxy, kind: str, way_out: str) -> None:
+        storage.put("before", [b"1"])
+        proxy.faults.append(Fault(kind, 100, self.is_part))
+        with pytest.raises(StorageError, match=f"cannot write big: {kind.split()[1]}; .*{way_out}"):
+            storage.put("big", [BIG])
+        proxy.faults.clear()
+        assert storage.list() == ["before"]
+
+    def test_a_store_that_answers_slowly_gets_all_the_time_it_needs(self, storage: Storage, proxy: Proxy) -> None:
+        proxy.rate = 40e6
+        storage.put("big", [BIG])
+        proxy.rate = None
+        assert storage.get("big") == BIG
 
 
 def test_an_url_without_a_bucket_is_refused() -> None:

@@ -1,0 +1,257 @@
+"""S3 as the slow tier of real jobs: a lost group, a store that fails in every way, and what training notices of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import s3_proxy
+import s3_server
+from agent_kit import end_agent, eventually
+from rank_kit import Attempt, World
+from s3_proxy import Fault, Proxy, Request
+from session_case import loop, wait_for_upload
+
+from gemini_ft.agent import lifecycle
+from gemini_ft.errors import StorageError
+from gemini_ft.storage.base import open_storage
+from gemini_ft.storage.checkpoints import list_checkpoints
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[s3_server.Server]:
+    with s3_server.serve(tmp_path / "s3", "bucket") as running:
+        yield running
+
+
+@pytest.fixture
+def proxy(server: s3_server.Server) -> Iterator[Proxy]:
+    with s3_proxy.proxy(server.port) as running:
+        yield running
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[World]:
+    with World(tmp_path, 2, **s3_server.CREDENTIALS) as world:
+        yield world
+
+
+def run(endpoint: str, steps: int, storage: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Uploads of every second step, each over before the next step begins."""
+    settings = {"url": "s3://bucket/team", "endpoint_url": endpoint, "every_steps": 2, **(storage or {})}
+    return (_loop, steps, {"storage": settings, "during": wait_for_upload, **options})
+
+
+def _loop(steps: int, options: dict[str, Any]) -> Any:
+    return loop(steps, **options)
+
+
+def iterations(server: s3_server.Server, run_id: str) -> list[int]:
+    """Of the checkpoints that lie on the server's disk."""
+    folder = server.root / "bucket/team"
+    return [info.iteration for info in list_checkpoints(open_storage(folder.as_uri()), run_id)] if folder.exists() else []
+
+
+def lose_all(world: World) -> None:
+    for host in world.hosts:
+        end_agent(world.run, host)
+
+
+def upload(world: World, host: str = "host0") -> Any:
+    """What the host's agent says of storage."""
+    status = lifecycle.status(world.run, host)
+    return json.loads(status)["streams"].get("main", {}).get("storage") if status is not None else None
+
+
+def told(result: Any, text: str) -> bool:
+    return any(text in said for said in result["told"])
+
+
+def is_shard(request: Request) -> bool:
+    return request.method == "PUT" and "/shard-" in request.path
+
+
+class TestResume:
+    def test_when_all_memory_is_lost(self, two: World, server: s3_server.Server) -> None:
+        two.outcome(*run(server.endpoint, 7))
+        lose_all(two)
+        results = two.outcome(*run(server.endpoint, 1))
+        assert [(result["start"], max(result["restored"])) for result in results] == [(6, "storage")] * 2
+
+    def test_each_shard_is_read_once(self, two: World, proxy: Proxy) -> None:
+        two.outcome(*run(proxy.endpoint, 2, width=400_000))  # 19 MB of state per rank, 3 chunks
+        lose_all(two)
+        proxy.requests.clear()
+        proxy.moved = 0
+        results = two.outcome(*run(proxy.endpoint, 1, {"every_steps": 100}, width=400_000))
+        assert [result["start"] for result in results] == [2, 2]
+        state = 3 * 4 * (4 + 1 + 1) * 400_000
+        assert state <= proxy.moved < 1.05 * state
+        assert len([request for request in proxy.requests if request.method == "GET" and "/shard-" in request.path]) >= 6
+
+    def test_after_a_group_was_lost_in_the_middle_of_an_upload(self, two: World, server: s3_server.Server, proxy: Proxy) -> None:
+        two.outcome(*run(proxy.endpoint, 4))
+        proxy.held.set()
+        attempt = two.start(*run(proxy.endpoint, 50, {"required": False}, during=None, pause=0.05, timeout=30.0))
+        proxy.held.clear()
+        eventually(lambda: (state := upload(two)) and not state["uploading"], "the beginning")
+        proxy.faults.append(Fault("reset", 1000, is_shard))
+        eventually(lambda: (state := upload(two)) and state["uploading"], "an upload")
+        newest = iterations(server, two.run)[0]
+        attempt.kill()
+        lose_all(two)
+        proxy.faults.clear()
+        assert [result["start"] for result in two.outcome(*run(proxy.endpoint, 2))] == [newest, newest]
+        assert iterations(server, two.run)[0] == newest + 2 - newest % 2
+
+    def test_from_the_one_before_when_an_object_is_damaged(self, two: World, server: s3_server.Server) -> None:
+        two.outcome(*run(server.endpoint, 6))
+        lose_all(two)
+        (path,) = server.root.glob("bucket/team/*/*/step-00000006-*/shard-00001.safetensors")
+        content = bytearray(path.read_bytes())
+        content[-8] ^= 1
+        path.write_bytes(content)
+        results = two.outcome(*run(server.endpoint, 1))
+        assert [result["start"] for result in results] == [4, 4]
+        assert told(results[0], "in storage is damaged: trying the one before")
+        assert told(results[1], "is damaged (XXH3")
+
+
+class TestTwoJobs:
+    def test_with_the_same_prefix_are_kept_apart(self, tmp_path: Path, server: s3_server.Server) -> None:
+        for name, steps in (("a", 2), ("b", 4)):
+            (tmp_path / name).mkdir()
+            with World(tmp_path / name, 1, **s3_server.CREDENTIALS) as world:
+                assert world.outcome(*run(server.endpoint, steps))[0]["start"] == 0
+                lose_all(world)
+                assert world.outcome(*run(server.endpoint, 1))[0]["start"] == steps
+
+    def test_with_the_same_run_id_the_older_one_is_refused(self, tmp_path: Path, server: s3_server.Server) -> None:
+        for name in "ab":
+            (tmp_path / name).mkdir()
+        with (
+            World(tmp_path / "a", 1, **s3_server.CREDENTIALS) as first,
+            World(tmp_path / "b", 1, ["elsewhere"], **s3_server.CREDENTIALS) as second,
+        ):
+            attempt = first.start(*run(server.endpoint, 4000, during=None, pause=0.02))
+            eventually(lambda: iterations(server, first.run), "a checkpoint of the first job")
+            second.environ["GEMINI_RUN_ID"] = second.run = first.run
+            (result,) = second.outcome(*run(server.endpoint, 4))
+            assert result["start"] > 0  # it cannot be told from a restart of the first on another machine
+            text = "another job has taken"
+            eventually(lambda: text in first.log("host0"), "the refusal")
+            attempt.kill()
+            lose_all(second)
+            (again,) = second.outcome(*run(server.endpoint, 1))
+            assert again["start"] == result["start"] + 4  # nothing of the first job's later steps
+
+
+class TestTrouble:
+    """Training never stops for it, the log says what is wrong, and the next upload succeeds when it is over."""
+
+    def trained(self, attempt: Attempt, steps: int) -> list[Any]:
+        results = attempt.results()
+        assert [result["committed"] for result in results] == [steps, steps]
+        return results
+
+    @pytest.mark.parametrize("kind", ["reset", "503 SlowDown", "403 AccessDenied", "404 NoSuchBucket", "500 InternalError"])
+    def test_with_every_upload_for_a_while(self, two: World, server: s3_server.Server, proxy: Proxy, kind: str) -> None:
+        attempt = two.start(*run(proxy.endpoint, 400, during=None, pause=0.02))
+        eventually(lambda: iterations(server, two.run), "the first checkpoint")
+        before = iterations(server, two.run)[0]
+        proxy.faults.append(Fault(kind, 10_000, is_shard))
+        failing = eventually(lambda: (state := upload(two)) and state["failing_since"] and state, "the failure in the status")
+        assert kind == "reset" or kind.split()[1] in failing["error"]
+        proxy.faults.clear()
+        eventually(lambda: iterations(server, two.run)[0] > before, "an upload after the trouble")
+        self.trained(attempt, 400)
+        assert "storage: works again after" in two.log("host0") + two.log("host1")
+
+    def test_server_that_is_killed_and_comes_back(self, two: World, server: s3_server.Server) -> None:
+        attempt = two.start(*run(server.endpoint, 500, during=None, pause=0.02))
+        eventually(lambda: iterations(server, two.run), "the first checkpoint")
+        server.stop()
+        before = iterations(server, two.run)[0]
+        eventually(lambda: (state := upload(two)) and state["failing_since"], "the failure in the status")
+        server.start()
+        eventually(lambda: iterations(server, two.run)[0] > before, "an upload after the trouble")
+        self.trained(attempt, 500)
+
+    def test_bucket_that_is_read_only_for_a_while(self, two: World, server: s3_server.Server) -> None:
+        attempt = two.start(*run(server.endpoint, 500, during=None, pause=0.02))
+        eventually(lambda: iterations(server, two.run), "the first checkpoint")
+        server.stop()
+        server.start("--read-only")
+        before = iterations(server, two.run)[0]
+        eventually(lambda: (state := upload(two)) and state["failing_since"], "the failure in the status")
+        server.stop()
+        server.start()
+        eventually(lambda: iterations(server, two.run)[0] > before, "an upload after the trouble")
+        self.trained(attempt, 500)
+
+    def test_disk_of_the_server_that_is_full_for_a_while(self, two: World, small: s3_server.Server) -> None:
+        attempt = two.start(*run(small.endpoint, 500, during=None, pause=0.02))
+        eventually(lambda: iterations(small, two.run), "the first checkpoint")
+        filler = small.root / "filler"
+        with open(filler, "wb") as file:
+            try:
+                while file.write(bytes(4096)):
+                    file.flush()
+            except OSError:
+                pass
+        before = iterations(small, two.run)[0]
+        eventually(lambda: (state := upload(two)) and state["failing_since"], "the failure in the status")
+        filler.unlink()
+        eventually(lambda: iterations(small, two.run)[0] > before, "an upload after the trouble")
+        self.trained(attempt, 500)
+
+    @pytest.fixture
+    def small(self, tmp_path: Path) -> Iterator[s3_server.Server]:
+        """A server on a file system of 16 MiB, mounted for this test."""
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(disk)], capture_output=True, timeout=30)
+        if mounted.returncode:
+            pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.decode().strip()}")
+        try:
+            with s3_server.serve(disk, "bucket") as running:
+                yield running
+        finally:
+            subprocess.run(["umount", "--lazy", str(disk)], check=True, timeout=30)
+
+    def test_upload_that_is_slow_says_how_far_it_is(self, two: World, server: s3_server.Server, proxy: Proxy) -> None:
+        proxy.rate = 4e6
+        attempt = two.start(*run(proxy.endpoint, 60, {"every_steps": 3}, width=400_000, during=None, pause=0.05))
+        state = eventually(lambda: (state := upload(two)) and state["done_bytes"] and state["uploading"] and state, "progress")
+        assert 0 < state["done_bytes"] <= state["total_bytes"]
+        assert state["seconds_left"] >= 0
+        self.trained(attempt, 60)  # the snapshots of every step go on beside it
+        proxy.rate = None
+        eventually(lambda: iterations(server, two.run), "the checkpoint")
+
+    def test_at_the_start_is_a_clear_error(self, two: World, server: s3_server.Server) -> None:
+        results = two.outcome(*run(server.endpoint, 2, {"url": "s3://nowhere/x"}))
+        assert [type(result) for result in results] == [StorageError, StorageError]
+        assert "NoSuchBucket; create the bucket, or correct storage.url" in str(results[0])
+
+    def test_at_the_start_is_a_warning_where_storage_is_not_required(self, two: World, server: s3_server.Server) -> None:
+        results = two.outcome(*run(server.endpoint, 2, {"url": "s3://nowhere/x", "required": False}, during=None))
+        assert [result["committed"] for result in results] == [2, 2]
+        assert told(results[0], "storage is unusable and not required")
+
+
+def test_credentials_are_written_down_nowhere(two: World, server: s3_server.Server, proxy: Proxy) -> None:
+    proxy.faults.append(Fault("403 AccessDenied", 3, is_shard))
+    results = two.outcome(*run(proxy.endpoint, 4))
+    said = [text for result in results for text in result["told"]] + [two.log(host) for host in two.hosts]
+    stored = [path.read_bytes() for path in server.root.rglob("*") if path.is_file()]
+    assert stored
+    for credential in (s3_server.KEY, s3_server.SECRET):
+        assert not any(credential in text for text in said)
+        assert not any(credential.encode() in content for content in stored)
