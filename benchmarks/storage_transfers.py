@@ -1,0 +1,108 @@
+"""Bytes to an S3 server and back: gemini-ft's slots beside boto3's own transfers, in turns, in one process.
+
+Prints one JSON object: way -> seconds of every round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import boto3
+from boto3.s3.transfer import TransferConfig
+
+from gemini_ft.agent.memory import EXTRAS_ROOM, SlotMemory, SlotShape
+from gemini_ft.agent.staging import StoredCopy
+from gemini_ft.layout import Layout, TensorSpec, build_layout
+from gemini_ft.messages import Stage
+from gemini_ft.storage.base import open_storage
+from gemini_ft.storage.shard import ShardRecord, write_shard
+from gemini_ft.versions import Incarnation, Version
+
+BUCKET = "bucket"
+CHUNK = 8 * 2**20
+VERSION = Version(Incarnation(1, "bench"), 1)
+# What `aws s3 cp` does is boto3's default: parts of 8 MiB, ten at a time.
+CONFIGS = {"default": TransferConfig(), "parts of 64 MiB": TransferConfig(multipart_chunksize=64 * 2**20)}
+
+
+class Transfers:
+    """The same bytes in a slot and in a file in memory."""
+
+    def __init__(self, megabytes: int, endpoint: str, folder: Path) -> None:
+        self._url, self._endpoint, self._folder = f"s3://{BUCKET}/bench", endpoint, folder
+        self._layout = build_layout([TensorSpec("weights", "uint8", (megabytes * 10**6,), (0,))], 0, 1)
+        self._slot = SlotMemory.create(_shape(self._layout))
+        data = self._slot.data(0, self._layout.nbytes)
+        block = os.urandom(2**20)
+        for start in range(0, len(data), len(block)):
+            data[start : start + len(block)] = block[: len(data) - start]
+        self._file = folder / "source"
+        self._file.write_bytes(data)
+        self._client = boto3.client("s3", endpoint_url=endpoint)
+        self._record: ShardRecord | None = None
+
+    def upload(self) -> None:
+        """From the slot, with checksums, as the agent does it."""
+        storage = open_storage(self._url, self._endpoint)
+        self._record = write_shard(storage, "run/main/shard", self._layout, self._slot.data(0, self._layout.nbytes), b"extras")
+
+    def download(self) -> None:
+        """Into a new slot, every chunk checked, as the agent does it."""
+        assert self._record is not None
+        settings: dict[str, object] = {"url": self._url, "endpoint_url": self._endpoint, "every_steps": 1}
+        order = Stage(owner=0, version=VERSION, record=self._record.model_dump_json(), storage=settings, chunk_bytes=CHUNK)
+        copy = StoredCopy("bench", "main", order, lambda text: None)
+        memory = SlotMemory.create(copy.shape)
+        copy.fill(memory)
+        if memory.data(0, self._layout.nbytes) != self._slot.data(0, self._layout.nbytes):
+            raise RuntimeError("other bytes came back than were sent")
+        memory.close()
+
+    def upload_file(self, config: TransferConfig) -> None:
+        self._client.upload_file(str(self._file), BUCKET, "bench/file", Config=config)
+
+    def download_file(self, config: TransferConfig) -> None:
+        target = self._folder / "target"
+        self._client.download_file(BUCKET, "bench/file", str(target), Config=config)
+        target.unlink()
+
+
+def _shape(layout: Layout) -> SlotShape:
+    blob = layout.to_bytes()
+    return SlotShape("bench", "main", 0, 1, layout.logical_hash, blob, layout.nbytes, EXTRAS_ROOM, CHUNK)
+
+
+def measure(transfers: Transfers, rounds: int) -> dict[str, list[float]]:
+    """Seconds of every way, round after round over all of them; the first round only warms up."""
+    ways: dict[str, Callable[[], None]] = {"gemini-ft up": transfers.upload, "gemini-ft down": transfers.download}
+    for name, config in CONFIGS.items():
+        ways[f"boto3 up, {name}"] = lambda config=config: transfers.upload_file(config)  # type: ignore[misc]
+        ways[f"boto3 down, {name}"] = lambda config=config: transfers.download_file(config)  # type: ignore[misc]
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            way()
+            if turn:
+                found[name].append(time.perf_counter() - begin)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("megabytes", type=int)
+    parser.add_argument("rounds", type=int)
+    parser.add_argument("endpoint")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        print(json.dumps(measure(Transfers(arguments.megabytes, arguments.endpoint, Path(folder)), arguments.rounds)))
+
+
+if __name__ == "__main__":
+    main()
