@@ -20,6 +20,7 @@ from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import (
     Manifest,
     apply_retention,
+    check_not_superseded,
     checkpoint_folder,
     list_checkpoints,
     newest_whole,
@@ -347,6 +348,14 @@ def test_what_is_half_deleted_is_no_checkpoint(storage: LocalStorage) -> None:
     assert [info.iteration for info in list_checkpoints(storage)] == [2]
     assert apply_retention(storage, "run", "main", keep_last=1) == [checkpoint_folder("run", "main", version(1))]
     assert folders(storage) == {newest.folder}
+
+
+def test_a_job_whose_run_id_another_one_has_taken_over_is_refused() -> None:
+    storage = InMemory()
+    first, second = save(storage, version(3, incarnation=1)), save(storage, version(2, incarnation=2))
+    check_not_superseded(storage, second)
+    with pytest.raises(StorageError, match="another job has taken run id 'run' over"):
+        check_not_superseded(storage, first)
 
 
 @given(

@@ -17,7 +17,7 @@ from gemini_ft.errors import GeminiError, StorageError
 from gemini_ft.layout import Layout
 from gemini_ft.messages import SessionSpec
 from gemini_ft.storage.base import Storage, open_storage
-from gemini_ft.storage.checkpoints import Manifest, apply_retention, checkpoint_folder, shard_key, write_manifest
+from gemini_ft.storage.checkpoints import Manifest, apply_retention, check_not_superseded, checkpoint_folder, shard_key, write_manifest
 from gemini_ft.storage.shard import ShardRecord, write_shard
 from gemini_ft.versions import Version
 
@@ -96,7 +96,7 @@ class Uploader:
         """Make the checkpoint exist, then delete what retention no longer keeps.
 
         Raises:
-            StorageError: the manifest could not be written.
+            StorageError: the manifest could not be written, or another job has taken this one's run id over.
         """
         manifest = Manifest(
             run=self._run,
@@ -108,7 +108,12 @@ class Uploader:
             versions=_versions(),
             shards={owner: ShardRecord.model_validate_json(record) for owner, record in records.items()},
         )
-        await self._insist(lambda: write_manifest(self._storage, manifest))
+
+        def write() -> None:
+            check_not_superseded(self._storage, manifest)
+            write_manifest(self._storage, manifest)
+
+        await self._insist(write)
         try:
             keep = (self.config.keep_last, self.config.keep_every)
             await asyncio.to_thread(apply_retention, self._storage, self._run, self._spec.stream, *keep)

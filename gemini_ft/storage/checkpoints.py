@@ -99,19 +99,26 @@ class CheckpointInfo:
         return self.version.iteration
 
 
-def write_manifest(storage: Storage, manifest: Manifest) -> None:
-    """Make the checkpoint exist. Its shards must be there.
+def check_not_superseded(storage: Storage, manifest: Manifest) -> None:
+    """Make sure that no other job goes by the same run id: what it writes would be mixed with this one's.
 
     Raises:
-        StorageError: a shard is missing, a later incarnation of the run has written here, or the storage failed.
+        StorageError: a later incarnation of the run has written here, or the storage failed.
     """
-    if later := [
-        info for info in list_checkpoints(storage, manifest.run, manifest.stream) if info.version.incarnation > manifest.incarnation
-    ]:
+    others = list_checkpoints(storage, manifest.run, manifest.stream)
+    if later := [info for info in others if info.version.incarnation > manifest.incarnation]:
         raise StorageError(
             f"{storage.url}: {later[0].folder} is of a later incarnation than this job's, {manifest.incarnation}: another job has taken "
             f"run id {manifest.run!r} over. End one of the two, or give them different run ids (GEMINI_RUN_ID)"
         )
+
+
+def write_manifest(storage: Storage, manifest: Manifest) -> None:
+    """Make the checkpoint exist. Its shards must be there.
+
+    Raises:
+        StorageError: a shard is missing, or the storage failed.
+    """
     present = set(storage.list(f"{manifest.folder}/"))
     if missing := sorted({record.key for record in manifest.shards.values()} - present):
         raise StorageError(f"{storage.url}: {missing[0]} is missing ({len(missing)} in all); without it this is no checkpoint")
