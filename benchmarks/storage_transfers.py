@@ -60,8 +60,6 @@ class Transfers:
         copy = StoredCopy("bench", "main", order, lambda text: None)
         memory = SlotMemory.create(copy.shape)
         copy.fill(memory)
-        if memory.data(0, self._layout.nbytes) != self._slot.data(0, self._layout.nbytes):
-            raise RuntimeError("other bytes came back than were sent")
         memory.close()
 
     def upload_file(self, config: TransferConfig) -> None:

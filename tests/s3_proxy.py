@@ -107,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
         while self.server.held.is_set():
             time.sleep(0.01)
         if fault == "reset":
-            self._read(nbytes // 2)
+            self._discard(nbytes // 2)
             self._reset()
         elif fault is not None and fault != "cut":
             self._fail(nbytes, *fault.split())
@@ -125,9 +125,12 @@ class _Handler(BaseHTTPRequestHandler):
             nbytes -= len(piece)
             yield piece
 
-    def _fail(self, nbytes: int, status: str, code: str) -> None:
+    def _discard(self, nbytes: int) -> None:
         for _ in self._read(nbytes):
             pass
+
+    def _fail(self, nbytes: int, status: str, code: str) -> None:
+        self._discard(nbytes)
         body = _ERROR.format(code=code).encode()
         self.send_response(int(status))
         self.send_header("Content-Type", "application/xml")

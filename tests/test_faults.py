@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from disks import small_disk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -272,15 +272,8 @@ def test_whatever_happens_to_hosts_the_result_has_the_same_bits(tmp_path: Path, 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MiB, mounted for this test."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(disk)], capture_output=True, timeout=60)
-    if mounted.returncode:
-        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.decode().strip()}")
-    try:
+    with small_disk(tmp_path / "disk", "8m") as disk:
         yield disk
-    finally:
-        subprocess.run(["umount", str(disk)], check=True, timeout=60)
 
 
 @pytest.mark.timeout(300)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import s3_proxy
 import s3_server
 from agent_kit import end_agent, eventually
+from disks import small_disk
 from rank_kit import Attempt, World
 from s3_proxy import Fault, Proxy, Request
 from session_case import loop, wait_for_upload
@@ -214,16 +214,8 @@ class TestTrouble:
     @pytest.fixture
     def small(self, tmp_path: Path) -> Iterator[s3_server.Server]:
         """A server on a file system of 16 MiB, mounted for this test."""
-        disk = tmp_path / "disk"
-        disk.mkdir()
-        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(disk)], capture_output=True, timeout=30)
-        if mounted.returncode:
-            pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.decode().strip()}")
-        try:
-            with s3_server.serve(disk, "bucket") as running:
-                yield running
-        finally:
-            subprocess.run(["umount", "--lazy", str(disk)], check=True, timeout=30)
+        with small_disk(tmp_path / "disk", "16m") as disk, s3_server.serve(disk, "bucket") as running:
+            yield running
 
     def test_upload_that_is_slow_says_how_far_it_is(self, two: World, server: s3_server.Server, proxy: Proxy) -> None:
         proxy.rate = 4e6

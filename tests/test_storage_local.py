@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from disks import small_disk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -227,15 +228,8 @@ def test_a_folder_without_write_permission_is_named(locked_folder: Path) -> None
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB, mounted for this test."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(disk)], capture_output=True, timeout=WAIT)
-    if mounted.returncode:
-        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.decode().strip()}")
-    try:
+    with small_disk(tmp_path / "disk", "256k") as disk:
         yield disk
-    finally:
-        subprocess.run(["umount", str(disk)], check=True, timeout=WAIT)
 
 
 def test_a_full_disk_is_named_and_given_back(tiny_disk: Path) -> None:
