@@ -63,12 +63,19 @@ class Job:
 
     def __init__(self, hosts: EmulatedHosts, log: Path) -> None:
         self.hosts, self._log = hosts, log
+        self._read = 0  # bytes of the log
+        self._events: list[dict[str, Any]] = []
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """All of one kind so far, whole lines only."""
-        text = self._log.read_text() if self._log.exists() else ""
-        events = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-        return [event for event in events if event["event"] == kind]
+        if self._log.exists():
+            with open(self._log, "rb") as file:
+                file.seek(self._read)
+                text = file.read()
+            whole = text[: text.rfind(b"\n") + 1]
+            self._read += len(whole)
+            self._events += map(json.loads, whole.splitlines())
+        return [event for event in self._events if event["event"] == kind]
 
     def resumed(self, ranks: int, after: float) -> list[dict[str, Any]]:
         """Once all ranks have resumed since the moment ``after``: what they said."""
@@ -102,7 +109,7 @@ def storage_env(endpoint: str, every: int) -> dict[str, str]:
 def transfers(plan: Plan, endpoint: str) -> dict[str, float]:
     """MB/s of every way, medians."""
     argv = [sys.executable, str(Path(__file__).with_name("storage_transfers.py")), str(plan.transfer), str(plan.rounds), endpoint]
-    output = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=600).stdout
+    output = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, timeout=1200).stdout
     found: dict[str, list[float]] = json.loads(output.splitlines()[-1])
     return {name: round(plan.transfer / (common.median(seconds) or 1.0), 1) for name, seconds in found.items()}
 
@@ -125,8 +132,16 @@ def slowdown(plan: Plan, endpoint: str, uploader: str) -> dict[str, float | None
         if iteration > 4 and len(flags) == 1:  # the first ones make the optimizer's state, slots and connections
             kinds["during" if flags.pop() else "plain"].append(max(rank["seconds"] for rank in ranks))
     plain, during = (common.median(kinds[kind]) for kind in ("plain", "during"))
-    ratio = common.ratio(during, plain)
-    return {"plain_s": plain, "during_s": during, "slowdown": ratio, "iterations_during": len(kinds["during"])}
+    assert plain is not None
+    uploads = _uploads(steps)
+    lost = sum(seconds - plain for seconds in kinds["during"]) / max(1, uploads)
+    return {"plain_s": plain, "during_s": during, "slowdown": common.ratio(during, plain), "uploads": uploads, "lost_per_upload_s": lost}
+
+
+def _uploads(steps: Mapping[int, Sequence[Mapping[str, Any]]]) -> int:
+    """How many uploads began."""
+    flags = [flag for _, ranks in sorted(steps.items()) for flag in ranks[0]["uploading"]]
+    return sum(not before and now for before, now in pairwise(flags))
 
 
 # --------------------------------------------------------------------------- 3. wasted time
@@ -141,13 +156,14 @@ def wasted_in_memory(plan: Plan, endpoint: str) -> dict[str, Any]:
         iteration = common.median(event["seconds"] for event in running.events("step") if event["iteration"] > 2)
         at = time.time()
         os.kill(next(event["pid"] for event in running.events("resumed") if event["rank"] == 3), signal.SIGKILL)
-        own = running.resumed(4, at)
+        own, own_at = running.resumed(4, at), at
         hosts.wait_for(lambda: len([event for event in running.events("committed") if event["at"] > at]) >= 8)
         at = time.time()
         victim = next(event["host"] for event in hosts.events("joined") if event["rank"] == 2)
         hosts.replace(victim)
         peer = running.resumed(4, at)
-    return _terms(commit, iteration, peer) | {"own memory": _slowest(own), "own memory from": _places(own)}
+    own_memory = {"retrieval": _slowest(own), "back after": _back(own, own_at), "from": _places(own)}
+    return _terms(commit, iteration, peer, at) | {"own memory": own_memory}
 
 
 def wasted_in_storage(plan: Plan, proxy: s3_proxy.Proxy, folder: Path) -> dict[str, Any]:
@@ -158,7 +174,7 @@ def wasted_in_storage(plan: Plan, proxy: s3_proxy.Proxy, folder: Path) -> dict[s
         seen: dict[int, float] = {}  # iteration -> when its manifest was there
 
         def enough() -> bool:
-            for manifest in folder.glob("bench/*/*/step-*/manifest.json"):
+            for manifest in folder.glob(f"bench/{hosts.run}/*/step-*/manifest.json"):
                 seen.setdefault(int(manifest.parent.name.split("-")[1]), time.time())
             return len(seen) > plan.settled // 2 + 1
 
@@ -171,20 +187,27 @@ def wasted_in_storage(plan: Plan, proxy: s3_proxy.Proxy, folder: Path) -> dict[s
         for host in list(hosts.alive):
             hosts.replace(host)
         everywhere = running.resumed(4, at)
-    return _terms(latency, interval, everywhere)
+    return _terms(latency, interval, everywhere, at)
 
 
-def _terms(checkpoint: float | None, interval: float | None, resumed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _terms(checkpoint: float | None, interval: float | None, resumed: Sequence[Mapping[str, Any]], failed: float) -> dict[str, Any]:
     retrieval = _slowest(resumed)
     assert checkpoint is not None
+    assert checkpoint > 0
     assert interval is not None
+    assert interval > 0
     total = checkpoint + interval / 2 + retrieval
-    found = {"t_ckpt": checkpoint, "interval": interval, "t_retrieval": retrieval, "wasted": total}
+    found = {"t_ckpt": checkpoint, "interval": interval, "t_retrieval": retrieval, "wasted": total, "back after": _back(resumed, failed)}
     return {name: round(value, 3) for name, value in found.items()} | {"from": _places(resumed)}
 
 
 def _slowest(resumed: Sequence[Mapping[str, Any]]) -> float:
     return round(max(float(event["seconds"]) for event in resumed), 3)
+
+
+def _back(resumed: Sequence[Mapping[str, Any]], failed: float) -> float:
+    """Seconds from the failure until all ranks had their state again; new processes, rendezvous and imports are in it."""
+    return round(max(float(event["at"]) for event in resumed) - failed, 3)
 
 
 def _places(resumed: Sequence[Mapping[str, Any]]) -> str:
@@ -212,20 +235,24 @@ def ratios(results: Mapping[str, Any]) -> dict[str, float | None]:
 def report(results: Mapping[str, Any], ratio: Mapping[str, float | None], plan: Plan) -> str:
     """The body of the dated report."""
     speeds = [[name, f"{value:.0f}"] for name, value in results["transfers_mb_per_s"].items()]
-    slow = [[name, *(_ms(row[key]) for key in ("plain_s", "during_s")), f"{row['slowdown']}"] for name, row in results["slowdown"].items()]
-    terms = ("t_ckpt", "interval", "t_retrieval", "wasted")
+    slow = [
+        [name, _ms(row["plain_s"]), _ms(row["during_s"]), str(row["slowdown"]), str(row["uploads"]), _ms(row["lost_per_upload_s"])]
+        for name, row in results["slowdown"].items()
+    ]
+    terms = ("t_ckpt", "interval", "t_retrieval", "wasted", "back after")
     wasted = [[tier, *(f"{row[term]:.2f}" for term in terms), row["from"]] for tier, row in results["wasted_time_s"].items()]
-    own = results["wasted_time_s"]["memory"]
+    own = results["wasted_time_s"]["memory"]["own memory"]
     return "\n\n".join(
         [
             f"## Transfers of {plan.transfer} MB\n\nMB/s, medians of {plan.rounds} rounds, one server on this machine.\n\n"
             + common.table(["way", "MB/s"], speeds),
             f"## Training during an upload\n\nTwo ranks, {plan.shard} MB each, a snapshot of every step. Milliseconds of an iteration, "
-            "medians.\n\n" + common.table(["uploaded by", "without", "during", "slowdown"], slow),
+            "medians.\n\n" + common.table(["uploaded by", "without", "during", "slowdown", "uploads", "lost per upload"], slow),
             f"## Wasted time\n\nFour emulated hosts, {plan.state} MB per rank, the server behind {LINK * 8 / 1e6:.0f} Mbit/s in all. "
-            "Seconds; wasted = t_ckpt + interval / 2 + t_retrieval.\n\n"
+            "Seconds; `back after` counts from the failure until all ranks have their state again; "
+            "wasted = t_ckpt + interval / 2 + t_retrieval.\n\n"
             + common.table(["tier", *terms, "resumed from"], wasted)
-            + f"\n\nFrom own memory, after a killed worker: {own['own memory']:.2f} s ({own['own memory from']}).",
+            + f"\n\nAfter a killed worker, from {own['from']}: t_retrieval {own['retrieval']:.2f} s, back after {own['back after']:.2f} s.",
             "## Ratios\n\n"
             + common.table(["ratio", "value"], [[n, "not measured" if v is None else f"{v:.3f}"] for n, v in ratio.items()]),
         ]

@@ -11,10 +11,13 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import boto3
 from boto3.s3.transfer import TransferConfig
+from botocore.config import Config
 
 from gemini_ft.agent.memory import EXTRAS_ROOM, SlotMemory, SlotShape
 from gemini_ft.agent.staging import StoredCopy
@@ -27,15 +30,21 @@ from gemini_ft.versions import Incarnation, Version
 BUCKET = "bucket"
 CHUNK = 8 * 2**20
 VERSION = Version(Incarnation(1, "bench"), 1)
-# What `aws s3 cp` does is boto3's default: parts of 8 MiB, ten at a time.
-CONFIGS = {"default": TransferConfig(), "parts of 64 MiB": TransferConfig(multipart_chunksize=64 * 2**20)}
+# What `aws s3 cp` does is boto3's default: parts of 8 MiB, ten at a time, each with a CRC32. Without that, and in larger parts:
+LEAN = Config(request_checksum_calculation="when_required", response_checksum_validation="when_required")
+WAYS = {
+    "default": (None, TransferConfig()),
+    "no CRC32": (LEAN, TransferConfig()),
+    "no CRC32, parts of 16 MiB": (LEAN, TransferConfig(multipart_chunksize=16 * 2**20)),
+    "no CRC32, parts of 64 MiB": (LEAN, TransferConfig(multipart_chunksize=64 * 2**20)),
+}
 
 
 class Transfers:
     """The same bytes in a slot and in a file in memory."""
 
     def __init__(self, megabytes: int, endpoint: str, folder: Path) -> None:
-        self._url, self._endpoint, self._folder = f"s3://{BUCKET}/bench", endpoint, folder
+        self._url, self.endpoint, self._folder = f"s3://{BUCKET}/bench", endpoint, folder
         self._layout = build_layout([TensorSpec("weights", "uint8", (megabytes * 10**6,), (0,))], 0, 1)
         self._slot = SlotMemory.create(_shape(self._layout))
         data = self._slot.data(0, self._layout.nbytes)
@@ -44,30 +53,29 @@ class Transfers:
             data[start : start + len(block)] = block[: len(data) - start]
         self._file = folder / "source"
         self._file.write_bytes(data)
-        self._client = boto3.client("s3", endpoint_url=endpoint)
+        self._storage = open_storage(self._url, endpoint)
         self._record: ShardRecord | None = None
 
     def upload(self) -> None:
         """From the slot, with checksums, as the agent does it."""
-        storage = open_storage(self._url, self._endpoint)
-        self._record = write_shard(storage, "run/main/shard", self._layout, self._slot.data(0, self._layout.nbytes), b"extras")
+        self._record = write_shard(self._storage, "run/main/shard", self._layout, self._slot.data(0, self._layout.nbytes), b"extras")
 
     def download(self) -> None:
         """Into a new slot, every chunk checked, as the agent does it."""
         assert self._record is not None
-        settings: dict[str, object] = {"url": self._url, "endpoint_url": self._endpoint, "every_steps": 1}
+        settings: dict[str, object] = {"url": self._url, "endpoint_url": self.endpoint, "every_steps": 1}
         order = Stage(owner=0, version=VERSION, record=self._record.model_dump_json(), storage=settings, chunk_bytes=CHUNK)
         copy = StoredCopy("bench", "main", order, lambda text: None)
         memory = SlotMemory.create(copy.shape)
         copy.fill(memory)
         memory.close()
 
-    def upload_file(self, config: TransferConfig) -> None:
-        self._client.upload_file(str(self._file), BUCKET, "bench/file", Config=config)
+    def upload_file(self, client: Any, config: TransferConfig) -> None:
+        client.upload_file(str(self._file), BUCKET, "bench/file", Config=config)
 
-    def download_file(self, config: TransferConfig) -> None:
+    def download_file(self, client: Any, config: TransferConfig) -> None:
         target = self._folder / "target"
-        self._client.download_file(BUCKET, "bench/file", str(target), Config=config)
+        client.download_file(BUCKET, "bench/file", str(target), Config=config)
         target.unlink()
 
 
@@ -79,9 +87,10 @@ def _shape(layout: Layout) -> SlotShape:
 def measure(transfers: Transfers, rounds: int) -> dict[str, list[float]]:
     """Seconds of every way, round after round over all of them; the first round only warms up."""
     ways: dict[str, Callable[[], None]] = {"gemini-ft up": transfers.upload, "gemini-ft down": transfers.download}
-    for name, config in CONFIGS.items():
-        ways[f"boto3 up, {name}"] = lambda config=config: transfers.upload_file(config)  # type: ignore[misc]
-        ways[f"boto3 down, {name}"] = lambda config=config: transfers.download_file(config)  # type: ignore[misc]
+    for name, (settings, config) in WAYS.items():
+        client = boto3.client("s3", endpoint_url=transfers.endpoint, config=settings)
+        ways[f"boto3 up, {name}"] = partial(transfers.upload_file, client, config)
+        ways[f"boto3 down, {name}"] = partial(transfers.download_file, client, config)
     found: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 1):
         for name, way in ways.items():

@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -67,6 +66,8 @@ class Boto3Upload:
         assert self._process.stdout is not None
         if self._under_way and self._process.stdout.readline():
             self._under_way = False
+        if self._process.poll() is not None:
+            raise RuntimeError(f"the uploading process has ended with {self._process.returncode}")
         return self._under_way
 
     def close(self) -> None:
@@ -90,16 +91,21 @@ def train(arguments: argparse.Namespace, log: Log) -> None:
     log.write("resumed", seconds=time.perf_counter() - begin, iteration=start, sources=checkpointer.stats.restored)
     other = Boto3Upload(arguments.megabytes * 10**6, arguments.endpoint) if arguments.uploader == "boto3" else None
     run, host = os.environ["GEMINI_RUN_ID"], lifecycle.host_id()
-    uploading: Callable[[], bool] = other.under_way if other is not None else lambda: agent_uploads(run, host)
+
+    def uploading() -> bool:
+        """The same questions in both modes: they cost time as well."""
+        return any([agent_uploads(run, host), other is not None and other.under_way()])
+
     before, said = uploading(), set[int]()
+    begin = time.perf_counter()
     for iteration in range(start, start + arguments.steps):
-        begin = time.perf_counter()
         load.gradients()
         load.update()
         checkpointer.step()
-        seconds = time.perf_counter() - begin
         now = uploading()
-        log.write("step", iteration=iteration + 1, seconds=seconds, uploading=[before, now])
+        ended = time.perf_counter()
+        log.write("step", iteration=iteration + 1, seconds=ended - begin, uploading=[before, now])
+        begin = ended
         if other is not None and not now and (iteration + 1) % arguments.every == 0:
             other.start()
             now = True

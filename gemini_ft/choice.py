@@ -9,7 +9,7 @@ from functools import partial
 
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.config import GeminiConfig
-from gemini_ft.errors import CorruptDataError, StorageError
+from gemini_ft.errors import CorruptDataError
 from gemini_ft.faults import Orders
 from gemini_ft.messages import Inventory, Stage, Staged, Verified, Verify, Welcome
 from gemini_ft.recovery import Holding, Plan, plan_recovery, require
@@ -126,16 +126,19 @@ class Chooser:
         return damaged
 
     def _stage(self, manifest: Manifest) -> bool:
-        """Get the shard of our own number into our host's memory; False if storage does not give it back whole.
+        """Get the shard of our own number into our host's memory; False if it is damaged in storage.
 
         Every shard has a rank of its number: a checkpoint of another size is refused before this.
+
+        Raises:
+            StorageError: the storage cannot be read. That is no reason to go back to an older checkpoint, or to none.
         """
         assert self._config.storage is not None
         record, storage = manifest.shards[self._rank].model_dump_json(), self._config.storage.model_dump()
         order = Stage(owner=self._rank, version=manifest.version, record=record, storage=storage, chunk_bytes=self._config.chunk_bytes)
         try:
             self._client.call(order, Staged, timeout=_STAGE_SECONDS)
-        except (CorruptDataError, StorageError) as error:
+        except CorruptDataError as error:
             _log.warning("%s", error)
             return False
         return True

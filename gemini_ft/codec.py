@@ -193,7 +193,8 @@ def _unpickled(data: bytes, path: _Path, secret: bytes | None, trust: bool) -> A
         why = "there is no run secret to check it with" if secret is None else "it is not signed with this run's secret"
         raise StateError(
             f"{_text(path)} is a pickled object, and {why}; loading it could run any code. "
-            "If you trust where it comes from, set storage.trust_pickle=true (gemini export: --trust-pickle)"
+            "Bring that secret back (GEMINI_SECRET_FILE), or, if you trust where it comes from, set storage.trust_pickle=true "
+            "(gemini export: --trust-pickle)"
         )
     try:
         return pickle.loads(body)

@@ -67,11 +67,18 @@ state: whole; whole, newest: what a job would resume; else what is wrong with it
     settings = load_config().storage if options.url is None else None
     url = options.url or (settings.url if settings is not None else None)
     rows = [row for memory in remembered(options.run_id) for row in _in_memory(memory)]
+    failure: StorageError | None = None
     if url is not None:
         endpoint = options.endpoint_url or (settings.endpoint_url if settings is not None else None)
-        rows += _in_storage(open_storage(url, endpoint), options.run_id, options.verify)
+        try:
+            rows += _in_storage(open_storage(url, endpoint), options.run_id, options.verify)
+        except StorageError as error:  # what is in memory is worth knowing all the more
+            failure = error
     head = ("run", "stream", "step", "age", "bytes", "ranks", "state", "where")
-    print(_table([head, *rows]) if rows else f"no checkpoints in {url or 'memory; give the URL of a storage to look there'}")
+    if rows or failure is None:
+        print(_table([head, *rows]) if rows else f"no checkpoints in {url or 'memory; give the URL of a storage to look there'}")
+    if failure is not None:
+        raise failure
     return 0
 
 

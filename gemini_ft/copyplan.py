@@ -20,6 +20,7 @@ _libc = ctypes.CDLL(None)
 _libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _libc.memcpy.restype = ctypes.c_void_p
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
+_PREFAULT = 64 * 2**20  # bytes faulted in at a time, between looks at whether they are still wanted
 _LARGE = 64 * 1024  # bytes; from here on a copy of its own, below it one call for many
 
 
@@ -42,14 +43,16 @@ class Slot:
         self.view = memoryview(self.memory)[data_offset : data_offset + capacity]
         self.tensor = torch.frombuffer(self.view, dtype=torch.uint8) if capacity else torch.empty(0, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
-        self._pinned = pinned
+        self._pinned, self._closed = pinned, False
         self._targets: dict[int, list[torch.Tensor]] = {}  # number of a batch -> where its small tensors go
         if pinned and capacity:
             torch.cuda.check_error(_cudart().cudaHostRegister(self.address, capacity, _PORTABLE))
 
     def prefault(self) -> None:
         """Touch all pages, from this process: they come from its own NUMA node, and not during the first copy."""
-        populate(self.memory, 0, len(self.memory))
+        for start in range(0, len(self.memory), _PREFAULT):
+            if not self._closed:
+                populate(self.memory, start, min(_PREFAULT, len(self.memory) - start))
 
     def write(self, number: int, batch: Batch) -> None:
         """Lay down one batch of a plan, always the same one; on CUDA, queue that on the current stream."""
@@ -69,6 +72,7 @@ class Slot:
         return self.tensor[offset : offset + source.nbytes].view(source.dtype).view(source.shape)
 
     def close(self) -> None:
+        self._closed = True
         if self._pinned and self.address:
             _cudart().cudaHostUnregister(self.address)
         os.close(self.fd)  # it alone would keep the memory; the mapping goes when the last tensor view of it does

@@ -48,8 +48,8 @@ class TensorSpec:
         group: sorted ranks that hold the very same bytes; ``(rank,)`` when the tensor is per rank.
         logical: the whole tensor in words that are equal on all ranks (global shape and placements);
             empty when the local shape is the whole.
-        frozen: it probably stays as it is (a parameter without gradient), so it is laid apart from what changes;
-            only where it lies depends on that, so it is not compared.
+        frozen: it probably stays as it is (a parameter without gradient), so it is laid apart from what changes.
+            Part of `logical_hash`, for all ranks must cut alike, and not of the tensor's identity.
     """
 
     name: str

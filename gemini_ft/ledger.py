@@ -202,7 +202,7 @@ class Ledger:
         by_layout = _by_value((ack.layout, ack.owner) for ack in current.acks.values() if ack.layout)
         if len(by_layout) > 1:
             text = "; ".join(f"ranks {ranks} have layout {layout}" for layout, ranks in by_layout.items())
-            problem = f"ranks disagree on names, dtypes or shapes of the state: {text}; build the same model on every rank"
+            problem = f"ranks disagree on names, dtypes, shapes or frozenness of the state: {text}; build the same model on every rank"
             return Fatal("LayoutMismatchError", problem)
         by_digest = _by_value((ack.digest, ack.owner) for ack in current.acks.values() if ack.digest)
         if len(by_digest) > 1:

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,13 +18,13 @@ import torch
 from gemini_ft import codec, faults
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient, as_error
-from gemini_ft.agent.memory import EXTRAS_ROOM, SlotShape
+from gemini_ft.agent.memory import SlotShape, extras_room
 from gemini_ft.config import GeminiConfig
 from gemini_ft.copyplan import CopyPlan, Slot
 from gemini_ft.errors import AgentError, GeminiError, MemoryBudgetError
 from gemini_ft.events import EventLog
 from gemini_ft.faultplan import World
-from gemini_ft.layout import Layout, build_layout
+from gemini_ft.layout import Layout, TensorSpec, build_layout
 from gemini_ft.messages import (
     Aborted,
     Adopt,
@@ -80,7 +80,8 @@ class Recorder:
         self._layout: Layout | None = None
         self._sources: list[Source] = []
         self._fingerprint: tuple[Any, ...] = ()
-        self._extras_capacity = 0
+        self._frozen: dict[str, bool] = {}
+        self._extras_bytes = self._extras_capacity = 0  # as it was when slots were reserved, and what they have room for
         self._ended: dict[int, float] = {}  # iteration -> when it ended, until its fate is known
         self._newest = 0  # iteration of the last snapshot
         self._suspended = 0
@@ -118,12 +119,12 @@ class Recorder:
         snapshotter = self._copying
         snapshotter.settle()
         live = survey(models, optimizers)
-        if (now := fingerprint(live)) != self._fingerprint:
-            self._plan(describe(live, self.session.rank, self.session.world_size, replicated))
-            self._fingerprint = now
         blob = codec.encode({"tensors": collect_extras(models, optimizers, live), "extras": extras}, self.session.secret)
+        if (now := fingerprint(live)) != self._fingerprint:
+            self._plan(describe(live, self.session.rank, self.session.world_size, replicated), len(blob))
+            self._fingerprint = now
         if len(blob) > self._extras_capacity:
-            self._reserve(2 * len(blob))
+            self._reserve(len(blob))
         plan = snapshotter.plan
         assert plan is not None
         plan.stage()
@@ -213,10 +214,11 @@ class Recorder:
         assert self._snapshotter is not None
         return self._snapshotter
 
-    def _plan(self, sources: list[Source]) -> None:
+    def _plan(self, sources: list[Source], extras_bytes: int) -> None:
         """Lay the state out; at the first time compare it across ranks and check that every host has room for its part."""
         before = self._layout
-        layout = build_layout([source.spec for source in sources], self.session.rank, self.session.world_size)
+        specs = [self._settled(source.spec) for source in sources]
+        layout = build_layout(specs, self.session.rank, self.session.world_size)
         self._sources, self._layout = sources, layout
         self._stats.shard_bytes = layout.nbytes
         self._copying.plan = CopyPlan(sources, layout, self.session.spec.chunk_bytes)
@@ -225,14 +227,19 @@ class Recorder:
                 slot.forget()
         elif before is None:
             check_replicas(sources, exchange)
-            _check_memory(self.session, exchange(_slot_bytes(self.session, layout), self._config.timeout))
-            exchange_or_raise(lambda: self._reserve(EXTRAS_ROOM), self._config.timeout + 10)
+            slot_bytes = _slot_bytes(self.session, layout, extras_room(extras_bytes))
+            _check_memory(self.session, exchange(slot_bytes, self._config.timeout))
+            exchange_or_raise(lambda: self._reserve(extras_bytes), self._config.timeout + 10)
         else:
-            self._reserve(max(EXTRAS_ROOM, self._extras_capacity))
+            self._reserve(extras_bytes)
 
-    def _reserve(self, extras_capacity: int) -> None:
-        """Get slots for the present layout from the agent, and map them."""
-        layout, snapshotter = self._layout, self._copying
+    def _settled(self, spec: TensorSpec) -> TensorSpec:
+        """Where a tensor lies is settled when it is first seen: training that freezes and unfreezes in turns moves nothing."""
+        return replace(spec, frozen=self._frozen.setdefault(spec.name, spec.frozen))
+
+    def _reserve(self, extras_bytes: int) -> None:
+        """Get slots for the present layout and so much small state from the agent, and map them."""
+        layout, snapshotter, extras_capacity = self._layout, self._copying, extras_room(extras_bytes)
         assert layout is not None
         assert snapshotter.plan is not None
         message = Reserve(
@@ -245,7 +252,7 @@ class Recorder:
         snapshotter.slots = {
             index: Slot(fd, reserved.data_offset, reserved.capacity, pinned) for index, fd in zip(reserved.slots, fds, strict=True)
         }
-        self._extras_capacity = extras_capacity
+        self._extras_bytes, self._extras_capacity = extras_bytes, extras_capacity
         threading.Thread(target=_prefault, args=(list(snapshotter.slots.values()),), name="gemini-prefault", daemon=True).start()
 
     def _digest(self) -> str:
@@ -295,13 +302,13 @@ class Recorder:
                 part = fds[start : start + 100]
                 client.tell(Adopt(count=len(part)), part)
             client.call(OpenSession(spec=spec, secret=session.secret, readopt=True, committed=self._committed), Opened)
-            client.tell(Progress(iteration=self._stats.committed or 0, suspended=self._suspended > 0))
         except GeminiError:
             client.close()
             raise
         session.client = client
         old.close()
-        self._reserve(self._extras_capacity)
+        self.alive(self._newest)  # what the training thread has said meanwhile went to the old one
+        self._reserve(self._extras_bytes)
 
     @property
     def _committed(self) -> Version | None:
@@ -326,10 +333,10 @@ def _prefault(slots: Sequence[Slot]) -> None:
         slot.prefault()
 
 
-def _slot_bytes(session: Session, layout: Layout) -> int:
+def _slot_bytes(session: Session, layout: Layout, room: int) -> int:
     """What one slot of this rank takes of an agent's budget."""
     spec, blob = session.spec, layout.to_bytes()
-    size, room, chunk = layout.nbytes, EXTRAS_ROOM, spec.chunk_bytes
+    size, chunk = layout.nbytes, spec.chunk_bytes
     return SlotShape(session.run, spec.stream, session.rank, session.world_size, layout.logical_hash, blob, size, room, chunk).total
 
 

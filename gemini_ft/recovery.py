@@ -18,9 +18,6 @@ from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, PeerError, RecoveryError, WorldSizeError
 from gemini_ft.layout import Layout
 from gemini_ft.messages import Data, Describe, Description, Failed, Fetch, Map, Mapped, Proof, SlotInfo
-from gemini_ft.storage.base import Storage
-from gemini_ft.storage.checkpoints import Manifest
-from gemini_ft.storage.shard import StoredShard
 from gemini_ft.transport.wire import BlockingWire
 from gemini_ft.versions import Version
 
@@ -255,30 +252,6 @@ class PeerShard:
 
     def close(self) -> None:
         self._wire.close()
-
-
-class StorageShard:
-    """From the slow tier."""
-
-    where = "storage"
-
-    def __init__(self, storage: Storage, manifest: Manifest, owner: int) -> None:
-        self._stored = StoredShard(storage, manifest.shards[owner])
-        self.layout = self._stored.layout
-
-    def extras(self) -> bytes:
-        return self._stored.extras
-
-    def chunks(self) -> Iterator[tuple[int, memoryview]]:
-        step = self._stored.record.chunk_bytes
-        buffer = bytearray(step)
-        for offset in range(0, self.layout.nbytes, step):
-            view = memoryview(buffer)[: min(step, self.layout.nbytes - offset)]
-            self._stored.read(offset, view)
-            yield offset, view
-
-    def close(self) -> None:
-        """Nothing is held open."""
 
 
 def _compare(view: memoryview | bytearray, digest: int, what: str) -> None:

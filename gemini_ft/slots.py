@@ -3,7 +3,8 @@
     EMPTY -> WRITING -> COMPLETE      ``begin``, ``complete``
              WRITING -> TORN          ``discard``: given up, but its writer may still lay bytes down
              WRITING, TORN -> EMPTY   ``let_go``: its writer has stopped
-             COMPLETE -> EMPTY        ``discard``; or straight to WRITING once a newer version is committed
+             COMPLETE -> EMPTY        ``discard``, ``abort``; or straight to WRITING once a newer version is committed
+                      -> COMPLETE     ``adopt``: found in memory, or read from storage before a session opens
 
 The newest state that is safe everywhere is never overwritten, a slot that somebody reads or may still write is
 never granted, and a slot that is being uploaded is out of the rotation.

@@ -219,7 +219,8 @@ def _naming(name: str, model: nn.Module, live: Iterable[Live]) -> Extras:
     """How the keys of the model's state dict differ from the names of its tensors in snapshots; for exports.
 
     ``keys``: state dict key -> name, for tied tensors' further names and inside compiled modules; ``absent``: names that
-    are no key by themselves (buffers that are not persistent, names inside compiled modules). Kept as long as the tensors.
+    are no key by themselves (buffers that are not persistent, names inside compiled modules). ``out of order``: sharded
+    parameters whose mesh does not have the ranks in their order, which the layout does not show. Kept as long as the tensors.
     """
     names = {id(item.tensor): item.name for item in takewhile(lambda item: item.role is not Role.STATE, live)}
     inner, now = unwrap_model(model), tuple(names)
@@ -228,8 +229,16 @@ def _naming(name: str, model: nn.Module, live: Iterable[Live]) -> Extras:
         own = {other for other in names.values() if other.startswith(f"{name}.")}
         differing = {key: value for key, value in keys.items() if value != f"{name}.{key}"}
         absent = sorted(own - {f"{name}.{key}" for key in keys.keys() - differing.keys()})
-        _namings[inner] = (now, {"keys": differing, "absent": absent})
+        strange = sorted(name for name, param in inner.named_parameters() if _is_out_of_order(param))
+        _namings[inner] = (now, {"keys": differing, "absent": absent, "out of order": strange})
     return _namings[inner][1]
+
+
+def _is_out_of_order(tensor: torch.Tensor) -> bool:
+    if not isinstance(tensor, DTensor):
+        return False
+    ranks = tensor.device_mesh.mesh.flatten().tolist()
+    return bool(ranks != sorted(ranks))
 
 
 def _state_dict_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

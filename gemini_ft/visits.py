@@ -105,14 +105,14 @@ class RememberedShard:
                 self._give_up(error)
 
     def chunks(self) -> Iterator[tuple[int, memoryview]]:
-        """As of a `gemini_ft.recovery.ShardReader`; all copies of a shard are cut alike."""
+        """As of a `gemini_ft.recovery.ShardReader`."""
         done = 0
         while True:
             try:
                 for offset, view in self._shard.chunks():
-                    if offset >= done:
-                        yield offset, view
-                        done = offset + len(view)
+                    if (end := offset + len(view)) > done:
+                        yield max(offset, done), view[max(0, done - offset) :]
+                        done = end
                 return
             except (PeerError, CorruptDataError, OSError) as error:
                 self._give_up(error)

@@ -30,8 +30,8 @@ class Request:
 class Fault:
     """What happens to the next ``count`` requests for which ``when`` holds.
 
-    ``kind``: ``reset`` (half of the body passes, then the connection is reset), ``cut`` (half of the answer does), or an
-    HTTP status and an S3 error code, such as ``503 SlowDown``.
+    ``kind``: ``reset`` (half of the body passes, then the connection is reset), ``cut`` (half of the answer does), ``hold``
+    (nothing happens until ``release``), or an HTTP status and an S3 error code, such as ``503 SlowDown``.
     """
 
     kind: str
@@ -45,7 +45,6 @@ class Proxy(ThreadingHTTPServer):
     Attributes:
         rate: bytes per second of all bodies together, both ways; None: no limit.
         faults: what is to go wrong; a fault that is used up is removed.
-        held: while set, requests wait, and go on afterwards.
         requests: what has come in so far.
     """
 
@@ -56,7 +55,7 @@ class Proxy(ThreadingHTTPServer):
         self.upstream = port
         self.rate = rate
         self.faults: list[Fault] = []
-        self.held = threading.Event()
+        self._released = threading.Event()
         self.requests: list[Request] = []
         self.moved = 0  # bytes of bodies so far
         self._lock = threading.Lock()
@@ -65,6 +64,14 @@ class Proxy(ThreadingHTTPServer):
     @property
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def release(self) -> None:
+        """Requests that are held go on, and nothing goes wrong any more."""
+        self.faults.clear()
+        self._released.set()
+
+    def wait_for_release(self) -> None:
+        self._released.wait()
 
     def take_fault(self, request: Request) -> str | None:
         """What happens to this request."""
@@ -104,8 +111,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _pass_on(self) -> None:
         nbytes = int(self.headers.get("Content-Length", 0))
         fault = self.server.take_fault(Request(self.command, self.path, nbytes))
-        while self.server.held.is_set():
-            time.sleep(0.01)
+        if fault == "hold":
+            self.server.wait_for_release()
+            fault = None
         if fault == "reset":
             self._discard(nbytes // 2)
             self._reset()
@@ -190,7 +198,7 @@ def proxy(port: int, rate: float | None = None) -> Iterator[Proxy]:
     try:
         yield server
     finally:
-        server.held.clear()
+        server.release()
         server.shutdown()
         server.server_close()
         thread.join()

@@ -38,9 +38,9 @@ class Server:
         rclone = shutil.which("rclone", path=str(Path(sys.executable).parent)) or shutil.which("rclone")
         assert rclone is not None, "rclone is missing; `make venv` installs it"
         command = [rclone, "serve", "s3", "--addr", f"127.0.0.1:{self.port}", "--auth-key", f"{KEY},{SECRET}", *options, str(self.root)]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and process.poll() is None:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:
                     return
@@ -60,8 +60,8 @@ def serve(root: Path, *buckets: str) -> Iterator[Server]:
     for bucket in buckets:
         (root / bucket).mkdir(parents=True)
     server = Server(root)
-    server.start()
     try:
+        server.start()
         yield server
     finally:
         server.stop()

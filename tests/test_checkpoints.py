@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
+from gemini_ft.errors import ConfigError, CorruptDataError, StorageError, SupersededError
 from gemini_ft.layout import TensorSpec, build_layout
-from gemini_ft.storage.base import Storage
+from gemini_ft.storage.base import Storage, ignore
 from gemini_ft.storage.checkpoints import (
     Manifest,
     apply_retention,
@@ -49,7 +49,7 @@ class InMemory:
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
 
-    def put(self, key: str, parts: Iterable[memoryview | bytes]) -> None:
+    def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
         self.objects[key] = b"".join(parts)
 
     def get(self, key: str) -> bytes:
@@ -184,11 +184,11 @@ sys.path.insert(0, sys.argv[2])
 from test_checkpoints import LocalStorage, save, version
 
 class Slow(LocalStorage):
-    def put(self, key, parts):
+    def put(self, key, parts, sent):
         if key.endswith(sys.argv[3]):
             print("reached", flush=True)
             time.sleep(600)
-        super().put(key, parts)
+        super().put(key, parts, sent)
 
 save(Slow(sys.argv[1]), version(20))
 """
@@ -354,7 +354,7 @@ def test_a_job_whose_run_id_another_one_has_taken_over_is_refused() -> None:
     storage = InMemory()
     first, second = save(storage, version(3, incarnation=1)), save(storage, version(2, incarnation=2))
     check_not_superseded(storage, second)
-    with pytest.raises(StorageError, match="another job has taken run id 'run' over"):
+    with pytest.raises(SupersededError, match="another job has taken run id 'run' over"):
         check_not_superseded(storage, first)
 
 

@@ -172,10 +172,12 @@ def damaged(job: Job, *hosts: str) -> Iterator[None]:
             else:
                 slot.close()
     assert len(flipped) == len(hosts)
-    yield
-    for slot in flipped.values():
-        slot.data(0, 1)[0] ^= 1
-        slot.close()
+    try:
+        yield
+    finally:
+        for slot in flipped.values():
+            slot.data(0, 1)[0] ^= 1
+            slot.close()
 
 
 class TestDamagedMemory:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,22 @@ def upload(world: World, host: str = "host0") -> Any:
     return json.loads(status)["streams"].get("main", {}).get("storage") if status is not None else None
 
 
+def committed_of(world: World) -> int:
+    status = lifecycle.status(world.run, "host0")
+    assert status is not None
+    return int(json.loads(status)["streams"]["main"]["committed"])
+
+
 def told(result: Any, text: str) -> bool:
     return any(text in said for said in result["told"])
 
 
 def is_shard(request: Request) -> bool:
     return request.method == "PUT" and "/shard-" in request.path
+
+
+def is_last_part(request: Request) -> bool:
+    return "partNumber=2" in request.path
 
 
 class TestResume:
@@ -85,7 +96,7 @@ class TestResume:
         assert [(result["start"], max(result["restored"])) for result in results] == [(6, "storage")] * 2
 
     def test_each_shard_is_read_once(self, two: World, proxy: Proxy) -> None:
-        two.outcome(*run(proxy.endpoint, 2, width=400_000))  # 19 MB of state per rank, 3 chunks
+        two.outcome(*run(proxy.endpoint, 2, width=400_000))
         lose_all(two)
         proxy.requests.clear()
         proxy.moved = 0
@@ -93,22 +104,32 @@ class TestResume:
         assert [result["start"] for result in results] == [2, 2]
         state = 3 * 4 * (4 + 1 + 1) * 400_000
         assert state <= proxy.moved < 1.05 * state
-        assert len([request for request in proxy.requests if request.method == "GET" and "/shard-" in request.path]) >= 6
 
     def test_after_a_group_was_lost_in_the_middle_of_an_upload(self, two: World, server: s3_server.Server, proxy: Proxy) -> None:
-        two.outcome(*run(proxy.endpoint, 4))
-        proxy.held.set()
-        attempt = two.start(*run(proxy.endpoint, 50, {"required": False}, during=None, pause=0.05, timeout=30.0))
-        proxy.held.clear()
-        eventually(lambda: (state := upload(two)) and not state["uploading"], "the beginning")
-        proxy.faults.append(Fault("reset", 1000, is_shard))
-        eventually(lambda: (state := upload(two)) and state["uploading"], "an upload")
-        newest = iterations(server, two.run)[0]
+        wide = {"width": 1_200_000, "timeout": 30.0}  # two parts per shard
+        two.outcome(*run(proxy.endpoint, 2, **wide))
+        attempt = two.start(*run(proxy.endpoint, 50, during=None, pause=0.05, **wide))
+        eventually(lambda: "of incarnation 2" in two.log("host0"), "the second attempt")
+        begun = len(proxy.requests)
+        proxy.faults.append(Fault("hold", 10_000, is_last_part))
+        eventually(lambda: any("partNumber=1" in request.path for request in proxy.requests[begun:]), "the first part of an upload")
+        (newest, *_) = iterations(server, two.run)
         attempt.kill()
         lose_all(two)
+        proxy.release()
+        assert [result["start"] for result in two.outcome(*run(proxy.endpoint, 2, **wide))] == [newest, newest]
+
+    def test_when_storage_fails_is_no_reason_to_go_back(self, two: World, server: s3_server.Server, proxy: Proxy) -> None:
+        two.outcome(*run(proxy.endpoint, 4))
+        lose_all(two)
+        before = iterations(server, two.run)
+        proxy.faults.append(Fault("403 AccessDenied", 10_000, lambda request: request.method == "GET" and "/shard-" in request.path))
+        results = two.outcome(*run(proxy.endpoint, 4))
+        assert [type(result) for result in results] == [StorageError, StorageError]
+        assert "let these credentials list, read" in str(results[0])
         proxy.faults.clear()
-        assert [result["start"] for result in two.outcome(*run(proxy.endpoint, 2))] == [newest, newest]
-        assert iterations(server, two.run)[0] == newest + 2 - newest % 2
+        assert iterations(server, two.run) == before
+        assert [result["start"] for result in two.outcome(*run(proxy.endpoint, 1))] == [4, 4]
 
     def test_from_the_one_before_when_an_object_is_damaged(self, two: World, server: s3_server.Server) -> None:
         two.outcome(*run(server.endpoint, 6))
@@ -160,56 +181,61 @@ class TestTrouble:
         assert [result["committed"] for result in results] == [steps, steps]
         return results
 
+    def failed_for_a_while(self, world: World, server: s3_server.Server, end: Callable[[], None]) -> Any:
+        """Training goes on meanwhile, and the next upload succeeds afterwards. Returns what the status said."""
+        state = eventually(lambda: (state := upload(world)) and state["failing_since"] and state, "the failure in the status")
+        committed, before = committed_of(world), iterations(server, world.run)[0]
+        eventually(lambda: committed_of(world) > committed + 10, "further steps")
+        assert upload(world)["failing_since"] == state["failing_since"]
+        end()
+        eventually(lambda: iterations(server, world.run)[0] > before, "an upload after the trouble")
+        return state
+
     @pytest.mark.parametrize("kind", ["reset", "503 SlowDown", "403 AccessDenied", "404 NoSuchBucket", "500 InternalError"])
     def test_with_every_upload_for_a_while(self, two: World, server: s3_server.Server, proxy: Proxy, kind: str) -> None:
-        attempt = two.start(*run(proxy.endpoint, 400, during=None, pause=0.02))
+        attempt = two.start(*run(proxy.endpoint, 400, during=None, pause=0.03))
         eventually(lambda: iterations(server, two.run), "the first checkpoint")
-        before = iterations(server, two.run)[0]
         proxy.faults.append(Fault(kind, 10_000, is_shard))
-        failing = eventually(lambda: (state := upload(two)) and state["failing_since"] and state, "the failure in the status")
-        assert kind == "reset" or kind.split()[1] in failing["error"]
-        proxy.faults.clear()
-        eventually(lambda: iterations(server, two.run)[0] > before, "an upload after the trouble")
+        state = self.failed_for_a_while(two, server, proxy.faults.clear)
+        assert kind == "reset" or kind.split()[1] in state["error"]
+        eventually(lambda: "goes through again after" in two.log("host0") + two.log("host1"), "the line in the log")
         self.trained(attempt, 400)
-        assert "storage: works again after" in two.log("host0") + two.log("host1")
 
     def test_server_that_is_killed_and_comes_back(self, two: World, server: s3_server.Server) -> None:
-        attempt = two.start(*run(server.endpoint, 500, during=None, pause=0.02))
+        attempt = two.start(*run(server.endpoint, 500, during=None, pause=0.03))
         eventually(lambda: iterations(server, two.run), "the first checkpoint")
         server.stop()
-        before = iterations(server, two.run)[0]
-        eventually(lambda: (state := upload(two)) and state["failing_since"], "the failure in the status")
-        server.start()
-        eventually(lambda: iterations(server, two.run)[0] > before, "an upload after the trouble")
+        self.failed_for_a_while(two, server, server.start)
         self.trained(attempt, 500)
 
     def test_bucket_that_is_read_only_for_a_while(self, two: World, server: s3_server.Server) -> None:
-        attempt = two.start(*run(server.endpoint, 500, during=None, pause=0.02))
+        attempt = two.start(*run(server.endpoint, 500, during=None, pause=0.03))
         eventually(lambda: iterations(server, two.run), "the first checkpoint")
         server.stop()
         server.start("--read-only")
-        before = iterations(server, two.run)[0]
-        eventually(lambda: (state := upload(two)) and state["failing_since"], "the failure in the status")
-        server.stop()
-        server.start()
-        eventually(lambda: iterations(server, two.run)[0] > before, "an upload after the trouble")
+        self.failed_for_a_while(two, server, lambda: (server.stop(), server.start()))
         self.trained(attempt, 500)
 
     def test_disk_of_the_server_that_is_full_for_a_while(self, two: World, small: s3_server.Server) -> None:
-        attempt = two.start(*run(small.endpoint, 500, during=None, pause=0.02))
+        attempt = two.start(*run(small.endpoint, 500, during=None, pause=0.03))
         eventually(lambda: iterations(small, two.run), "the first checkpoint")
         filler = small.root / "filler"
-        with open(filler, "wb") as file:
-            try:
-                while file.write(bytes(4096)):
-                    file.flush()
-            except OSError:
+        with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
                 pass
-        before = iterations(small, two.run)[0]
-        eventually(lambda: (state := upload(two)) and state["failing_since"], "the failure in the status")
-        filler.unlink()
-        eventually(lambda: iterations(small, two.run)[0] > before, "an upload after the trouble")
+        self.failed_for_a_while(two, small, filler.unlink)
         self.trained(attempt, 500)
+
+    def test_store_that_does_not_answer(self, two: World, server: s3_server.Server, proxy: Proxy) -> None:
+        """Nothing fails for a minute; snapshots and training do not wait for it."""
+        attempt = two.start(*run(proxy.endpoint, 200, during=None, pause=0.03))
+        eventually(lambda: iterations(server, two.run), "the first checkpoint")
+        proxy.faults.append(Fault("hold", 10_000, is_shard))
+        committed = committed_of(two)
+        eventually(lambda: committed_of(two) > committed + 20, "further steps")
+        assert upload(two)["uploading"]
+        proxy.release()
+        self.trained(attempt, 200)
 
     @pytest.fixture
     def small(self, tmp_path: Path) -> Iterator[s3_server.Server]:
@@ -218,11 +244,13 @@ class TestTrouble:
             yield running
 
     def test_upload_that_is_slow_says_how_far_it_is(self, two: World, server: s3_server.Server, proxy: Proxy) -> None:
-        proxy.rate = 4e6
-        attempt = two.start(*run(proxy.endpoint, 60, {"every_steps": 3}, width=400_000, during=None, pause=0.05))
-        state = eventually(lambda: (state := upload(two)) and state["done_bytes"] and state["uploading"] and state, "progress")
-        assert 0 < state["done_bytes"] <= state["total_bytes"]
-        assert state["seconds_left"] >= 0
+        proxy.rate = 8e6
+        attempt = two.start(*run(proxy.endpoint, 60, {"every_steps": 3}, width=1_200_000, during=None, pause=0.05))
+        state = eventually(lambda: (s := upload(two)) and s["uploading"] and 0 < s["done_bytes"] < s["total_bytes"] and s, "progress")
+        assert state["seconds_left"] > 0
+        committed = committed_of(two)
+        eventually(lambda: committed_of(two) > committed + 5, "further steps")
+        assert upload(two)["uploading"] == state["uploading"]
         self.trained(attempt, 60)  # the snapshots of every step go on beside it
         proxy.rate = None
         eventually(lambda: iterations(server, two.run), "the checkpoint")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from gemini_ft.errors import CorruptDataError, StorageError
 from gemini_ft.layout import ITEMSIZES, Layout, TensorSpec, build_layout
 from gemini_ft.storage import shard
+from gemini_ft.storage.base import ignore
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.shard import ShardRecord, StoredShard, write_shard
 
@@ -96,7 +97,7 @@ def test_checksum_and_size_are_those_of_the_file(storage: LocalStorage) -> None:
 
 def test_the_slot_is_written_without_being_copied() -> None:
     class Recorder(LocalStorage):
-        def put(self, key: str, parts: Iterable[memoryview | bytes]) -> None:
+        def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
             self.parts = list(parts)
 
     recorder = Recorder("/nowhere")

@@ -143,6 +143,8 @@ class Leader:
             await self._stream.write_manifest(decision.version, dict(decision.records))
         except GeminiError as failure:
             error = str(failure)
+        except Exception as failure:  # a fault of ours must not leave the upload unfinished for ever
+            error = f"{type(failure).__name__}: {failure}"
         self._apply(self.book.upload_over(decision.version, error))
 
     def _tell(self, message: Message) -> None:

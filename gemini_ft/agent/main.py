@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Coroutine
 
 from gemini_ft.agent.lifecycle import machine_id, set_oom_score, socket_name, yield_to_training
@@ -154,9 +155,9 @@ class Agent:
             case OpenSession():
                 self._open_session(worker, message)
             case Verify(version=version):
-                self._spawn(self._verify(worker, version))
+                self._spawn(self._answer(worker, message, self._verify(worker, version)))
             case Stage():
-                self._spawn(self._stage(worker, message))
+                self._spawn(self._answer(worker, message, self._stage(worker, message)))
             case Map():
                 self._map(worker, message)
             case Goodbye(finished=finished):
@@ -235,12 +236,18 @@ class Agent:
         worker.send(Verified(sound=await self._stream(worker).vault.verify(version)))
 
     async def _stage(self, worker: WorkerConnection, order: Stage) -> None:
+        await self._stream(worker).stage(order)
+        worker.send(Staged())
+
+    async def _answer(self, worker: WorkerConnection, message: Message, work: Coroutine[None, None, None]) -> None:
+        """An answer that takes time; whatever goes wrong meanwhile is the answer then."""
         try:
-            await self._stream(worker).stage(order)
+            await work
         except GeminiError as error:
-            worker.refuse(order, error)
-        else:
-            worker.send(Staged())
+            worker.refuse(message, error)
+        except Exception as error:
+            self.log(traceback.format_exc())
+            worker.refuse(message, AgentError(f"the agent failed at {message.kind!r}: {type(error).__name__}: {error}"))
 
     def _hello(self, worker: WorkerConnection, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION:

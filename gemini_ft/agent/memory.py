@@ -81,6 +81,11 @@ class SlotShape:
         return self.data_offset + max(1, self.capacity)
 
 
+def extras_room(nbytes: int) -> int:
+    """Bytes to have ready for small state that takes ``nbytes`` now: it may grow, and slots made for it at other times be equal."""
+    return max(EXTRAS_ROOM, 1 << (nbytes + nbytes // 4).bit_length())
+
+
 def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
@@ -115,7 +120,8 @@ class SlotMemory:
         self.extras_bytes = 0
         self.chunks: dict[int, tuple[int, int, int]] = {}  # index -> (offset, nbytes, digest) of what is laid down
         self.unchanged: set[int] = set()  # of these, the ones that are what the slot held there before
-        self._held: dict[int, tuple[int, int, int]] = {}  # as `chunks`, of whatever version: what nobody has written to since
+        # As `chunks`, of whatever version: where a peer writes, what is there; where a worker does, what it said last.
+        self._held: dict[int, tuple[int, int, int]] = {}
         self.completed_at = 0.0
 
     @classmethod
@@ -190,8 +196,14 @@ class SlotMemory:
         struct.pack_into("<Q", self._view, _HEADER_BYTES + 8 * index, digest)
 
     def keep(self, index: int, offset: int, nbytes: int, digest: int) -> bool:
-        """Let a chunk of the version before be one of the next, if it is still there and the same."""
+        """Let a chunk of the version before be one of the next, if it is still there and the same.
+
+        Its bytes are checked: memory that is never written again would collect what fails in it.
+        """
         if self._held.get(index) != (offset, nbytes, digest):
+            return False
+        if xxhash.xxh3_64_intdigest(self.data(offset, nbytes)) != digest:
+            self.forget(index)
             return False
         self.put_chunk(index, offset, nbytes, digest)
         return True

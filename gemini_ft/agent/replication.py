@@ -45,6 +45,7 @@ class Outgoing:
     resends: int = 0
     presumed: set[int] = field(default_factory=set)  # chunks that were only said to be unchanged
     sent_bytes: int = 0
+    sent_before: int = 0  # of these, in attempts that were broken off
     begun_at: float = 0.0
 
     def restart(self) -> None:
@@ -158,7 +159,7 @@ class Link:
             return
         absent = not message.restart and out.presumed.issuperset(message.chunks)
         out.presumed.difference_update(message.chunks)
-        out.resends += not absent
+        out.resends += not (absent or message.restart)
         if out.resends > _MAX_RESENDS and not message.restart:
             self._owner.log(
                 f"host {self.peer} received damaged chunks of rank {out.owner} {_MAX_RESENDS} times: giving up; check its network"
@@ -172,9 +173,10 @@ class Link:
 
     def _measure(self, out: Outgoing) -> None:
         """Once per link: how fast the replica got there, verified and acknowledged."""
-        if not self._measured and out.sent_bytes >= _MEASURABLE:
+        sent = out.sent_bytes - out.sent_before
+        if not self._measured and sent >= _MEASURABLE:
             self._measured = True
-            rate = out.sent_bytes / max(1e-9, time.monotonic() - out.begun_at)
+            rate = sent / max(1e-9, time.monotonic() - out.begun_at)
             self._owner.measured(self.peer, self._address[0], rate)
 
     def _over(self, out: Outgoing) -> None:
@@ -239,7 +241,7 @@ class Link:
         if out.owner not in self._ready:
             return False
         if not out.begun:
-            out.begun, out.begun_at = True, time.monotonic()
+            out.begun, out.begun_at, out.sent_before = True, time.monotonic(), out.sent_bytes
             connection.send(Begin(owner=out.owner, iteration=out.version.iteration, committed=self._owner.committed_of(out.owner)))
         return self._send_chunk(out, connection)
 

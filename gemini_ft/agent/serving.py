@@ -157,6 +157,8 @@ async def _fill(stream: Stream, version: Version, owner: int, about: Description
     copier.memory = memory
     try:
         for index, (offset, nbytes) in enumerate(memory.cuts(about.extras_bytes)):
+            if stream.host.slots(owner).committed != version:
+                raise PeerError("a newer version is committed")
             connection.send(Fetch(owner=owner, version=version, offset=offset, nbytes=nbytes))
             data = await asyncio.wait_for(copier.inbox.get(), 30)
             digest = about.digests[index]

@@ -6,12 +6,12 @@ Each shard is read from storage once, by its owner's host; whoever else needs it
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 import xxhash
 
-from gemini_ft.agent.memory import EXTRAS_ROOM, SlotMemory, SlotShape
-from gemini_ft.agent.progress import Progress
+from gemini_ft.agent.memory import SlotMemory, SlotShape, extras_room
+from gemini_ft.agent.transfer import Transfer
 from gemini_ft.config import StorageConfig
 from gemini_ft.messages import Stage
 from gemini_ft.storage.base import open_storage
@@ -41,7 +41,7 @@ class StoredCopy:
             layout_hash=layout.logical_hash,
             layout=layout.to_bytes(),
             data_bytes=layout.nbytes,
-            extras_capacity=max(EXTRAS_ROOM, len(self.extras)),
+            extras_capacity=extras_room(len(self.extras)),
             chunk_bytes=order.chunk_bytes,
         )
 
@@ -49,22 +49,29 @@ class StoredCopy:
         """Lay the shard down by parallel ranged reads, each checked against its checksum, and give the slot its identity.
 
         Raises:
-            CorruptDataError: a part does not match its checksum.
+            CorruptDataError: a part does not match its checksum; the rest is not read any more.
             StorageError: the storage cannot be read.
         """
         size, step = memory.shape.data_bytes, self._stored.record.chunk_bytes
-        progress = Progress(f"rank {self._order.owner}'s shard of {self._order.version} from storage", size, self._log)
+        transfer = Transfer(f"rank {self._order.owner}'s shard of {self._order.version} from storage", size, self._log)
 
         def read(offset: int) -> None:
-            part = memory.data(offset, min(step, size - offset))
-            self._stored.read(offset, part)
-            progress.add(len(part))
+            nbytes = min(step, size - offset)
+            self._stored.read(offset, memory.data(offset, nbytes))
+            transfer.add(nbytes)
 
-        with ThreadPoolExecutor(_PARALLEL) as pool:
-            for future in [pool.submit(read, offset) for offset in range(0, size, step)]:
-                future.result()
+        def digest(cut: tuple[int, int]) -> int:
+            return xxhash.xxh3_64_intdigest(memory.data(*cut))
+
         memory.data(size, len(self.extras))[:] = self.extras
-        for index, (offset, nbytes) in enumerate(memory.cuts(len(self.extras))):
-            memory.put_chunk(index, offset, nbytes, xxhash.xxh3_64_intdigest(memory.data(offset, nbytes)))
+        cuts = memory.cuts(len(self.extras))
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            done, _ = wait([pool.submit(read, offset) for offset in range(0, size, step)], return_when=FIRST_EXCEPTION)
+            failures = [error for future in done if (error := future.exception()) is not None]
+            if failures:
+                pool.shutdown(cancel_futures=True)
+                raise failures[0].with_traceback(None)  # its frames would keep views of the memory
+            for index, (cut, value) in enumerate(zip(cuts, pool.map(digest, cuts), strict=True)):
+                memory.put_chunk(index, *cut, value)
         memory.finish(self._order.version, len(self.extras))
-        progress.finish()
+        transfer.finish()

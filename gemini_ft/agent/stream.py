@@ -102,6 +102,7 @@ class Stream:
         self._uploader: Uploader | None = None
         self._said_of_uploads: list[Message] = []  # until the upload is over, in case the leader has not heard
         self._rebuilding: asyncio.Task[None] | None = None
+        self._stagings: dict[tuple[int, Version], asyncio.Task[None]] = {}  # (owner, version) -> its reading from storage
 
     def log(self, text: str) -> None:
         self._agent.log(f"[{self.name}] {text}")
@@ -161,10 +162,24 @@ class Stream:
                 self.perform(self.host.unseal())
 
     async def stage(self, order: Stage) -> None:
-        """Get a shard of a stored checkpoint into memory, unless it is there; raises what `Vault.stage` does."""
+        """Get a shard of a stored checkpoint into memory, unless it is there; raises what `Vault.stage` does.
+
+        It is read once, however often it is asked for, and is worth nothing any more when a session opens without it.
+        """
+        key = order.owner, order.version
+        if key not in self._stagings:
+            self._stagings[key] = asyncio.get_running_loop().create_task(self._stage(order))
+            self._stagings[key].add_done_callback(lambda _: self._stagings.pop(key, None))
+        await asyncio.shield(self._stagings[key])
+
+    async def _stage(self, order: Stage) -> None:
+        before = self.spec
+        if self._rebuilding is not None:
+            self._rebuilding.cancel()
+            await asyncio.wait([self._rebuilding])
         if self.host.slots(order.owner).complete_version(order.version) is None:
             copy = await asyncio.to_thread(StoredCopy, self._agent.run, self.name, order, self.log)
-            await self.vault.stage(copy, order.version)
+            await self.vault.stage(copy, order.version, wanted=lambda: self.spec is before)
 
     @property
     def stuck_at(self) -> Version | None:
@@ -390,7 +405,7 @@ class Stream:
                 self.counters["failed_uploads" if error else "uploads"] += 1
                 self.log(f"upload of {version}: {error or 'complete'}")
                 if self._uploader is not None:
-                    self._uploader.over()
+                    self._uploader.over(error)
                 self._said_of_uploads.clear()
                 self.perform(self.host.thawed(version))
                 if error:

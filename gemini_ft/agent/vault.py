@@ -80,30 +80,46 @@ class Vault:
         slots.adopt(index, memory.version)
         self.memory[owner, index] = memory
 
-    async def stage(self, copy: StoredCopy, version: Version) -> None:
-        """Lay a complete version down in a slot of its own.
+    async def stage(self, copy: StoredCopy, version: Version, wanted: Callable[[], bool]) -> None:
+        """Lay a complete version down in a slot of its own, in the place of slots that hold nothing.
+
+        Args:
+            copy: what to lay down.
+            version: which version that is.
+            wanted: asked when it is there, a long time later; if not, it is dropped.
 
         Raises:
             CorruptDataError: it is damaged in storage.
             MemoryBudgetError: there is no room for it.
             StorageError: the storage cannot be read.
         """
-        shape, slots = copy.shape, self._host.slots(copy.shape.owner)
+        shape = copy.shape
+        self._drop_empty(shape.owner, keep=0)
         self._budget.take(shape.total, f"rank {shape.owner}'s shard from storage")
-        memory = SlotMemory.create(shape)
+        memory: SlotMemory | None = None
+        adopted = False
         try:
+            memory = SlotMemory.create(shape)
             await asyncio.to_thread(copy.fill, memory)
-            wanted = slots.find(version) is None
-        except BaseException:
-            wanted = False
-            raise
+            slots = self._host.slots(shape.owner)
+            if wanted() and slots.find(version) is None:
+                index = max(slots.slots, default=-1) + 1
+                slots.adopt(index, version)
+                self.memory[shape.owner, index] = memory
+                adopted = True
         finally:
-            if not wanted:
+            if not adopted:
                 self._budget.give_back(shape.total)
-                memory.close()
-        index = max(slots.slots, default=-1) + 1
-        slots.adopt(index, version)
-        self.memory[shape.owner, index] = memory
+                if memory is not None:
+                    memory.close()
+
+    def _drop_empty(self, owner: int, keep: int) -> None:
+        """Free slots in which there is nothing and which nobody looks at, until ``keep`` are left."""
+        slots = self._host.slots(owner)
+        for index in [index for index, slot in slots.slots.items() if slot.state is SlotState.EMPTY and not slot.readers]:
+            if len(slots.slots) > keep:
+                del slots.slots[index]
+                self.free(owner, index)
 
     def ensure(self, owner: int, shape: SlotShape, count: int, reuse: bool) -> list[int]:
         """Have ``count`` slots of ``shape`` in rotation; fresh ones where the present ones do not fit or must not be reused.
@@ -118,6 +134,7 @@ class Vault:
         fits = [index for index in mine if self.memory[owner, index].shape == shape]
         fresh: list[Slot] = []
         if reuse and fits and len(fits) == len(mine):
+            self._drop_empty(owner, keep=count)
             missing = max(0, count - len(fits))
             self._budget.take(missing * shape.total, f"rank {owner}'s shard")
             fresh = slots.add(missing)
@@ -134,8 +151,8 @@ class Vault:
     async def prefault(self, owner: int, indices: list[int]) -> None:
         """Fault pages in before the first bytes arrive, beside everything else the agent does."""
         for index in indices:
-            memory = self.memory[owner, index]
-            await asyncio.to_thread(populate, memory.memory, 0, memory.shape.total)
+            if (memory := self.memory.get((owner, index))) is not None:
+                await asyncio.to_thread(populate, memory.memory, 0, memory.shape.total)
 
     def free(self, owner: int, slot: int) -> None:
         """Give the memory back."""

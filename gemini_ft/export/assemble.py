@@ -96,6 +96,8 @@ def _join(name: str, words: str, parts: Parts, world_size: int) -> torch.Tensor:
     whole = torch.empty(shape, dtype=first.dtype)
     for group, part in parts.items():
         _put(name, whole, part, group, found["placements"], mesh)
+    if (present := sum(part.numel() for part in parts.values())) != whole.numel():
+        raise CorruptDataError(f"{name} is not whole: {present} of its {whole.numel()} elements are there")
     return whole
 
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 from collections.abc import Sequence
 
 from gemini_ft.config import load_config
-from gemini_ft.errors import ConfigError
+from gemini_ft.errors import ConfigError, RecoveryError
 from gemini_ft.export import dcp, lightning, safetensors
 from gemini_ft.export.source import Checkpoint, from_memory, from_storage
 from gemini_ft.export.target import staged
 from gemini_ft.session import read_secret
 from gemini_ft.storage.base import open_storage
 
+_log = logging.getLogger("gemini_ft")
 FORMATS = ("lightning", "dcp", "safetensors", "deepspeed")
 _DESCRIPTION = """Write one checkpoint so that tools without gemini-ft can open it.
 
 It is read from the memory of this machine's agents, of a job that runs or that has crashed, or with --from from storage.
-While a running job's memory is read, it may leave out a few snapshots; training goes on.
+While a running job's memory is read, it may leave out a few snapshots, or wait for them where on_late is "wait".
   lightning    DIR/step-N.ckpt, for Trainer.fit(ckpt_path=...)
   dcp          DIR, for torch.distributed.checkpoint.load: {"model": ..., "optim": ...}
   safetensors  DIR/model.safetensors: the weights"""
@@ -40,7 +42,7 @@ def command(arguments: Sequence[str]) -> int:
         )
     with contextlib.closing(_find(step, options)) as checkpoint:
         name = {"lightning": f"step-{checkpoint.step}.ckpt", "safetensors": "model.safetensors"}.get(options.format)
-        with staged(options.to, name, options.overwrite, options.endpoint_url) as folder:
+        with staged(options.to, name, options.overwrite, options.endpoint_url or _configured_endpoint()) as folder:
             if name is None:
                 dcp.write(checkpoint, folder)
             else:
@@ -67,6 +69,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _configured_endpoint() -> str | None:
+    settings = load_config().storage
+    return settings.endpoint_url if settings is not None else None
+
+
 def _step(text: str) -> int | None:
     if text == "latest":
         return None
@@ -83,7 +90,13 @@ def _find(step: int | None, options: argparse.Namespace) -> Checkpoint:
         storage = open_storage(options.source, options.endpoint_url)
         return from_storage(storage, step, options.run_id, options.stream, secret, options.trust_pickle)
     settings = config.storage
-    found = from_memory(step, options.run_id, options.stream, options.trust_pickle, required=settings is None)
+    try:
+        found = from_memory(step, options.run_id, options.stream, options.trust_pickle, required=settings is None)
+    except RecoveryError as error:
+        if settings is None:
+            raise RecoveryError(f"{error}; give --from URL if the job has storage") from None
+        _log.warning("%s; reading %s instead", error, settings.url)
+        found = None
     if found is not None:
         return found
     if settings is None:

@@ -10,9 +10,11 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from gemini_ft.errors import StorageError
 from gemini_ft.export.source import Checkpoint
 from gemini_ft.export.state import OptimizerState, State
 
@@ -25,7 +27,11 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
     document = {"model": state.model() | state.extra_state(), "optim": _merged(state.optimizers())}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is the intent
-        save(document, storage_writer=FileSystemWriter(folder), no_dist=True)
+        try:
+            save(document, storage_writer=FileSystemWriter(folder), no_dist=True)
+        except CheckpointException as error:  # no Exception, and it does not say what happened in its first line
+            reasons = "; ".join(str(reason) for reason, _ in error.failures.values())
+            raise StorageError(f"{folder}: torch.distributed.checkpoint cannot write there: {reasons}; is there room?") from None
 
 
 def _merged(optimizers: list[OptimizerState]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gemini_ft.errors import ConfigError
+from gemini_ft.errors import ConfigError, StorageError
 from gemini_ft.export.source import Checkpoint
 from gemini_ft.export.state import OptimizerState, State, on_cpu
 from gemini_ft.lightning.capture import file_checkpoint
@@ -34,7 +34,11 @@ def write(checkpoint: Checkpoint, folder: Path, name: str) -> None:
         ) from None
     state = State(checkpoint, optimizers=True)
     model = state.model(raw=True) | state.extra_state()
-    torch.save(file_checkpoint(saved, model, [_state_dict(optimizer) for optimizer in state.optimizers()]), folder / name)
+    content = file_checkpoint(saved, model, [_state_dict(optimizer) for optimizer in state.optimizers()])
+    try:
+        torch.save(content, folder / name)
+    except RuntimeError as error:  # what its writer makes of a full disk
+        raise StorageError(f"{folder / name}: torch cannot write it: {str(error).partition(chr(10))[0]}; is there room?") from None
     _warn_if_not_plain(folder / name)
 
 

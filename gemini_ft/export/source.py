@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from gemini_ft import codec
 from gemini_ft.errors import ConfigError, RecoveryError
-from gemini_ft.recovery import StorageShard
 from gemini_ft.storage.base import Storage
-from gemini_ft.storage.checkpoints import CheckpointInfo, list_checkpoints, newest_whole, read_manifest
+from gemini_ft.storage.checkpoints import CheckpointInfo, Manifest, list_checkpoints, newest_whole, read_manifest
+from gemini_ft.storage.shard import StoredShard
 from gemini_ft.versions import Version
 from gemini_ft.visits import RememberedShard, open_newest, remembered
 
 _SHOWN = 20  # steps listed in an error
+
+
+class StorageShard:
+    """One rank's shard in storage, as a `gemini_ft.recovery.ShardReader`."""
+
+    where = "storage"
+
+    def __init__(self, storage: Storage, manifest: Manifest, owner: int) -> None:
+        self._stored = StoredShard(storage, manifest.shards[owner])
+        self.layout = self._stored.layout
+
+    def extras(self) -> bytes:
+        return self._stored.extras
+
+    def chunks(self) -> Iterator[tuple[int, memoryview]]:
+        step = self._stored.record.chunk_bytes
+        buffer = bytearray(step)
+        for offset in range(0, self.layout.nbytes, step):
+            view = memoryview(buffer)[: min(step, self.layout.nbytes - offset)]
+            self._stored.read(offset, view)
+            yield offset, view
+
+    def close(self) -> None:
+        """Nothing is held open."""
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gemini_ft.errors import StateError
+from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.export.assemble import read_whole
 from gemini_ft.export.source import Checkpoint
 from gemini_ft.sources import split_state_name
@@ -50,6 +50,7 @@ class State:
     Raises:
         StateError: it was made by a gemini-ft that did not keep the names, or holds a pickle that is not trusted.
         CorruptDataError: a checksum does not match.
+        UnsupportedStateError: parts of a tensor cannot be put in their places.
     """
 
     def __init__(self, checkpoint: Checkpoint, optimizers: bool) -> None:
@@ -60,6 +61,12 @@ class State:
                 f"step {checkpoint.step} was written by a gemini-ft that kept no state dict keys; resume the job with this one, and export "
                 "what it writes then"
             ) from None
+        for model, naming in self._naming.items():
+            if strange := naming["out of order"]:
+                raise UnsupportedStateError(
+                    f"{model}.{strange[0]} ({len(strange)} in all) is sharded over a mesh whose ranks are not in their order, so its parts "
+                    "cannot be put together from here; save this model with its own tools"
+                )
         self._extras: dict[str, Any] = on_cpu(checkpoint.extras("tensors")) if optimizers else {}
         self._tensors = read_whole(checkpoint.shards, lambda name: optimizers or not _OPTIMIZER.match(name))
         checkpoint.close()

@@ -32,14 +32,23 @@ def staged(to: str, name: str | None, overwrite: bool = False, endpoint_url: str
         ConfigError: the target exists already.
         StorageError: it cannot be written.
     """
-    if to.startswith("s3://"):
-        with tempfile.TemporaryDirectory(prefix="gemini-export-") as stage:
-            storage = open_storage(to, endpoint_url)
-            old = _existing(storage.list(), name, to, overwrite)
-            yield Path(stage)
-            _upload(storage, Path(stage), old)
+    scheme = urlsplit(to).scheme
+    if scheme not in ("", "file", "s3"):
+        raise ConfigError(f"--to {to}: must be a local folder, file:///folder or s3://bucket/prefix")
+    if scheme == "s3":
+        try:
+            with tempfile.TemporaryDirectory(prefix="gemini-export-") as stage:
+                storage = open_storage(to, endpoint_url)
+                old = _existing(storage.list(), name, to, overwrite)
+                yield Path(stage)
+                _upload(storage, Path(stage), old)
+        except OSError as error:
+            temporary = tempfile.gettempdir()
+            raise StorageError(f"{temporary}: cannot write there: {error.strerror or error}; set TMPDIR to a folder with room") from error
         return
-    folder = Path(unquote(urlsplit(to).path) if to.startswith("file://") else to).absolute()
+    folder = Path(unquote(urlsplit(to).path) if scheme == "file" else to).resolve()
+    if name is None and folder.is_mount():
+        raise ConfigError(f"{folder} is a mount point, which cannot be exchanged for what is written; choose a folder below it")
     try:
         yield from _local(folder, name, overwrite)
     except OSError as error:

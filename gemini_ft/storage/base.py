@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
@@ -19,6 +19,10 @@ from gemini_ft.errors import ConfigError, StorageError
 
 WORD = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
 _KEY = re.compile(rf"({WORD}/)*({WORD}|\.metadata)")
+
+
+def ignore(nbytes: int) -> None:
+    """Where nobody wants to know how far a transfer is."""
 
 
 class Storage(Protocol):
@@ -29,10 +33,11 @@ class Storage(Protocol):
 
     url: str
 
-    def put(self, key: str, parts: Iterable[memoryview | bytes]) -> None:
+    def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
         """Write the parts end to end as one durable object, in place of any that has this key.
 
         ``parts`` is consumed once and in order. If it raises, or the process dies, nothing becomes visible.
+        ``sent`` is told, on any thread, how many bytes more are there.
         """
 
     def get(self, key: str) -> bytes:

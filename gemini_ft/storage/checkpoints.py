@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
+from gemini_ft.errors import ConfigError, CorruptDataError, StorageError, SupersededError
 from gemini_ft.storage.base import WORD, Storage
 from gemini_ft.storage.shard import ShardRecord
 from gemini_ft.versions import Incarnation, Version
@@ -103,11 +103,12 @@ def check_not_superseded(storage: Storage, manifest: Manifest) -> None:
     """Make sure that no other job goes by the same run id: what it writes would be mixed with this one's.
 
     Raises:
-        StorageError: a later incarnation of the run has written here, or the storage failed.
+        SupersededError: a later incarnation of the run has written here.
+        StorageError: the storage failed.
     """
     others = list_checkpoints(storage, manifest.run, manifest.stream)
     if later := [info for info in others if info.version.incarnation > manifest.incarnation]:
-        raise StorageError(
+        raise SupersededError(
             f"{storage.url}: {later[0].folder} is of a later incarnation than this job's, {manifest.incarnation}: another job has taken "
             f"run id {manifest.run!r} over. End one of the two, or give them different run ids (GEMINI_RUN_ID)"
         )

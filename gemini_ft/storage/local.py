@@ -7,13 +7,13 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
 from gemini_ft.errors import CorruptDataError, StorageError
-from gemini_ft.storage.base import check_key, round_trip
+from gemini_ft.storage.base import check_key, ignore, round_trip
 
 _PARTIAL = ".partial"  # no key begins with a dot
 _WAY_OUT = {
@@ -39,7 +39,7 @@ class LocalStorage:
         self.root = Path(root)
         self.url = "file://" + quote(str(self.root))
 
-    def put(self, key: str, parts: Iterable[memoryview | bytes]) -> None:
+    def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
         """See `Storage.put`."""
         target = self.root / check_key(key)
         with self._explain(f"cannot write {key}"):
@@ -48,6 +48,7 @@ class LocalStorage:
             try:
                 for part in parts:
                     _write(fd, memoryview(part).cast("B"))
+                    sent(len(part))
                 os.fsync(fd)
                 _rename(partial, target)
             except BaseException:

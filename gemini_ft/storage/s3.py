@@ -6,10 +6,11 @@ code and what to do about it.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
@@ -20,11 +21,12 @@ from boto3.exceptions import Boto3Error
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
-from gemini_ft.errors import CorruptDataError, StorageError
-from gemini_ft.storage.base import check_key, round_trip
+from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
+from gemini_ft.storage.base import check_key, ignore, round_trip
 
 PART_BYTES = 16 * 2**20  # S3 wants at least 5 MiB, and at most 10,000 parts: 160 GB per shard
 _PARALLEL = 4  # parts under way at a time; with PART_BYTES the bound on memory
+_OURS = re.compile(r"/step-\d{8,}-inc-[^/]+/shard-\d+\.safetensors$")
 _ABANDONED = timedelta(days=1)  # age at which another writer's unfinished upload counts as dead
 _WAY_OUT = {
     "NoSuchBucket": "create the bucket, or correct storage.url",
@@ -62,9 +64,12 @@ class S3Storage:
             response_checksum_validation="when_required",
         )
         with self._explain("cannot be used"):
-            self._client: Any = boto3.session.Session().client("s3", endpoint_url=endpoint_url, config=config)
+            try:
+                self._client: Any = boto3.session.Session().client("s3", endpoint_url=endpoint_url, config=config)
+            except ValueError as error:  # botocore's way to refuse an endpoint
+                raise ConfigError(f"storage.endpoint_url={endpoint_url!r}: {error}; it must begin with http:// or https://") from None
 
-    def put(self, key: str, parts: Iterable[memoryview | bytes]) -> None:
+    def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
         """See `Storage.put`. Up to one part goes in one request, more in a multipart upload that is aborted when it fails."""
         name = self._prefix + check_key(key)
         bodies = _regroup(parts)
@@ -73,8 +78,9 @@ class S3Storage:
             if second is None:
                 self._pace.take(len(first))
                 self._client.put_object(Bucket=self._bucket, Key=name, Body=first)
+                sent(len(first))
             else:
-                self._put_in_parts(name, first, second, bodies)
+                self._put_in_parts(name, _chain(first, second, bodies), sent)
 
     def get(self, key: str) -> bytes:
         """See `Storage.get`."""
@@ -114,18 +120,20 @@ class S3Storage:
         """See `Storage.check`. Multipart uploads that were abandoned under the prefix are aborted: they cost money unseen."""
         round_trip(self)
         with suppress(StorageError), self._explain("cannot list unfinished uploads"):
-            for upload in self._client.list_multipart_uploads(Bucket=self._bucket, Prefix=self._prefix).get("Uploads", []):
-                if upload["Initiated"] < datetime.now(UTC) - _ABANDONED:
-                    self._client.abort_multipart_upload(Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+            pages = self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self._bucket, Prefix=self._prefix)
+            for upload in [upload for page in pages for upload in page.get("Uploads", [])]:
+                if upload["Initiated"] < datetime.now(UTC) - _ABANDONED and _OURS.search(upload["Key"]):
+                    with suppress(ClientError):
+                        self._client.abort_multipart_upload(Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"])
 
     # -- inside
 
-    def _put_in_parts(self, name: str, first: bytes, second: bytes, rest: Iterator[bytes]) -> None:
+    def _put_in_parts(self, name: str, bodies: Iterator[bytes], sent: Callable[[int], None]) -> None:
         where = {"Bucket": self._bucket, "Key": name}
         upload = self._client.create_multipart_upload(**where)["UploadId"]
         try:
             with ThreadPoolExecutor(_PARALLEL) as pool:
-                tags = self._send_parts(pool, where | {"UploadId": upload}, _chain(first, second, rest))
+                tags = self._send_parts(pool, where | {"UploadId": upload}, bodies, sent)
             done = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
             self._client.complete_multipart_upload(**where, UploadId=upload, MultipartUpload={"Parts": done})
         except BaseException:
@@ -133,20 +141,24 @@ class S3Storage:
                 self._client.abort_multipart_upload(**where, UploadId=upload)
             raise
 
-    def _send_parts(self, pool: ThreadPoolExecutor, where: dict[str, Any], bodies: Iterator[bytes]) -> Sequence[str]:
+    def _send_parts(
+        self, pool: ThreadPoolExecutor, where: dict[str, Any], bodies: Iterator[bytes], sent: Callable[[int], None]
+    ) -> Sequence[str]:
         room = threading.Semaphore(_PARALLEL)  # a part is copied out of the slot only when another one has been sent
         futures = deque[Future[str]]()
         for number, body in enumerate(_when(room, bodies), 1):
             self._pace.take(len(body))
-            future = pool.submit(self._send_part, where | {"PartNumber": number}, body)
+            future = pool.submit(self._send_part, where | {"PartNumber": number}, body, sent)
             future.add_done_callback(lambda _: room.release())
             futures.append(future)
             if any(f.done() and f.exception() for f in futures):
                 break  # the rest would be sent for nothing
         return [future.result() for future in futures]
 
-    def _send_part(self, where: dict[str, Any], body: bytes) -> str:
-        return str(self._client.upload_part(**where, Body=body)["ETag"])
+    def _send_part(self, where: dict[str, Any], body: bytes, sent: Callable[[int], None]) -> str:
+        tag = str(self._client.upload_part(**where, Body=body)["ETag"])
+        sent(len(body))
+        return tag
 
     def _read_into(self, name: str, offset: int, out: memoryview) -> int:
         span = f"bytes={offset}-{offset + out.nbytes - 1}"

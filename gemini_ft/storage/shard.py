@@ -13,7 +13,7 @@ Everything begins at a multiple of 64 bytes. safetensors allows no gaps, so a ga
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate, chain
 from struct import pack, unpack
@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gemini_ft.errors import CorruptDataError, StorageError
 from gemini_ft.layout import ALIGNMENT, Layout
-from gemini_ft.storage.base import Storage
+from gemini_ft.storage.base import Storage, ignore
 
 CHUNK_BYTES = 8 * 2**20
 
@@ -70,7 +70,7 @@ def write_shard(
     layout: Layout,
     data: memoryview,
     extras: memoryview | bytes,
-    taken: Callable[[int], None] = lambda nbytes: None,
+    sent: Callable[[int], None] = ignore,
 ) -> ShardRecord:
     """Write one shard straight from its slot; an object that has this key is replaced.
 
@@ -80,7 +80,7 @@ def write_shard(
         layout: what lies where in ``data``.
         data: the slot, at least ``layout.nbytes`` bytes; it must not change before the call returns.
         extras: the encoded small state.
-        taken: told how many bytes more of ``data`` the storage has taken in.
+        sent: see `Storage.put`.
 
     Raises:
         StorageError: ``data`` is too short, or the storage failed; nothing is visible under ``key``.
@@ -94,7 +94,7 @@ def write_shard(
     header = _header(layout, _arrange(sizes, base=0))
 
     front = [header, *(part for blob in small.values() for part in (blob, _padding(blob)))]
-    storage.put(key, chain(front, _counted(chunks, taken)))
+    storage.put(key, chain(front, chunks), sent)
 
     whole = xxhash.xxh3_64()
     for part in chain(front, chunks):
@@ -183,12 +183,6 @@ class StoredShard:
     def _compare(self, what: str, found: str, expected: str) -> None:
         if found != expected:
             raise CorruptDataError(f"{self._name}: {what} is damaged (XXH3 {found}, should be {expected}); use an older checkpoint")
-
-
-def _counted(chunks: Iterable[memoryview], taken: Callable[[int], None]) -> Iterator[memoryview]:
-    for part in chunks:
-        yield part
-        taken(len(part))
 
 
 def _arrange(sizes: Mapping[str, int], base: int) -> dict[str, Span]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 _EVERY = 10.0  # seconds between two lines in the log
 
 
-class Progress:
+class Transfer:
     """Counts the bytes of one transfer; any thread may add to it.
 
     Attributes:
@@ -27,7 +27,7 @@ class Progress:
     def add(self, nbytes: int) -> None:
         """So many bytes more; every ten seconds the log says how long it will take."""
         with self._lock:
-            self.done += nbytes
+            self.done = min(self.total, self.done + nbytes)  # headers count as well
             now = time.monotonic()
             if now - self._said < _EVERY:
                 return
