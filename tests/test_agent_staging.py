@@ -1,0 +1,144 @@
+"""A shard of a stored checkpoint is laid down in an agent's memory, before a session opens or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agent_kit import CHUNK, EXTRAS, Job, Rank, content, eventually, versions
+
+from gemini_ft.agent.memory import EXTRAS_ROOM, Budget, SlotMemory, SlotShape, extras_room
+from gemini_ft.agent.vault import Vault
+from gemini_ft.errors import CorruptDataError, MemoryBudgetError, StorageError
+from gemini_ft.layout import TensorSpec, build_layout
+from gemini_ft.messages import Stage, Staged
+from gemini_ft.protocol import Host
+from gemini_ft.recovery import LocalShard
+from gemini_ft.storage.local import LocalStorage
+from gemini_ft.storage.shard import ShardRecord, write_shard
+from gemini_ft.versions import Incarnation, Version
+
+NBYTES = 4 * CHUNK
+STORED = Version(Incarnation(1, "earlier"), 7)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Job(tmp_path) as job:
+        yield job
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    return LocalStorage(tmp_path / "store")
+
+
+def store(storage: LocalStorage, owner: int = 0) -> ShardRecord:
+    layout = build_layout([TensorSpec("weight", "uint8", (2 * NBYTES,), (0, 1))], owner, 2)
+    return write_shard(storage, f"shard-{owner}", layout, memoryview(content(owner, 7, NBYTES)), EXTRAS)
+
+
+def stage(rank: Rank, storage: LocalStorage, record: ShardRecord, owner: int = 0) -> None:
+    settings: dict[str, object] = {"url": storage.root.as_uri(), "every_steps": 1}
+    order = Stage(owner=owner, version=STORED, record=record.model_dump_json(), storage=settings, chunk_bytes=CHUNK)
+    rank.client.call(order, Staged)
+
+
+def test_it_is_a_copy_like_any_other(job: Job, storage: LocalStorage) -> None:
+    (rank,) = job.join(["a"])
+    rank.inventory()
+    stage(rank, storage, store(storage))
+    assert versions(rank.inventory()) == {(0, 7)}
+    shard = LocalShard(rank.client, 0, STORED)
+    assert b"".join(bytes(view) for _, view in shard.chunks()) == content(0, 7, NBYTES)
+    assert shard.extras() == EXTRAS
+    shard.close()
+
+
+def test_it_is_read_once_however_often_it_is_asked_for(job: Job, storage: LocalStorage) -> None:
+    (rank,) = job.join(["a"])
+    record = store(storage)
+    for _ in range(3):
+        stage(rank, storage, record)
+    assert job.log("a").count("from storage") == 1
+    assert len(rank.inventory()) == 1
+
+
+@pytest.mark.parametrize("damage", ["bit", "gone"])
+def test_what_storage_does_not_give_back_costs_no_memory(job: Job, storage: LocalStorage, damage: str) -> None:
+    (rank,) = job.join(["a"])
+    record = store(storage)
+    path = storage.root / "shard-0"
+    blob = bytearray(path.read_bytes())
+    blob[-1] ^= 1
+    path.write_bytes(blob)
+    if damage == "gone":
+        path.unlink()
+    with pytest.raises(CorruptDataError if damage == "bit" else StorageError):
+        stage(rank, storage, record)
+    assert rank.inventory() == []
+    assert job.status("a")["memory"]["used"] == 0
+
+
+def test_it_is_in_the_rotation_of_the_next_session(job: Job, storage: LocalStorage) -> None:
+    ranks = job.join(("a", "b"))
+    for owner, rank in enumerate(ranks):
+        rank.inventory()
+        stage(rank, storage, store(storage, owner), owner)
+    spec = job.make_spec(ranks, resumed=STORED, sources={0: ["a"], 1: ["b"]})
+    for rank in ranks:
+        rank.open(spec)
+    for rank in ranks:
+        rank.reserve(extras_capacity=EXTRAS_ROOM)
+    slot = job.status("a")["memory"]["used"] // 2
+    eventually(lambda: (1, 7) in versions(ranks[0].inventory()), "the replica of what was read from storage")
+    job.commit(ranks, 8, 9, 10)
+    assert job.status("a")["memory"]["used"] < 5 * slot  # two of its own, two replicas
+
+
+class Copy:
+    """In the place of a `StoredCopy`."""
+
+    def __init__(self, extras_capacity: int = 4096) -> None:
+        self.shape = SlotShape("run", "main", 0, 1, "0" * 16, b"", NBYTES, extras_capacity, CHUNK)
+
+    def fill(self, memory: SlotMemory) -> None:
+        for index, cut in enumerate(memory.cuts(0)):
+            memory.put_chunk(index, *cut, digest=0)
+        memory.finish(STORED, 0)
+
+
+def new_vault(limit: int) -> tuple[Vault, Budget]:
+    budget = Budget(limit)
+    return Vault(Host("a"), budget, print, lambda memory: None), budget
+
+
+def test_one_that_comes_too_late_is_dropped() -> None:
+    vault, budget = new_vault(2**30)
+    asyncio.run(vault.stage(Copy(), STORED, wanted=lambda: False))  # type: ignore[arg-type]
+    assert (vault.memory, budget.used) == ({}, 0)
+
+
+def test_slots_in_which_there_is_nothing_make_room() -> None:
+    copy = Copy()
+    vault, budget = new_vault(2 * copy.shape.total)
+    vault.ensure(0, copy.shape, 2, reuse=True)
+    asyncio.run(vault.stage(copy, STORED, wanted=lambda: True))  # type: ignore[arg-type]
+    assert budget.used == copy.shape.total
+    vault.ensure(0, copy.shape, 2, reuse=True)
+    assert budget.used == 2 * copy.shape.total
+
+
+def test_without_room_it_is_refused_with_the_numbers() -> None:
+    vault, budget = new_vault(1000)
+    with pytest.raises(MemoryBudgetError, match=r"rank 0's shard from storage needs [\d,]+ bytes; this host's agent may hold 1,000"):
+        asyncio.run(vault.stage(Copy(), STORED, wanted=lambda: True))  # type: ignore[arg-type]
+    assert budget.used == 0
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, EXTRAS_ROOM // 2, EXTRAS_ROOM, 3 * EXTRAS_ROOM + 17])
+def test_small_state_may_grow_by_a_quarter(nbytes: int) -> None:
+    assert extras_room(nbytes) >= max(EXTRAS_ROOM, nbytes + nbytes // 4)
+    assert extras_room(nbytes) == extras_room(nbytes + nbytes // 1000)
