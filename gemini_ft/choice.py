@@ -9,7 +9,7 @@ from functools import partial
 
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.config import GeminiConfig
-from gemini_ft.errors import CorruptDataError
+from gemini_ft.errors import CorruptDataError, ObjectGoneError
 from gemini_ft.faults import Orders
 from gemini_ft.messages import Inventory, Stage, Staged, Verified, Verify, Welcome
 from gemini_ft.recovery import Holding, Plan, plan_recovery, require
@@ -95,7 +95,7 @@ class Chooser:
                 if all(exchange_or_raise(partial(self._stage, manifest), _STAGE_SECONDS)):
                     sources = {owner: (about.welcome.info.host,) for owner, about in enumerate(self._everyone)}
                     return Choice(replace(plan, sources=sources), refused)
-                self._warn("%s in storage is damaged: trying the one before", manifest.folder)
+                self._warn("%s in storage is damaged or gone: trying the one before", manifest.folder)
                 self._damaged.add(manifest.folder)
             else:
                 return Choice(plan, refused)
@@ -126,7 +126,7 @@ class Chooser:
         return damaged
 
     def _stage(self, manifest: Manifest) -> bool:
-        """Get the shard of our own number into our host's memory; False if it is damaged in storage.
+        """Get the shard of our own number into our host's memory; False if it is damaged in storage, or has been deleted.
 
         Every shard has a rank of its number: a checkpoint of another size is refused before this.
 
@@ -138,7 +138,7 @@ class Chooser:
         order = Stage(owner=self._rank, version=manifest.version, record=record, storage=storage, chunk_bytes=self._config.chunk_bytes)
         try:
             self._client.call(order, Staged, timeout=_STAGE_SECONDS)
-        except CorruptDataError as error:
+        except (CorruptDataError, ObjectGoneError) as error:
             _log.warning("%s", error)
             return False
         return True

@@ -17,6 +17,7 @@
     │   └── SupersededError       this worker belongs to an older incarnation of the job
     ├── PeerError                 another host's agent is gone, refuses, or does not answer
     └── StorageError              the slow tier cannot be read or written
+        └── ObjectGoneError       what was listed is not there any more
 
 A message says what was given, what is allowed, and the way out.
 """
@@ -90,3 +91,7 @@ class PeerError(GeminiError):
 
 class StorageError(GeminiError):
     """The slow tier could not be read or written."""
+
+
+class ObjectGoneError(StorageError):
+    """An object that was listed is not there any more, because retention or somebody else has deleted it."""

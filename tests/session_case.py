@@ -194,7 +194,7 @@ def wait_for_upload(iteration: int, net: nn.Module, optimizer: torch.optim.Optim
     assert recorder is not None
     run, hosts = recorder.session.run, set(recorder.session.spec.hosts)
     end = time.monotonic() + 20
-    while any(_stream(run, host)["storage"]["uploading"] for host in hosts) and time.monotonic() < end:
+    while any((_stream(run, host)["storage"] or {}).get("uploading") for host in hosts) and time.monotonic() < end:
         time.sleep(0.01)
 
 

@@ -93,7 +93,7 @@ def test_it_is_in_the_rotation_of_the_next_session(job: Job, storage: LocalStora
     for rank in ranks:
         rank.reserve(extras_capacity=EXTRAS_ROOM)
     slot = job.status("a")["memory"]["used"] // 2
-    eventually(lambda: (1, 7) in versions(ranks[0].inventory()), "the replica of what was read from storage")
+    eventually(lambda: "complete:7" in job.stream("a")["shards"]["1"], "the replica of what was read from storage")
     job.commit(ranks, 8, 9, 10)
     assert job.status("a")["memory"]["used"] < 5 * slot  # two of its own, two replicas
 

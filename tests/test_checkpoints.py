@@ -184,11 +184,11 @@ sys.path.insert(0, sys.argv[2])
 from test_checkpoints import LocalStorage, save, version
 
 class Slow(LocalStorage):
-    def put(self, key, parts, sent):
+    def put(self, key, parts, *sent):
         if key.endswith(sys.argv[3]):
             print("reached", flush=True)
             time.sleep(600)
-        super().put(key, parts, sent)
+        super().put(key, parts, *sent)
 
 save(Slow(sys.argv[1]), version(20))
 """

@@ -140,7 +140,7 @@ class TestResume:
         path.write_bytes(content)
         results = two.outcome(*run(server.endpoint, 1))
         assert [result["start"] for result in results] == [4, 4]
-        assert told(results[0], "in storage is damaged: trying the one before")
+        assert told(results[0], "in storage is damaged or gone: trying the one before")
         assert told(results[1], "is damaged (XXH3")
 
 
@@ -160,7 +160,7 @@ class TestTwoJobs:
             World(tmp_path / "a", 1, **s3_server.CREDENTIALS) as first,
             World(tmp_path / "b", 1, ["elsewhere"], **s3_server.CREDENTIALS) as second,
         ):
-            attempt = first.start(*run(server.endpoint, 4000, during=None, pause=0.02))
+            attempt = first.start(*run(server.endpoint, 1000, during=None, pause=0.2))
             eventually(lambda: iterations(server, first.run), "a checkpoint of the first job")
             second.environ["GEMINI_RUN_ID"] = second.run = first.run
             (result,) = second.outcome(*run(server.endpoint, 4))

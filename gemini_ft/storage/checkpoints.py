@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gemini_ft.errors import ConfigError, CorruptDataError, StorageError, SupersededError
+from gemini_ft.errors import ConfigError, CorruptDataError, ObjectGoneError, StorageError, SupersededError
 from gemini_ft.storage.base import WORD, Storage
 from gemini_ft.storage.shard import ShardRecord
 from gemini_ft.versions import Incarnation, Version
@@ -200,7 +200,7 @@ def newest_whole(storage: Storage, run: str, stream: str, refused: Collection[st
             continue
         try:
             manifest = read_manifest(storage, info.folder)
-        except CorruptDataError as error:
+        except (CorruptDataError, ObjectGoneError) as error:
             _log.warning("%s", error)
             continue
         if missing := _missing(manifest, files):

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from gemini_ft.errors import CorruptDataError, StorageError
+from gemini_ft.errors import CorruptDataError, ObjectGoneError, StorageError
 from gemini_ft.storage.base import check_key, ignore, round_trip
 
 _PARTIAL = ".partial"  # no key begins with a dot
@@ -103,7 +103,8 @@ class LocalStorage:
             yield
         except OSError as error:
             way_out = _WAY_OUT.get(error.errno or 0, "is the file system mounted and healthy?")
-            raise StorageError(f"{self.url}: {what}: {error.strerror or error}{self._free(error)}; {way_out}") from error
+            kind = ObjectGoneError if isinstance(error, FileNotFoundError) else StorageError
+            raise kind(f"{self.url}: {what}: {error.strerror or error}{self._free(error)}; {way_out}") from error
 
     def _free(self, error: OSError) -> str:
         if error.errno != errno.ENOSPC:

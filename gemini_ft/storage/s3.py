@@ -21,7 +21,7 @@ from boto3.exceptions import Boto3Error
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
-from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
+from gemini_ft.errors import ConfigError, CorruptDataError, ObjectGoneError, StorageError
 from gemini_ft.storage.base import check_key, ignore, round_trip
 
 PART_BYTES = 16 * 2**20  # S3 wants at least 5 MiB, and at most 10,000 parts: 160 GB per shard
@@ -186,7 +186,8 @@ class S3Storage:
         except ClientError as error:
             code = str(error.response.get("Error", {}).get("Code", "?"))
             way_out = _WAY_OUT.get(code, "see the store's documentation of this error")
-            raise StorageError(f"{self.url}: {what}: {code}; {way_out}") from None
+            kind = ObjectGoneError if code == "NoSuchKey" else StorageError
+            raise kind(f"{self.url}: {what}: {code}; {way_out}") from None
         except (BotoCoreError, Boto3Error, OSError) as error:
             reason = str(error).partition("?")[0]  # a signed URL's query must not be shown
             raise StorageError(f"{self.url}: {what}: {reason}; is the endpoint up and reachable from this host?") from None
