@@ -94,7 +94,7 @@ def job(count: int, arguments: Sequence[str], env: Mapping[str, str]) -> Iterato
         log = Path(folder, "ranks")
         worker = str(Path(__file__).with_name("storage_worker.py"))
         settings = {"GEMINI_ON_LATE": "wait", "PYTHONWARNINGS": "ignore"}
-        hosts = EmulatedHosts(count, [worker, "--log", str(log), *arguments], Path(folder), env={**settings, **env})
+        hosts = EmulatedHosts(count, [worker, "--events", str(log), *arguments], Path(folder), env={**settings, **env})
         with hosts:
             yield Job(hosts, log)
 

@@ -127,11 +127,11 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--uploader", choices=("gemini", "boto3"), default="gemini")
     parser.add_argument("--endpoint", default="")
-    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--events", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     gemini_ft.init_process_group("gloo", timeout=timedelta(seconds=120))
-    train(arguments, Log(arguments.log))
+    train(arguments, Log(arguments.events))
     dist.destroy_process_group()
 
 

@@ -28,6 +28,7 @@ PART_BYTES = 16 * 2**20  # S3 wants at least 5 MiB, and at most 10,000 parts: 16
 _PARALLEL = 4  # parts under way at a time; with PART_BYTES the bound on memory
 _OURS = re.compile(r"/step-\d{8,}-inc-[^/]+/shard-\d+\.safetensors$")
 _ABANDONED = timedelta(days=1)  # age at which another writer's unfinished upload counts as dead
+Piece = bytes | bytearray
 _WAY_OUT = {
     "NoSuchBucket": "create the bucket, or correct storage.url",
     "NoSuchKey": "the object is gone; was it deleted while in use?",
@@ -73,7 +74,8 @@ class S3Storage:
         """See `Storage.put`. Up to one part goes in one request, more in a multipart upload that is aborted when it fails."""
         name = self._prefix + check_key(key)
         bodies = _regroup(parts)
-        first, second = next(bodies, b""), next(bodies, None)
+        first: Piece = next(bodies, b"")
+        second = next(bodies, None)
         with self._explain(f"cannot write {key}"):
             if second is None:
                 self._pace.take(len(first))
@@ -128,7 +130,7 @@ class S3Storage:
 
     # -- inside
 
-    def _put_in_parts(self, name: str, bodies: Iterator[bytes], sent: Callable[[int], None]) -> None:
+    def _put_in_parts(self, name: str, bodies: Iterator[Piece], sent: Callable[[int], None]) -> None:
         where = {"Bucket": self._bucket, "Key": name}
         upload = self._client.create_multipart_upload(**where)["UploadId"]
         try:
@@ -142,7 +144,7 @@ class S3Storage:
             raise
 
     def _send_parts(
-        self, pool: ThreadPoolExecutor, where: dict[str, Any], bodies: Iterator[bytes], sent: Callable[[int], None]
+        self, pool: ThreadPoolExecutor, where: dict[str, Any], bodies: Iterator[Piece], sent: Callable[[int], None]
     ) -> Sequence[str]:
         room = threading.Semaphore(_PARALLEL)  # a part is copied out of the slot only when another one has been sent
         futures = deque[Future[str]]()
@@ -155,7 +157,7 @@ class S3Storage:
                 break  # the rest would be sent for nothing
         return [future.result() for future in futures]
 
-    def _send_part(self, where: dict[str, Any], body: bytes, sent: Callable[[int], None]) -> str:
+    def _send_part(self, where: dict[str, Any], body: Piece, sent: Callable[[int], None]) -> str:
         tag = str(self._client.upload_part(**where, Body=body)["ETag"])
         sent(len(body))
         return tag
@@ -170,9 +172,8 @@ class S3Storage:
             raise
         got = 0
         with body:
-            while got < out.nbytes and (part := body.read(min(2**20, out.nbytes - got))):
-                out[got : got + len(part)] = part
-                got += len(part)
+            while got < out.nbytes and (count := body.readinto(out[got:])):
+                got += count
         return got
 
     @contextmanager
@@ -211,8 +212,8 @@ class _Pace:
         time.sleep(wait)
 
 
-def _regroup(parts: Iterable[memoryview | bytes]) -> Iterator[bytes]:
-    """The same bytes in pieces of `PART_BYTES`, the last one shorter."""
+def _regroup(parts: Iterable[memoryview | bytes]) -> Iterator[bytearray]:
+    """The same bytes in pieces of `PART_BYTES`, the last one shorter; each byte is copied once."""
     buffer = bytearray()
     for part in parts:
         view = memoryview(part).cast("B")
@@ -221,19 +222,19 @@ def _regroup(parts: Iterable[memoryview | bytes]) -> Iterator[bytes]:
             buffer += view[:take]
             view = view[take:]
             if len(buffer) == PART_BYTES:
-                yield bytes(buffer)
-                buffer.clear()
+                yield buffer
+                buffer = bytearray()
     if buffer:
-        yield bytes(buffer)
+        yield buffer
 
 
-def _chain(first: bytes, second: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+def _chain(first: Piece, second: Piece, rest: Iterator[bytearray]) -> Iterator[Piece]:
     yield first
     yield second
     yield from rest
 
 
-def _when(room: threading.Semaphore, bodies: Iterator[bytes]) -> Iterator[bytes]:
+def _when(room: threading.Semaphore, bodies: Iterator[Piece]) -> Iterator[Piece]:
     """Ask for the next piece only when there is room for it."""
     while True:
         room.acquire()
