@@ -18,6 +18,9 @@ from gemini_ft.versions import Version
 if TYPE_CHECKING:
     from gemini_ft.agent.stream import AgentServices, Stream
 
+_REBUILD_TURNS = 5  # how often each peer is asked
+_REBUILD_PAUSE = 0.3  # seconds between two turns
+
 
 class Fetcher:
     """Serves one reader. The slot it reads is pinned until the reader hangs up."""
@@ -106,21 +109,25 @@ class _Copier:
 async def rebuild(stream: Stream, spec: SessionSpec, agent: AgentServices) -> None:
     """After a recovery: copy the resumed version of every shard this host should hold, and does not, from a peer.
 
-    Until then a second failure would find one copy less. The next commit makes it moot, so a failure is only logged.
+    Until then a second failure would find one copy less. The next commit makes it moot, so a failure is only logged; but
+    a peer that opens the session a moment later than this host cuts off whoever reads from it, so it is asked again.
     """
     assert spec.resumed is not None
     for owner, holders in spec.holders.items():
         if stream.host.name not in holders or stream.host.slots(owner).complete_version(spec.resumed) is not None:
             continue
-        for source in spec.sources.get(owner, []):
-            if source == stream.host.name:
-                continue
+        peers = [source for source in spec.sources.get(owner, []) if source != stream.host.name]
+        for turn, source in enumerate(peers * _REBUILD_TURNS):
+            if turn and turn % len(peers) == 0:
+                await asyncio.sleep(_REBUILD_PAUSE)
             try:
                 await _copy(stream, spec, agent, owner, source)
                 stream.log(f"rebuilt rank {owner}'s replica of {spec.resumed} from host {source}")
                 break
             except (GeminiError, OSError) as error:
                 stream.log(f"rebuilding rank {owner}'s replica from host {source} failed: {error}")
+            if stream.host.slots(owner).committed != spec.resumed:
+                break
 
 
 async def _copy(stream: Stream, spec: SessionSpec, agent: AgentServices, owner: int, source: str) -> None:
