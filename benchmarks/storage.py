@@ -51,7 +51,7 @@ class Plan:
     settled: int  # commits and checkpoints to wait for in part 3
 
 
-FULL = Plan(transfer=512, rounds=5, shard=128, steps=120, every=20, state=32, settled=12)
+FULL = Plan(transfer=512, rounds=3, shard=128, steps=100, every=20, state=32, settled=10)
 QUICK = Plan(transfer=64, rounds=1, shard=32, steps=24, every=8, state=8, settled=3)
 
 

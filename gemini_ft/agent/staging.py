@@ -17,7 +17,8 @@ from gemini_ft.messages import Stage
 from gemini_ft.storage.base import open_storage
 from gemini_ft.storage.shard import ShardRecord, StoredShard
 
-_PARALLEL = 8  # ranged reads at a time
+_PARALLEL = 4  # ranged reads at a time
+_CHUNKS = 8  # read in one request
 
 
 class StoredCopy:
@@ -52,7 +53,7 @@ class StoredCopy:
             CorruptDataError: a part does not match its checksum; the rest is not read any more.
             StorageError: the storage cannot be read.
         """
-        size, step = memory.shape.data_bytes, self._stored.record.chunk_bytes
+        size, step = memory.shape.data_bytes, _CHUNKS * self._stored.record.chunk_bytes
         transfer = Transfer(f"rank {self._order.owner}'s shard of {self._order.version} from storage", size, self._log)
 
         def read(offset: int) -> None:

@@ -25,6 +25,7 @@ from gemini_ft.errors import ConfigError, CorruptDataError, ObjectGoneError, Sto
 from gemini_ft.storage.base import check_key, ignore, round_trip
 
 PART_BYTES = 16 * 2**20  # S3 wants at least 5 MiB, and at most 10,000 parts: 160 GB per shard
+_BLOCK = 256 * 1024  # bytes taken from a connection at a time: larger ones would be fresh memory each
 _PARALLEL = 4  # parts under way at a time; with PART_BYTES the bound on memory
 _OURS = re.compile(r"/step-\d{8,}-inc-[^/]+/shard-\d+\.safetensors$")
 _ABANDONED = timedelta(days=1)  # age at which another writer's unfinished upload counts as dead
@@ -172,7 +173,7 @@ class S3Storage:
             raise
         got = 0
         with body:
-            while got < out.nbytes and (count := body.readinto(out[got:])):
+            while got < out.nbytes and (count := body.readinto(out[got : got + _BLOCK])):
                 got += count
         return got
 

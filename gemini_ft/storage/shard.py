@@ -13,7 +13,7 @@ Everything begins at a multiple of 64 bytes. safetensors allows no gaps, so a ga
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, chain
 from struct import pack, unpack
@@ -137,22 +137,23 @@ class StoredShard:
     def read(self, offset: int, out: memoryview) -> None:
         """Fill ``out`` with the shard's bytes from ``offset`` on.
 
-        Chunks are read straight into ``out``; one of which only a part is asked for is read whole and copied, so ask
-        for large ranges, or such that begin and end at multiples of ``record.chunk_bytes``.
+        Chunks are read straight into ``out``, all of them at once; one of which only a part is asked for is read whole and
+        copied, so ask for large ranges, or such that begin and end at multiples of ``record.chunk_bytes``.
         """
         stop = offset + out.nbytes
         if not 0 <= offset <= stop <= self.record.data.nbytes:
             raise StorageError(f"{self._name}: bytes {offset} to {stop} were asked for, its shard has {self.record.data.nbytes}")
-        for index in range(offset // self.record.chunk_bytes, -(-stop // self.record.chunk_bytes)):
+        indices = range(offset // self.record.chunk_bytes, -(-stop // self.record.chunk_bytes))
+        whole = [index for index in indices if offset <= self._chunk(index)[0] and self._chunk(index)[1] <= stop]
+        if whole:
+            begin, end = self._chunk(whole[0])[0], self._chunk(whole[-1])[1]
+            self._read_chunks(whole, out[begin - offset : end - offset])
+        for index in set(indices) - set(whole):
             begin, end = self._chunk(index)
             low, high = max(begin, offset), min(end, stop)
-            wanted = out[low - offset : high - offset]
-            if (low, high) == (begin, end):
-                self._read_chunk(index, wanted)
-            else:
-                whole = memoryview(bytearray(end - begin))
-                self._read_chunk(index, whole)
-                wanted[:] = whole[low - begin : high - begin]
+            chunk = memoryview(bytearray(end - begin))
+            self._read_chunks([index], chunk)
+            out[low - offset : high - offset] = chunk[low - begin : high - begin]
 
     def verify(self) -> None:
         """Read the whole object and compare it with its checksum."""
@@ -178,10 +179,14 @@ class StoredShard:
         begin = index * self.record.chunk_bytes
         return begin, min(begin + self.record.chunk_bytes, self.record.data.nbytes)
 
-    def _read_chunk(self, index: int, out: memoryview) -> None:
-        begin, end = self._chunk(index)
-        self._storage.get_range(self.record.key, self.record.data.offset + begin, out)
-        self._compare(f"bytes {begin} to {end} of its data", xxhash.xxh3_64_hexdigest(out), self._digests[index])
+    def _read_chunks(self, indices: Sequence[int], out: memoryview) -> None:
+        """Read chunks that lie one after the other, in one go."""
+        first, _ = self._chunk(indices[0])
+        self._storage.get_range(self.record.key, self.record.data.offset + first, out)
+        for index in indices:
+            begin, end = self._chunk(index)
+            found = xxhash.xxh3_64_hexdigest(out[begin - first : end - first])
+            self._compare(f"bytes {begin} to {end} of its data", found, self._digests[index])
 
     def _compare(self, what: str, found: str, expected: str) -> None:
         if found != expected:
