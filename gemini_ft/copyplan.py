@@ -20,7 +20,6 @@ _libc = ctypes.CDLL(None)
 _libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _libc.memcpy.restype = ctypes.c_void_p
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
-_PREFAULT = 64 * 2**20  # bytes faulted in at a time, between looks at whether they are still wanted
 _LARGE = 64 * 1024  # bytes; from here on a copy of its own, below it one call for many
 
 
@@ -50,9 +49,7 @@ class Slot:
 
     def prefault(self) -> None:
         """Touch all pages, from this process: they come from its own NUMA node, and not during the first copy."""
-        for start in range(0, len(self.memory), _PREFAULT):
-            if not self._closed:
-                populate(self.memory, start, min(_PREFAULT, len(self.memory) - start))
+        populate(self.memory, 0, len(self.memory), lambda: not self._closed)
 
     def write(self, number: int, batch: Batch) -> None:
         """Lay down one batch of a plan, always the same one; on CUDA, queue that on the current stream."""

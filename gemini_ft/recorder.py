@@ -81,7 +81,7 @@ class Recorder:
         self._sources: list[Source] = []
         self._fingerprint: tuple[Any, ...] = ()
         self._frozen: dict[str, bool] = {}
-        self._extras_bytes = self._extras_capacity = 0  # as it was when slots were reserved, and what they have room for
+        self._extras_bytes = 0  # as it was when slots were reserved
         self._ended: dict[int, float] = {}  # iteration -> when it ended, until its fate is known
         self._newest = 0  # iteration of the last snapshot
         self._suspended = 0
@@ -123,7 +123,7 @@ class Recorder:
         if (now := fingerprint(live)) != self._fingerprint:
             self._plan(describe(live, self.session.rank, self.session.world_size, replicated), len(blob))
             self._fingerprint = now
-        if len(blob) > self._extras_capacity:
+        if len(blob) > extras_room(self._extras_bytes):
             self._reserve(len(blob))
         plan = snapshotter.plan
         assert plan is not None
@@ -239,11 +239,11 @@ class Recorder:
 
     def _reserve(self, extras_bytes: int) -> None:
         """Get slots for the present layout and so much small state from the agent, and map them."""
-        layout, snapshotter, extras_capacity = self._layout, self._copying, extras_room(extras_bytes)
+        layout, snapshotter = self._layout, self._copying
         assert layout is not None
         assert snapshotter.plan is not None
         message = Reserve(
-            layout=layout.to_bytes(), layout_hash=layout.logical_hash, data_bytes=layout.nbytes, extras_capacity=extras_capacity
+            layout=layout.to_bytes(), layout_hash=layout.logical_hash, data_bytes=layout.nbytes, extras_capacity=extras_room(extras_bytes)
         )
         reserved, fds = self.client.call(message, Reserved)
         for slot in snapshotter.slots.values():
@@ -252,7 +252,7 @@ class Recorder:
         snapshotter.slots = {
             index: Slot(fd, reserved.data_offset, reserved.capacity, pinned) for index, fd in zip(reserved.slots, fds, strict=True)
         }
-        self._extras_bytes, self._extras_capacity = extras_bytes, extras_capacity
+        self._extras_bytes = extras_bytes
         threading.Thread(target=_prefault, args=(list(snapshotter.slots.values()),), name="gemini-prefault", daemon=True).start()
 
     def _digest(self) -> str:

@@ -20,6 +20,7 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,11 +96,13 @@ def address_of(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def populate(memory: mmap.mmap, start: int, length: int) -> None:
-    """Fault pages in ahead of time (a fresh page costs 4-5x the copy into it); releases the interpreter lock."""
+def populate(memory: mmap.mmap, start: int, length: int, wanted: Callable[[], bool] = lambda: True) -> None:
+    """Fault pages in ahead of time (a fresh page costs 4-5x the copy into it), as long as they are ``wanted``; releases the GIL."""
     base = address_of(memory)
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
     for offset in range(first, start + length, 64 * 2**20):
+        if not wanted():
+            return
         _libc.madvise(base + offset, min(64 * 2**20, start + length - offset), _MADV_POPULATE_WRITE)
 
 

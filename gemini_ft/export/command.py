@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Sequence
 
-from gemini_ft.config import load_config
+from gemini_ft.config import GeminiConfig, load_config
 from gemini_ft.errors import ConfigError, RecoveryError
 from gemini_ft.export import dcp, lightning, safetensors
 from gemini_ft.export.source import Checkpoint, from_memory, from_storage
@@ -40,9 +40,11 @@ def command(arguments: Sequence[str]) -> int:
             "format='deepspeed' needs a DeepSpeed stream, and no stream of this version is one: it comes with the DeepSpeed plugin. "
             "Use --format lightning, dcp or safetensors"
         )
-    with contextlib.closing(_find(step, options)) as checkpoint:
+    config = load_config()
+    endpoint = options.endpoint_url or (config.storage.endpoint_url if config.storage is not None else None)
+    with contextlib.closing(_find(step, options, config)) as checkpoint:
         name = {"lightning": f"step-{checkpoint.step}.ckpt", "safetensors": "model.safetensors"}.get(options.format)
-        with staged(options.to, name, options.overwrite, options.endpoint_url or _configured_endpoint()) as folder:
+        with staged(options.to, name, options.overwrite, endpoint) as folder:
             if name is None:
                 dcp.write(checkpoint, folder)
             else:
@@ -69,11 +71,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _configured_endpoint() -> str | None:
-    settings = load_config().storage
-    return settings.endpoint_url if settings is not None else None
-
-
 def _step(text: str) -> int | None:
     if text == "latest":
         return None
@@ -82,9 +79,8 @@ def _step(text: str) -> int | None:
     return int(text)
 
 
-def _find(step: int | None, options: argparse.Namespace) -> Checkpoint:
+def _find(step: int | None, options: argparse.Namespace, config: GeminiConfig) -> Checkpoint:
     """From --from; else from memory; else from the storage that is configured."""
-    config = load_config()
     secret = read_secret(config) or None
     if options.source is not None:
         storage = open_storage(options.source, options.endpoint_url)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 from typing import Any
 
 import boto3
@@ -83,7 +84,7 @@ class S3Storage:
                 self._client.put_object(Bucket=self._bucket, Key=name, Body=first)
                 sent(len(first))
             else:
-                self._put_in_parts(name, _chain(first, second, bodies), sent)
+                self._put_in_parts(name, chain((first, second), bodies), sent)
 
     def get(self, key: str) -> bytes:
         """See `Storage.get`."""
@@ -227,12 +228,6 @@ def _regroup(parts: Iterable[memoryview | bytes]) -> Iterator[bytearray]:
                 buffer = bytearray()
     if buffer:
         yield buffer
-
-
-def _chain(first: Piece, second: Piece, rest: Iterator[bytearray]) -> Iterator[Piece]:
-    yield first
-    yield second
-    yield from rest
 
 
 def _when(room: threading.Semaphore, bodies: Iterator[Piece]) -> Iterator[Piece]:
