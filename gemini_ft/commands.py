@@ -13,7 +13,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
 from gemini_ft.storage.base import Storage, open_storage
-from gemini_ft.storage.checkpoints import Manifest, examine, read_manifest
+from gemini_ft.storage.checkpoints import Manifest, examine
 from gemini_ft.storage.shard import StoredShard
 from gemini_ft.versions import Version
 from gemini_ft.visits import Remembered, remembered
@@ -84,11 +84,9 @@ state: whole; whole, newest: what a job would resume; else what is wrong with it
 
 def _in_storage(storage: Storage, run: str | None, verify: bool) -> Iterator[Row]:
     newest: dict[tuple[str, str], bool] = {}  # line -> whether its newest whole checkpoint has been listed
-    for info, reason in examine(storage, run):
+    for info, manifest, reason in examine(storage, run):
         line = (info.run, info.stream)
-        try:
-            manifest = read_manifest(storage, info.folder)
-        except (CorruptDataError, StorageError):
+        if manifest is None:
             yield (*line, str(info.iteration), "?", "?", "?", reason, storage.url)
             continue
         reason = reason or (_damage(storage, manifest) if verify else "")

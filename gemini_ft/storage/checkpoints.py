@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
@@ -157,25 +157,27 @@ def list_checkpoints(storage: Storage, run: str | None = None, stream: str | Non
     return [info for info, files in _scan(storage, run, stream).items() if _MANIFEST in files]
 
 
-def examine(storage: Storage, run: str | None = None) -> list[tuple[CheckpointInfo, str]]:
-    """Everything that is, was, or may become a checkpoint, newest first in each line, and what is wrong with it; empty: it is whole.
+def examine(storage: Storage, run: str | None = None) -> Iterator[tuple[CheckpointInfo, Manifest | None, str]]:
+    """Everything that is, was, or may become a checkpoint, newest first in each line.
 
-    Of shards only their presence is looked at; `gemini_ft.storage.shard.StoredShard.verify` reads them.
+    With each its manifest, if that can be read, and what is wrong with it; empty: it is whole. Of shards only their presence
+    is looked at; `gemini_ft.storage.shard.StoredShard.verify` reads them.
     """
-    return [(info, _fault(storage, info, files)) for info, files in _scan(storage, run, None).items()]
+    for info, files in _scan(storage, run, None).items():
+        yield info, *_examine(storage, info, files)
 
 
-def _fault(storage: Storage, info: CheckpointInfo, files: Collection[str]) -> str:
+def _examine(storage: Storage, info: CheckpointInfo, files: Collection[str]) -> tuple[Manifest | None, str]:
     if _MANIFEST not in files:
-        return f"incomplete: no manifest, {len(files)} shards (a torn upload, or one under way)"
+        return None, f"incomplete: no manifest, {len(files)} shards (a torn upload, or one under way)"
     try:
         manifest = read_manifest(storage, info.folder)
     except CorruptDataError:
-        return "damaged: its manifest"
+        return None, "damaged: its manifest"
     except StorageError as error:
-        return f"unreadable: {error}"
+        return None, f"unreadable: {error}"
     missing = _missing(manifest, files)
-    return f"damaged: {missing[0].rpartition('/')[2]} is missing ({len(missing)} in all)" if missing else ""
+    return manifest, f"damaged: {missing[0].rpartition('/')[2]} is missing ({len(missing)} in all)" if missing else ""
 
 
 def _missing(manifest: Manifest, files: Collection[str]) -> list[str]:
