@@ -36,6 +36,7 @@ from gemini_ft.rendezvous import exchange_or_raise
 from gemini_ft.restore import restore
 from gemini_ft.rng import rng_state, set_rng_state
 from gemini_ft.storage.base import WORD
+from gemini_ft.training_state import PlainState, TrainingState
 
 T = TypeVar("T")
 _log = logging.getLogger("gemini_ft")
@@ -89,8 +90,7 @@ class Checkpointer:
         self.stats = Stats()
         self._stateful = dict(state or {})
         self._hooks, self._replicated = hooks, replicated
-        self._models: dict[str, nn.Module] = {}
-        self._optimizers: list[Any] = []
+        self._state: TrainingState = PlainState({}, ())
         self._recorder: Recorder | None = None
         self._state_extras: Any = None  # of the resumed snapshot, until load_tensors
         self._iteration = 0
@@ -192,15 +192,18 @@ class Checkpointer:
 
     def bind(self, models: nn.Module | Mapping[str, nn.Module], optimizers: Any = ()) -> None:
         """Say what to capture; as early as the objects exist."""
-        self._models = {"model": models} if isinstance(models, nn.Module) else dict(models)
-        self._optimizers = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
+        self.bind_state(state := PlainState.of(models, optimizers, self._replicated))
+        if self._hooks:
+            for optimizer in state.optimizers:
+                self._handles.append(optimizer.register_step_pre_hook(lambda *_: self.wait_before_update()))
+                self._handles.append(optimizer.register_step_post_hook(self._mark_stepped))
+
+    def bind_state(self, state: TrainingState) -> None:
+        """Say what to capture where that is no plain module and optimizer; the caller calls ``wait_before_update`` and ``save``."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self._hooks:
-            for optimizer in self._optimizers:
-                self._handles.append(optimizer.register_step_pre_hook(lambda *_: self.wait_before_update()))
-                self._handles.append(optimizer.register_step_post_hook(self._mark_stepped))
+        self._state = state
 
     def load_tensors(self) -> None:
         """Fill the bound models and optimizers with what ``open`` found. Collective.
@@ -213,7 +216,7 @@ class Checkpointer:
         if session.plan.version is None:
             raise RecoveryError("load_tensors() was called, but open() found nothing to resume")
         begin = time.perf_counter()
-        everything = (self._models, self._optimizers, self._state_extras, session.rank, session.world_size, self._is_replicated)
+        everything = (self._state, self._state_extras, session.rank, session.world_size)
         with self._script_to_blame():
             self.stats.restored = _on_all_ranks(lambda: restore(session.sources, *everything), self.config.timeout + 600)
         seconds = self.stats.restore_seconds = time.perf_counter() - begin
@@ -290,7 +293,7 @@ class Checkpointer:
             raise
 
     def _save(self, iteration: int, extras: Any) -> None:
-        self._joined.record(iteration, self._models, self._optimizers, extras, self._is_replicated)
+        self._joined.record(iteration, self._state, extras)
         faults.at_step(iteration, "in_copy")
 
     def _end_of_step(self) -> None:
@@ -304,10 +307,8 @@ class Checkpointer:
         return self._recorder
 
     @property
-    def _is_replicated(self) -> bool:
-        if self._replicated is not None:
-            return self._replicated
-        return any(isinstance(model, DistributedDataParallel) for model in self._models.values())
+    def _models(self) -> Mapping[str, nn.Module]:
+        return self._state.models if isinstance(self._state, PlainState) else {}
 
     def _mark_stepped(self, *_: Any) -> None:
         self._stepped = True

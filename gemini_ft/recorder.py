@@ -45,8 +45,8 @@ from gemini_ft.rendezvous import exchange, exchange_or_raise
 from gemini_ft.replicas import check_replicas, replicated_digest
 from gemini_ft.session import Session, join
 from gemini_ft.snapshot import Job, Snapshotter
-from gemini_ft.sources import Source, describe, fingerprint, survey
-from gemini_ft.state import Models, collect_extras
+from gemini_ft.sources import Source, fingerprint
+from gemini_ft.training_state import TrainingState
 from gemini_ft.versions import Version
 
 _log = logging.getLogger("gemini_ft")
@@ -109,7 +109,7 @@ class Recorder:
 
     # -- the training thread
 
-    def record(self, iteration: int, models: Models, optimizers: Sequence[Any], extras: Any, replicated: bool) -> None:
+    def record(self, iteration: int, state: TrainingState, extras: Any) -> None:
         """Take a snapshot: what may change at any time is copied now, the rest in the background.
 
         Raises:
@@ -118,10 +118,10 @@ class Recorder:
         self.raise_fatal()
         snapshotter = self._copying
         snapshotter.settle()
-        live = survey(models, optimizers)
-        blob = codec.encode({"tensors": collect_extras(models, optimizers, live), "extras": extras}, self.session.secret)
+        live = state.survey()
+        blob = codec.encode({"tensors": state.extras(live), "extras": extras}, self.session.secret)
         if (now := fingerprint(live)) != self._fingerprint:
-            self._plan(describe(live, self.session.rank, self.session.world_size, replicated), len(blob))
+            self._plan(state.describe(live, self.session.rank, self.session.world_size), len(blob))
             self._fingerprint = now
         if len(blob) > extras_room(self._extras_bytes):
             self._reserve(len(blob))

@@ -1,4 +1,4 @@
-"""Filling live models and optimizers from the shards of a snapshot, wherever they are."""
+"""Filling a live training state from the shards of a snapshot, wherever they are."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ import torch
 from gemini_ft.copies import copy_into
 from gemini_ft.layout import Layout, Read, plan_reads, stored_specs
 from gemini_ft.recovery import ShardReader, Sources
-from gemini_ft.state import Models, apply_extras, destinations
+from gemini_ft.training_state import TrainingState
 
 _READERS = 4  # shards read at a time
 
 
-def restore(
-    sources: Sources, models: Models, optimizers: Sequence[Any], extras: Any, rank: int, world_size: int, replicated: bool
-) -> dict[str, int]:
-    """Read everything this rank needs into ``models`` and ``optimizers``.
+def restore(sources: Sources, state: TrainingState, extras: Any, rank: int, world_size: int) -> dict[str, int]:
+    """Read everything this rank needs into ``state``.
 
     A sharded rank needs its own shard alone; under DDP every rank owns a part and needs all of them.
 
@@ -31,7 +29,7 @@ def restore(
         RecoveryError: a shard could not be read from anywhere.
     """
     layouts = _layouts(sources, rank)
-    live = destinations(models, optimizers, stored_specs(rank, layouts), rank, world_size, replicated)
+    live = state.destinations(stored_specs(rank, layouts), rank, world_size)
     by_owner: dict[int, list[Read]] = {}
     for read in plan_reads([source.spec for source in live], rank, layouts):
         by_owner.setdefault(read.owner, []).append(read)
@@ -44,7 +42,7 @@ def restore(
     with ThreadPoolExecutor(_READERS) as pool:
         for where, nbytes in pool.map(fill, by_owner):
             restored[where] = restored.get(where, 0) + nbytes
-    apply_extras(models, optimizers, extras)
+    state.apply_extras(extras)
     return restored
 
 

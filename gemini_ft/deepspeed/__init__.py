@@ -1,0 +1,14 @@
+"""DeepSpeed: every optimizer step of an engine survives the loss of workers and hosts.
+
+    import gemini_ft.deepspeed
+
+    engine, optimizer, loader, scheduler = gemini_ft.deepspeed.initialize(model=model, model_parameters=..., config="ds_config.json")
+    for step in range(engine.global_steps, steps):   # 0 at a first start
+        ...
+
+The options are the ``"gemini"`` section of the configuration; without one this is ``deepspeed.initialize``.
+"""
+
+from gemini_ft.deepspeed.engine import Protection, attach, initialize
+
+__all__ = ["Protection", "attach", "initialize"]

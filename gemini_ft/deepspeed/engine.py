@@ -1,0 +1,156 @@
+"""``attach``: an engine's updates wait for the copy under way, and every update is followed by a snapshot.
+
+Only the one engine that is given is changed: it becomes an instance of a subclass of its own class.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+
+from gemini_ft.checkpointer import Checkpointer
+from gemini_ft.config import load_config
+from gemini_ft.deepspeed.state import EngineState
+from gemini_ft.errors import ConfigError
+from gemini_ft.rng import rng_state, set_rng_state
+
+_log = logging.getLogger("gemini_ft")
+_HANG_SECONDS = 300.0  # what a collective of the engine may take, where hang_timeout does not say
+_ordinals = itertools.count()
+
+
+class Protection:
+    """gemini-ft's part of one engine, ``engine.gemini``.
+
+    Attributes:
+        checkpointer: records and resumes.
+        resumed: optimizer steps (``engine.global_steps``) that were resumed; None at a first start.
+        client_state: values of the user's own, saved with every step and restored: the position in the data, for example.
+    """
+
+    def __init__(self, engine: Any, options: Mapping[str, Any]) -> None:
+        self._engine = engine
+        self.checkpointer = Checkpointer(config=load_config(options), name=f"deepspeed-{next(_ordinals)}", hooks=False)
+        self.client_state: dict[str, Any] = {}
+        self.resumed: int | None = None
+        self._updated = self._closed = False
+        state = EngineState(engine)
+        found = self.checkpointer.open()
+        self.checkpointer.bind_state(state)
+        if found is not None:
+            self.checkpointer.load_tensors()
+            self.client_state = found.extras["client_state"]
+            set_rng_state(found.extras["rng"])
+            self.resumed = engine.global_steps
+        self._bound_collectives()
+        atexit.register(self._at_exit)
+
+    def before_update(self) -> None:
+        """The engine is about to write weights and optimizer state."""
+        self.checkpointer.wait_before_update()
+
+    def updated(self) -> None:
+        """The engine has written them, unless a scaler skipped the step."""
+        self._updated = self._engine.was_step_applied()
+
+    def stepped(self) -> None:
+        """Everything that belongs to the step is done, counters included: take a snapshot."""
+        if self._updated:
+            self._updated = False
+            self.checkpointer.save(self._engine.global_steps, {"client_state": self.client_state, "rng": rng_state()})
+
+    def close(self, finished: bool = True) -> None:
+        """Leave the run; after a finished one the agents leave too."""
+        if not self._closed:
+            self._closed = True
+            atexit.unregister(self._at_exit)
+            self.checkpointer.close(finished=finished)
+
+    def _at_exit(self) -> None:
+        """Scripts seldom call ``engine.destroy()``: an interpreter that ends without an exception has finished."""
+        if getattr(sys, "last_value", None) is None:
+            self.close()
+
+    def _bound_collectives(self) -> None:
+        """DeepSpeed's groups are made without a timeout: a peer that hangs would stop the others for half an hour."""
+        limit = self.checkpointer.config.hang_timeout or _HANG_SECONDS
+        for group in {self._engine.data_parallel_group, self._engine.seq_data_parallel_group} - {None}:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit), group)
+
+
+class _Protected:
+    """What an engine's class is extended by."""
+
+    gemini: Protection
+
+    def _take_model_step(self, lr_kwargs: Any = None) -> Any:
+        self.gemini.before_update()
+        result = super()._take_model_step(lr_kwargs)  # type: ignore[misc]
+        self.gemini.updated()
+        return result
+
+    def destroy(self) -> Any:
+        self.gemini.close()
+        return super().destroy()  # type: ignore[misc]
+
+
+class _ProtectedEngine(_Protected):
+    def step(self, *arguments: Any, **named: Any) -> Any:
+        result = super().step(*arguments, **named)  # type: ignore[misc]
+        self.gemini.stepped()
+        return result
+
+
+class _ProtectedPipeline(_Protected):
+    def _exec_optimizer_step(self, *arguments: Any, **named: Any) -> Any:
+        result = super()._exec_optimizer_step(*arguments, **named)  # type: ignore[misc]
+        self.gemini.stepped()
+        return result
+
+
+def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
+    """Protect an engine, and resume it if there is something to resume. Collective.
+
+    Args:
+        engine: as ``deepspeed.initialize`` returned it, before its first step.
+        options: fields of `gemini_ft.GeminiConfig`; default: the ``"gemini"`` section of the engine's configuration.
+
+    Returns:
+        The same engine. ``engine.global_steps`` says how many steps are done, ``engine.gemini`` is its `Protection`.
+
+    Raises:
+        ConfigError: there is no section, or an option in it is wrong.
+        GeminiError: the state cannot be captured or resumed.
+    """
+    section = engine.config.get("gemini") if options is None else options
+    if section is None:
+        raise ConfigError('the configuration has no "gemini" section; add one ({} for the defaults), or give options to attach()')
+    if isinstance(engine, _Protected):
+        raise ConfigError("this engine is protected already")
+    kind = type(engine)
+    extension = _ProtectedPipeline if isinstance(engine, deepspeed.PipelineEngine) else _ProtectedEngine
+    engine.__dict__["gemini"] = Protection(engine, section)  # past nn.Module's own __setattr__
+    engine.__class__ = type(f"Gemini{kind.__name__}", (extension, kind), {"__module__": kind.__module__})
+    return engine
+
+
+def initialize(*arguments: Any, **named: Any) -> tuple[Any, Any, Any, Any]:
+    """``deepspeed.initialize`` with its own arguments and results; the engine is protected if its configuration has a "gemini" section.
+
+    Raises:
+        GeminiError: see `attach`.
+    """
+    engine, optimizer, loader, scheduler = deepspeed.initialize(*arguments, **named)
+    if isinstance(engine.config, dict) and "gemini" in engine.config:
+        attach(engine)
+    else:
+        _log.warning('the DeepSpeed configuration has no "gemini" section: nothing is protected')
+    return engine, optimizer, loader, scheduler

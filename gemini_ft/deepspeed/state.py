@@ -1,0 +1,149 @@
+"""The training state of one rank of a DeepSpeed engine: masters, optimizer state, buffers, frozen parameters, counters.
+
+Names: ``zero.<i>`` (partition of group or sub-group i), ``flat.<i>`` (whole fp32 copies at stage 0), ``param.<fqn>`` (stage 0
+in fp32); their optimizer state is ``<master>.<key>``; ``buffer.<fqn>`` and ``frozen.<fqn>``. Nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from gemini_ft.deepspeed.masters import base_optimizer, is_partitioned, masters, rebuild_weights, release_gathered, replay_beta_powers
+from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
+from gemini_ft.layout import TensorSpec
+from gemini_ft.sources import HOST, Live, Role, Source, captured, describe, split_state_name, state_name
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_unmanaged_backward_count")
+_SCALERS = ("loss_scaler", "loss_scale_config")
+
+
+class EngineState:
+    """See `gemini_ft.training_state.TrainingState`.
+
+    Args:
+        engine: as ``deepspeed.initialize`` returned it.
+
+    Raises:
+        UnsupportedStateError: the engine uses something whose state is not known here; named.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        _check(engine)
+
+    def survey(self) -> list[Live]:
+        base = base_optimizer(self._engine.optimizer)
+        found: list[Live] = []
+        for name, master in masters(self._engine):
+            found.append(Live(name, master, Role.PARAMETER))
+            entries = base.state.get(master, {}).items()
+            found += [Live(state_name(name, key), value, Role.STATE, master) for key, value in entries if captured(key, value)]
+        found += [Live(f"buffer.{name}", buffer, Role.BUFFER) for name, buffer in self._engine.module.named_buffers()]
+        for name, param in self._engine.module.named_parameters():
+            if not param.requires_grad:
+                found.append(Live(f"frozen.{name}", getattr(param, "ds_tensor", param), Role.PARAMETER))
+        return found
+
+    def describe(self, live: Sequence[Live], rank: int, world_size: int) -> list[Source]:
+        """Whatever is the same on all data-parallel ranks is owned in equal parts, if these are all ranks of the job."""
+        shared = self._engine.dp_world_size == world_size
+        own, common = list[Live](), list[Live]()
+        for item in live:
+            (common if shared and self._is_replicated(item) else own).append(item)
+        return [*describe(own, rank, world_size, replicated=False), *describe(common, rank, world_size, replicated=True)]
+
+    def _is_replicated(self, item: Live) -> bool:
+        if item.name.startswith("frozen."):
+            return not self._engine.zero_optimization_partition_weights()
+        return item.role is not Role.BUFFER and not is_partitioned(self._engine.optimizer)
+
+    def extras(self, live: Sequence[Live]) -> dict[str, Any]:
+        engine, base = self._engine, base_optimizer(self._engine.optimizer)
+        values = {
+            name: {key: value for key, value in base.state.get(master, {}).items() if not captured(key, value)}
+            for name, master in masters(engine)
+        }
+        saved: dict[str, Any] = {
+            "optimizer": type(engine.optimizer).__qualname__,
+            "base optimizer": type(base).__qualname__,
+            "counters": {name: getattr(engine, name) for name in _COUNTERS},
+            "values": values,
+            "groups": [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups],
+            "scalers": {name: dict(vars(scaler)) for name in _SCALERS if (scaler := getattr(engine.optimizer, name, None)) is not None},
+            "autocast": {name: scaler.state_dict() for name, scaler in self._autocast_scalers().items()},
+        }
+        if engine.lr_scheduler is not None:
+            saved["lr_scheduler"] = engine.lr_scheduler.state_dict()
+        return saved
+
+    def destinations(self, stored: Iterable[TensorSpec], rank: int, world_size: int) -> list[Source]:
+        release_gathered(self._engine)
+        base = base_optimizer(self._engine.optimizer)
+        wanted: dict[str, dict[str, TensorSpec]] = {}
+        for spec in stored:
+            label, key = split_state_name(spec.name)
+            wanted.setdefault(label, {})[key] = spec
+        for name, master in masters(self._engine):
+            base.state.pop(master, None)
+            if new := {key: _room(spec, master) for key, spec in wanted.get(name, {}).items()}:
+                base.state[master] = new
+        return self.describe(self.survey(), rank, world_size)
+
+    def apply_extras(self, extras: dict[str, Any]) -> None:
+        """Collective where weights are partitioned: they are rebuilt from the masters.
+
+        Raises:
+            LayoutMismatchError: the snapshot is of another kind of optimizer.
+        """
+        engine, base = self._engine, base_optimizer(self._engine.optimizer)
+        for what, now in (("optimizer", type(engine.optimizer).__qualname__), ("base optimizer", type(base).__qualname__)):
+            if extras[what] != now:
+                raise LayoutMismatchError(
+                    f"the snapshot was made with the {what} {extras[what]}, this engine has {now}. Resume with the configuration that made "
+                    "it, or start afresh with another run_id or resume='never'."
+                )
+        for name, master in masters(engine):
+            if values := extras["values"].get(name):
+                base.state.setdefault(master, {}).update(values)
+        for group, saved in zip(base.param_groups, extras["groups"], strict=True):
+            group.update(saved)
+        rebuild_weights(engine)
+        replay_beta_powers(engine)
+        for name, value in extras["counters"].items():
+            setattr(engine, name, value)
+        for name, saved in extras["scalers"].items():
+            vars(getattr(engine.optimizer, name)).update(saved)
+        for name, scaler in self._autocast_scalers().items():
+            scaler.load_state_dict(extras["autocast"][name])
+        if engine.lr_scheduler is not None:
+            engine.lr_scheduler.load_state_dict(extras["lr_scheduler"])
+
+    def _autocast_scalers(self) -> dict[str, Any]:
+        found = {
+            "zero": getattr(self._engine.optimizer, "torch_autocast_gradscaler", None),
+            "plain": getattr(self._engine, "torch_autocast_z0_gradscaler", None),
+        }
+        return {name: scaler for name, scaler in found.items() if scaler is not None}
+
+
+def _room(spec: TensorSpec, master: torch.Tensor) -> torch.Tensor:
+    device = torch.device("cpu") if spec.logical.endswith(HOST) else master.device
+    return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+
+
+def _check(engine: Any) -> None:
+    """Refuse by name what cannot be captured exactly."""
+    if engine.optimizer is None or type(engine.optimizer).__name__ == "DummyOptim":
+        raise UnsupportedStateError("this engine has no optimizer, so it has no training state; call deepspeed.initialize for inference engines")
+    masters(engine)
+    offloads = {"offload_optimizer": engine.zero_offload_optimizer(), "offload_param": engine.zero_offload_param()}
+    for name, settings in offloads.items():
+        if settings is not None and settings.device == "nvme":
+            raise UnsupportedStateError(f"zero_optimization.{name}.device='nvme': state on disk cannot be captured; use 'cpu'")
+    for name in ("zenflow", "super_offload"):
+        value = getattr(engine, name, None)
+        if value and not callable(value):
+            raise UnsupportedStateError(f"zero_optimization.{name} updates weights while the next step runs; switch it off")
