@@ -47,8 +47,9 @@ class Snapshot:
     """What ``open`` found."""
 
     iteration: int
-    extras: Any
+    extras: Any  # of this rank, or of one whose state it takes over in part
     source: str  # "memory" or "storage"
+    world_size: int  # ranks of the job that made it
 
 
 class Checkpointer:
@@ -62,6 +63,7 @@ class Checkpointer:
         name: of the stream; several at a time need different ones.
         hooks: False: the caller calls ``wait_before_update`` and ``save`` itself.
         replicated: whether plain parameters hold the same bytes on all ranks; default: whether a model is a DDP one.
+        resizable: whether the state to be bound can be loaded from a snapshot that another number of ranks has made.
         **options: fields of ``GeminiConfig``.
 
     Raises:
@@ -78,6 +80,7 @@ class Checkpointer:
         name: str = "main",
         hooks: bool = True,
         replicated: bool | None = None,
+        resizable: bool = False,
         **options: Any,
     ) -> None:
         if config is not None and options:
@@ -89,10 +92,10 @@ class Checkpointer:
         self.scalars: dict[str, Any] = {}
         self.stats = Stats()
         self._stateful = dict(state or {})
-        self._hooks, self._replicated = hooks, replicated
+        self._hooks, self._replicated, self._resizable = hooks, replicated, resizable
         self._state: TrainingState = PlainState({}, ())
         self._recorder: Recorder | None = None
-        self._state_extras: Any = None  # of the resumed snapshot, until load_tensors
+        self._state_extras: dict[int, Any] = {}  # of the resumed snapshot, by rank, until load_tensors
         self._iteration = 0
         self._stepped = False  # the optimizer, in this iteration
         self._updates = 0  # since the last snapshot
@@ -174,21 +177,25 @@ class Checkpointer:
         """
         _log_to_stderr()
         atexit.register(self._leave_if_interrupted)
-        self._recorder = recorder = Recorder(self.config, self.name, self.stats)
+        self._recorder = recorder = Recorder(self.config, self.name, self.stats, self._resizable)
         plan = recorder.session.plan
         if plan.version is None:
             return None
         self._iteration = self.stats.committed = plan.version.iteration
         with self._script_to_blame():
             extras = _on_all_ranks(lambda: self._read_extras(recorder))
-        self._state_extras = extras["tensors"]
-        return Snapshot(self._iteration, extras["extras"], plan.kind)
+        self._state_extras = {owner: value["tensors"] for owner, value in extras.items()}
+        return Snapshot(self._iteration, extras[recorder.session.rank % plan.world_size]["extras"], plan.kind, plan.world_size)
 
-    def _read_extras(self, recorder: Recorder) -> Any:
-        session = recorder.session
+    def _read_extras(self, recorder: Recorder) -> dict[int, Any]:
+        """Those of this rank; in a job of another size those of all ranks that made the snapshot."""
+        session, then = recorder.session, recorder.session.plan.world_size
         trust = bool(self.config.storage and self.config.storage.trust_pickle)  # what is in memory may have come from storage
-        blob = session.sources.read(session.rank, session.rank, lambda shard: shard.extras())
-        return codec.decode(blob, session.secret, trust_pickle=trust)
+        extras = {}
+        for owner in [session.rank] if then == session.world_size else range(then):
+            blob = session.sources.read(owner, session.rank, lambda shard: shard.extras())
+            extras[owner] = codec.decode(blob, session.secret, trust_pickle=trust)
+        return extras
 
     def bind(self, models: nn.Module | Mapping[str, nn.Module], optimizers: Any = ()) -> None:
         """Say what to capture; as early as the objects exist."""
@@ -221,7 +228,7 @@ class Checkpointer:
             self.stats.restored = _on_all_ranks(lambda: restore(session.sources, *everything), self.config.timeout + 600)
         seconds = self.stats.restore_seconds = time.perf_counter() - begin
         self._joined.events.write("resumed", iteration=self._iteration, sources=self.stats.restored, seconds=seconds)
-        self._state_extras = None
+        self._state_extras = {}
         if session.rank == 0:
             read = ", ".join(f"{nbytes:,} bytes from {where}" for where, nbytes in sorted(self.stats.restored.items()))
             _log.info("resumed at iteration %d: rank 0 read %s in %.2f s", self._iteration, read or "nothing", self.stats.restore_seconds)

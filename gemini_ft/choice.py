@@ -47,10 +47,17 @@ class Chooser:
     """Finds what to resume, the same on every rank: collective."""
 
     def __init__(
-        self, config: GeminiConfig, client: AgentClient, everyone: Sequence[Introduction], stream: str, storage: Storage | None, rank: int
+        self,
+        config: GeminiConfig,
+        client: AgentClient,
+        everyone: Sequence[Introduction],
+        stream: str,
+        storage: Storage | None,
+        rank: int,
+        resizable: bool,
     ) -> None:
         self._config, self._client, self._everyone, self._stream = config, client, everyone, stream
-        self._storage, self._rank = storage, rank
+        self._storage, self._rank, self._resizable = storage, rank, resizable
         self._holdings = {about.welcome.info.host: Holding(about.welcome.info.host, about.inventory.slots) for about in everyone}
         self._damaged: set[str] = set()  # folders in storage
 
@@ -86,14 +93,16 @@ class Chooser:
         while True:
             manifest = exchange_or_raise(lambda: self._newest(refused) if self._rank == 0 else None, self._config.timeout)[0]
             stored, size = (manifest.version, manifest.world_size) if manifest is not None else (None, None)
-            plan = plan_recovery(list(self._holdings.values()), len(self._everyone), stored, size, sorted(refused))
+            holdings, world_size = list(self._holdings.values()), len(self._everyone)
+            plan = plan_recovery(holdings, world_size, stored, size, sorted(refused), self._resizable)
             if plan.kind == "memory":
                 if not (damaged := self._damaged_in_memory(plan)):
                     return Choice(plan, refused)
                 self._holdings = {h: _without(holding, plan.version, damaged.get(h, set())) for h, holding in self._holdings.items()}
             elif plan.kind == "storage" and manifest is not None and self._storage is not None:
                 if all(exchange_or_raise(partial(self._stage, manifest), _STAGE_SECONDS)):
-                    sources = {owner: (about.welcome.info.host,) for owner, about in enumerate(self._everyone)}
+                    hosts = [about.welcome.info.host for about in self._everyone]
+                    sources = {owner: (hosts[owner % world_size],) for owner in range(plan.world_size)}
                     return Choice(replace(plan, sources=sources), refused)
                 self._warn("%s in storage is damaged or gone: trying the one before", manifest.folder)
                 self._damaged.add(manifest.folder)
@@ -126,21 +135,23 @@ class Chooser:
         return damaged
 
     def _stage(self, manifest: Manifest) -> bool:
-        """Get the shard of our own number into our host's memory; False if it is damaged in storage, or has been deleted.
+        """Get our part of the shards into our host's memory; False if one is damaged in storage, or has been deleted.
 
-        Every shard has a rank of its number: a checkpoint of another size is refused before this.
+        That is the shard of our own number, unless the checkpoint was made by another number of ranks.
 
         Raises:
             StorageError: the storage cannot be read. That is no reason to go back to an older checkpoint, or to none.
         """
         assert self._config.storage is not None
-        record, storage = manifest.shards[self._rank].model_dump_json(), self._config.storage.model_dump()
-        order = Stage(owner=self._rank, version=manifest.version, record=record, storage=storage, chunk_bytes=self._config.chunk_bytes)
-        try:
-            self._client.call(order, Staged, timeout=_STAGE_SECONDS)
-        except (CorruptDataError, ObjectGoneError) as error:
-            _log.warning("%s", error)
-            return False
+        storage, chunk_bytes = self._config.storage.model_dump(), self._config.chunk_bytes
+        for owner in range(self._rank, manifest.world_size, len(self._everyone)):
+            record = manifest.shards[owner].model_dump_json()
+            order = Stage(owner=owner, version=manifest.version, record=record, storage=storage, chunk_bytes=chunk_bytes)
+            try:
+                self._client.call(order, Staged, timeout=_STAGE_SECONDS)
+            except (CorruptDataError, ObjectGoneError) as error:
+                _log.warning("%s", error)
+                return False
         return True
 
     def _warn(self, text: str, *values: object) -> None:

@@ -26,6 +26,7 @@ from gemini_ft.errors import CorruptDataError, LayoutMismatchError, StateError, 
 
 ALIGNMENT = 64  # bytes; a cache line, and a multiple of every element size
 FORMAT_VERSION = 1
+PER_RANK = "per rank"  # begins TensorSpec.logical of what is each rank's own affair: other ranks may have another shape, or none
 ITEMSIZES: Mapping[str, int] = {
     **dict.fromkeys(("bool", "uint8", "int8", "float4_e2m1fn_x2", "float8_e8m0fnu"), 1),
     **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),
@@ -101,7 +102,7 @@ class Layout:
         pieces: by ascending offset; offsets are multiples of `ALIGNMENT`, nothing overlaps.
         nbytes: size of the shard, a multiple of `ALIGNMENT`.
         logical_hash: 16 hex digits of XXH3-64; equal on two ranks if and only if names, dtypes,
-            logical shapes and frozenness of all their tensors are.
+            logical shapes and frozenness of all their tensors are, except those that are `PER_RANK`.
         world_size: ranks of the job that made the cuts.
         groups: all groups that the owner belongs to, also those whose tensors are too small for it to own a byte.
     """
@@ -191,8 +192,12 @@ def build_layout(specs: Sequence[TensorSpec], rank: int, world_size: int) -> Lay
 
 
 def logical_hash(specs: Iterable[TensorSpec]) -> str:
-    """16 hex digits of XXH3-64 over names, dtypes, logical shapes and what is frozen; independent of order, rank and groups."""
-    rows = sorted((spec.name, spec.dtype, spec.logical or list(spec.shape), *[True] * spec.frozen) for spec in specs)
+    """16 hex digits of XXH3-64 over names, dtypes, logical shapes and what is frozen; independent of order, rank and groups.
+
+    What is `PER_RANK` does not count.
+    """
+    common = [spec for spec in specs if not spec.logical.startswith(PER_RANK)]
+    rows = sorted((spec.name, spec.dtype, spec.logical or list(spec.shape), *[True] * spec.frozen) for spec in common)
     return xxhash.xxh3_64_hexdigest(msgpack.packb(rows))
 
 

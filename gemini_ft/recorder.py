@@ -74,7 +74,7 @@ class Recorder:
         GeminiError: a rank could not join; the same text on all ranks.
     """
 
-    def __init__(self, config: GeminiConfig, name: str, stats: Stats) -> None:
+    def __init__(self, config: GeminiConfig, name: str, stats: Stats, resizable: bool) -> None:
         self._config, self._stats = config, stats
         self._fatal: GeminiError | None = None
         self._layout: Layout | None = None
@@ -88,7 +88,7 @@ class Recorder:
         self._warned: dict[str, float] = {}  # reason -> when it was last said
         self._digest_at: int | None = None
         self._snapshotter: Snapshotter | None = None  # events may come before it exists
-        self.session: Session = join(config, name, self._on_event)
+        self.session: Session = join(config, name, self._on_event, resizable)
         self._snapshotter = Snapshotter(
             self.session.rank,
             lambda message: self.client.tell(message),

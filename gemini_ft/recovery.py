@@ -36,14 +36,25 @@ class Holding:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to resume. ``sources``: owner -> hosts with a complete copy (from storage: once it has been laid down there)."""
+    """What to resume.
+
+    Attributes:
+        kind: where from.
+        version: which state; None: nothing.
+        sources: owner -> hosts with a complete copy (from storage: once it has been laid down there).
+        age: seconds since the copy was made.
+        lost: steps that copies existed of, but not of all shards (kind: storage).
+        incomplete: iteration -> owners without any copy.
+        world_size: ranks of the job that made it, which is the number of its owners.
+    """
 
     kind: Literal["nothing", "memory", "storage"]
     version: Version | None = None
     sources: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    age: float = 0.0  # seconds since the copy was made
-    lost: int | None = None  # steps that copies existed of, but not of all shards (kind: storage)
-    incomplete: Mapping[int, Sequence[int]] = field(default_factory=dict)  # iteration -> owners without any copy
+    age: float = 0.0
+    lost: int | None = None
+    incomplete: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    world_size: int = 0
 
 
 def plan_recovery(
@@ -52,6 +63,7 @@ def plan_recovery(
     stored: Version | None = None,
     stored_world_size: int | None = None,
     refused: Sequence[Version] = (),
+    resizable: bool = False,
 ) -> Plan:
     """Choose the newest version that is whole: in memory, else in storage.
 
@@ -61,27 +73,30 @@ def plan_recovery(
         stored: the newest whole checkpoint in storage.
         stored_world_size: ranks of the job that wrote it.
         refused: versions that led to failure after failure, or whose copies are damaged.
+        resizable: whether this job can load what another number of ranks has made.
 
     Raises:
-        WorldSizeError: all there is was made by another number of ranks.
+        WorldSizeError: all there is was made by another number of ranks, and that cannot be loaded.
     """
     copies = _copies(holdings, refused)
     sizes = {info.world_size for held in copies.values() for _, info in held}
-    whole = [v for v, held in copies.items() if _is_whole(held, world_size)]
+    whole = [v for v, held in copies.items() if _is_whole(held) and (resizable or held[0][1].world_size == world_size)]
     best = max(whole, default=None)
     if best is not None and (stored is None or best >= stored):
         sources: dict[int, list[str]] = {}
         for host, info in copies[best]:
             sources.setdefault(info.owner, []).append(host)
         age = min(info.age for _, info in copies[best])
-        return Plan("memory", best, {owner: tuple(sorted(hosts)) for owner, hosts in sorted(sources.items())}, age)
+        by_owner = {owner: tuple(sorted(hosts)) for owner, hosts in sorted(sources.items())}
+        return Plan("memory", best, by_owner, age, world_size=len(by_owner))
     if stored is not None:
-        if stored_world_size != world_size:
-            raise _wrong_size(stored_world_size or 0, world_size, "the checkpoint in storage")
+        assert stored_world_size is not None
+        if stored_world_size != world_size and not resizable:
+            raise _wrong_size(stored_world_size, world_size, "the checkpoint in storage")
         newest = max((v.iteration for v in copies), default=None)
         lost = max(0, newest - stored.iteration) if newest is not None else None
-        return Plan("storage", stored, lost=lost, incomplete=_incomplete(copies, world_size))
-    if sizes and world_size not in sizes:
+        return Plan("storage", stored, lost=lost, incomplete=_incomplete(copies, world_size), world_size=stored_world_size)
+    if sizes and world_size not in sizes and not resizable:
         raise _wrong_size(max(sizes), world_size, "the snapshot in memory")
     return Plan("nothing", incomplete=_incomplete(copies, world_size))
 
@@ -102,10 +117,9 @@ def _copies(holdings: Sequence[Holding], refused: Sequence[Version]) -> dict[Ver
     return copies
 
 
-def _is_whole(held: Sequence[tuple[str, SlotInfo]], world_size: int) -> bool:
-    owners = {info.owner for _, info in held}
-    agreed = len({info.layout_hash for _, info in held}) == 1 and all(info.world_size == world_size for _, info in held)
-    return agreed and owners == set(range(world_size))
+def _is_whole(held: Sequence[tuple[str, SlotInfo]]) -> bool:
+    agreed = len({(info.layout_hash, info.world_size) for _, info in held}) == 1
+    return agreed and {info.owner for _, info in held} == set(range(held[0][1].world_size))
 
 
 def _incomplete(copies: Mapping[Version, Sequence[tuple[str, SlotInfo]]], world_size: int) -> dict[int, list[int]]:

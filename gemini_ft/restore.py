@@ -16,10 +16,18 @@ from gemini_ft.training_state import TrainingState
 _READERS = 4  # shards read at a time
 
 
-def restore(sources: Sources, state: TrainingState, extras: Any, rank: int, world_size: int) -> dict[str, int]:
+def restore(sources: Sources, state: TrainingState, extras: Mapping[int, Any], rank: int, world_size: int) -> dict[str, int]:
     """Read everything this rank needs into ``state``.
 
-    A sharded rank needs its own shard alone; under DDP every rank owns a part and needs all of them.
+    A sharded rank needs its own shard alone; under DDP every rank owns a part and needs all of them. In a job of another
+    size every rank needs parts of several.
+
+    Args:
+        sources: where the shards are.
+        state: what to fill.
+        extras: rank of the job that made the snapshot -> what it gave as extras; at least those this rank needs.
+        rank: this rank.
+        world_size: ranks of this job.
 
     Returns:
         Bytes read from each place: ``own memory``, ``peer <host>``, ``storage``.
@@ -28,12 +36,10 @@ def restore(sources: Sources, state: TrainingState, extras: Any, rank: int, worl
         LayoutMismatchError: the snapshot is of another model; the first differences are named.
         RecoveryError: a shard could not be read from anywhere.
     """
-    layouts = _layouts(sources, rank)
-    live = state.destinations(stored_specs(rank, layouts), rank, world_size)
+    reads, tensors, own = _prepare(sources, state, extras, rank, world_size)
     by_owner: dict[int, list[Read]] = {}
-    for read in plan_reads([source.spec for source in live], rank, layouts):
+    for read in reads:
         by_owner.setdefault(read.owner, []).append(read)
-    tensors = {source.spec.name: source.tensor for source in live}
 
     def fill(owner: int) -> tuple[str, int]:
         return sources.read(owner, rank, lambda shard: scatter(shard, by_owner[owner], tensors))
@@ -42,8 +48,22 @@ def restore(sources: Sources, state: TrainingState, extras: Any, rank: int, worl
     with ThreadPoolExecutor(_READERS) as pool:
         for where, nbytes in pool.map(fill, by_owner):
             restored[where] = restored.get(where, 0) + nbytes
-    state.apply_extras(extras)
+    state.apply_extras(own)
     return restored
+
+
+def _prepare(
+    sources: Sources, state: TrainingState, extras: Mapping[int, Any], rank: int, world_size: int
+) -> tuple[Sequence[Read], Mapping[str, torch.Tensor], Any]:
+    """What to read, by owner and ascending offset; what to fill, by name; this rank's extras."""
+    then = sources.plan.world_size
+    if then == world_size:
+        layouts = _layouts(sources, rank)
+        live = state.destinations(stored_specs(rank, layouts), rank, world_size)
+        reads = plan_reads([source.spec for source in live], rank, layouts)
+        return reads, {source.spec.name: source.tensor for source in live}, extras[rank]
+    layouts = {owner: sources.read(owner, rank, lambda shard: shard.layout) for owner in range(then)}
+    return state.resized(layouts, extras, rank, world_size)
 
 
 def _layouts(sources: Sources, rank: int) -> dict[int, Layout]:

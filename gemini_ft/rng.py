@@ -58,3 +58,14 @@ def set_rng_state(state: dict[str, Any]) -> None:
         for device, value in enumerate(states[: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(value, device)
         torch.cuda.set_rng_state(states[state["cuda"]["current"]])
+
+
+def branch_randomness(stream: int) -> None:
+    """Go on with numbers that depend on the present state and differ from those of every other ``stream``.
+
+    For a rank that has taken over the states of another one, because there was none of its own number.
+    """
+    seed = int(torch.randint(2**62, (1,)).item()) ^ stream
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

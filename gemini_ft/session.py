@@ -114,8 +114,14 @@ def read_secret(config: GeminiConfig) -> bytes:
     return secret
 
 
-def join(config: GeminiConfig, stream: str, on_event: Callable[[Message], None]) -> Session:
+def join(config: GeminiConfig, stream: str, on_event: Callable[[Message], None], resizable: bool = False) -> Session:
     """Take part in the run: collective.
+
+    Args:
+        config: options.
+        stream: which of the run's streams of snapshots.
+        on_event: for what the agent says of its own accord; on a thread of the client.
+        resizable: whether what another number of ranks has made can be resumed.
 
     Raises:
         GeminiError: some rank could not; all ranks raise the same text.
@@ -132,7 +138,7 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[Message], None])
 
     try:
         everyone = exchange_or_raise(introduce, config.timeout + 10)
-        session = _agree(config, clients[0], hello, everyone, rank)
+        session = _agree(config, clients[0], hello, everyone, rank, resizable)
     except BaseException:
         for client in clients:
             client.close()  # the agent must not wait for us to choose
@@ -155,14 +161,16 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, configure
     return Introduction(run, client.welcome, inventory, configured_secret, shared, Orders.read(run))
 
 
-def _agree(config: GeminiConfig, client: AgentClient, hello: Hello, everyone: list[Introduction], rank: int) -> Session:
+def _agree(
+    config: GeminiConfig, client: AgentClient, hello: Hello, everyone: list[Introduction], rank: int, resizable: bool
+) -> Session:
     """Everything that all ranks must see alike, and the opening of the incarnation."""
     run, stream = hello.run, hello.stream
     secret = _agree_on_secret(everyone)
     _agree_on_config(everyone)
     orders = Orders.agree([about.orders for about in everyone])
     storage = _open_storage(config)
-    choice = Chooser(config, client, everyone, stream, storage, rank).choose()
+    choice = Chooser(config, client, everyone, stream, storage, rank, resizable).choose()
     make_spec = partial(_make_spec, config, stream, everyone, choice, storage)
     spec = exchange_or_raise(lambda: make_spec() if rank == 0 else None, config.timeout)[0]
     assert spec is not None
@@ -237,6 +245,7 @@ def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], 
     placed = placement.place(sorted(infos), config.replicas, domains if all(domains.values()) else None)
     _check_addresses(infos.values())
     plan = choice.plan
+    rebuildable = plan.sources if plan.world_size == len(everyone) else {}  # shards of another cut are never asked for again
     known = [info.known for info in infos.values() if info.known is not None]
     known += [plan.version.incarnation] if plan.version is not None else []
     if storage is not None:  # even those that are damaged or not wanted: what comes now must count as newer
@@ -250,7 +259,7 @@ def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], 
         holders={rank: list(placed[host]) for rank, host in enumerate(hosts)},
         leader=hosts[0],
         resumed=plan.version,
-        sources={owner: list(holders) for owner, holders in plan.sources.items()},
+        sources={owner: list(holders) for owner, holders in rebuildable.items()},
         given_up=sorted(choice.given_up),
         replica_timeout=config.replica_timeout,
         hang_timeout=config.hang_timeout,

@@ -27,10 +27,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from gemini_ft.errors import UnsupportedStateError
-from gemini_ft.layout import ITEMSIZES, TensorSpec
+from gemini_ft.layout import ITEMSIZES, PER_RANK, TensorSpec
 
 HOST = "host"  # ends TensorSpec.logical of optimizer state that stays on the CPU although its parameter does not
-PER_RANK = "per rank"  # TensorSpec.logical of buffers: their shapes may differ between ranks
 
 _MODULE_WRAPPERS = {
     "DistributedDataParallel": "module",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gemini_ft.layout import TensorSpec
+from gemini_ft.errors import WorldSizeError
+from gemini_ft.layout import Layout, Read, TensorSpec
 from gemini_ft.sources import Live, Source, describe, survey
 from gemini_ft.state import Extras, Models, apply_extras, collect_extras, destinations
 
@@ -35,6 +37,23 @@ class TrainingState(Protocol):
 
     def apply_extras(self, extras: Extras) -> None:
         """Put back what ``extras`` gave, after the tensors have been filled."""
+        ...
+
+    def resized(
+        self, layouts: Mapping[int, Layout], extras: Mapping[int, Extras], rank: int, world_size: int
+    ) -> tuple[Sequence[Read], Mapping[str, torch.Tensor], Extras]:
+        """Instead of ``destinations``, for a snapshot that another number of ranks has made.
+
+        Args:
+            layouts: rank of that job -> layout of its shard.
+            extras: rank of that job -> its extras.
+            rank: this rank.
+            world_size: ranks of this job.
+
+        Returns:
+            What to read, by owner and ascending offset; name -> tensor to fill; what to give to ``apply_extras``.
+        """
+        ...
 
 
 @dataclass
@@ -65,6 +84,11 @@ class PlainState:
 
     def apply_extras(self, extras: Extras) -> None:
         apply_extras(self.models, self.optimizers, extras)
+
+    def resized(
+        self, layouts: Mapping[int, Layout], extras: Mapping[int, Extras], rank: int, world_size: int
+    ) -> tuple[Sequence[Read], Mapping[str, torch.Tensor], Extras]:
+        raise WorldSizeError(f"plain modules and optimizers of {len(layouts)} ranks cannot be loaded by {world_size}")
 
     @property
     def is_replicated(self) -> bool:

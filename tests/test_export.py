@@ -32,7 +32,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.export.assemble import _join
-from gemini_ft.sources import PER_RANK
+from gemini_ft.layout import PER_RANK
 from gemini_ft.state import collect_extras
 from gemini_ft.storage.base import open_storage
 from gemini_ft.storage.checkpoints import list_checkpoints

@@ -20,7 +20,7 @@ from gemini_ft.checkpointer import Checkpointer
 from gemini_ft.config import load_config
 from gemini_ft.deepspeed.state import EngineState
 from gemini_ft.errors import ConfigError
-from gemini_ft.rng import rng_state, set_rng_state
+from gemini_ft.rng import branch_randomness, rng_state, set_rng_state
 
 _log = logging.getLogger("gemini_ft")
 _HANG_SECONDS = 300.0  # what a collective of the engine may take, where hang_timeout does not say
@@ -38,17 +38,20 @@ class Protection:
 
     def __init__(self, engine: Any, options: Mapping[str, Any]) -> None:
         self._engine = engine
-        self.checkpointer = Checkpointer(config=load_config(options), name=f"deepspeed-{next(_ordinals)}", hooks=False)
+        state = EngineState(engine)
+        name = f"deepspeed-{next(_ordinals)}"
+        self.checkpointer = Checkpointer(config=load_config(options), name=name, hooks=False, resizable=state.resizable)
         self.client_state: dict[str, Any] = {}
         self.resumed: int | None = None
         self._updated = self._closed = False
-        state = EngineState(engine)
         found = self.checkpointer.open()
         self.checkpointer.bind_state(state)
         if found is not None:
             self.checkpointer.load_tensors()
             self.client_state = found.extras["client_state"]
             set_rng_state(found.extras["rng"])
+            if dist.get_rank() >= found.world_size:
+                branch_randomness(dist.get_rank())
             self.resumed = engine.global_steps
         self._bound_collectives()
         atexit.register(self._at_exit)

@@ -6,14 +6,18 @@ in fp32); their optimizer state is ``<master>.<key>``; ``buffer.<fqn>`` and ``fr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from gemini_ft import codec
+from gemini_ft.deepspeed.fragments import Cut, OldShards, present_cut
 from gemini_ft.deepspeed.masters import base_optimizer, is_partitioned, masters, rebuild_weights, release_gathered, replay_beta_powers
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
-from gemini_ft.layout import TensorSpec
+from gemini_ft.layout import PER_RANK, Layout, Read, TensorSpec
 from gemini_ft.sources import HOST, Live, Role, Source, captured, describe, split_state_name, state_name
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_unmanaged_backward_count")
@@ -33,6 +37,9 @@ class EngineState:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         _check(engine)
+        self._cut = present_cut(engine, masters(engine))
+        self._packed_cut = codec.encode(self._cut.pack())  # once: it never changes
+        self.resizable = engine.dp_world_size == dist.get_world_size()
 
     def survey(self) -> list[Live]:
         base = base_optimizer(self._engine.optimizer)
@@ -48,11 +55,16 @@ class EngineState:
         return found
 
     def describe(self, live: Sequence[Live], rank: int, world_size: int) -> list[Source]:
-        """Whatever is the same on all data-parallel ranks is owned in equal parts, if these are all ranks of the job."""
-        shared = self._engine.dp_world_size == world_size
+        """Whatever is the same on all data-parallel ranks is owned in equal parts, if these are all ranks of the job.
+
+        Where they are not (pipelines), ranks need not even have tensors of the same names.
+        """
+        if self._engine.dp_world_size != world_size:
+            sources = describe(live, rank, world_size, replicated=False)
+            return [replace(source, spec=replace(source.spec, logical=_per_rank(source.spec.logical))) for source in sources]
         own, common = list[Live](), list[Live]()
         for item in live:
-            (common if shared and self._is_replicated(item) else own).append(item)
+            (common if self._is_replicated(item) else own).append(item)
         return [*describe(own, rank, world_size, replicated=False), *describe(common, rank, world_size, replicated=True)]
 
     def _is_replicated(self, item: Live) -> bool:
@@ -70,6 +82,8 @@ class EngineState:
             "optimizer": type(engine.optimizer).__qualname__,
             "base optimizer": type(base).__qualname__,
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
+            "cut": self._packed_cut,
+            "accumulation": engine.gradient_accumulation_steps(),
             "values": values,
             "groups": [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups],
             "scalers": {name: dict(vars(scaler)) for name in _SCALERS if (scaler := getattr(engine.optimizer, name, None)) is not None},
@@ -91,6 +105,46 @@ class EngineState:
             if new := {key: _room(spec, master) for key, spec in wanted.get(name, {}).items()}:
                 base.state[master] = new
         return self.describe(self.survey(), rank, world_size)
+
+    def resized(
+        self, layouts: Mapping[int, Layout], extras: Mapping[int, dict[str, Any]], rank: int, world_size: int
+    ) -> tuple[list[Read], dict[str, torch.Tensor], dict[str, Any]]:
+        """Masters and their state from whatever old ranks had parts of them; buffers are those of one old rank."""
+        owner = rank % len(layouts)
+        release_gathered(self._engine)
+        old = OldShards(layouts, {of: Cut.unpack(codec.decode(value["cut"])) for of, value in extras.items()})
+        tensors, reads, values = self._resized_masters(old, {of: value["values"] for of, value in extras.items()})
+        for item in self.survey():
+            if item.name.startswith("frozen."):
+                tensors[item.name] = item.tensor.detach()
+                reads += [read for piece in self._cut.of(item.name) for read in old.reads(piece, "", item.name)]
+            elif item.role is Role.BUFFER:
+                tensors[item.name] = item.tensor
+                reads.append(_whole(layouts[owner], owner, item))
+        return sorted(reads, key=lambda read: (read.owner, read.offset)), tensors, extras[owner] | {"values": values}
+
+    def _resized_masters(
+        self, old: OldShards, values: Mapping[int, Mapping[str, Any]]
+    ) -> tuple[dict[str, torch.Tensor], list[Read], dict[str, Any]]:
+        base = base_optimizer(self._engine.optimizer)
+        tensors, reads, own = dict[str, torch.Tensor](), list[Read](), dict[str, Any]()
+        for name, master in masters(self._engine):
+            tensors[name] = master.detach().zero_()  # what no fragment covers is padding
+            fragments = self._cut.of(name)
+            model = fragments[0].param if fragments else next(iter(old.masters))  # the optimizer keeps the same for all parameters
+            of_shape, shared = old.state_of(model)
+            base.state.pop(master, None)
+            if of_shape or shared:
+                base.state[master] = {key: _room(replace(spec, shape=tuple(master.shape)), master) for key, spec in of_shape.items()}
+                base.state[master] |= {key: _room(spec, master) for key, spec in shared.items()}
+                tensors |= {state_name(name, key): value for key, value in base.state[master].items()}
+            for key in ["", *of_shape]:
+                target = state_name(name, key) if key else name
+                reads += [read for fragment in fragments for read in old.reads(fragment, key, target)]
+            reads += [old.shared(model, key, state_name(name, key)) for key in shared]
+            owner, then = old.masters[model]
+            own[name] = values[owner].get(then, {})
+        return tensors, reads, own
 
     def apply_extras(self, extras: dict[str, Any]) -> None:
         """Collective where weights are partitioned: they are rebuilt from the masters.
@@ -114,6 +168,8 @@ class EngineState:
         replay_beta_powers(engine)
         for name, value in extras["counters"].items():
             setattr(engine, name, value)
+        if (now := engine.gradient_accumulation_steps()) != (then := extras["accumulation"]):
+            engine.micro_steps = engine.micro_steps // then * now  # a boundary stays one
         for name, saved in extras["scalers"].items():
             vars(getattr(engine.optimizer, name)).update(saved)
         for name, scaler in self._autocast_scalers().items():
@@ -127,6 +183,19 @@ class EngineState:
             "plain": getattr(self._engine, "torch_autocast_z0_gradscaler", None),
         }
         return {name: scaler for name, scaler in found.items() if scaler is not None}
+
+
+def _per_rank(words: str) -> str:
+    return words if words.startswith(PER_RANK) else f"{PER_RANK} {words}".strip()
+
+
+def _whole(layout: Layout, owner: int, item: Live) -> Read:
+    """What to read to fill a buffer."""
+    piece, shape = layout.piece(item.name), tuple(item.tensor.shape)
+    if piece is None or piece.shape != shape:
+        then = "is missing from the snapshot" if piece is None else f"has shape {shape} now and {piece.shape} in the snapshot"
+        raise LayoutMismatchError(f"{item.name} {then}. Resume with the model that made it, or start afresh with another run_id.")
+    return Read(owner, piece.offset, piece.nbytes, item.name, 0, item.tensor.numel())
 
 
 def _room(spec: TensorSpec, master: torch.Tensor) -> torch.Tensor:

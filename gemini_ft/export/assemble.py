@@ -14,10 +14,10 @@ from itertools import pairwise, product
 import torch
 
 from gemini_ft.errors import CorruptDataError, UnsupportedStateError
-from gemini_ft.layout import Layout, Piece, Read
+from gemini_ft.layout import PER_RANK, Layout, Piece, Read
 from gemini_ft.recovery import ShardReader
 from gemini_ft.restore import scatter
-from gemini_ft.sources import HOST, PER_RANK
+from gemini_ft.sources import HOST
 
 _WORDS = re.compile(r"\((?P<shape>[\d, ]*)\) (?P<placements>.+) on \((?P<mesh>[\d, ]*)\)")
 _PLACEMENT = re.compile(r"_S\((\d+), (\d+)\)|S\((\d+)\)|R")

@@ -1,0 +1,214 @@
+"""Which elements of which parameter lie where in a rank's masters, and how another number of ranks would cut them.
+
+ZeRO lays the parameters of a group end to end and cuts that line into one partition per rank (stages 1 and 2), or cuts every
+parameter by itself (stage 3). Either way a master is a row of *fragments*, and optimizer state of the master's shape is the
+same row. Re-cutting for another world size is then a matter of reading: each new fragment from the old ones that overlap it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from gemini_ft.errors import LayoutMismatchError
+from gemini_ft.layout import ITEMSIZES, Layout, Piece, Read, TensorSpec
+from gemini_ft.sources import split_state_name
+
+
+class Fragment(NamedTuple):
+    """Elements ``start:stop`` of a flattened parameter, at element ``offset`` of the tensor ``master``."""
+
+    master: str
+    offset: int
+    param: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one rank's part of the training state is made of parameters.
+
+    Attributes:
+        shapes: tensor of masters or of a frozen parameter -> its shape.
+        fragments: what they consist of; what is missing is padding.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    fragments: Sequence[Fragment]
+
+    def of(self, master: str) -> list[Fragment]:
+        """Those of one tensor."""
+        return [fragment for fragment in self.fragments if fragment.master == master]
+
+    def pack(self) -> tuple[Any, ...]:
+        """As plain data."""
+        return dict(self.shapes), [tuple(fragment) for fragment in self.fragments]
+
+    @classmethod
+    def unpack(cls, packed: tuple[Any, ...]) -> Cut:
+        """What `pack` gave."""
+        shapes, fragments = packed
+        return cls(shapes, [Fragment(*fragment) for fragment in fragments])
+
+
+def present_cut(engine: Any, masters: Iterable[tuple[str, torch.Tensor]]) -> Cut:
+    """That of this rank now."""
+    names = {id(param): name for name, param in engine.module.named_parameters()}
+    shapes = {name: tuple(master.shape) for name, master in masters}
+    found = [Fragment(master, offset, names[id(param)], start, stop) for master, offset, param, start, stop in _of_masters(engine)]
+    for name, param in engine.module.named_parameters():
+        if not param.requires_grad:
+            part = getattr(param, "ds_tensor", param)
+            start, stop = _own_part(param, engine.seq_data_parallel_group) if part is not param else (0, param.numel())
+            shapes[f"frozen.{name}"] = tuple(part.shape)
+            found.append(Fragment(f"frozen.{name}", 0, name, start, stop))
+    return Cut(shapes, [fragment for fragment in found if fragment.start < fragment.stop])
+
+
+def _of_masters(engine: Any) -> Iterator[tuple[str, int, torch.Tensor, int, int]]:
+    """(master, offset in it, parameter, first and last element), by master and offset."""
+    optimizer = engine.optimizer
+    match optimizer:
+        case DeepSpeedZeroOptimizer_Stage3():
+            for i, (params, group) in enumerate(zip(optimizer.fp16_groups, optimizer.sub_group_process_groups, strict=True)):
+                offsets = accumulate((param.partition_numel() for param in params), initial=0)
+                for param, offset in zip(params, offsets, strict=False):
+                    yield f"zero.{i}", offset, param, *_own_part(param, group)
+        case DeepSpeedZeroOptimizer() | BF16_Optimizer():
+            zero = isinstance(optimizer, DeepSpeedZeroOptimizer)
+            masters = optimizer.single_partition_of_fp32_groups if zero else optimizer.fp32_groups_flat_partition
+            for i, (master, group) in enumerate(zip(masters, optimizer.real_dp_process_group, strict=True)):
+                params = optimizer.round_robin_bit16_groups[i] if zero else optimizer.bf16_groups[i]
+                offsets = optimizer.round_robin_bit16_offsets[i] if zero else _end_to_end(params)
+                low = dist.get_rank(group) * master.numel()
+                for param, offset in zip(params, offsets, strict=True):
+                    start, stop = max(low - offset, 0), min(low + master.numel() - offset, param.numel())
+                    yield f"zero.{i}", offset + start - low, param, start, stop
+        case FP16_Optimizer():
+            for i, params in enumerate(optimizer.fp16_groups):
+                for param, offset in zip(params, _end_to_end(params), strict=True):
+                    yield f"flat.{i}", offset, param, 0, param.numel()
+        case FP16_UnfusedOptimizer():
+            for i, params in enumerate(optimizer.fp16_groups):
+                for j, param in enumerate(params):
+                    yield f"flat.{i}-{j}", 0, param, 0, param.numel()
+        case torch.optim.Optimizer():
+            for name, param in engine.module.named_parameters():
+                if param.requires_grad:
+                    yield f"param.{name}", 0, param, 0, param.numel()
+
+
+def _end_to_end(params: Sequence[torch.Tensor]) -> list[int]:
+    return list(accumulate((param.numel() for param in params), initial=0))[:-1]
+
+
+def _own_part(param: Any, group: Any) -> tuple[int, int]:
+    """What ZeRO 3 gives this rank of a parameter, without the padding."""
+    size = param.partition_numel()
+    start = min(dist.get_rank(group) * size, param.ds_numel)
+    return start, min(start + size, param.ds_numel)
+
+
+class Found(NamedTuple):
+    """Elements ``start:stop`` of a parameter, or of state of its shape, at byte ``offset`` of an old rank's shard."""
+
+    start: int
+    stop: int
+    owner: int
+    offset: int
+    piece: Piece
+
+
+class OldShards:
+    """The shards of a job of another size, as places where the elements of each parameter can be read.
+
+    Args:
+        layouts: rank of that job -> layout of its shard.
+        cuts: rank of that job -> how it was made of parameters.
+    """
+
+    def __init__(self, layouts: Mapping[int, Layout], cuts: Mapping[int, Cut]) -> None:
+        self._found: dict[str, dict[str, list[Found]]] = {}  # parameter -> key of its state (empty: itself) -> where
+        self._scalars: dict[str, dict[str, Found]] = {}  # the same for state that every fragment of a master shares
+        self.masters: dict[str, tuple[int, str]] = {}  # parameter -> an old rank that had some of it, and in which master
+        for owner, layout in layouts.items():
+            state = _by_master(layout, cuts[owner])
+            for fragment in cuts[owner].fragments:
+                self.masters.setdefault(fragment.param, (owner, fragment.master))
+                for key, piece in state.get(fragment.master, {}).items():
+                    self._add(owner, fragment, key, piece, shared=piece.shape != cuts[owner].shapes[fragment.master])
+        for of_param in self._found.values():
+            for places in of_param.values():
+                places.sort(key=lambda found: found[:4])
+
+    def _add(self, owner: int, fragment: Fragment, key: str, piece: Piece, shared: bool) -> None:
+        if shared:
+            place = Found(piece.start, piece.stop, owner, piece.offset, piece)
+            self._scalars.setdefault(fragment.param, {}).setdefault(key, place)
+            return
+        low = max(fragment.offset, piece.start)
+        high = min(fragment.offset + fragment.stop - fragment.start, piece.stop)
+        if low < high:
+            start, offset = fragment.start + low - fragment.offset, piece.offset + (low - piece.start) * ITEMSIZES[piece.dtype]
+            places = self._found.setdefault(fragment.param, {}).setdefault(key, [])
+            places.append(Found(start, start + high - low, owner, offset, piece))
+
+    def state_of(self, param: str) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
+        """Key -> what its tensor was: state of the master's shape, and state that every fragment of a master shares."""
+        of_shape = {key: _spec(found[0].piece) for key, found in self._found.get(param, {}).items() if key}
+        return of_shape, {key: _spec(found.piece) for key, found in self._scalars.get(param, {}).items()}
+
+    def shared(self, param: str, key: str, name: str) -> Read:
+        """What to read to fill the tensor ``name`` with state that every fragment of a master shares."""
+        found = self._scalars[param][key]
+        return Read(found.owner, found.offset, found.piece.nbytes, name, found.start, found.stop)
+
+    def reads(self, fragment: Fragment, key: str, name: str) -> list[Read]:
+        """What to read to fill a new fragment.
+
+        Args:
+            fragment: of this rank.
+            key: of the optimizer's state; empty: the parameter itself.
+            name: of the tensor that the fragment lies in.
+
+        Raises:
+            LayoutMismatchError: the old ranks did not have all of it.
+        """
+        at, reads = fragment.start, list[Read]()
+        for found in self._found.get(fragment.param, {}).get(key, ()):
+            high = min(fragment.stop, found.stop)
+            if found.start <= at < high:
+                size, start = ITEMSIZES[found.piece.dtype], fragment.offset + at - fragment.start
+                reads.append(Read(found.owner, found.offset + (at - found.start) * size, (high - at) * size, name, start, start + high - at))
+                at = high
+        if at < fragment.stop:
+            what = f"{key} of {fragment.param}" if key else fragment.param
+            raise LayoutMismatchError(
+                f"the snapshot has no elements {at} to {fragment.stop} of {what}. Resume with the model that made it, or start afresh "
+                "with another run_id or resume='never'."
+            )
+        return reads
+
+
+def _spec(piece: Piece) -> TensorSpec:
+    return TensorSpec(piece.name, piece.dtype, piece.shape, piece.group, piece.logical)
+
+
+def _by_master(layout: Layout, cut: Cut) -> dict[str, dict[str, Piece]]:
+    """Master -> key of its state (empty: itself) -> piece."""
+    found: dict[str, dict[str, Piece]] = {}
+    for piece in layout.pieces:
+        label, key = (piece.name, "") if piece.name in cut.shapes else split_state_name(piece.name)
+        found.setdefault(label, {})[key] = piece
+    return found
