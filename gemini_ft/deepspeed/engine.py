@@ -53,7 +53,7 @@ class Protection:
             if dist.get_rank() >= found.world_size:
                 branch_randomness(dist.get_rank())
             self.resumed = engine.global_steps
-        self._bound_collectives()
+        bound_collectives(engine, self.checkpointer.config.hang_timeout)
         atexit.register(self._at_exit)
 
     def before_update(self) -> None:
@@ -82,11 +82,16 @@ class Protection:
         if getattr(sys, "last_value", None) is None:
             self.close()
 
-    def _bound_collectives(self) -> None:
-        """DeepSpeed's groups are made without a timeout: a peer that hangs would stop the others for half an hour."""
-        limit = self.checkpointer.config.hang_timeout or _HANG_SECONDS
-        for group in {self._engine.data_parallel_group, self._engine.seq_data_parallel_group} - {None}:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit), group)
+
+def bound_collectives(engine: Any, hang_timeout: float | None) -> None:
+    """DeepSpeed's groups are made without a timeout: a peer that hangs would stop the others for half an hour.
+
+    Args:
+        engine: any engine.
+        hang_timeout: seconds, as in `GeminiConfig`; None and 0: five minutes.
+    """
+    for group in {engine.data_parallel_group, engine.seq_data_parallel_group} - {None}:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=hang_timeout or _HANG_SECONDS), group)
 
 
 class _Protected:
