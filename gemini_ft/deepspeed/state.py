@@ -16,8 +16,17 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import DummyOptim
 
 from gemini_ft import codec
-from gemini_ft.deepspeed.fragments import Cut, OldShards, present_cut
-from gemini_ft.deepspeed.masters import base_optimizer, is_partitioned, masters, rebuild_weights, release_gathered, replay_beta_powers
+from gemini_ft.deepspeed.cuts import Cut, OldShards
+from gemini_ft.deepspeed.masters import (
+    base_optimizer,
+    is_partitioned,
+    masters,
+    others,
+    present_cut,
+    rebuild_weights,
+    release_gathered,
+    replay_beta_powers,
+)
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
 from gemini_ft.layout import PER_RANK, Layout, Read, TensorSpec
 from gemini_ft.sources import HOST, Live, Role, Source, captured, describe, split_state_name, state_name
@@ -40,7 +49,7 @@ class EngineState:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         _check(engine)
-        self._cut = present_cut(engine, masters(engine))
+        self._cut, self._others = present_cut(engine), others(engine)
         self._packed_cut = codec.encode(self._cut.pack())  # once: it never changes
         self.resizable = engine.dp_world_size == dist.get_world_size()
 
@@ -52,10 +61,7 @@ class EngineState:
             entries = base.state.get(master, {}).items()
             found += [Live(state_name(name, key), value, Role.STATE, master) for key, value in entries if captured(key, value)]
         found += [Live(f"buffer.{name}", buffer, Role.BUFFER) for name, buffer in self._engine.module.named_buffers()]
-        for name, param in self._engine.module.named_parameters():
-            if not param.requires_grad:
-                found.append(Live(f"frozen.{name}", getattr(param, "ds_tensor", param), Role.PARAMETER))
-        return found
+        return found + [Live(f"frozen.{name}", getattr(param, "ds_tensor", param), Role.PARAMETER) for name, param in self._others.items()]
 
     def describe(self, live: Sequence[Live], rank: int, world_size: int) -> list[Source]:
         """Whatever is the same on all data-parallel ranks is owned in equal parts, if these are all ranks of the job.
