@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,7 +112,7 @@ def result_of(engine: Any, first: int) -> dict[str, Any]:
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:
     """What training depends on; padding, which ZeRO leaves as it finds it, is left out."""
-    from gemini_ft.deepspeed.masters import present_cut
+    from gemini_ft.deepspeed.anatomy import present_cut
     from gemini_ft.deepspeed.state import EngineState
 
     cut, found = present_cut(engine), dict[str, torch.Tensor]()
@@ -215,7 +216,9 @@ def train_resized(case: Case, out: str, until: int, universal: str = "") -> dict
             trace.write(f"{step} {(mean / world).item().hex()} {engine.get_lr()[0].hex()}\n")
     if universal:
         engine.save_checkpoint(universal, tag=f"step{until}")
-    restored = engine.gemini.checkpointer.stats.restored
+    stats = engine.gemini.checkpointer.stats
+    while stats.committed != until:
+        time.sleep(0.01)
     engine.gemini.close(finished=False)
     dist.barrier()
-    return {"start": first, "restored": restored}
+    return {"start": first, "restored": stats.restored}
