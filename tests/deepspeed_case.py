@@ -190,7 +190,7 @@ def train_resized(case: Case, out: str, until: int, universal: str = "") -> dict
 
     Args:
         case: the job.
-        out: losses, averaged over the ranks, go to the file ``<out>.<rank>``.
+        out: losses, averaged over the ranks, go to the file ``<out>.<rank>``; whole weights, at the end, to ``<out>.weights``.
         until: optimizer step.
         universal: folder of DeepSpeed's own checkpoints: load the universal one if there is one, and save at the end.
     """
@@ -213,8 +213,10 @@ def train_resized(case: Case, out: str, until: int, universal: str = "") -> dict
         time.sleep(0.01)
     engine.gemini.close(finished=False)
     weights = whole_weights(engine)
+    if dist.get_rank() == 0:
+        torch.save(weights, f"{out}.weights")
     dist.barrier()
-    return {"start": first, "restored": stats.restored, "weights": weights}
+    return {"start": first, "restored": stats.restored}
 
 
 def continue_plainly(case: Case, out: str, folder: str, until: int) -> int:

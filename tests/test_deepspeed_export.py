@@ -10,12 +10,15 @@ import torch
 
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
+from agent_kit import wait_until
 from deepspeed_case import Case, continue_plainly, train_resized
 from plain_case import history
 from rank_kit import World
 from safetensors.torch import load_file
 
 from gemini_ft.export.command import command
+from gemini_ft.storage.base import open_storage
+from gemini_ft.storage.checkpoints import list_checkpoints
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -28,13 +31,14 @@ BF16_OPTIMIZER = Case(1, bf16=True, config={"data_types": {"grad_accum_dtype": "
     ids=["stage 0", "stage 1", "stage 2, bf16", "stage 3, bf16", "BF16_Optimizer"],
 )
 def test_deepspeed_goes_on_from_it(tmp_path: Path, case: Case) -> None:
-    case = dataclasses.replace(case, options={"storage": {"url": f"file://{tmp_path / 'store'}", "every_steps": 2}})
+    case = dataclasses.replace(case, options={"storage": {"url": f"file://{tmp_path / 'store'}", "every_steps": 4}})
     with World(tmp_path, 2) as ranks:
         said = ranks.outcome(train_resized, case, str(tmp_path / "ours"), 4)
         assert not any(isinstance(result, Exception) for result in said), said
-        weights = said[0]["weights"]
+        weights = torch.load(tmp_path / "ours.weights")
         for form in ("deepspeed", "safetensors"):
             assert command(["latest", "--format", form, "--to", str(tmp_path / form), "--run-id", ranks.run]) == 0
+        wait_until(lambda: list_checkpoints(open_storage(f"file://{tmp_path / 'store'}")), "the upload of step 4")
         ranks.outcome(train_resized, case, str(tmp_path / "ours"), 7)
     assert command(["4", "--format", "deepspeed", "--to", str(tmp_path / "stored"), "--from", f"file://{tmp_path / 'store'}"]) == 0
 
