@@ -1,0 +1,152 @@
+"""A Trainer over DeepSpeed, killed anywhere, ends with the bits of an undisturbed run of Lightning's own strategy."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="needs deepspeed")
+
+from agent_kit import WAIT, end_agent
+from lightning_deepspeed_case import Case, train
+from rank_kit import World
+from test_lightning_recovery import read
+
+from gemini_ft.storage.base import open_storage
+from gemini_ft.storage.checkpoints import list_checkpoints
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Undisturbed:
+    """Folders with the diaries of plain runs, each made once."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._factory = factory
+        self._folders: dict[Case, Path] = {}
+
+    def __call__(self, case: Case) -> Path:
+        if case not in self._folders:
+            folder = self._factory.mktemp("undisturbed")
+            with World(folder, 2) as ranks:
+                for result in ranks.outcome(train, case, str(folder), True):
+                    assert isinstance(result, dict), result
+            self._folders[case] = folder
+        return self._folders[case]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return Undisturbed(tmp_path_factory)
+
+
+def compare(folder: Path, expected: Path, lives: int) -> None:
+    for rank in range(2):
+        got = read(folder, rank)
+        assert got.values == read(expected, rank).values
+        assert len(got.lives) == lives
+
+
+def survive(folder: Path, case: Case, faults: str, expected: Path) -> list[Any]:
+    """What the ranks of the last life said."""
+    with World(folder, 2) as ranks:
+        results = ranks.finish(train, case, str(folder), GEMINI_FAULTS=faults)
+        compare(folder, expected, 1 + faults.count(";") + 1)
+    return results
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_killed_in_a_step_and_in_validation(stage: int, tmp_path: Path, undisturbed: Undisturbed) -> None:
+    case = Case(stage)
+    results = survive(tmp_path, case, "step=2:rank=1:sigkill; step=5:rank=0:sigkill:moment=validation_start", undisturbed(case))
+    assert [set(result["restored"]) for result in results] == [{"own memory"}] * 2
+    assert [result["start"] for result in results] == [(results[0]["loaded"] + 1) // 2] * 2
+
+
+def test_gradients_that_wait_for_the_next_epoch_are_not_lost(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """Six batches in an epoch, four in an update: Lightning and the engine count differently."""
+    case = Case(2, accumulate=4, precision="bf16-true", package="pytorch_lightning", schedule=False)
+    survive(tmp_path, case, "step=1:rank=1:sigkill:moment=epoch_start; step=3:rank=0:sigkill", undisturbed(case))
+
+
+def test_lost_hosts(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    case, url = Case(3), f"file://{tmp_path}/store"
+    environ = {"GEMINI_STORAGE__URL": url, "GEMINI_STORAGE__EVERY_STEPS": "2"}
+    environ["GEMINI_FAULTS"] = "step=2:rank=1:sigkill; step=5:rank=0:sigkill"
+    with World(tmp_path, 2) as ranks:
+
+        def live() -> list[Any]:
+            attempt = ranks.start(train, case, str(tmp_path), **environ)
+            try:
+                return attempt.results() if attempt.wait() else []
+            finally:
+                attempt.kill()
+
+        assert not live()
+        end_agent(ranks.run, "host1")
+        assert not live()
+        end = time.monotonic() + WAIT
+        while not list_checkpoints(open_storage(url)):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        for host in ranks.hosts:
+            end_agent(ranks.run, host)
+        results = live()
+    assert [set(result["restored"]) for result in results] == [{"storage"}] * 2
+    compare(tmp_path, undisturbed(case), 3)
+
+
+def test_ckpt_path_is_where_a_first_start_begins(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    path = min((undisturbed(Case(3)) / "root").rglob("step=*"))
+    case = Case(3, ckpt_path=str(path))
+    survive(tmp_path, case, "step=8:rank=1:sigkill", undisturbed(case))
+
+
+SCRIPT = """
+import sys
+import lightning
+import torch
+import gemini_ft
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(8, 8)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch + torch.rand_like(batch)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+    def on_train_end(self):
+        print("final", self.trainer.model.optimizer.fp32_partitioned_groups_flat[0].sum().item().hex(), flush=True)
+
+lightning.seed_everything(1)
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="gemini_deepspeed_stage_3", max_epochs=2, **quiet)
+trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(24, 8), 2))
+"""
+
+
+def test_by_name_from_a_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "gemini_ft.cli", "run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    finals = []
+    for faults in ("", "step=3:rank=1:sigkill"):
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GEMINI_LOG_DIR": str(tmp_path), "GEMINI_FAULTS": faults}
+        environ |= {"GEMINI_RUN_ID": f"{tmp_path.name}-{os.getpid()}-{len(finals)}", "GEMINI_ON_LATE": "wait"}
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        assert ("resumed at iteration 3" in done.stderr) == bool(faults), done.stderr
+        finals.append(sorted(re.findall("final (.*)", done.stdout)))
+    assert len(finals[0]) == 2
+    assert finals[0] == finals[1], json.dumps(finals)
