@@ -50,11 +50,18 @@ from gemini_ft.messages import (
 from gemini_ft.versions import Incarnation, Version
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch._dynamo", "gemini_ft.rendezvous", "gemini_ft.checkpointer", "agent_kit"])
+_preloaded = ["torch", "torch._dynamo", "gemini_ft.rendezvous", "gemini_ft.checkpointer", "agent_kit"]
+context.set_forkserver_preload(_preloaded)
 
 WAIT = 30.0  # seconds until something that must happen is given up
 CHUNK = 2**16
 EXTRAS = b"extras"
+
+
+def preload(*modules: str) -> None:
+    """Ranks find these imported already, if this is called while tests are being collected."""
+    _preloaded.extend(modules)
+    context.set_forkserver_preload(_preloaded)
 
 
 def eventually(condition: Callable[[], Any], what: str = "it") -> Any:

@@ -13,13 +13,14 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 @dataclass(frozen=True)
 class Case:
-    """One training job: batches 0 to 5 in each of three epochs, validation after three batches and after six."""
+    """One training job: batches 0 to 5 in each of three epochs."""
 
     stage: int
     accumulate: int = 2
     precision: str = "32-true"
     package: str = "lightning"
     schedule: bool = True
+    validate_every: float = 0.5  # epochs
     ckpt_path: str = ""
 
 
@@ -125,12 +126,12 @@ def train(case: Case, out: str, plain: bool = False) -> dict[str, Any]:
         num_sanity_val_steps=1,
         log_every_n_steps=1,
         max_epochs=3,
-        val_check_interval=0.5,
+        val_check_interval=case.validate_every,
         accumulate_grad_batches=case.accumulate,
         gradient_clip_val=1.0,
     )
     module = make_module(package, case, diary, said)
     trainer.fit(module, train_loader({}), DataLoader(Samples(8), BATCH), ckpt_path=case.ckpt_path or None, weights_only=False)
-    names = sorted(Path(path).name.partition("-v")[0] for path in checkpoints.best_k_models)  # -v1: saved again
+    names = sorted(Path(path).stem.partition("-v")[0] for path in checkpoints.best_k_models)  # -v1: saved again
     diary.note("best", [checkpoints.best_model_score.item().hex(), names])
     return said
