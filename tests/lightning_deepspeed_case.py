@@ -17,6 +17,7 @@ class Case:
 
     stage: int
     accumulate: int = 2
+    offload: bool = False  # parameters and optimizer to CPU memory, as for a GPU
     precision: str = "32-true"
     package: str = "lightning"
     schedule: bool = True
@@ -31,7 +32,8 @@ def make_strategy(package: Any, case: Case, plain: bool) -> Any:
     from gemini_ft.lightning.deepspeed import EnginesOnCpu
 
     small = {"reduce_bucket_size": 5000, "allgather_bucket_size": 100_000, "stage3_param_persistence_threshold": 64}
-    config = {"zero_optimization": {"stage": case.stage, **small}, "zero_allow_untested_optimizer": True}
+    offloads = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}} if case.offload else {}
+    config = {"zero_optimization": {"stage": case.stage, **small, **offloads}, "zero_allow_untested_optimizer": True}
     if plain:
         base = package.strategies.DeepSpeedStrategy
         return type("PlainDeepSpeedStrategy", (EnginesOnCpu, base), {})(config=config)
@@ -40,6 +42,7 @@ def make_strategy(package: Any, case: Case, plain: bool) -> Any:
 
 def make_module(package: Any, case: Case, diary: Any, said: dict[str, Any]) -> Any:
     import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
     from lightning_case import BATCH, network
     from torch.nn import functional
     from torchmetrics import MeanMetric
@@ -90,7 +93,7 @@ def make_module(package: Any, case: Case, diary: Any, said: dict[str, Any]) -> A
             said["loaded"] = checkpoint["of the user"]
 
         def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.net.parameters(), 1e-2)
+            optimizer = (DeepSpeedCPUAdam if case.offload else torch.optim.AdamW)(self.net.parameters(), 1e-2)
             if not case.schedule:
                 return optimizer
             scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
