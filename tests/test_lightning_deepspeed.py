@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
-from agent_kit import WAIT, end_agent, preload
+from agent_kit import end_agent, eventually, preload
 from lightning_deepspeed_case import Case, train
 from rank_kit import World
 from test_lightning_recovery import read
 
+from gemini_ft.errors import WorldSizeError
 from gemini_ft.storage.base import open_storage
 from gemini_ft.storage.checkpoints import list_checkpoints
 
@@ -82,31 +82,39 @@ def test_offloaded_to_cpu_memory(tmp_path: Path, undisturbed: Undisturbed) -> No
     survive(tmp_path, case, "step=4:rank=1:sigkill", undisturbed(case))
 
 
+def live(ranks: World, case: Case, **environ: str) -> list[Any]:
+    """One life: what the ranks said, or nothing if one of them was killed."""
+    attempt = ranks.start(train, case, str(ranks.folder), **environ)
+    try:
+        return attempt.results() if attempt.wait() else []
+    finally:
+        attempt.kill()
+
+
 def test_lost_hosts(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """First both, and what is left is in storage; then one, and the other has its copies."""
     case, url = Case(3), f"file://{tmp_path}/store"
     environ = {"GEMINI_STORAGE__URL": url, "GEMINI_STORAGE__EVERY_STEPS": "2"}
-    environ["GEMINI_FAULTS"] = "step=2:rank=1:sigkill; step=5:rank=0:sigkill"
+    environ["GEMINI_FAULTS"] = "step=3:rank=1:sigkill; step=6:rank=0:sigkill"
     with World(tmp_path, 2) as ranks:
-
-        def live() -> list[Any]:
-            attempt = ranks.start(train, case, str(tmp_path), **environ)
-            try:
-                return attempt.results() if attempt.wait() else []
-            finally:
-                attempt.kill()
-
-        assert not live()
-        end_agent(ranks.run, "host1")
-        assert not live()
-        end = time.monotonic() + WAIT
-        while not list_checkpoints(open_storage(url)):
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        assert not live(ranks, case, **environ)
+        eventually(lambda: list_checkpoints(open_storage(url)), "the upload of step 2")
         for host in ranks.hosts:
             end_agent(ranks.run, host)
-        results = live()
-    assert [set(result["restored"]) for result in results] == [{"storage"}] * 2
+        assert not live(ranks, case, **environ)
+        end_agent(ranks.run, "host1")
+        results = live(ranks, case, **environ)
+    assert [set(result["restored"]) for result in results] == [{"own memory"}, {"peer host0"}]
     compare(tmp_path, undisturbed(case), 3)
+    assert read(tmp_path, 0).lives[1][0] == 2 * case.accumulate
+
+
+def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    with World(tmp_path, 2) as ranks:
+        assert not live(ranks, Case(2), GEMINI_FAULTS="step=3:rank=1:sigkill")
+        ranks.hosts = ["host0"]
+        (result,) = ranks.outcome(train, Case(2), str(tmp_path))
+        assert isinstance(result, WorldSizeError), result
 
 
 def test_ckpt_path_is_where_a_first_start_begins(tmp_path: Path, undisturbed: Undisturbed) -> None:
