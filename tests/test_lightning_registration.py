@@ -118,7 +118,7 @@ def test_options_in_a_deepspeed_configuration(tmp_path: Path) -> None:
     path.write_text(json.dumps({"zero_optimization": {"stage": 1}, "gemini": {"replicas": 3, "interval": 5, "timeout": 7}}))
     strategy = gemini_ft.lightning.GeminiDeepSpeedStrategy(config=path, interval=2)
     assert (strategy.gemini_config.replicas, strategy.gemini_config.interval, strategy.gemini_config.timeout) == (3, 2, 7)
-    assert strategy.config["zero_optimization"] == {"stage": 1}
+    assert strategy.config == {"zero_optimization": {"stage": 1}}
 
 
 @pytest.mark.parametrize(

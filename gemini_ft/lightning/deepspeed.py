@@ -99,7 +99,9 @@ class GeminiDeepSpeedMixin(GeminiMixin, EnginesOnCpu):
     def __init__(self, **options: Any) -> None:
         config = compat.read_deepspeed_config(self, options.get("config"))
         if config is not None:
-            options = section_of(type(self).__name__, config) | options | {"config": config}
+            options = section_of(type(self).__name__, config) | options
+            # Without the section: nobody else is to protect the engine a second time.
+            options["config"] = {name: value for name, value in config.items() if name != "gemini"}
         super().__init__(**options)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
