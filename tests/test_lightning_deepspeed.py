@@ -117,10 +117,23 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
         assert isinstance(result, WorldSizeError), result
 
 
+def saved(folder: Path) -> str:
+    """The first checkpoint file that a run has kept."""
+    return str(min((folder / "root").rglob("step=*")))
+
+
 def test_ckpt_path_is_where_a_first_start_begins(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    path = min((undisturbed(Case(3)) / "root").rglob("step=*"))
-    case = Case(3, ckpt_path=str(path))
+    case = Case(3, ckpt_path=saved(undisturbed(Case(3))))
     survive(tmp_path, case, "step=8:rank=1:sigkill", undisturbed(case))
+
+
+def test_ckpt_path_is_not_where_a_later_start_goes_back_to(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    with World(tmp_path, 2) as ranks:
+        assert not live(ranks, Case(3), GEMINI_FAULTS="step=6:rank=1:sigkill")
+        results = live(ranks, Case(3, ckpt_path=saved(tmp_path)), GEMINI_FAULTS="step=6:rank=1:sigkill")
+    assert [result["start"] for result in results] == [(results[0]["loaded"] + 1) // 2] * 2
+    compare(tmp_path, undisturbed(Case(3)), 2)
+    assert read(tmp_path, 0).lives[1][0] >= 10
 
 
 SCRIPT = """

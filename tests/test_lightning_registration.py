@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 import pickle
@@ -9,7 +10,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import lightning.fabric
@@ -23,6 +24,7 @@ import gemini_ft
 import gemini_ft.pytorch_lightning
 from gemini_ft.errors import ConfigError
 from gemini_ft.lightning import compat, registration
+from gemini_ft.lightning.deepspeed import EnginesOnCpu
 from gemini_ft.lightning.options import refuse_platform, sort_options
 
 STAGES = [f"gemini_deepspeed{suffix}" for suffix in ("", "_stage_1", "_stage_2", "_stage_2_offload", "_stage_3", "_stage_3_offload")]
@@ -32,7 +34,11 @@ FABRICS = [(lightning.fabric, gemini_ft.lightning), (lightning_fabric, gemini_ft
 
 # What is imported, in order -> the registries that must have the names, and the packages that must not be loaded.
 ORDERS = {
-    "gemini-first": ("gemini_ft, lightning.pytorch", ["lightning.pytorch", "lightning.fabric"], ["pytorch_lightning"]),
+    "gemini-first": (
+        "gemini_ft, lightning.pytorch, gemini_ft.lightning",
+        ["lightning.pytorch", "lightning.fabric"],
+        ["pytorch_lightning", "deepspeed"],
+    ),
     "lightning-first": ("lightning.pytorch, gemini_ft", ["lightning.pytorch", "lightning.fabric"], ["pytorch_lightning"]),
     "old-name": ("gemini_ft, pytorch_lightning", ["pytorch_lightning", "lightning_fabric"], ["lightning"]),
     "fabric-only": ("gemini_ft, lightning_fabric", ["lightning_fabric"], ["lightning", "pytorch_lightning"]),
@@ -130,6 +136,14 @@ def test_a_wrong_section_in_a_deepspeed_configuration(section: Any, message: str
         gemini_ft.lightning.GeminiDeepSpeedStrategy(config={"gemini": section})
 
 
+def test_deepspeed_must_use_the_devices_that_the_trainer_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = pytest.importorskip("deepspeed").accelerator
+    monkeypatch.setattr(accelerator, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    strategy = gemini_ft.lightning.GeminiDeepSpeedStrategy(accelerator="cpu", parallel_devices=[torch.device("cpu")])
+    with pytest.raises(ConfigError, match=r"uses cpu and DeepSpeed cuda; .*DS_ACCELERATOR=cpu, or use Trainer\(accelerator='gpu'\)"):
+        EnginesOnCpu.setup_environment(strategy)
+
+
 @pytest.mark.parametrize("package", [lightning.fabric, lightning_fabric])
 def test_deepspeed_under_fabric_is_refused(package: Any) -> None:
     with pytest.raises(ConfigError, match=r"gemini_deepspeed_stage_2.*gemini_ft\.deepspeed\.initialize"):
@@ -200,9 +214,11 @@ def test_options_are_in_the_signature() -> None:
 
 @pytest.mark.parametrize("module", [gemini_ft.lightning, gemini_ft.pytorch_lightning])
 def test_strategies_can_be_pickled_before_they_are_used(module: ModuleType) -> None:
-    strategy = pickle.loads(pickle.dumps(module.GeminiStrategy(replicas=3)))
-    assert type(strategy) is module.GeminiStrategy
-    assert strategy.gemini_config.replicas == 3
+    kinds = [module.GeminiStrategy, *([module.GeminiDeepSpeedStrategy] if importlib.util.find_spec("deepspeed") else [])]
+    for kind in kinds:
+        strategy = pickle.loads(pickle.dumps(kind(replicas=3)))
+        assert type(strategy) is kind
+        assert strategy.gemini_config.replicas == 3
 
 
 def test_every_public_name_exists_in_both_modules() -> None:
