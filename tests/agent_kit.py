@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import mmap
 import multiprocessing
@@ -50,8 +51,11 @@ from gemini_ft.messages import (
 from gemini_ft.versions import Incarnation, Version
 
 context = multiprocessing.get_context("forkserver")
-_preloaded = ["torch", "torch._dynamo", "gemini_ft.rendezvous", "gemini_ft.checkpointer", "agent_kit"]
-context.set_forkserver_preload(_preloaded)
+_PRELOAD = ["torch", "torch._dynamo", "gemini_ft.rendezvous", "gemini_ft.checkpointer", "agent_kit"]
+if importlib.util.find_spec("deepspeed"):
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    _PRELOAD.append("gemini_ft.deepspeed.engine")
+context.set_forkserver_preload(_PRELOAD)
 
 WAIT = 30.0  # seconds until something that must happen is given up
 CHUNK = 2**16
@@ -60,8 +64,8 @@ EXTRAS = b"extras"
 
 def preload(*modules: str) -> None:
     """Ranks find these imported already, if this is called while tests are being collected."""
-    _preloaded.extend(modules)
-    context.set_forkserver_preload(_preloaded)
+    _PRELOAD.extend(modules)
+    context.set_forkserver_preload(_PRELOAD)
 
 
 def eventually(condition: Callable[[], Any], what: str = "it") -> Any:

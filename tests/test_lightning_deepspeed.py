@@ -22,7 +22,7 @@ from gemini_ft.storage.base import open_storage
 from gemini_ft.storage.checkpoints import list_checkpoints
 
 # The last is imported by the first engine, and takes longest.
-preload("gemini_ft.deepspeed", "lightning.pytorch", "pytorch_lightning", "torchmetrics", "deepspeed.runtime.zero.muon.original_muon")
+preload("lightning.pytorch", "pytorch_lightning", "torchmetrics", "deepspeed.runtime.zero.muon.original_muon")
 pytestmark = pytest.mark.timeout(300)
 
 
