@@ -139,6 +139,8 @@ def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
     section = engine.config.get("gemini") if options is None else options
     if section is None:
         raise ConfigError('the configuration has no "gemini" section; add one ({} for the defaults), or give options to attach()')
+    if not isinstance(section, Mapping):
+        raise ConfigError(f'the "gemini" section must be a mapping of options, got {section!r}; {{}} stands for the defaults')
     if isinstance(engine, _Protected):
         raise ConfigError("this engine is protected already")
     kind = type(engine)
