@@ -29,6 +29,7 @@ class Case:
     frozen: bool = False
     optimizer: str = "torch"  # torch.optim.AdamW, or a type for the configuration's optimizer section
     schedule: bool = True
+    pause: float = 0.0  # seconds per step
     config: Mapping[str, Any] = field(default_factory=dict)
     zero: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -149,6 +150,7 @@ def train(case: Case, out: str) -> dict[str, Any]:
                 trace.write(f"{step * case.accumulate + micro} {loss.item().hex()} {engine.get_lr()[0].hex()}\n")
                 engine.backward(loss)
                 engine.step()
+            time.sleep(case.pause)
     return result_of(engine, first)
 
 

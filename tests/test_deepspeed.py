@@ -37,14 +37,17 @@ def check(
     return results
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+LONG = pytest.mark.soak  # of the matrix, what `make test` can do without
+
+
+@pytest.mark.parametrize("bf16", [pytest.param(False, marks=LONG), True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage(tmp_path: Path, stage: int, bf16: bool) -> None:
     results = check(tmp_path, Case(stage, bf16, accumulate=2))
     assert set(results[0]["restored"]) == {"own memory"}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=LONG), pytest.param(1, marks=LONG), pytest.param(2, marks=LONG), 3])
 def test_four_ranks(tmp_path: Path, stage: int) -> None:
     check(tmp_path, Case(stage, bf16=stage % 2 == 1, steps=6), world=4, faults="step=3:rank=2:sigkill:moment=before_update", restarts=1)
 
@@ -65,7 +68,7 @@ def test_settings(tmp_path: Path, case: Case) -> None:
     check(tmp_path, case)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=LONG), 2, pytest.param(3, marks=LONG)])
 def test_adam_in_c_plus_plus(tmp_path: Path, stage: int) -> None:
     """DeepSpeedCPUAdam and FusedAdam on a CPU hide powers of beta in an object that no state dict shows."""
     offload = {"offload_optimizer": {"device": "cpu"}} if stage > 1 else {}
@@ -79,16 +82,16 @@ def test_pipeline(tmp_path: Path) -> None:
 
 
 class TestWhereFrom:
-    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+    @pytest.mark.parametrize("stage", [pytest.param(0, marks=LONG), pytest.param(1, marks=LONG), 2, 3])
     def test_a_peer(self, tmp_path: Path, stage: int) -> None:
         """A host is lost with its agent: its rank's state is at the other host alone."""
         results = check(tmp_path, Case(stage, bf16=True, steps=7), faults="step=4:host=1:kill", restarts=1)
         assert "peer host0" in results[1]["restored"]
 
-    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+    @pytest.mark.parametrize("stage", [pytest.param(0, marks=LONG), 1, pytest.param(2, marks=LONG), 3])
     def test_storage(self, tmp_path: Path, stage: int) -> None:
         store = {"url": f"file://{tmp_path / 'store'}", "every_steps": 2}
-        case = Case(stage, steps=7, options={"storage": store, "replicas": 1})
+        case = Case(stage, steps=7, pause=0.2, options={"storage": store, "replicas": 1})
         results = check(tmp_path, case, faults="step=6:group=0:kill", restarts=1)
         assert results[0]["start"] in (2, 4)
         assert "storage" in results[0]["restored"]
@@ -130,7 +133,7 @@ def test_a_hang_becomes_a_restart(tmp_path: Path) -> None:
 REFUSED = {
     "typo": ({"gemini": {"replica": 2}}, "ConfigError: gemini options: unknown option 'replica'; allowed: chunk_bytes"),
     "nested typo": ({"gemini": {"storage": {"url": "file:///x", "every": 3}}}, "unknown option 'storage.every'; allowed: endpoint_url"),
-    "no mapping": ({"gemini": True}, "ConfigError: the \"gemini\" section must be a mapping of options, got True"),
+    "no mapping": ({"gemini": True}, 'ConfigError: the "gemini" section must be a mapping of options, got True'),
     "attach without section": ({"gemini": None}, 'ConfigError: the configuration has no "gemini" section; add one ({} for the defaults)'),
     "twice": ({"gemini": {"run_id": "twice"}}, "ConfigError: this engine is protected already"),
     "no optimizer": ({"optimizer": "none", "zero_optimization": {"stage": 0}}, "UnsupportedStateError: this engine has no optimizer"),
