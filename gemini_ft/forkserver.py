@@ -46,10 +46,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from gemini_ft import wrapping
+
 _LENGTH = struct.Struct("!I")
 _PR_SET_PDEATHSIG = 1
 _TRIAL_SECONDS = 20.0  # after which a forked child counts as hanging; it needs milliseconds
 _LEAVE_SECONDS = 5.0  # between SIGTERM and SIGKILL for workers whose launcher is dead
+_STARTERS = (__file__, os.path.join(os.path.dirname(__file__), "cold.py"), runpy.__file__, "<frozen runpy>")
 
 
 def send(channel: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
@@ -94,7 +97,7 @@ def main() -> None:
     job = _serve(channel, refusal)
     if job is not None:
         _become_worker({**job["environ"], **changed})
-        _run(job["fork"])
+        run(job["fork"])
 
 
 def _preload(modules: Sequence[str]) -> str | None:
@@ -225,8 +228,9 @@ def _become_worker(environ: Mapping[str, str]) -> None:
             sys.modules[module].rank_zero_only.rank = int(environ[variable])
 
 
-def _run(program: Sequence[str]) -> None:
-    """Run ``[-m] name arguments...`` as Python itself does, in a new ``__main__``."""
+def run(program: Sequence[str]) -> None:
+    """Run ``[-m] name arguments...`` as Python itself does, in a new ``__main__``; see `gemini_ft.wrapping` for what is added."""
+    wrapping.install()
     sys.orig_argv = [sys.executable, "-u", *program]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
@@ -274,7 +278,7 @@ def _show(show: Callable[..., object], kind: type[BaseException], error: BaseExc
 
 def _frames_of_script(frames: types.TracebackType | None) -> types.TracebackType | None:
     """The traceback without what lies between the interpreter and the script."""
-    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+    while frames is not None and frames.tb_frame.f_code.co_filename in _STARTERS:
         frames = frames.tb_next
     return frames
 

@@ -34,6 +34,8 @@ class Protection:
         checkpointer: records and resumes.
         resumed: optimizer steps (``engine.global_steps``) that were resumed; None at a first start.
         client_state: values of the user's own, saved with every step and restored: the position in the data, for example.
+        deferred: True: the state after a step is saved when `save` is called, not at the end of ``engine.step()``. For loops
+            that do more than that in a step: schedulers of their own, evaluation, logs.
     """
 
     def __init__(self, engine: Any, options: Mapping[str, Any]) -> None:
@@ -42,6 +44,7 @@ class Protection:
         name = f"deepspeed-{next(_ordinals)}"
         self.checkpointer = Checkpointer(config=load_config(options), name=name, hooks=False, resizable=state.resizable)
         self.client_state: dict[str, Any] = {}
+        self.deferred = False
         self.resumed: int | None = None
         self._updated = self._closed = False
         found = self.checkpointer.open()
@@ -65,7 +68,12 @@ class Protection:
         self._updated = self._engine.was_step_applied()
 
     def stepped(self) -> None:
-        """Everything that belongs to the step is done, counters included: take a snapshot."""
+        """All that DeepSpeed does in a step is done, counters included."""
+        if not self.deferred:
+            self.save()
+
+    def save(self) -> None:
+        """Take a snapshot, if there was an update since the last one."""
         if self._updated:
             self._updated = False
             self.checkpointer.save(self._engine.global_steps, {"client_state": self.client_state, "rng": rng_state()})
@@ -129,15 +137,19 @@ def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
     Returns:
         The same engine. ``engine.global_steps`` says how many steps are done, ``engine.gemini`` is its `Protection`.
 
+    In workers of ``gemini run`` an engine with such a section is protected already (`gemini_ft.wrapping`); that is no error.
+
     Raises:
-        ConfigError: there is no section, or an option in it is wrong.
+        ConfigError: there is no section, or an option in it is wrong; or the engine is protected already, with other options.
         GeminiError: the state cannot be captured or resumed.
     """
+    if isinstance(engine, _Protected):
+        if options is not None:
+            raise ConfigError('this engine is protected already; give the options in one place, the "gemini" section or attach()')
+        return engine
     section = engine.config.get("gemini") if options is None else options
     if section is None:
         raise ConfigError('the configuration has no "gemini" section; add one ({} for the defaults), or give options to attach()')
-    if isinstance(engine, _Protected):
-        raise ConfigError("this engine is protected already")
     kind = type(engine)
     extension = _ProtectedPipeline if isinstance(engine, deepspeed.PipelineEngine) else _ProtectedEngine
     engine.__dict__["gemini"] = Protection(engine, section)  # past nn.Module's own __setattr__
