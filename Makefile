@@ -8,6 +8,8 @@ STAMP = $(VENV)/.up-to-date
 TREE = build/tree
 # Not the whole suite a second time: what packaging could break. tests/test_packaging.py is about the checkout.
 WHEEL_TESTS = tests/test_imports.py tests/test_layout.py tests/test_placement.py tests/test_readme.py
+# DeepSpeed compiles what it needs of C++ at first use, here at once: a process that is killed meanwhile would leave a lock.
+export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .PHONY: help venv test soak demo lint format types imports wheel wheel-test check clean
@@ -22,7 +24,8 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) pip setuptools
 	$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(PIP_INSTALL) --no-build-isolation --editable '.[lightning,s3,dev]'
+	$(PIP_INSTALL) --no-build-isolation --editable '.[lightning,deepspeed,s3,dev]'
+	PATH=$(BIN):$$PATH $(BIN)/python scripts/build_deepspeed_ops
 	touch $@
 
 test: $(STAMP) ## all tests except the long ones

@@ -1,4 +1,4 @@
-"""What one trial of checkpoint_overhead.py is asked for and what it hands back. Imports no torch: the parent reads it too."""
+"""What one trial is asked for and what it hands back. Imports no torch: the parent reads it too."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ class Plan:
     plain: int  # timed iterations of a plain block
     saved: int  # timed iterations of a saved block
     warm: int = 3  # saved blocks of one iteration before the measurement
+    stage: int = 0  # of ZeRO
 
 
 @dataclass

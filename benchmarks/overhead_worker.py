@@ -11,9 +11,11 @@ import faulthandler
 import json
 import os
 import time
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,15 +27,12 @@ from measuring import Block, Plan
 
 
 class Trial:
-    """Drives one adapter through ``plan``."""
+    """Drives one adapter and its load through ``plan``."""
 
-    def __init__(self, row: str, plan: Plan, folder: Path) -> None:
-        self.plan = plan
+    def __init__(self, load: Any, peer: peers.Peer, plan: Plan, folder: Path) -> None:
+        self.load, self.peer, self.plan, self.folder = load, peer, plan, folder
         self.mark = os.environ[MARK]
         self.first = dist.get_rank() == 0
-        self.load = Load(plan.megabytes * 10**6, plan.tokens, seed=0 if peers.ROWS[row].same_state else dist.get_rank())
-        self.peer = peers.build(row)
-        self.folder = folder
         self.step = 0
 
     def run(self) -> list[Block]:
@@ -91,9 +90,10 @@ class Trial:
         return block
 
 
-def main() -> None:
+def main(rows: Collection[str], measure: Callable[[str, Plan, Path], list[Block]]) -> None:
+    """One rank of a trial: as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("row", choices=peers.ROWS)
+    parser.add_argument("row", choices=rows)
     parser.add_argument("plan", type=json.loads)
     parser.add_argument("folder", type=Path)
     parser.add_argument("output", type=Path)
@@ -101,17 +101,21 @@ def main() -> None:
     faulthandler.dump_traceback_later(float(os.environ.get("GEMINI_BENCH_DUMP_AFTER", "300")))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    plan = Plan(**arguments.plan)
-    if peers.ROWS[arguments.row].own_loop:
-        from lightning_trial import run
-
-        blocks = run(arguments.row, plan, arguments.folder)
-    else:
-        blocks = Trial(arguments.row, plan, arguments.folder).run()
+    blocks = measure(arguments.row, Plan(**arguments.plan), arguments.folder)
     Path(arguments.output, f"{dist.get_rank()}.json").write_text(json.dumps([asdict(block) for block in blocks]))
     dist.barrier()
-    dist.destroy_process_group()
+
+
+def trial(row: str, plan: Plan, folder: Path) -> list[Block]:
+    """Of checkpoint_overhead.py."""
+    if peers.ROWS[row].own_loop:
+        from lightning_trial import run
+
+        return run(row, plan, folder)
+    load = Load(plan.megabytes * 10**6, plan.tokens, seed=0 if peers.ROWS[row].same_state else dist.get_rank())
+    return Trial(load, peers.build(row), plan, folder).run()
 
 
 if __name__ == "__main__":
-    main()
+    main(peers.ROWS, trial)
+    dist.destroy_process_group()

@@ -1,8 +1,9 @@
-"""What the ranks of tests/test_deepspeed.py run: small models under every stage of DeepSpeed."""
+"""What the ranks of tests/test_deepspeed*.py run: small models under every stage of DeepSpeed."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import nn
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+GLOBAL_BATCH = 12  # of jobs that are resized
+
 
 @dataclass(frozen=True)
 class Case:
-    """One training job; ``config`` is merged into DeepSpeed's configuration."""
+    """One training job; ``config`` and ``zero`` are merged into DeepSpeed's configuration, ``options`` into our section."""
 
     stage: int = 0
     bf16: bool = False
@@ -23,10 +26,11 @@ class Case:
     steps: int = 10
     groups: int = 1
     frozen: bool = False
-    optimizer: str = "AdamW"  # of torch, or a type for the configuration's optimizer section
+    optimizer: str = "torch"  # torch.optim.AdamW, or a type for the configuration's optimizer section
     schedule: bool = True
-    config: dict[str, Any] = field(default_factory=dict)
-    zero: dict[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Net(nn.Module):
@@ -46,29 +50,69 @@ class Net(nn.Module):
         return out
 
 
-def configuration(case: Case) -> dict[str, Any]:
+class Smooth(nn.Module):
+    """Nothing that differs between ranks; odd sizes, so that every cut needs padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 23)
+        self.stem.requires_grad_(False)
+        self.first = nn.Linear(23, 17)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.last = nn.Linear(17, 1)
+        self.register_buffer("offset", torch.full((3,), 0.25))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(torch.tanh(self.first(self.stem(x)) * self.scale)) + self.offset.sum()
+        return out
+
+
+def configuration(case: Case, micro_batch: int = 4) -> dict[str, Any]:
     zero = {"stage": case.stage, "reduce_bucket_size": 5000, "allgather_bucket_size": 100000, "stage3_param_persistence_threshold": 64}
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 4,
+        "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": case.accumulate,
         "steps_per_print": 10**9,
         "gradient_clipping": 1.0,
         "zero_optimization": {**zero, **case.zero},
         "zero_allow_untested_optimizer": True,
-        "gemini": {"on_late": "wait"},
+        "gemini": {"on_late": "wait", **case.options},
     }
     if case.bf16:
         config |= {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}}
-    if case.optimizer != "AdamW":
+    if case.optimizer != "torch":
         config["optimizer"] = {"type": case.optimizer, "params": {"lr": 1e-2}}
-    return config | case.config
+    return config | dict(case.config)
+
+
+def start(case: Case, net: nn.Module, micro_batch: int = 4) -> Any:
+    """A protected engine."""
+    import gemini_ft.deepspeed
+
+    params = [param for param in net.parameters() if param.requires_grad]
+    parts = [{"params": params[i :: case.groups], "lr": 1e-2 / (i + 1)} for i in range(case.groups)]
+    named: dict[str, Any] = {"optimizer": torch.optim.AdamW(parts, lr=1e-2)} if case.optimizer == "torch" else {"model_parameters": parts}
+    if case.schedule:
+        named["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
+    engine, *_ = gemini_ft.deepspeed.initialize(model=net, config=configuration(case, micro_batch), **named)
+    return engine
+
+
+def result_of(engine: Any, first: int) -> dict[str, Any]:
+    """What a rank says at its end; it has left the run then."""
+    from gemini_ft.deepspeed.state import EngineState
+    from gemini_ft.testing import digest
+
+    live = {item.name: item.tensor for item in EngineState(engine).survey()}
+    restored = engine.gemini.checkpointer.stats.restored
+    engine.gemini.close()
+    dist.barrier()
+    return {"start": first, "state": digest({**live, "rng": torch.get_rng_state()}), "restored": restored}
 
 
 def train(case: Case, out: str) -> dict[str, Any]:
     """Train to the end; every micro-batch's loss goes to the file ``<out>.<rank>``, in hex."""
     import gemini_ft
-    import gemini_ft.deepspeed
-    from gemini_ft.testing import digest
 
     gemini_ft.init_process_group("gloo")
     rank = dist.get_rank()
@@ -76,24 +120,84 @@ def train(case: Case, out: str) -> dict[str, Any]:
     net = Net()
     if case.frozen:
         net.embed.requires_grad_(False)
-    params = [param for param in net.parameters() if param.requires_grad]
-    parts = [{"params": params[i :: case.groups], "lr": 1e-2 / (i + 1)} for i in range(case.groups)]
-    named: dict[str, Any] = {"optimizer": torch.optim.AdamW(parts, lr=1e-2)} if case.optimizer == "AdamW" else {"model_parameters": parts}
-    if case.schedule:
-        named["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
     torch.manual_seed(rank)
-    engine, *_ = gemini_ft.deepspeed.initialize(model=net, config=configuration(case), **named)
-    start, dtype = engine.global_steps, torch.bfloat16 if case.bf16 else torch.float32
+    engine = start(case, net)
+    first, dtype = engine.global_steps, torch.bfloat16 if case.bf16 else torch.float32
     with open(f"{out}.{rank}", "a", buffering=1) as trace:
-        for step in range(start, case.steps):
+        for step in range(first, case.steps):
             for micro in range(case.accumulate):
                 loss = engine(torch.randn(4, 8).to(dtype)).float().square().mean()
                 engine.backward(loss)
                 engine.step()
                 trace.write(f"{step * case.accumulate + micro} {loss.item().hex()} {engine.get_lr()[0].hex()}\n")
-    checkpointer = engine.gemini.checkpointer
-    live = {item.name: item.tensor for item in checkpointer._state.survey()}
-    result = {"start": start, "state": digest({**live, "rng": torch.get_rng_state()}), "restored": checkpointer.stats.restored}
-    engine.gemini.close()
+    return result_of(engine, first)
+
+
+def train_pipeline(case: Case, out: str) -> dict[str, Any]:
+    """Two stages of a pipeline; the loss of every step goes to the file ``<out>.<rank>``, in hex."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    import gemini_ft
+    import gemini_ft.deepspeed
+
+    gemini_ft.init_process_group("gloo")
+    rank = dist.get_rank()
+    deepspeed.init_distributed("gloo")
+    layers = [nn.Linear(8, 24), nn.ReLU(), nn.Dropout(0.2), nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 1)]
+    net = PipelineModule(layers=layers, num_stages=2, loss_fn=lambda out, y: (out - y).square().mean(), seed_layers=True, base_seed=1)
+    torch.manual_seed(rank)
+    params = [param for param in net.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    engine, *_ = gemini_ft.deepspeed.initialize(model=net, optimizer=optimizer, config=configuration(case))
+    first = engine.global_steps
+
+    def batches(step: int) -> Any:
+        generator = torch.Generator().manual_seed(step)
+        while True:
+            x = torch.randn(4, 8, generator=generator)
+            yield x, x.sum(1, keepdim=True)
+
+    with open(f"{out}.{rank}", "a", buffering=1) as trace:
+        for step in range(first, case.steps):
+            loss = engine.train_batch(data_iter=batches(step))
+            trace.write(f"{step} {loss.item().hex()}\n")
+    return result_of(engine, first)
+
+
+def train_resized(case: Case, out: str, until: int, universal: str = "") -> dict[str, Any]:
+    """Train until a step, and leave the run unfinished; the same data whatever the world size.
+
+    Args:
+        case: the job.
+        out: losses, averaged over the ranks, go to the file ``<out>.<rank>``.
+        until: optimizer step.
+        universal: folder of DeepSpeed's own checkpoints: load the universal one if there is one, and save at the end.
+    """
+    import gemini_ft
+
+    gemini_ft.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    there = bool(universal) and os.path.exists(f"{universal}/latest_universal")
+    if there:
+        case = Case(**{**vars(case), "config": {**case.config, "checkpoint": {"load_universal": True}}})
+    engine = start(case, Smooth(), GLOBAL_BATCH // world)
+    if there:
+        engine.load_checkpoint(universal)
+    first, dtype = engine.global_steps, torch.bfloat16 if case.bf16 else torch.float32
+    with open(f"{out}.{rank}", "a", buffering=1) as trace:
+        for step in range(first, until):
+            batch = torch.randn(GLOBAL_BATCH, 8, generator=torch.Generator().manual_seed(step))
+            loss = engine(batch[rank * GLOBAL_BATCH // world :][: GLOBAL_BATCH // world].to(dtype)).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+            mean = loss.detach().double()
+            dist.all_reduce(mean)
+            trace.write(f"{step} {(mean / world).item().hex()} {engine.get_lr()[0].hex()}\n")
+    if universal:
+        engine.save_checkpoint(universal, tag=f"step{until}")
+    restored = engine.gemini.checkpointer.stats.restored
+    engine.gemini.close(finished=False)
     dist.barrier()
-    return result
+    return {"start": first, "restored": restored}

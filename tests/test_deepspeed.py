@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from agent_kit import end_agent
-from deepspeed_case import Case, train
+from deepspeed_case import Case, train, train_pipeline
 from plain_case import history
 from rank_kit import World
 
@@ -19,20 +20,101 @@ pytestmark = pytest.mark.timeout(300)
 KILLED = "step=3:rank=0:sigkill; step=6:rank=1:sigkill:moment=in_copy"
 
 
-def check(folder: Path, case: Case, world: int = 2, faults: str = KILLED, restarts: int = 2) -> list[Any]:
+def check(
+    folder: Path, case: Case, world: int = 2, faults: str = KILLED, restarts: int = 2, job: Callable[[Case, str], Any] = train
+) -> list[Any]:
     """Run a case with faults and without, compare every bit, and return what the ranks of the last attempt said."""
     with World(folder, world) as ranks:
-        expected = ranks.outcome(train, case, str(folder / "undisturbed"), GEMINI_RESUME="never")
+        expected = ranks.outcome(job, case, str(folder / "undisturbed"))
+        assert not any(isinstance(said, Exception) for said in expected), expected
     with World(folder, world) as ranks:
-        results = ranks.finish(train, case, str(folder / "disturbed"), GEMINI_FAULTS=faults)
+        results = ranks.finish(job, case, str(folder / "disturbed"), GEMINI_FAULTS=faults)
         assert ranks.restarts == restarts
     for rank in range(world):
         assert history(folder / "disturbed", rank) == history(folder / "undisturbed", rank)
         assert results[rank]["state"] == expected[rank]["state"]
+    assert results[0]["start"] > 0
     return results
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage(tmp_path: Path, stage: int, bf16: bool) -> None:
-    check(tmp_path, Case(stage, bf16, accumulate=2))
+    results = check(tmp_path, Case(stage, bf16, accumulate=2))
+    assert set(results[0]["restored"]) == {"own memory"}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_four_ranks(tmp_path: Path, stage: int) -> None:
+    check(tmp_path, Case(stage, bf16=stage % 2 == 1, steps=6), world=4, faults="step=3:rank=2:sigkill:moment=before_update", restarts=1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, bf16=True, config={"data_types": {"grad_accum_dtype": "fp32", "buffer_dtype": "bf16"}}),
+        Case(1, groups=2, frozen=True),
+        Case(2, bf16=True, groups=2, zero={"round_robin_gradients": True, "overlap_comm": True}),
+        Case(3, frozen=True, groups=2, zero={"sub_group_size": 300, "stage3_param_persistence_threshold": 0}),
+        Case(3, bf16=True, frozen=True, zero={"stage3_param_persistence_threshold": 10**5}),
+        Case(0, optimizer="AdamW", bf16=True),
+    ],
+    ids=["BF16_Optimizer", "groups and frozen", "round robin", "sub-groups", "persistent", "FusedAdam at stage 0"],
+)
+def test_settings(tmp_path: Path, case: Case) -> None:
+    check(tmp_path, case)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_adam_in_c_plus_plus(tmp_path: Path, stage: int) -> None:
+    """DeepSpeedCPUAdam and FusedAdam on a CPU hide powers of beta in an object that no state dict shows."""
+    offload = {"offload_optimizer": {"device": "cpu"}} if stage > 1 else {}
+    check(tmp_path, Case(stage, accumulate=2, optimizer="AdamW", bf16=stage == 3, zero=offload))
+
+
+def test_pipeline(tmp_path: Path) -> None:
+    results = check(tmp_path, Case(1, accumulate=2, schedule=False, steps=8), job=train_pipeline)
+    assert set(results[0]["restored"]) == {"own memory"}
+
+
+class TestWhereFrom:
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+    def test_a_peer(self, tmp_path: Path, stage: int) -> None:
+        """A host is lost with its agent: its rank's state is at the other host alone."""
+        results = check(tmp_path, Case(stage, bf16=True, steps=7), faults="step=4:host=1:kill", restarts=1)
+        assert "peer host0" in results[1]["restored"]
+
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+    def test_storage(self, tmp_path: Path, stage: int) -> None:
+        store = {"url": f"file://{tmp_path / 'store'}", "every_steps": 2}
+        case = Case(stage, steps=7, options={"storage": store, "replicas": 1})
+        results = check(tmp_path, case, faults="step=6:group=0:kill", restarts=1)
+        assert results[0]["start"] in (2, 4)
+        assert "storage" in results[0]["restored"]
+
+    def test_other_hosts(self, tmp_path: Path) -> None:
+        """Ranks come back on each other's hosts."""
+        case = Case(3, bf16=True, accumulate=2)
+        with World(tmp_path, 2) as ranks:
+            expected = ranks.outcome(train, case, str(tmp_path / "undisturbed"))
+        with World(tmp_path, 2) as ranks:
+            attempt = ranks.start(train, case, str(tmp_path / "disturbed"), GEMINI_FAULTS="step=5:rank=0:sigkill")
+            assert not attempt.wait()
+            attempt.kill()
+            ranks.hosts.reverse()
+            results = ranks.outcome(train, case, str(tmp_path / "disturbed"))
+        assert [result["state"] for result in results] == [result["state"] for result in expected]
+        assert results[0]["start"] >= 4
+
+
+def test_nothing_is_left_to_a_dead_agent(tmp_path: Path) -> None:
+    """The agent dies with the worker, and the other host has everything."""
+    case = Case(2, steps=8)
+    with World(tmp_path, 2) as ranks:
+        attempt = ranks.start(train, case, str(tmp_path / "disturbed"), GEMINI_FAULTS="step=5:rank=0:sigkill")
+        assert not attempt.wait()
+        attempt.kill()
+        end_agent(ranks.run, "host0")
+        results = ranks.outcome(train, case, str(tmp_path / "disturbed"))
+    assert results[0]["start"] >= 4
+    assert set(results[0]["restored"]) == {"peer host1"}

@@ -7,12 +7,11 @@ package that is not installed costs only its own row.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from load import Load
 
 
 class Peer(Protocol):
@@ -21,7 +20,7 @@ class Peer(Protocol):
     completed: dict[int, float]
     """Step -> monotonic time at which its copies were complete; filled from any thread."""
 
-    def setup(self, load: Load, folder: Path) -> None:
+    def setup(self, load: Any, folder: Path) -> None:
         """Get ready for ``load``; ``folder`` is an empty folder in memory (tmpfs) shared by the ranks."""
 
     def save(self, step: int) -> None:
@@ -94,9 +93,9 @@ ROWS = {
 }
 
 
-def build(name: str) -> Peer:
+def build(name: str, rows: Mapping[str, Row] = ROWS) -> Peer:
     """Import and build the adapter of row ``name``; raises whatever its package raises."""
-    row = ROWS[name]
+    row = rows[name]
     module, _, cls = row.target.partition(":")
     make: Callable[..., Peer] = getattr(importlib.import_module(f"peers.{module}"), cls)
     return make(**dict(row.options))

@@ -5,10 +5,8 @@ Only the one engine that is given is changed: it becomes an instance of a subcla
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import logging
-import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -23,7 +21,7 @@ from gemini_ft.errors import ConfigError
 from gemini_ft.rng import branch_randomness, rng_state, set_rng_state
 
 _log = logging.getLogger("gemini_ft")
-_HANG_SECONDS = 300.0  # what a collective of the engine may take, where hang_timeout does not say
+_HANG_SECONDS = 600.0  # what a collective of the engine may take, where hang_timeout does not say: NCCL's own default
 _ordinals = itertools.count()
 
 
@@ -47,6 +45,7 @@ class Protection:
         self.deferred = False
         self.resumed: int | None = None
         self._updated = self._closed = False
+        self._iteration = 0  # of the last update that counted; it never goes back, whatever is loaded into the engine
         found = self.checkpointer.open()
         self.checkpointer.bind_state(state)
         if found is not None:
@@ -55,9 +54,8 @@ class Protection:
             set_rng_state(found.extras["rng"])
             if dist.get_rank() >= found.world_size:
                 branch_randomness(dist.get_rank())
-            self.resumed = engine.global_steps
-        self._bound_collectives()
-        atexit.register(self._at_exit)
+            self.resumed, self._iteration = engine.global_steps, found.iteration
+        bound_collectives(engine, self.checkpointer.config.hang_timeout)
 
     def before_update(self) -> None:
         """The engine is about to write weights and optimizer state."""
@@ -73,28 +71,33 @@ class Protection:
             self.save()
 
     def save(self) -> None:
-        """Take a snapshot, if there was an update since the last one."""
-        if self._updated:
-            self._updated = False
-            self.checkpointer.save(self._engine.global_steps, {"client_state": self.client_state, "rng": rng_state()})
+        """Take a snapshot, if there was an update since the last one and the interval says so."""
+        if not self._updated:
+            return
+        self._updated = False
+        before, interval = self._iteration, self.checkpointer.config.interval
+        self._iteration = max(self._engine.global_steps, before + 1)
+        if self._iteration // interval > before // interval:
+            self.checkpointer.save(self._iteration, {"client_state": self.client_state, "rng": rng_state()})
 
     def close(self, finished: bool = True) -> None:
         """Leave the run; after a finished one the agents leave too."""
         if not self._closed:
             self._closed = True
-            atexit.unregister(self._at_exit)
             self.checkpointer.close(finished=finished)
 
-    def _at_exit(self) -> None:
-        """Scripts seldom call ``engine.destroy()``: an interpreter that ends without an exception has finished."""
-        if getattr(sys, "last_value", None) is None:
-            self.close()
 
-    def _bound_collectives(self) -> None:
-        """DeepSpeed's groups are made without a timeout: a peer that hangs would stop the others for half an hour."""
-        limit = self.checkpointer.config.hang_timeout or _HANG_SECONDS
-        for group in {self._engine.data_parallel_group, self._engine.seq_data_parallel_group} - {None}:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit), group)
+def bound_collectives(engine: Any, hang_timeout: float | None) -> None:
+    """DeepSpeed's groups are made without a timeout: a peer that hangs would stop the others for half an hour.
+
+    Args:
+        engine: any engine.
+        hang_timeout: seconds, as in `GeminiConfig`; None: ten minutes; 0: as DeepSpeed has it.
+    """
+    if hang_timeout == 0:
+        return
+    for group in {engine.data_parallel_group, engine.seq_data_parallel_group} - {None}:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=hang_timeout or _HANG_SECONDS), group)
 
 
 class _Protected:

@@ -6,20 +6,32 @@ in fp32); their optimizer state is ``<master>.<key>``; ``buffer.<fqn>`` and ``fr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.utils import DummyOptim
 
 from gemini_ft import codec
-from gemini_ft.deepspeed.fragments import Cut, OldShards, present_cut
-from gemini_ft.deepspeed.masters import base_optimizer, is_partitioned, masters, rebuild_weights, release_gathered, replay_beta_powers
+from gemini_ft.deepspeed.cuts import Cut, OldShards
+from gemini_ft.deepspeed.masters import (
+    base_optimizer,
+    is_partitioned,
+    masters,
+    others,
+    present_cut,
+    rebuild_weights,
+    release_gathered,
+    replay_beta_powers,
+)
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
 from gemini_ft.layout import PER_RANK, Layout, Read, TensorSpec
 from gemini_ft.sources import HOST, Live, Role, Source, captured, describe, split_state_name, state_name
 
+_SUPPORTED = "0.19"  # its optimizers' attributes are relied on
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_unmanaged_backward_count")
 _SCALERS = ("loss_scaler", "loss_scale_config")
 
@@ -37,7 +49,7 @@ class EngineState:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         _check(engine)
-        self._cut = present_cut(engine, masters(engine))
+        self._cut, self._others = present_cut(engine), others(engine)
         self._packed_cut = codec.encode(self._cut.pack())  # once: it never changes
         self.resizable = engine.dp_world_size == dist.get_world_size()
 
@@ -49,10 +61,7 @@ class EngineState:
             entries = base.state.get(master, {}).items()
             found += [Live(state_name(name, key), value, Role.STATE, master) for key, value in entries if captured(key, value)]
         found += [Live(f"buffer.{name}", buffer, Role.BUFFER) for name, buffer in self._engine.module.named_buffers()]
-        for name, param in self._engine.module.named_parameters():
-            if not param.requires_grad:
-                found.append(Live(f"frozen.{name}", getattr(param, "ds_tensor", param), Role.PARAMETER))
-        return found
+        return found + [Live(f"frozen.{name}", getattr(param, "ds_tensor", param), Role.PARAMETER) for name, param in self._others.items()]
 
     def describe(self, live: Sequence[Live], rank: int, world_size: int) -> list[Source]:
         """Whatever is the same on all data-parallel ranks is owned in equal parts, if these are all ranks of the job.
@@ -205,14 +214,25 @@ def _room(spec: TensorSpec, master: torch.Tensor) -> torch.Tensor:
 
 def _check(engine: Any) -> None:
     """Refuse by name what cannot be captured exactly."""
-    if engine.optimizer is None or type(engine.optimizer).__name__ == "DummyOptim":
-        raise UnsupportedStateError("this engine has no optimizer, so it has no training state; call deepspeed.initialize for inference engines")
-    masters(engine)
-    offloads = {"offload_optimizer": engine.zero_offload_optimizer(), "offload_param": engine.zero_offload_param()}
-    for name, settings in offloads.items():
-        if settings is not None and settings.device == "nvme":
-            raise UnsupportedStateError(f"zero_optimization.{name}.device='nvme': state on disk cannot be captured; use 'cpu'")
-    for name in ("zenflow", "super_offload"):
-        value = getattr(engine, name, None)
-        if value and not callable(value):
-            raise UnsupportedStateError(f"zero_optimization.{name} updates weights while the next step runs; switch it off")
+    if not deepspeed.__version__.startswith(f"{_SUPPORTED}."):
+        raise UnsupportedStateError(f"deepspeed {deepspeed.__version__} is not supported; install deepspeed>={_SUPPORTED}.8,<0.20")
+    if engine.optimizer is None or isinstance(engine.optimizer, DummyOptim):
+        raise UnsupportedStateError("this engine has no optimizer, so it has no training state; give one to deepspeed.initialize")
+    kinds = (deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine)
+    if not any(kind in (type(engine), *type(engine).__bases__) for kind in kinds):
+        raise UnsupportedStateError(f"a {type(engine).__name__} cannot be captured; supported: DeepSpeedEngine and PipelineEngine")
+    if why := next((why for found, why in _unsupported(engine) if found), None):
+        raise UnsupportedStateError(why)
+
+
+def _unsupported(engine: Any) -> Iterator[tuple[bool, str]]:
+    """Whether a setting is there, and why it is refused."""
+    for name, settings in (("offload_optimizer", engine.zero_offload_optimizer()), ("offload_param", engine.zero_offload_param())):
+        nvme = settings is not None and settings.device == "nvme"
+        yield nvme, f"zero_optimization.{name}.device='nvme': state on disk cannot be captured; use 'cpu'"
+    for name, value in (("zenflow", engine.zenflow_config()), ("offload_optimizer.super_offload", engine.super_offload())):
+        yield bool(value), f"zero_optimization.{name} updates weights while the next step runs; switch it off"
+    hpz = engine.zero_hpz_partition_size()
+    yield hpz > 1, f"zero_optimization.zero_hpz_partition_size={hpz} keeps second partitions that are not rebuilt; use 1"
+    yield bool(engine.has_moe_layers), "mixtures of experts (MoE) are not supported: experts are partitioned over groups of their own"
+    yield engine.autotp_size() > 1, f"tensor_parallel.autotp_size={engine.autotp_size()} is not supported; use 1"

@@ -1,0 +1,80 @@
+"""What keeping every step of a DeepSpeed engine costs: gemini-ft beside DeepSpeed's own writers and lm-resiliency, in one run.
+
+Two ranks, one torch thread each, ZeRO-1 and ZeRO-3 in bf16 with fp32 masters. Every trial is one row in two fresh processes; see
+benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import common
+import trials
+from measuring import Plan
+from peers.engines import ROWS, WRITERS
+
+PACKAGES = ("torch", "deepspeed", "gemini-ft", "lm-resiliency")
+TOKENS = 512
+PLANS = {
+    "ZeRO-1": (2, Plan(128, TOKENS, pairs=3, plain=3, saved=4, stage=1)),
+    "ZeRO-3": (2, Plan(128, TOKENS, pairs=3, plain=3, saved=4, stage=3)),
+}
+QUICK = {"ZeRO-1": (1, Plan(32, 256, pairs=1, plain=2, saved=3, warm=2, stage=1))}
+OURS, RIVAL = "gemini", "lm_resiliency"
+
+
+def ratios(summaries: Mapping[str, Mapping[str, Any]], stage: str) -> dict[str, float | None]:
+    """gemini-ft against its rival, the best of DeepSpeed's writers, and nothing, from the medians of one stage."""
+    of = partial(trials.figure, summaries)
+    writers = [value for row in WRITERS if (value := of(row, "blocked_s")) is not None]
+    return {
+        f"blocked_vs_lm_resiliency{stage}": common.ratio(of(OURS, "blocked_s"), of(RIVAL, "blocked_s")),
+        f"blocked_vs_best_deepspeed_writer{stage}": common.ratio(of(OURS, "blocked_s"), min(writers, default=None)),
+        f"iteration_vs_no_checkpoint{stage}": common.ratio(of(OURS, "iteration_ratio"), 1.0),
+    }
+
+
+def report(results: Mapping[str, Mapping[str, Mapping[str, Any]]], ratio: Mapping[str, float | None], limit: float) -> str:
+    """The body of the dated report."""
+    parts = [
+        "Two ranks, one torch thread each, both on this machine; bf16 weights, fp32 masters and moments; times in ms, medians. `lost` is "
+        "an iteration with saves minus one without, in the same processes. Writers write to memory (tmpfs). Blocks in which other "
+        f"programs took more than {limit:.0%} of the machine were rejected."
+    ]
+    for stage, rows in results.items():
+        size = PLANS[stage][1].megabytes
+        parts.append(trials.table(f"{stage}, {size} MB of masters and moments per rank, every step saved", ROWS, rows))
+    return "\n\n".join([*parts, trials.ratio_table(ratio)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="32 MB, ZeRO-1, few steps, rows that start fast: under a minute, no report")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="ROW", help=f"rows to measure, of: {', '.join(ROWS)}")
+    trials.options(parser)
+    arguments = parser.parse_args()
+    common.clean_up_on_sigterm()
+
+    plans = {name: (arguments.rounds or rounds, plan) for name, (rounds, plan) in (QUICK if arguments.quick else PLANS).items()}
+    rows = {name: row for name, row in ROWS.items() if (name in arguments.rows if arguments.rows else row.quick or not arguments.quick)}
+    limit, patience = (1.0, 0.0) if arguments.quick else (arguments.noise_limit, arguments.patience)
+    measured = trials.measure("deepspeed_worker.py", rows, plans, limit, patience)
+    results = {
+        stage: {row: found.summary(plans[stage][1].megabytes * 10**6) for row, found in rows.items()} for stage, rows in measured.items()
+    }
+    ratio = ratios(results["ZeRO-1"], "")
+    if "ZeRO-3" in results:
+        ratio |= ratios(results["ZeRO-3"], "_zero3")
+    if not arguments.quick:
+        body = report(results, ratio, limit)
+        path = common.write_report("deepspeed-overhead", "Cost of keeping every step of a DeepSpeed engine", body, common.versions(PACKAGES))
+        print(f"report: benchmarks/results/{path.name}", file=sys.stderr)
+    common.print_result("deepspeed_overhead", results, ratio)
+
+
+if __name__ == "__main__":
+    main()
