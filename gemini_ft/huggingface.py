@@ -26,6 +26,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from transformers import Trainer, TrainerCallback
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
@@ -191,7 +192,8 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             trainer.lr_scheduler.load_state_dict(found["scheduler"]["state"])
             for group, rate in zip(trainer.optimizer.param_groups, found["scheduler"]["rates"], strict=True):
                 group["lr"] = rate
-        _log.info("the Trainer goes on at step %d of epoch %d", found["steps"], found["epoch"])
+        if dist.get_rank() == 0:
+            _log.info("the Trainer goes on after step %d of epoch %d", found["steps"], found["epoch"])
 
     def _restore_counts(self, found: Mapping[str, Any]) -> None:
         for name, value in found["counts"].items():

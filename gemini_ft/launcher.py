@@ -130,9 +130,22 @@ def _prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
     # As torchrun does later, with a long warning: the fork server must have it before it imports torch.
     if torchrun.determine_local_world_size(options.nproc_per_node) > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    options.standalone = options.standalone or _is_alone(options)
     missing = [f"{key}={value}" for key, value in _KEEP_ALIVE.items() if key not in options.rdzv_conf]
     options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, *missing]))
     return run_id
+
+
+def _is_alone(options: argparse.Namespace) -> bool:
+    """Whether this is a job of one host that has said nothing of how it comes together.
+
+    Torchrun's default then is the static rendezvous, in which a restart hangs if the script makes its process group itself.
+    """
+    said = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "node_rank")
+    parser = torchrun.get_args_parser()
+    return torchrun.parse_min_max_nnodes(options.nnodes) == (1, 1) and all(
+        getattr(options, name) == parser.get_default(name) for name in said
+    )
 
 
 def _show_messages() -> None:
