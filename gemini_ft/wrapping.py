@@ -21,6 +21,8 @@ from typing import Any
 
 _MODULE = "deepspeed"
 
+protected = False  # whether this process has a protected engine; `gemini_ft.deepspeed.attach` says so
+
 
 def install() -> None:
     """Replace ``deepspeed.initialize``: now if deepspeed is loaded, else as soon as it is. May be called any number of times."""

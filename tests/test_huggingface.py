@@ -30,8 +30,9 @@ class Run:
         command.append(json.dumps(run | {"out": str(folder)}))
         env = os.environ | {"OMP_NUM_THREADS": "1", "GEMINI_RUN_ID": folder.name, "GEMINI_LINGER": "30", "GEMINI_LOG_DIR": str(folder)}
         env |= {"GEMINI_FAULTS": faults, "GEMINI_FAULTS_DIR": str(folder / "faults"), "DS_ACCELERATOR": "cpu"}
-        done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200)
-        self.output = done.stdout
+        with open(folder / "output", "w") as output:
+            done = subprocess.run(command, cwd=folder, env=env, stdout=output, stderr=output, timeout=200)
+        self.output = (folder / "output").read_text()
         assert done.returncode == 0, self.output[-6000:]
         lines = [[json.loads(line) for line in (folder / f"rank-{rank}").read_text().splitlines()] for rank in range(2)]
         self.engines = [[(line["engine"], line["steps"]) for line in of if "engine" in line] for of in lines]  # of every attempt
@@ -44,15 +45,21 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_without_the_section_nothing_happens(undisturbed: Run) -> None:
-    assert undisturbed.engines == [[("DeepSpeedEngine", 0)]] * 2
-    assert "gemini" not in undisturbed.output
+    # DeepSpeed by itself sometimes ends in an abort, and torch's launcher begins anew.
+    assert {engine for of in undisturbed.engines for engine in of} == {("DeepSpeedEngine", 0)}
+    assert "[gemini" not in undisturbed.output
 
 
 def test_a_trainer_with_the_callback_ends_with_the_very_bits(undisturbed: Run, tmp_path: Path) -> None:
     """Every loss, norm of gradients, learning rate, evaluation and weight, though it is killed in and between two epochs."""
     run = Run(tmp_path, TRAINER | {"section": True, "callback": True}, faults=FAULTS)
-    assert run.engines == [[("GeminiDeepSpeedEngine", steps) for steps in (0, 7, 12)]] * 2
-    assert run.ends == undisturbed.ends
+    first, killed, killed_in_copy = run.engines[0]
+    assert run.engines == [[first, killed, killed_in_copy]] * 2
+    assert (first[1], killed[1]) == (0, 7)
+    assert killed_in_copy[1] in (11, 12)  # whichever was complete
+    assert [len(ends) for ends in run.ends] == [1, 1]
+    for rank in range(2):
+        assert run.ends[rank][0] == undisturbed.ends[rank][-1]
     assert run.ends[0][0]["end"] == 18
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 
+from gemini_ft import wrapping
 from gemini_ft.checkpointer import Checkpointer
 from gemini_ft.config import load_config
 from gemini_ft.deepspeed.state import EngineState
@@ -157,6 +158,7 @@ def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
     extension = _ProtectedPipeline if isinstance(engine, deepspeed.PipelineEngine) else _ProtectedEngine
     engine.__dict__["gemini"] = Protection(engine, section)  # past nn.Module's own __setattr__
     engine.__class__ = type(f"Gemini{kind.__name__}", (extension, kind), {"__module__": kind.__module__})
+    wrapping.protected = True
     return engine
 
 
