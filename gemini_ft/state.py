@@ -225,7 +225,7 @@ def _naming(name: str, model: nn.Module, live: Iterable[Live]) -> Extras:
     names = {id(item.tensor): item.name for item in takewhile(lambda item: item.role is not Role.STATE, live)}
     inner, now = unwrap_model(model), tuple(names)
     if inner not in _namings or _namings[inner][0] != now:
-        keys = {key: names[id(tensor)] for key, tensor in _state_dict_tensors(inner)}
+        keys = {key: names[id(tensor)] for key, tensor in state_dict_tensors(inner)}
         own = {other for other in names.values() if other.startswith(f"{name}.")}
         differing = {key: value for key, value in keys.items() if value != f"{name}.{key}"}
         absent = sorted(own - {f"{name}.{key}" for key in keys.keys() - differing.keys()})
@@ -241,7 +241,7 @@ def _is_out_of_order(tensor: torch.Tensor) -> bool:
     return bool(ranks != sorted(ranks))
 
 
-def _state_dict_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def state_dict_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """What ``module.state_dict()`` has, by its keys, tied tensors under each of them."""
     for prefix, part in module.named_modules(remove_duplicate=False):
         persistent = {name: buffer for name, buffer in part._buffers.items() if name not in part._non_persistent_buffers_set}

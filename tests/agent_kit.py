@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import mmap
 import multiprocessing
@@ -50,7 +51,11 @@ from gemini_ft.messages import (
 from gemini_ft.versions import Incarnation, Version
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch._dynamo", "gemini_ft.rendezvous", "gemini_ft.checkpointer", "agent_kit"])
+_PRELOAD = ["torch", "torch._dynamo", "gemini_ft.rendezvous", "gemini_ft.checkpointer", "agent_kit"]
+if importlib.util.find_spec("deepspeed"):
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    _PRELOAD.append("gemini_ft.deepspeed.engine")
+context.set_forkserver_preload(_PRELOAD)
 
 WAIT = 30.0  # seconds until something that must happen is given up
 CHUNK = 2**16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,14 +101,31 @@ def start(case: Case, net: nn.Module, micro_batch: int = 4) -> Any:
 
 def result_of(engine: Any, first: int) -> dict[str, Any]:
     """What a rank says at its end; it has left the run then."""
-    from gemini_ft.deepspeed.state import EngineState
     from gemini_ft.testing import digest
 
-    live = {item.name: item.tensor for item in EngineState(engine).survey()}
+    live = state_of(engine)
     restored = engine.gemini.checkpointer.stats.restored
     engine.gemini.close()
     dist.barrier()
     return {"start": first, "state": digest({**live, "rng": torch.get_rng_state()}), "restored": restored}
+
+
+def state_of(engine: Any) -> dict[str, torch.Tensor]:
+    """What training depends on; padding, which ZeRO leaves as it finds it, is left out."""
+    from gemini_ft.deepspeed.anatomy import present_cut
+    from gemini_ft.deepspeed.state import EngineState
+
+    cut, found = present_cut(engine), dict[str, torch.Tensor]()
+    for item in EngineState(engine).survey():
+        master = item.name if item.name in cut.shapes else item.name.rpartition(".")[0]
+        if cut.shapes.get(master) == tuple(item.tensor.shape):
+            flat = item.tensor.detach().flatten()
+            for piece in cut.of(master):
+                length = piece.stop - piece.start
+                found[f"{item.name}:{piece.param}"] = flat[piece.offset : piece.offset + length]
+        else:
+            found[item.name] = item.tensor
+    return found
 
 
 def train(case: Case, out: str) -> dict[str, Any]:
@@ -127,9 +145,9 @@ def train(case: Case, out: str) -> dict[str, Any]:
         for step in range(first, case.steps):
             for micro in range(case.accumulate):
                 loss = engine(torch.randn(4, 8).to(dtype)).float().square().mean()
+                trace.write(f"{step * case.accumulate + micro} {loss.item().hex()} {engine.get_lr()[0].hex()}\n")
                 engine.backward(loss)
                 engine.step()
-                trace.write(f"{step * case.accumulate + micro} {loss.item().hex()} {engine.get_lr()[0].hex()}\n")
     return result_of(engine, first)
 
 
@@ -144,8 +162,9 @@ def train_pipeline(case: Case, out: str) -> dict[str, Any]:
     gemini_ft.init_process_group("gloo")
     rank = dist.get_rank()
     deepspeed.init_distributed("gloo")
+    torch.manual_seed(0)
     layers = [nn.Linear(8, 24), nn.ReLU(), nn.Dropout(0.2), nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 1)]
-    net = PipelineModule(layers=layers, num_stages=2, loss_fn=lambda out, y: (out - y).square().mean(), seed_layers=True, base_seed=1)
+    net = PipelineModule(layers=layers, num_stages=2, loss_fn=lambda out, y: (out - y).square().mean())
     torch.manual_seed(rank)
     params = [param for param in net.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=1e-2)
@@ -197,7 +216,9 @@ def train_resized(case: Case, out: str, until: int, universal: str = "") -> dict
             trace.write(f"{step} {(mean / world).item().hex()} {engine.get_lr()[0].hex()}\n")
     if universal:
         engine.save_checkpoint(universal, tag=f"step{until}")
-    restored = engine.gemini.checkpointer.stats.restored
+    stats = engine.gemini.checkpointer.stats
+    while stats.committed != until:
+        time.sleep(0.01)
     engine.gemini.close(finished=False)
     dist.barrier()
-    return {"start": first, "restored": restored}
+    return {"start": first, "restored": stats.restored}

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("deepspeed", reason="needs deepspeed")
+
 from gemini_ft.deepspeed.cuts import Cut, Fragment, OldShards
 from gemini_ft.errors import LayoutMismatchError
 from gemini_ft.layout import Layout, TensorSpec, build_layout

@@ -7,8 +7,22 @@
         ...
 
 The options are the ``"gemini"`` section of the configuration; without one this is ``deepspeed.initialize``.
+Importing this module does not import DeepSpeed.
 """
 
-from gemini_ft.deepspeed.engine import Protection, attach, initialize
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gemini_ft.deepspeed.engine import Protection, attach, initialize
 
 __all__ = ["Protection", "attach", "initialize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from gemini_ft.deepspeed import engine
+
+    return getattr(engine, name)

@@ -125,8 +125,8 @@ class _ProtectedEngine(_Protected):
 
 
 class _ProtectedPipeline(_Protected):
-    def _exec_optimizer_step(self, *arguments: Any, **named: Any) -> Any:
-        result = super()._exec_optimizer_step(*arguments, **named)  # type: ignore[misc]
+    def train_batch(self, *arguments: Any, **named: Any) -> Any:
+        result = super().train_batch(*arguments, **named)  # type: ignore[misc]
         self.gemini.stepped()
         return result
 

@@ -16,13 +16,12 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import DummyOptim
 
 from gemini_ft import codec
+from gemini_ft.deepspeed.anatomy import about, others, present_cut
 from gemini_ft.deepspeed.cuts import Cut, OldShards
 from gemini_ft.deepspeed.masters import (
     base_optimizer,
     is_partitioned,
     masters,
-    others,
-    present_cut,
     rebuild_weights,
     release_gathered,
     replay_beta_powers,
@@ -50,7 +49,7 @@ class EngineState:
         self._engine = engine
         _check(engine)
         self._cut, self._others = present_cut(engine), others(engine)
-        self._packed_cut = codec.encode(self._cut.pack())  # once: it never changes
+        self._fixed = {"cut": codec.encode(self._cut.pack()), "about": codec.encode(about(engine))}  # once: it never changes
         self.resizable = engine.dp_world_size == dist.get_world_size()
 
     def survey(self) -> list[Live]:
@@ -91,7 +90,7 @@ class EngineState:
             "optimizer": type(engine.optimizer).__qualname__,
             "base optimizer": type(base).__qualname__,
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
-            "cut": self._packed_cut,
+            **self._fixed,
             "accumulation": engine.gradient_accumulation_steps(),
             "values": values,
             "groups": [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups],
