@@ -105,22 +105,24 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
     # -- called by the extended Trainer
 
     def prepare(self, trainer: Any, prepare: Callable[..., Any], max_steps: int, train_dataloader: Any, checkpoint: str | None) -> Any:
-        """The engine is made, and resumed if there is something to resume: then from there, and not from a checkpoint."""
+        """The engine is made, and resumed if there is something to resume; from a checkpoint only if that is newer."""
         self._protection, self._found, self._trainer = None, None, trainer
         prepared = prepare(max_steps, train_dataloader, None)
         self._protection = _protect(trainer)
-        if self._protection is not None and self._protection.resumed is not None:
-            self._found = self._protection.client_state.get(_KEY)
-            if self._found is None:
-                raise ConfigError(
-                    f"step {self._protection.resumed} was recorded without a GeminiCallback, so the Trainer's position is not known; "
-                    "start afresh with another run_id or resume='never', or take the callback away"
-                )
-            self._restore_state()
+        resumed = self._protection.resumed if self._protection is not None else None
+        found = self._protection.client_state.get(_KEY) if resumed is not None else None
+        if found is not None and (checkpoint is None or found["state"]["global_step"] > trainer.state.global_step):
+            self._found = found
+            self._restore_state(found)
         elif checkpoint is not None:  # what the Trainer does where it was given none
             deepspeed_load_checkpoint(trainer.model_wrapped, checkpoint, load_module_strict=not _is_peft_model(trainer.model))
             trainer._load_optimizer_and_scheduler(checkpoint)
             trainer._load_scaler(checkpoint)
+        elif resumed is not None:
+            raise ConfigError(
+                f"step {resumed} was recorded without a GeminiCallback, so the Trainer's position is not known; "
+                "start afresh with another run_id or resume='never', or take the callback away"
+            )
         return prepared
 
     def run_epoch(self, run: Callable[..., None], named: dict[str, Any]) -> None:
@@ -128,6 +130,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         if self._protection is None:
             return run(**named)
         trainer, epoch, found = self._trainer, named["epoch"], self._found
+        accumulated = trainer.args.gradient_accumulation_steps
         if found is not None:
             if epoch < found["epoch"]:
                 return None
@@ -137,11 +140,13 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
                 trainer.control.should_training_stop = True
                 return None
             set_rng_state(found["epoch_rng"])
-            skipped = found["steps"] * trainer.args.gradient_accumulation_steps
-            named |= {"epochs_trained": epoch, "steps_trained_in_current_epoch": skipped}
-            named["resume_from_checkpoint"] = _NO_FOLDER if skipped else None
+            named |= {"epochs_trained": epoch, "steps_trained_in_current_epoch": found["steps"] * accumulated}
+            named["resume_from_checkpoint"] = _NO_FOLDER if found["steps"] else None
+        in_the_middle = named["resume_from_checkpoint"] is not None and epoch == named["epochs_trained"]
+        self._steps_before = trainer.state.global_step
+        if in_the_middle:
+            self._steps_before -= named["steps_trained_in_current_epoch"] // accumulated
         self._epoch, self._epoch_rng = epoch, rng_state()
-        self._steps_before = trainer.state.global_step - (found["steps"] if found is not None else 0)
         run(**named)
         if trainer.control.should_training_stop or epoch + 1 >= trainer.state.num_train_epochs:
             self._save(finished=True)
@@ -178,9 +183,8 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         self._protection.client_state[_KEY] = saved
         self._protection.save()
 
-    def _restore_state(self) -> None:
-        trainer, found = self._trainer, self._found
-        assert found is not None
+    def _restore_state(self, found: Mapping[str, Any]) -> None:
+        trainer = self._trainer
         for name, value in found["state"].items():
             if name not in ("max_steps", "num_train_epochs"):  # a job may go on for longer than was planned
                 setattr(trainer.state, name, value)

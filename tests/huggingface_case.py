@@ -96,11 +96,10 @@ def train(run: dict[str, Any], diary: Diary) -> None:
         learning_rate=1e-2,
         logging_steps=2,
         eval_strategy="epoch",
-        save_strategy="no",
         report_to=[],
         disable_tqdm=True,
         dataloader_pin_memory=False,
-        **{"num_train_epochs": 3, "seed": 5} | run.get("arguments", {}),
+        **{"num_train_epochs": 3, "seed": 5, "save_strategy": "no"} | run.get("arguments", {}),
     )
 
     class Evaluating(Trainer):
@@ -112,7 +111,7 @@ def train(run: dict[str, Any], diary: Diary) -> None:
             return metrics
 
     trainer = Evaluating(model=model(), args=arguments, train_dataset=Texts(SAMPLES), eval_dataset=Texts(4), callbacks=callbacks)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=run.get("checkpoint"))
     clock = ("runtime", "per_second")
     history = [{key: value for key, value in entry.items() if not key.endswith(clock)} for entry in trainer.state.log_history]
     diary.note(end=trainer.state.global_step, history=history, bits=bits(trainer.model_wrapped))

@@ -56,3 +56,12 @@ def test_a_plain_loop_survives_under_either_launcher(tmp_path: Path, launcher: s
     output = run(*command, timeout=250, **env)
     assert "resuming at iteration 29 from memory" in output
     assert "step 60: loss" in output
+
+
+@pytest.mark.timeout(300)
+def test_a_trainer_of_transformers_is_killed_twice() -> None:
+    for module in ("deepspeed", "transformers", "accelerate"):
+        pytest.importorskip(module, reason=f"needs {module}")
+    output = run(sys.executable, str(EXAMPLES / "huggingface_trainer.py"), timeout=250)
+    assert output.count("step 32: training loss 0x") == 2
+    assert "IDENTICAL: not one bit differs" in output

@@ -17,7 +17,8 @@ pytest.importorskip("accelerate", reason="needs accelerate")
 
 CASE = Path(__file__).with_name("huggingface_case.py")
 FAULTS = "step=8:rank=1:sigkill; step=12:rank=0:sigkill:moment=in_copy"
-TRAINER = {"kind": "trainer", "accumulate": 2}  # six steps in an epoch, the last of them with one batch; three epochs
+# Six steps in an epoch, the last of them with one batch; three epochs.
+TRAINER = {"kind": "trainer", "accumulate": 2, "arguments": {"save_strategy": "steps", "save_steps": 8}}
 
 pytestmark = [pytest.mark.timeout(300)]
 
@@ -32,7 +33,7 @@ class Run:
         env |= {"GEMINI_FAULTS": faults, "GEMINI_FAULTS_DIR": str(folder / "faults"), "DS_ACCELERATOR": "cpu"}
         with open(folder / "output", "w") as output:
             done = subprocess.run(command, cwd=folder, env=env, stdout=output, stderr=output, timeout=200)
-        self.output = (folder / "output").read_text()
+        self.folder, self.output = folder, (folder / "output").read_text()
         assert done.returncode == 0, self.output[-6000:]
         lines = [[json.loads(line) for line in (folder / f"rank-{rank}").read_text().splitlines()] for rank in range(2)]
         self.engines = [[(line["engine"], line["steps"]) for line in of if "engine" in line] for of in lines]  # of every attempt
@@ -61,6 +62,17 @@ def test_a_trainer_with_the_callback_ends_with_the_very_bits(undisturbed: Run, t
     for rank in range(2):
         assert run.ends[rank][0] == undisturbed.ends[rank][-1]
     assert run.ends[0][0]["end"] == 18
+
+
+def test_what_is_newer_than_a_checkpoint_wins(undisturbed: Run, tmp_path: Path) -> None:
+    """The first start follows ``resume_from_checkpoint``, as without gemini-ft; the restart goes on from memory."""
+    checkpoint = str(undisturbed.folder / "checkpoints" / "checkpoint-8")
+    run = Run(tmp_path, TRAINER | {"section": True, "callback": True, "checkpoint": checkpoint}, faults="step=12:rank=0:sigkill")
+    assert run.engines == [[("GeminiDeepSpeedEngine", steps) for steps in (8, 11)]] * 2
+    for rank in range(2):
+        end, expected = run.ends[rank][0], undisturbed.ends[rank][-1]
+        assert end["bits"] == expected["bits"]
+        assert end["history"][:-1] == expected["history"][:-1]  # the last entry is of what was trained after the checkpoint
 
 
 def test_a_loop_that_is_not_changed_goes_on_with_the_resumed_engine(tmp_path: Path) -> None:
