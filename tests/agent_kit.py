@@ -62,6 +62,12 @@ CHUNK = 2**16
 EXTRAS = b"extras"
 
 
+def preload(*modules: str) -> None:
+    """Ranks find these imported already, if this is called while tests are being collected."""
+    _PRELOAD.extend(modules)
+    context.set_forkserver_preload(_PRELOAD)
+
+
 def eventually(condition: Callable[[], Any], what: str = "it") -> Any:
     """The first true value of ``condition``; an error after half a minute."""
     end = time.monotonic() + WAIT

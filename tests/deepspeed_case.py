@@ -83,7 +83,8 @@ def configuration(case: Case, micro_batch: int = 4) -> dict[str, Any]:
         config |= {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}}
     if case.optimizer != "torch":
         config["optimizer"] = {"type": case.optimizer, "params": {"lr": 1e-2}}
-    return config | dict(case.config)
+    merged = config | dict(case.config)
+    return {key: value for key, value in merged.items() if value is not None}
 
 
 def start(case: Case, net: nn.Module, micro_batch: int = 4) -> Any:
@@ -189,24 +190,54 @@ def train_resized(case: Case, out: str, until: int, universal: str = "") -> dict
 
     Args:
         case: the job.
-        out: losses, averaged over the ranks, go to the file ``<out>.<rank>``.
+        out: losses, averaged over the ranks, go to the file ``<out>.<rank>``; whole weights, at the end, to ``<out>.weights``.
         until: optimizer step.
         universal: folder of DeepSpeed's own checkpoints: load the universal one if there is one, and save at the end.
     """
     import gemini_ft
 
     gemini_ft.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     there = bool(universal) and os.path.exists(f"{universal}/latest_universal")
     if there:
         case = Case(**{**vars(case), "config": {**case.config, "checkpoint": {"load_universal": True}}})
-    engine = start(case, Smooth(), GLOBAL_BATCH // world)
+    engine = start(case, Smooth(), GLOBAL_BATCH // dist.get_world_size())
     if there:
         engine.load_checkpoint(universal)
-    first, dtype = engine.global_steps, torch.bfloat16 if case.bf16 else torch.float32
+    first = engine.global_steps
+    _train_smooth(case, engine, out, until)
+    if universal:
+        engine.save_checkpoint(universal, tag=f"step{until}")
+    stats = engine.gemini.checkpointer.stats
+    while stats.committed != until:
+        time.sleep(0.01)
+    engine.gemini.close(finished=False)
+    weights = whole_weights(engine)
+    if dist.get_rank() == 0:
+        torch.save(weights, f"{out}.weights")
+    dist.barrier()
+    return {"start": first, "restored": stats.restored}
+
+
+def continue_plainly(case: Case, out: str, folder: str, until: int) -> int:
+    """Go on from a folder of DeepSpeed's own format, without this package, and from weights that are not those of `train_resized`."""
+    import gemini_ft
+
+    gemini_ft.init_process_group("gloo")
+    torch.manual_seed(0 if case.stage == 3 else 99)  # at stage 3 DeepSpeed leaves frozen parameters as they are
+    engine = start(Case(**{**vars(case), "config": {**case.config, "gemini": None}}), Smooth(), GLOBAL_BATCH // dist.get_world_size())
+    engine.load_checkpoint(folder)
+    first = int(engine.global_steps)
+    _train_smooth(case, engine, out, until)
+    dist.barrier()
+    return first
+
+
+def _train_smooth(case: Case, engine: Any, out: str, until: int) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dtype = torch.bfloat16 if case.bf16 else torch.float32
     with open(f"{out}.{rank}", "a", buffering=1) as trace:
-        for step in range(first, until):
+        for step in range(engine.global_steps, until):
             batch = torch.randn(GLOBAL_BATCH, 8, generator=torch.Generator().manual_seed(step))
             loss = engine(batch[rank * GLOBAL_BATCH // world :][: GLOBAL_BATCH // world].to(dtype)).float().square().mean()
             engine.backward(loss)
@@ -214,11 +245,11 @@ def train_resized(case: Case, out: str, until: int, universal: str = "") -> dict
             mean = loss.detach().double()
             dist.all_reduce(mean)
             trace.write(f"{step} {(mean / world).item().hex()} {engine.get_lr()[0].hex()}\n")
-    if universal:
-        engine.save_checkpoint(universal, tag=f"step{until}")
-    stats = engine.gemini.checkpointer.stats
-    while stats.committed != until:
-        time.sleep(0.01)
-    engine.gemini.close(finished=False)
-    dist.barrier()
-    return {"start": first, "restored": stats.restored}
+
+
+def whole_weights(engine: Any) -> dict[str, torch.Tensor]:
+    """The module's state dict, gathered. Collective."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=None):
+        return {name: tensor.detach().clone() for name, tensor in engine.module.state_dict().items()}

@@ -270,7 +270,7 @@ class TestRefusals:
         ("form", "text"),
         [
             ("lightning", "needs a stream of a Lightning Trainer (fit-0, ...); 'main' of run"),
-            ("deepspeed", "needs a DeepSpeed stream, and no stream of this version is one: it comes with the DeepSpeed plugin"),
+            ("deepspeed", "needs a stream of a DeepSpeed engine (deepspeed-0, ...); 'main' of run"),
         ],
     )
     def test_a_format_of_another_loop(self, ddp: Job, form: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

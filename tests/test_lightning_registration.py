@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import json
 import pickle
 import subprocess
 import sys
 from datetime import timedelta
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import lightning.fabric
@@ -21,15 +24,21 @@ import gemini_ft
 import gemini_ft.pytorch_lightning
 from gemini_ft.errors import ConfigError
 from gemini_ft.lightning import compat, registration
+from gemini_ft.lightning.deepspeed import EnginesOnCpu
 from gemini_ft.lightning.options import refuse_platform, sort_options
 
-NAMES = {"gemini", "gemini_fsdp", "gemini_fsdp2"}
+STAGES = [f"gemini_deepspeed{suffix}" for suffix in ("", "_stage_1", "_stage_2", "_stage_2_offload", "_stage_3", "_stage_3_offload")]
+NAMES = {"gemini", "gemini_fsdp", "gemini_fsdp2", "gemini_deepspeed_stage_3_offload_nvme", *STAGES}
 TRAINERS = [(lightning.pytorch, gemini_ft.lightning), (pytorch_lightning, gemini_ft.pytorch_lightning)]
 FABRICS = [(lightning.fabric, gemini_ft.lightning), (lightning_fabric, gemini_ft.pytorch_lightning)]
 
 # What is imported, in order -> the registries that must have the names, and the packages that must not be loaded.
 ORDERS = {
-    "gemini-first": ("gemini_ft, lightning.pytorch", ["lightning.pytorch", "lightning.fabric"], ["pytorch_lightning"]),
+    "gemini-first": (
+        "gemini_ft, lightning.pytorch, gemini_ft.lightning",
+        ["lightning.pytorch", "lightning.fabric"],
+        ["pytorch_lightning", "deepspeed"],
+    ),
     "lightning-first": ("lightning.pytorch, gemini_ft", ["lightning.pytorch", "lightning.fabric"], ["pytorch_lightning"]),
     "old-name": ("gemini_ft, pytorch_lightning", ["pytorch_lightning", "lightning_fabric"], ["lightning"]),
     "fabric-only": ("gemini_ft, lightning_fabric", ["lightning_fabric"], ["lightning", "pytorch_lightning"]),
@@ -99,6 +108,54 @@ def test_fsdp2(package: Any, ours: ModuleType) -> None:
     assert isinstance(strategy, package.strategies.ModelParallelStrategy)
 
 
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize(("package", "ours"), TRAINERS)
+def test_deepspeed_has_the_stages_that_lightning_has(package: Any, ours: ModuleType, name: str) -> None:
+    pytest.importorskip("deepspeed")
+    strategy, theirs = (package.strategies.StrategyRegistry.get(of) for of in (name, name.removeprefix("gemini_")))
+    assert type(strategy) is ours.GeminiDeepSpeedStrategy
+    assert isinstance(strategy, package.strategies.DeepSpeedStrategy)
+    assert strategy.config == theirs.config
+
+
+def test_options_in_a_deepspeed_configuration(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 1}, "gemini": {"replicas": 3, "interval": 5, "timeout": 7}}))
+    strategy = gemini_ft.lightning.GeminiDeepSpeedStrategy(config=path, interval=2)
+    assert (strategy.gemini_config.replicas, strategy.gemini_config.interval, strategy.gemini_config.timeout) == (3, 2, 7)
+    assert strategy.config == {"zero_optimization": {"stage": 1}}
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [({"replcas": 2}, "unknown option 'replcas' .did you mean 'replicas'.. in the section"), ({"stage": 1}, "'stage'"), (2, "a mapping")],
+)
+def test_a_wrong_section_in_a_deepspeed_configuration(section: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        gemini_ft.lightning.GeminiDeepSpeedStrategy(config={"gemini": section})
+
+
+def test_deepspeed_must_use_the_devices_that_the_trainer_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = pytest.importorskip("deepspeed").accelerator
+    monkeypatch.setattr(accelerator, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    strategy = gemini_ft.lightning.GeminiDeepSpeedStrategy(accelerator="cpu", parallel_devices=[torch.device("cpu")])
+    with pytest.raises(ConfigError, match=r"uses cpu and DeepSpeed cuda; .*DS_ACCELERATOR=cpu, or use Trainer\(accelerator='gpu'\)"):
+        EnginesOnCpu.setup_environment(strategy)
+
+
+@pytest.mark.parametrize("package", [lightning.fabric, lightning_fabric])
+def test_deepspeed_under_fabric_is_refused(package: Any) -> None:
+    with pytest.raises(ConfigError, match=r"gemini_deepspeed_stage_2.*gemini_ft\.deepspeed\.initialize"):
+        package.Fabric(strategy="gemini_deepspeed_stage_2", accelerator="cpu", devices=1)
+
+
+@pytest.mark.parametrize("package", [lightning.pytorch, pytorch_lightning])
+def test_state_on_disk_is_refused(package: Any) -> None:
+    with pytest.raises(ConfigError, match="use strategy='gemini_deepspeed_stage_3_offload'"):
+        package.strategies.StrategyRegistry.get("gemini_deepspeed_stage_3_offload_nvme")
+
+
 @pytest.mark.parametrize("package", [lightning.pytorch, pytorch_lightning, lightning.fabric, lightning_fabric])
 def test_fsdp1_is_refused(package: Any) -> None:
     fabric = "fabric" in package.__name__
@@ -157,9 +214,11 @@ def test_options_are_in_the_signature() -> None:
 
 @pytest.mark.parametrize("module", [gemini_ft.lightning, gemini_ft.pytorch_lightning])
 def test_strategies_can_be_pickled_before_they_are_used(module: ModuleType) -> None:
-    strategy = pickle.loads(pickle.dumps(module.GeminiStrategy(replicas=3)))
-    assert type(strategy) is module.GeminiStrategy
-    assert strategy.gemini_config.replicas == 3
+    kinds = [module.GeminiStrategy, *([module.GeminiDeepSpeedStrategy] if importlib.util.find_spec("deepspeed") else [])]
+    for kind in kinds:
+        strategy = pickle.loads(pickle.dumps(kind(replicas=3)))
+        assert type(strategy) is kind
+        assert strategy.gemini_config.replicas == 3
 
 
 def test_every_public_name_exists_in_both_modules() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -18,15 +17,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from agent_kit import context
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import gemini_ft
 from gemini_ft import rendezvous
 from gemini_ft.errors import GeminiError, PeerError, StateError, WorldSizeError
 from gemini_ft.store import open_store
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "gemini_ft.rendezvous"])
 
 
 class Ranks:
@@ -36,8 +33,8 @@ class Ranks:
         self.processes = []
         self._pipes: list[Connection] = []
         for environ in environments:
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_run_rank, args=(function, environ, theirs))
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_run_rank, args=(function, environ, theirs))
             process.start()
             theirs.close()
             self.processes.append(process)

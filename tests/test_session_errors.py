@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_kit import context
 from rank_kit import World
 from session_case import loop
 
@@ -21,8 +20,6 @@ from gemini_ft.errors import (
     StateError,
     WorldSizeError,
 )
-
-context.set_forkserver_preload(["torch", "torch._dynamo", "gemini_ft.rendezvous", "gemini_ft.checkpointer", "agent_kit"])
 
 
 @pytest.fixture

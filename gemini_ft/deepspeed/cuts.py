@@ -104,6 +104,17 @@ class OldShards:
         of_shape = {key: _spec(found[0].piece) for key, found in self._found.get(param, {}).items() if key}
         return of_shape, {key: _spec(found.piece) for key, found in self._scalars.get(param, {}).items()}
 
+    def dtype(self, param: str, key: str) -> str:
+        """That of a parameter (empty key) or of state of its shape.
+
+        Raises:
+            LayoutMismatchError: nobody had it.
+        """
+        found = self._found.get(param, {}).get(key)
+        if not found:
+            raise LayoutMismatchError(f"no rank has {key or 'any part'} of {param}")
+        return found[0].piece.dtype
+
     def shared(self, param: str, key: str, name: str) -> Read:
         """What to read to fill the tensor ``name`` with state that every fragment of a master shares."""
         found = self._scalars[param][key]

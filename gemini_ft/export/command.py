@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from gemini_ft.config import GeminiConfig, load_config
 from gemini_ft.errors import ConfigError, RecoveryError
-from gemini_ft.export import dcp, lightning, safetensors
+from gemini_ft.export import dcp, deepspeed, lightning, safetensors
 from gemini_ft.export.source import Checkpoint, from_memory, from_storage
-from gemini_ft.export.target import staged
+from gemini_ft.export.target import DCP, DEEPSPEED, Target, staged
 from gemini_ft.session import read_secret
 from gemini_ft.storage.base import open_storage
 
@@ -24,7 +24,8 @@ It is read from the memory of this machine's agents, of a job that runs or that 
 While a running job's memory is read, it may leave out a few snapshots, or wait for them where on_late is "wait".
   lightning    DIR/step-N.ckpt, for Trainer.fit(ckpt_path=...)
   dcp          DIR, for torch.distributed.checkpoint.load: {"model": ..., "optim": ...}
-  safetensors  DIR/model.safetensors: the weights"""
+  safetensors  DIR/model.safetensors: the weights
+  deepspeed    DIR, for engine.load_checkpoint, of a DeepSpeed engine and with as many ranks as it had"""
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -35,21 +36,17 @@ def command(arguments: Sequence[str]) -> int:
     """
     options = _parser().parse_args(arguments)
     step = _step(options.step)
-    if options.format == "deepspeed":
-        raise ConfigError(
-            "format='deepspeed' needs a DeepSpeed stream, and no stream of this version is one: it comes with the DeepSpeed plugin. "
-            "Use --format lightning, dcp or safetensors"
-        )
     config = load_config()
     endpoint = options.endpoint_url or (config.storage.endpoint_url if config.storage is not None else None)
     with contextlib.closing(_find(step, options, config)) as checkpoint:
         name = {"lightning": f"step-{checkpoint.step}.ckpt", "safetensors": "model.safetensors"}.get(options.format)
-        with staged(options.to, name, options.overwrite, endpoint) as folder:
+        target = {"dcp": DCP, "deepspeed": DEEPSPEED}.get(options.format, Target(name))
+        with staged(options.to, target, options.overwrite, endpoint) as folder:
             if name is None:
-                dcp.write(checkpoint, folder)
+                {"dcp": dcp.write, "deepspeed": deepspeed.write}[options.format](checkpoint, folder)
             else:
                 {"lightning": lightning.write, "safetensors": safetensors.write}[options.format](checkpoint, folder, name)
-            nbytes = sum(path.stat().st_size for path in folder.iterdir())
+            nbytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     where = options.to if name is None else f"{options.to.rstrip('/')}/{name}"
     print(f"wrote step {checkpoint.step} of {checkpoint.run} ({checkpoint.stream}) from {checkpoint.where} to {where}: {nbytes:,} bytes")
     return 0
@@ -64,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         "--from", dest="source", metavar="URL", help="storage to read, as in storage.url (default: memory, then what is configured)"
     )
     parser.add_argument("--run-id", default=os.environ.get("GEMINI_RUN_ID"), help="which run (default: GEMINI_RUN_ID, or the only one)")
-    parser.add_argument("--stream", help="which line of snapshots: main, fit-0, fabric-0 (default: the only one)")
+    parser.add_argument("--stream", help="which line of snapshots: main, fit-0, fabric-0, deepspeed-0 (default: the only one)")
     parser.add_argument("--endpoint-url", help="of an S3-compatible store (default: boto3's own choice)")
     parser.add_argument("--overwrite", action="store_true", help="replace what was exported there before")
     parser.add_argument("--trust-pickle", action="store_true", help="load pickles from storage that are not signed with the run's secret")

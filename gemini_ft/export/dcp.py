@@ -16,14 +16,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from gemini_ft.errors import StorageError
 from gemini_ft.export.source import Checkpoint
-from gemini_ft.export.state import OptimizerState, State
-
-METADATA = ".metadata"  # written last, by torch too: without it there is no checkpoint
+from gemini_ft.export.state import OptimizerState
+from gemini_ft.export.zero import read_states
 
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:
     """Write into ``folder``. It can be loaded by any number of ranks."""
-    state = State(checkpoint, optimizers=True)
+    state = read_states(checkpoint, optimizers=True)
     document = {"model": state.model() | state.extra_state(), "optim": _merged(state.optimizers())}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is the intent

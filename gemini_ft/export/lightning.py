@@ -12,7 +12,8 @@ import torch
 
 from gemini_ft.errors import ConfigError, StorageError
 from gemini_ft.export.source import Checkpoint
-from gemini_ft.export.state import OptimizerState, State, on_cpu
+from gemini_ft.export.state import OptimizerState, on_cpu
+from gemini_ft.export.zero import read_states
 from gemini_ft.lightning.capture import file_checkpoint
 
 _log = logging.getLogger("gemini_ft")
@@ -32,7 +33,7 @@ def write(checkpoint: Checkpoint, folder: Path, name: str) -> None:
             f"format='lightning' needs a stream of a Lightning Trainer (fit-0, ...); {checkpoint.stream!r} of run {checkpoint.run!r} is of "
             "a loop without a Trainer, whose progress Lightning cannot continue. Use --format dcp or safetensors"
         ) from None
-    state = State(checkpoint, optimizers=True)
+    state = read_states(checkpoint, optimizers=True)
     model = state.model(raw=True) | state.extra_state()
     content = file_checkpoint(saved, model, [_state_dict(optimizer) for optimizer in state.optimizers()])
     try:

@@ -14,7 +14,7 @@ import torch
 
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.export.source import Checkpoint
-from gemini_ft.export.state import State
+from gemini_ft.export.zero import read_states
 from gemini_ft.storage.shard import CODES
 
 
@@ -24,7 +24,7 @@ def write(checkpoint: Checkpoint, folder: Path, name: str) -> None:
     Raises:
         UnsupportedStateError: a dtype is unknown to safetensors; the tensor is named.
     """
-    state = State(checkpoint, optimizers=False)
+    state = read_states(checkpoint, optimizers=False)
     tied = state.tied
     tensors = {key: tensor for key, tensor in state.model().items() if key not in tied}
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))  # so that all are aligned

@@ -78,6 +78,10 @@ class Checkpoint:
         """
         return codec.decode(self._extras, self.secret, self.trust_pickle, part)
 
+    def extras_of(self, owner: int, *part: str) -> Any:
+        """The same, as another rank had it."""
+        return codec.decode(self.shards[owner].extras(), self.secret, self.trust_pickle, part)
+
     @cached_property
     def _extras(self) -> bytes:
         return self.shards[0].extras()

@@ -1,7 +1,7 @@
 """Lightning on top of :class:`gemini_ft.Checkpointer`: ``Trainer(strategy="gemini")`` and ``Fabric(strategy="gemini")``.
 
-``import gemini_ft`` is enough to use the names ``gemini`` (DDP) and ``gemini_fsdp2``. The classes here are for those
-who want to give options in code::
+``import gemini_ft`` is enough to use the names ``gemini`` (DDP), ``gemini_fsdp2`` and, for the Trainer, ``gemini_deepspeed_stage_1``
+to ``_3``. The classes here are for those who want to give options in code::
 
     trainer = lightning.Trainer(strategy=gemini_ft.lightning.GeminiStrategy(replicas=2, storage="file:///checkpoints"))
 
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _FabricDDP
     from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as _FabricModelParallel
-    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
 
+    from gemini_ft.lightning.deepspeed import GeminiDeepSpeedMixin
     from gemini_ft.lightning.fabric import GeminiFabricMixin, GeminiFabricShardedMixin
     from gemini_ft.lightning.strategy import GeminiMixin, GeminiShardedMixin
 
@@ -25,12 +26,15 @@ if TYPE_CHECKING:
 
     class GeminiModelParallelStrategy(GeminiShardedMixin, ModelParallelStrategy): ...
 
+    class GeminiDeepSpeedStrategy(GeminiDeepSpeedMixin, DeepSpeedStrategy): ...
+
     class GeminiFabricStrategy(GeminiFabricMixin, _FabricDDP): ...
 
     class GeminiFabricModelParallelStrategy(GeminiFabricShardedMixin, _FabricModelParallel): ...
 
 
 __all__ = [
+    "GeminiDeepSpeedStrategy",
     "GeminiFabricModelParallelStrategy",
     "GeminiFabricStrategy",
     "GeminiModelParallelStrategy",

@@ -50,6 +50,9 @@ def _needed(package: str) -> list[str]:
         "loops.training_epoch_loop._TrainingEpochLoop.advance",
         "loops.training_epoch_loop._TrainingEpochLoop._should_accumulate",
         "loops.fetchers._PrefetchDataFetcher",
+        "strategies.deepspeed.DeepSpeedStrategy._initialize_deepspeed_inference",
+        "strategies.deepspeed.DeepSpeedStrategy._load_config",
+        "strategies.deepspeed.DeepSpeedStrategy._setup_model_and_optimizer",
     ]
 
 
@@ -147,6 +150,12 @@ def as_if_saved_by_callback(checkpoint: Mapping[str, Any]) -> None:
 def group_settings(strategy: Any) -> tuple[str, Any]:
     """Backend and timeout of the process group that ``strategy`` would create."""
     return strategy._get_process_group_backend(), strategy._timeout
+
+
+def read_deepspeed_config(strategy: Any, config: Any) -> dict[str, Any] | None:
+    """What a DeepSpeedStrategy would take for ``config``: a mapping, a path, or None for what PL_DEEPSPEED_CONFIG_PATH names."""
+    found: dict[str, Any] | None = strategy._load_config(config)
+    return found
 
 
 def fill_mesh(strategy: Any) -> None:

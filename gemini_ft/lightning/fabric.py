@@ -56,6 +56,11 @@ def by_name(name: str, package: str) -> Any:
             "Fabric(strategy='gemini_fsdp2') cannot know how to shard the model; give a function that does, for example "
             f"strategy={_PUBLIC[package]}.GeminiFabricModelParallelStrategy(parallelize_fn=shard)"
         )
+    if name.startswith("gemini_deepspeed"):
+        raise ConfigError(
+            f"Fabric(strategy={name!r}) is not supported; use it with the Trainer, or protect an engine in a loop of your own with "
+            "gemini_ft.deepspeed.initialize"
+        )
     return by_class("GeminiFabricStrategy", package)
 
 

@@ -83,10 +83,9 @@ class Fit:
 
     def bind(self) -> None:
         """Model and optimizers are in their final form."""
-        strategy = self._trainer.strategy
-        self.checkpointer.bind(strategy.lightning_module, strategy.optimizers)
+        self._bind_state()
         if self._found is not None:
-            complete(self._trainer, self.checkpoint, strategy.lightning_module.state_dict())
+            complete(self._trainer, self.checkpoint, self._trainer.lightning_module.state_dict())
 
     def load(self) -> None:
         """Fill model and optimizers. Collective."""
@@ -102,7 +101,7 @@ class Fit:
         assert self._found is not None
         if self._found["ckpt_path"] != str(path):
             checkpoint = load()
-            if checkpoint.get("global_step", 0) > self._iteration:
+            if checkpoint.get("global_step", 0) > self.checkpoint["global_step"]:
                 log.info("%s is at step %d: not resuming step %d of this run", path, checkpoint["global_step"], self._iteration)
                 self._found = None
                 compat.withdraw_checkpoint(self._trainer)
@@ -129,16 +128,30 @@ class Fit:
         self._pauses.close()
         self.checkpointer.close(finished=finished, interrupted=interrupted)
 
+    def _bind_state(self) -> None:
+        strategy = self._trainer.strategy
+        self.checkpointer.bind(strategy.lightning_module, strategy.optimizers)
+
+    @property
+    def _steps(self) -> int:
+        """Updates of the parameters so far."""
+        return int(self._trainer.global_step)
+
+    @property
+    def _is_accumulating(self) -> bool:
+        """Whether there are gradients that the next update needs; no snapshot has them."""
+        return compat.is_accumulating(self._trainer)
+
     def _before_batch(self) -> None:
         if self._found is not None:
             found, self._found = self._found, None
             restore(self._trainer, self._package, found)
             if self._ddp is not None:
                 restore_sync(self._ddp, found["ddp"])
-        step = self._trainer.global_step
+        step = self._steps
         if self._last_step is None:
             self._last_step = step  # as it was loaded, or initialised: nothing new yet
-        if step == self._last_step or compat.is_accumulating(self._trainer):
+        if step == self._last_step or self._is_accumulating:
             return
         interval = self.checkpointer.config.interval
         due = step // interval > self._last_step // interval

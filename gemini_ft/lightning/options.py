@@ -10,7 +10,7 @@ import difflib
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, get_args
 
@@ -44,7 +44,7 @@ def sort_options(strategy: str, base: type, options: Mapping[str, Any]) -> Optio
     for_base = {name: value for name, value in rest.items() if name in _parameters_of(base) and not _is_ours(name, value)}
     ours = {name: value for name, value in rest.items() if name not in for_base}
     if unknown := ours.keys() - GeminiConfig.model_fields:
-        raise ConfigError(_about_unknown(strategy, base, sorted(unknown)))
+        raise ConfigError(_about_unknown(strategy, base, unknown))
     return Options(load_config(ours), data_resume, for_base)
 
 
@@ -61,6 +61,24 @@ def signature_of(base: type) -> inspect.Signature:
             annotation = timedelta | float
         parameters[name] = given.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotation)
     return inspect.Signature(list(parameters.values()))
+
+
+def section_of(strategy: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The section "gemini" of a DeepSpeed configuration; empty if it has none.
+
+    Raises:
+        ConfigError: it has an option that gemini does not know.
+    """
+    section = config.get("gemini", {})
+    if not isinstance(section, Mapping):
+        raise ConfigError(f'{strategy}: "gemini" in the DeepSpeed configuration must hold a mapping of options, got {section!r}')
+    ours = sorted(GeminiConfig.model_fields)
+    if unknown := section.keys() - set(ours):
+        raise ConfigError(
+            f'{strategy}: unknown option {_with_hints(unknown, ours)} in the section "gemini" of the DeepSpeed configuration; '
+            f"allowed are {', '.join(ours)}"
+        )
+    return dict(section)
 
 
 def refuse_platform(device_type: str) -> None:
@@ -86,12 +104,17 @@ def _parameters_of(base: type) -> dict[str, inspect.Parameter]:
     return {name: parameter for name, parameter in parameters.items() if parameter.kind in named and name != "self"}
 
 
-def _about_unknown(strategy: str, base: type, unknown: list[str]) -> str:
+def _about_unknown(strategy: str, base: type, unknown: Iterable[str]) -> str:
     ours, theirs = sorted(GeminiConfig.model_fields), sorted({"data_resume", *_parameters_of(base)})
-    hints = []
-    for name in unknown:
-        close = difflib.get_close_matches(name, [*ours, *theirs], n=1)
-        hints.append(f"{name!r}" + (f" (did you mean {close[0]!r}?)" if close else ""))
     return (
-        f"{strategy}: unknown option {', '.join(hints)}; allowed are gemini's {', '.join(ours)}, and {base.__name__}'s {', '.join(theirs)}"
+        f"{strategy}: unknown option {_with_hints(unknown, [*ours, *theirs])}; allowed are gemini's {', '.join(ours)}, "
+        f"and {base.__name__}'s {', '.join(theirs)}"
     )
+
+
+def _with_hints(unknown: Iterable[str], known: Sequence[str]) -> str:
+    hints = []
+    for name in sorted(unknown):
+        close = difflib.get_close_matches(name, known, n=1)
+        hints.append(f"{name!r}" + (f" (did you mean {close[0]!r}?)" if close else ""))
+    return ", ".join(hints)

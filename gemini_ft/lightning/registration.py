@@ -25,15 +25,32 @@ _REGISTRIES = {
     "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "lightning_fabric"),
 }
 
+# As Lightning has them for "deepspeed".
+_DEEPSPEED = {
+    "": "ZeRO stage 2, or what the configuration says",
+    "_stage_1": "ZeRO stage 1",
+    "_stage_2": "ZeRO stage 2",
+    "_stage_2_offload": "ZeRO stage 2, optimizer on the CPU",
+    "_stage_3": "ZeRO stage 3",
+    "_stage_3_offload": "ZeRO stage 3, parameters and optimizer on the CPU",
+}
+
 _DESCRIPTIONS = {
     "gemini": "DDP whose training state survives failures in the hosts' memory",
     "gemini_fsdp2": "FSDP2 (ModelParallelStrategy) whose training state survives failures in the hosts' memory",
+    **{
+        f"gemini_deepspeed{suffix}": f"DeepSpeed ({what}) whose training state survives failures in the hosts' memory"
+        for suffix, what in _DEEPSPEED.items()
+    },
     "gemini_fsdp": "not supported: use gemini_fsdp2",
+    "gemini_deepspeed_stage_3_offload_nvme": "not supported: use gemini_deepspeed_stage_3_offload",
 }
 
 _REFUSED = {
     "gemini_fsdp": "strategy='gemini_fsdp': FSDP1 is not supported, because torch has replaced it; "
     "use strategy='gemini_fsdp2' and shard the model with torch.distributed.fsdp.fully_shard in configure_model()",
+    "gemini_deepspeed_stage_3_offload_nvme": "strategy='gemini_deepspeed_stage_3_offload_nvme': what is on disk is not captured; "
+    "use strategy='gemini_deepspeed_stage_3_offload'",
 }
 
 

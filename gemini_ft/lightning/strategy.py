@@ -19,30 +19,49 @@ if TYPE_CHECKING:
 else:
     _Strategy = object
 
-_NAMES = {"gemini": "GeminiStrategy", "gemini_fsdp2": "GeminiModelParallelStrategy"}
+_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemini": ("GeminiStrategy", {}),
+    "gemini_fsdp2": ("GeminiModelParallelStrategy", {}),
+    "gemini_deepspeed": ("GeminiDeepSpeedStrategy", {}),
+    "gemini_deepspeed_stage_1": ("GeminiDeepSpeedStrategy", {"stage": 1}),
+    "gemini_deepspeed_stage_2": ("GeminiDeepSpeedStrategy", {"stage": 2}),
+    "gemini_deepspeed_stage_2_offload": ("GeminiDeepSpeedStrategy", {"stage": 2, "offload_optimizer": True}),
+    "gemini_deepspeed_stage_3": ("GeminiDeepSpeedStrategy", {"stage": 3}),
+    "gemini_deepspeed_stage_3_offload": ("GeminiDeepSpeedStrategy", {"stage": 3, "offload_optimizer": True, "offload_parameters": True}),
+}
 _PUBLIC = {"lightning.pytorch": "gemini_ft.lightning", "pytorch_lightning": "gemini_ft.pytorch_lightning"}
 
 
 def by_name(name: str, package: str) -> Any:
-    """The strategy class that ``Trainer(strategy=name)`` of ``package`` means."""
-    return by_class(_NAMES[name], package)
+    """What makes the strategy that ``Trainer(strategy=name)`` of ``package`` means."""
+    kind, options = _NAMES[name]
+    return functools.partial(by_class(kind, package), **options)
 
 
 @functools.cache
 def by_class(name: str, package: str) -> Any:
     """The strategy class called ``name`` for ``package``, "lightning.pytorch" or "pytorch_lightning"."""
-    mixin, base = {
+    mixin, base = _parts(name)
+    doc = f"{base} whose training state survives failures. Keyword options: those of GeminiConfig, data_resume, and {base}'s."
+    return make_class(name, mixin, base, package, _PUBLIC[package], doc)
+
+
+def _parts(name: str) -> tuple[type, str]:
+    if name == "GeminiDeepSpeedStrategy":
+        from gemini_ft.lightning.deepspeed import GeminiDeepSpeedMixin
+
+        return GeminiDeepSpeedMixin, "DeepSpeedStrategy"
+    return {
         "GeminiStrategy": (GeminiMixin, "DDPStrategy"),
         "GeminiModelParallelStrategy": (GeminiShardedMixin, "ModelParallelStrategy"),
     }[name]
-    doc = f"{base} whose training state survives failures. Keyword options: those of GeminiConfig, data_resume, and {base}'s."
-    return make_class(name, mixin, base, package, _PUBLIC[package], doc)
 
 
 class GeminiMixin(Gemini, _Strategy):
     """Before a strategy of Lightning that handles the Trainer's training."""
 
     _gemini_replicated: ClassVar[bool] = True
+    _gemini_fit_kind: ClassVar[type[Fit]] = Fit
     _gemini_fit: Fit | None = None
 
     @property
@@ -61,7 +80,8 @@ class GeminiMixin(Gemini, _Strategy):
         join_group(self)
         super().setup_environment()
         if self._gemini_trainer.state.fn == "fit":
-            self._gemini_fit = Fit(self._gemini_trainer, self._gemini_package, self.gemini_config, self._gemini_replicated)
+            arguments = (self._gemini_trainer, self._gemini_package, self.gemini_config, self._gemini_replicated)
+            self._gemini_fit = self._gemini_fit_kind(*arguments)
             self._gemini_fit.open()
 
     def _setup_model(self, model: Any) -> Any:

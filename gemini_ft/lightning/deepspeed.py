@@ -1,0 +1,121 @@
+"""The strategy over Lightning's DeepSpeedStrategy, where an engine owns the parameters, the optimizer and its steps.
+
+DeepSpeed is not imported before a strategy is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gemini_ft.errors import ConfigError
+from gemini_ft.lightning import compat
+from gemini_ft.lightning.fit import Fit
+from gemini_ft.lightning.options import section_of
+from gemini_ft.lightning.strategy import GeminiMixin
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy as _DeepSpeedStrategy
+else:
+    _DeepSpeedStrategy = object
+
+
+class EngineFit(Fit):
+    """A fit in which an engine counts the steps.
+
+    Lightning counts batches anew in every epoch, and the engine does not: where ``accumulate_grad_batches`` does not divide
+    the batches of an epoch, gradients wait for the next epoch, and the two counts differ.
+    """
+
+    def before_update(self) -> None:
+        """The engine is about to step; it updates the parameters only where enough gradients have been accumulated."""
+        if self._engine.is_gradient_accumulation_boundary():
+            super().before_update()
+
+    @property
+    def _engine(self) -> Any:
+        return self._trainer.strategy.model
+
+    def _bind_state(self) -> None:
+        from gemini_ft.deepspeed.engine import bound_collectives
+        from gemini_ft.deepspeed.state import EngineState
+
+        self.checkpointer.bind_state(EngineState(self._engine))
+        bound_collectives(self._engine, self.checkpointer.config.hang_timeout)
+
+    @property
+    def _steps(self) -> int:
+        return int(self._engine.global_steps)
+
+    @property
+    def _is_accumulating(self) -> bool:
+        return bool(self._engine.micro_steps % self._engine.gradient_accumulation_steps())
+
+
+class EnginesOnCpu(_DeepSpeedStrategy):
+    """Before DeepSpeedStrategy, which takes CUDA devices only, although DeepSpeed itself runs on CPUs too."""
+
+    def setup_environment(self) -> None:
+        _check_accelerator(self.root_device.type)
+        if self.root_device.type != "cpu":
+            super().setup_environment()
+            return
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        self.setup_distributed()
+
+    def setup_distributed(self) -> None:
+        with self._numbered_devices():
+            super().setup_distributed()
+
+    def _setup_model_and_optimizer(self, *arguments: Any, **named: Any) -> Any:
+        with self._numbered_devices():
+            return super()._setup_model_and_optimizer(*arguments, **named)
+
+    def _initialize_deepspeed_inference(self, model: Any) -> None:
+        with self._numbered_devices():
+            super()._initialize_deepspeed_inference(model)
+
+    @contextlib.contextmanager
+    def _numbered_devices(self) -> Iterator[None]:
+        """CPUs have numbers meanwhile, as CUDA devices always have: Lightning checks them, and gives this rank's to DeepSpeed."""
+        devices = self.parallel_devices
+        assert devices is not None
+        self.parallel_devices = [device if device.type != "cpu" else torch.device("cpu", i) for i, device in enumerate(devices)]
+        try:
+            yield
+        finally:
+            self.parallel_devices = devices
+
+
+class GeminiDeepSpeedMixin(GeminiMixin, EnginesOnCpu):
+    """Before DeepSpeedStrategy. Options may also come from the section "gemini" of DeepSpeed's configuration."""
+
+    _gemini_fit_kind = EngineFit
+
+    def __init__(self, **options: Any) -> None:
+        config = compat.read_deepspeed_config(self, options.get("config"))
+        if config is not None:
+            options = section_of(type(self).__name__, config) | options
+            # Without the section: nobody else is to protect the engine a second time.
+            options["config"] = {name: value for name, value in config.items() if name != "gemini"}
+        super().__init__(**options)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """For a file. For a snapshot nothing: the engine's optimizer would copy its partitions."""
+        if self._gemini_fit is not None and self._gemini_fit.live is not None:
+            return {}
+        return super().optimizer_state(optimizer)
+
+
+def _check_accelerator(device_type: str) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    if (chosen := get_accelerator().device_name()) != device_type:
+        raise ConfigError(
+            f"the Trainer uses {device_type} and DeepSpeed {chosen}; set the environment variable DS_ACCELERATOR={device_type}, "
+            f"or use Trainer(accelerator={'gpu' if chosen == 'cuda' else chosen!r})"
+        )
