@@ -28,7 +28,6 @@ QUICK = {64: (1, Plan(64, 512, pairs=1, plain=2, saved=3, warm=2))}
 FLOOR, RIVAL, OURS = "floor", "lm_resiliency", "gemini"
 
 
-
 def ratios(summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
     """gemini-ft (state per rank) against its rival and the floor, from the medians of one size."""
 

@@ -71,7 +71,8 @@ def main() -> None:
         ratio |= ratios(results["ZeRO-3"], "_zero3")
     if not arguments.quick:
         body = report(results, ratio, limit)
-        path = common.write_report("deepspeed-overhead", "Cost of keeping every step of a DeepSpeed engine", body, common.versions(PACKAGES))
+        title = "Cost of keeping every step of a DeepSpeed engine"
+        path = common.write_report("deepspeed-overhead", title, body, common.versions(PACKAGES))
         print(f"report: benchmarks/results/{path.name}", file=sys.stderr)
     common.print_result("deepspeed_overhead", results, ratio)
 

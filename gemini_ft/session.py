@@ -161,9 +161,7 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, configure
     return Introduction(run, client.welcome, inventory, configured_secret, shared, Orders.read(run))
 
 
-def _agree(
-    config: GeminiConfig, client: AgentClient, hello: Hello, everyone: list[Introduction], rank: int, resizable: bool
-) -> Session:
+def _agree(config: GeminiConfig, client: AgentClient, hello: Hello, everyone: list[Introduction], rank: int, resizable: bool) -> Session:
     """Everything that all ranks must see alike, and the opening of the incarnation."""
     run, stream = hello.run, hello.stream
     secret = _agree_on_secret(everyone)

@@ -253,3 +253,39 @@ def whole_weights(engine: Any) -> dict[str, torch.Tensor]:
 
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=None):
         return {name: tensor.detach().clone() for name, tensor in engine.module.state_dict().items()}
+
+
+def refusals(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """What each configuration is refused with, on one rank; empty: it is accepted."""
+    import deepspeed
+
+    import gemini_ft
+    import gemini_ft.deepspeed
+
+    gemini_ft.init_process_group("gloo")
+    found = {}
+    for name, changes in cases.items():
+        optimizer = {} if changes.get("optimizer") == "none" else {"optimizer": torch.optim.AdamW((net := Smooth()).parameters(), lr=1e-3)}
+        net = Smooth() if not optimizer else net
+        config = configuration(Case(1, config={key: value for key, value in changes.items() if value != "none"}))
+        try:
+            if "attach" in name:
+                engine, *_ = deepspeed.initialize(model=net, config=config, **optimizer)
+                gemini_ft.deepspeed.attach(engine)
+            else:
+                engine, *_ = gemini_ft.deepspeed.initialize(model=net, config=config, **optimizer)
+            if "twice" in name:
+                gemini_ft.deepspeed.attach(engine)
+            found[name] = ""
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def hang(case: Case, out: str) -> dict[str, Any]:
+    """As `train`, and how long a collective of the engine may take, in seconds."""
+    found = train(case, out)
+    from deepspeed.utils import groups
+
+    backend = groups._get_data_parallel_group()._get_backend(torch.device("cpu"))
+    return found | {"timeout": backend.options._timeout.total_seconds()}

@@ -131,7 +131,15 @@ class World:
             "GLOO_SOCKET_IFNAME": "lo",
         }
         environments = [
-            {**common, **self.environ, **environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "GEMINI_HOST_ID": host, **(per_rank[rank] if per_rank else {})}
+            {
+                **common,
+                **self.environ,
+                **environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "GEMINI_HOST_ID": host,
+                **(per_rank[rank] if per_rank else {}),
+            }
             for rank, host in enumerate(self.hosts)
         ]
         self._attempts.append(Attempt(function, arguments, environments))

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from agent_kit import end_agent
-from deepspeed_case import Case, train, train_pipeline
+from deepspeed_case import Case, hang, refusals, train, train_pipeline
 from plain_case import history
 from rank_kit import World
 
@@ -119,3 +119,26 @@ def test_nothing_is_left_to_a_dead_agent(tmp_path: Path) -> None:
         results = ranks.outcome(train, case, str(tmp_path / "disturbed"))
     assert results[0]["start"] >= 4
     assert set(results[0]["restored"]) == {"peer host1"}
+
+
+def test_a_hang_becomes_a_restart(tmp_path: Path) -> None:
+    case = Case(2, steps=8, options={"hang_timeout": 3.0})
+    results = check(tmp_path, case, faults="step=5:rank=1:sigstop", restarts=1, job=hang)
+    assert results[0]["timeout"] == 3.0
+
+
+REFUSED = {
+    "typo": ({"gemini": {"replica": 2}}, "ConfigError: gemini options: unknown option 'replica'; allowed: chunk_bytes"),
+    "nested typo": ({"gemini": {"storage": {"url": "file:///x", "every": 3}}}, "unknown option 'storage.every'; allowed: endpoint_url"),
+    "no mapping": ({"gemini": True}, "ConfigError: the \"gemini\" section must be a mapping of options, got True"),
+    "attach without section": ({"gemini": None}, 'ConfigError: the configuration has no "gemini" section; add one ({} for the defaults)'),
+    "twice": ({"gemini": {"run_id": "twice"}}, "ConfigError: this engine is protected already"),
+    "no optimizer": ({"optimizer": "none", "zero_optimization": {"stage": 0}}, "UnsupportedStateError: this engine has no optimizer"),
+}
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with World(tmp_path, 1) as ranks:
+        (said,) = ranks.outcome(refusals, {name: changes for name, (changes, _) in REFUSED.items()})
+    for name, (_, text) in REFUSED.items():
+        assert text in said[name], name

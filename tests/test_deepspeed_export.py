@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
-from agent_kit import wait_until
+from agent_kit import eventually
 from deepspeed_case import Case, continue_plainly, train_resized
 from plain_case import history
 from rank_kit import World
@@ -38,7 +38,7 @@ def test_deepspeed_goes_on_from_it(tmp_path: Path, case: Case) -> None:
         weights = torch.load(tmp_path / "ours.weights")
         for form in ("deepspeed", "safetensors"):
             assert command(["latest", "--format", form, "--to", str(tmp_path / form), "--run-id", ranks.run]) == 0
-        wait_until(lambda: list_checkpoints(open_storage(f"file://{tmp_path / 'store'}")), "the upload of step 4")
+        eventually(lambda: list_checkpoints(open_storage(f"file://{tmp_path / 'store'}")), "the upload of step 4")
         ranks.outcome(train_resized, case, str(tmp_path / "ours"), 7)
     assert command(["4", "--format", "deepspeed", "--to", str(tmp_path / "stored"), "--from", f"file://{tmp_path / 'store'}"]) == 0
 

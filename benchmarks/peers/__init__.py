@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 
-
 class Peer(Protocol):
     """What the benchmark asks of every adapter. All calls come from the training thread."""
 

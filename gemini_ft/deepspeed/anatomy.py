@@ -93,8 +93,8 @@ def _of_masters(engine: Any) -> Iterator[tuple[str, int, torch.Tensor, int, int]
     match optimizer:
         case DeepSpeedZeroOptimizer_Stage3():
             for i, (params, group) in enumerate(zip(optimizer.fp16_groups, optimizer.sub_group_process_groups, strict=True)):
-                offsets = accumulate((param.partition_numel() for param in params), initial=0)
-                for param, offset in zip(params, offsets, strict=False):
+                starts = accumulate((param.partition_numel() for param in params), initial=0)
+                for param, offset in zip(params, starts, strict=False):
                     yield f"zero.{i}", offset, param, *_own_part(param, group)
         case DeepSpeedZeroOptimizer() | BF16_Optimizer():
             zero = isinstance(optimizer, DeepSpeedZeroOptimizer)

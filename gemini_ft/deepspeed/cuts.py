@@ -136,7 +136,9 @@ class OldShards:
             high = min(fragment.stop, found.stop)
             if found.start <= at < high:
                 size, start = ITEMSIZES[found.piece.dtype], fragment.offset + at - fragment.start
-                reads.append(Read(found.owner, found.offset + (at - found.start) * size, (high - at) * size, name, start, start + high - at))
+                reads.append(
+                    Read(found.owner, found.offset + (at - found.start) * size, (high - at) * size, name, start, start + high - at)
+                )
                 at = high
         if at < fragment.stop:
             what = f"{key} of {fragment.param}" if key else fragment.param

@@ -154,6 +154,8 @@ def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
     section = engine.config.get("gemini") if options is None else options
     if section is None:
         raise ConfigError('the configuration has no "gemini" section; add one ({} for the defaults), or give options to attach()')
+    if not isinstance(section, Mapping):
+        raise ConfigError(f'the "gemini" section must be a mapping of options, got {section!r}; {{}} stands for the defaults')
     kind = type(engine)
     extension = _ProtectedPipeline if isinstance(engine, deepspeed.PipelineEngine) else _ProtectedEngine
     engine.__dict__["gemini"] = Protection(engine, section)  # past nn.Module's own __setattr__

@@ -81,8 +81,8 @@ def rebuild_weights(engine: Any) -> None:
             optimizer.update_lp_params()
         case FP16_Optimizer():
             for master, weights in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
-                for weight, value in zip(weights, torch._utils._unflatten_dense_tensors(master, weights), strict=True):
-                    weight.data.copy_(value)
+                for weight, value in zip(weights, master.split([weight.numel() for weight in weights]), strict=True):
+                    weight.data.copy_(value.view_as(weight))
         case FP16_UnfusedOptimizer():
             for group, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
                 for master, weight in zip(group, weights, strict=True):
@@ -121,7 +121,5 @@ def _one_element_update(base: torch.optim.Optimizer, beta1: float, beta2: float)
     if kind == "FusedAdam" and not torch.cuda.is_available():
         fused: Any = base
         lists, overflow = [[value] for value in values], torch.zeros(1, dtype=torch.int)
-        return lambda step: fused.multi_tensor_adam(
-            2048 * 32, overflow, lists, 0.0, beta1, beta2, 1e-8, step, fused.adam_w_mode, 1, 0.0
-        )
+        return lambda step: fused.multi_tensor_adam(2048 * 32, overflow, lists, 0.0, beta1, beta2, 1e-8, step, fused.adam_w_mode, 1, 0.0)
     return None

@@ -5,6 +5,7 @@ With the number of ranks that wrote it; for others DeepSpeed's own ``ds_to_unive
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
@@ -41,6 +42,7 @@ class _Writer:
         self._engine, self._about, self._extras = engine, engine.about, [on_cpu(value) for value in engine.extras]
         counters = self._extras[0]["counters"]
         self._counters, self._kind = counters, self._extras[0]["optimizer"]
+        self._files = _deepspeed_files()
         self._folder, self._tag = folder, f"global_step{counters['global_steps']}"
         if self._about["stage"] == 0 and self._kind != self._extras[0]["base optimizer"]:
             raise UnsupportedStateError(f"{self._kind} at stage 0 has files of its own; use --format dcp or safetensors")
@@ -116,7 +118,7 @@ class _Writer:
             kept = {key.removeprefix(f"{name}."): tensor for key, tensor in partition.items() if key.startswith(f"{name}.")}
             state.append(kept | self._value(rank, name))
         found = {
-            "loss_scaler": self._loss_scaler(rank),
+            "loss_scaler": self._files.loss_scaler(self._about["dynamic_loss_scale"], self._extras[rank]["scalers"].get("loss_scaler", {})),
             "dynamic_loss_scale": self._about["dynamic_loss_scale"],
             "overflow": False,
             "zero_stage": self._about["stage"],
@@ -143,20 +145,15 @@ class _Writer:
         return value[: max(ends, default=0)]
 
     def _slices(self, rank: int, master: str) -> dict[str, Any]:
-        from deepspeed.utils.tensor_fragment import fragment_address
-
         found = self._engine.cuts[rank].of(master)
-        return {fragment.param: fragment_address(numel=fragment.stop - fragment.start, start=fragment.offset) for fragment in found}
+        return {fragment.param: self._files.address(fragment.offset, fragment.stop - fragment.start) for fragment in found}
 
-    def _loss_scaler(self, rank: int) -> Any:
-        try:
-            from deepspeed.runtime.fp16 import loss_scaler
-        except ImportError:
-            raise ConfigError("format='deepspeed' needs deepspeed installed here: pip install 'gemini-ft[deepspeed]'") from None
-        kind = loss_scaler.DynamicLossScaler if self._about["dynamic_loss_scale"] else loss_scaler.LossScaler
-        scaler = kind.__new__(kind)
-        vars(scaler).update(self._extras[rank]["scalers"].get("loss_scaler", {}))
-        return scaler
+
+def _deepspeed_files() -> Any:
+    try:
+        return importlib.import_module("gemini_ft.deepspeed.files")
+    except ImportError:
+        raise ConfigError("format='deepspeed' needs deepspeed installed here: pip install 'gemini-ft[deepspeed]'") from None
 
 
 def _state_dict(state: list[dict[str, Any]], sizes: list[int], groups: list[dict[str, Any]]) -> dict[str, Any]:
