@@ -45,6 +45,7 @@ class Drill:
 
     steps: int
     size: Sequence[str]  # of the model: arguments of train_gpt.py
+    note = "under DDP each rank owns a quarter of the state and reads all of it."
 
     @property
     def faults(self) -> dict[str, str]:
@@ -59,13 +60,13 @@ class Drill:
         return [TRAIN, "--quiet", f"--steps={self.steps}", *self.size, f"--strategy={strategy}", f"--out={out}"]
 
     def undisturbed(self, folder: Path) -> Path:
-        """Train with plain DDP, on one host that nothing happens to; returns the final checkpoint."""
+        """Train without gemini-ft, on one host that nothing happens to; returns the final checkpoint."""
         with EmulatedHosts(1, self.program("ddp", folder / "final.ckpt"), folder, workers=HOSTS) as hosts:
             hosts.finish()
         return folder / "final.ckpt"
 
     def disturbed(self, folder: Path, display: Display) -> tuple[Path, list[Recovery]]:
-        """Train with ``strategy="gemini"`` while hosts and workers are lost; returns the final checkpoint and what it took."""
+        """Train with it while hosts and workers are lost; returns the final checkpoint and what it took."""
         storage = {"url": (folder / "storage").as_uri(), "every_steps": self.steps // 8}
         env = {"GEMINI_REPLICAS": "2", "GEMINI_STORAGE": json.dumps(storage), "GEMINI_FAULTS": ";".join(self.faults.values())}
         watch = ProcessWatch()
@@ -219,9 +220,9 @@ class Display:
             self._bars.update(bar, state="[yellow]its worker has stopped")
 
 
-def table_of(recoveries: Sequence[Recovery]) -> Table:
-    note = "Detected: the workers that were left over have been stopped. Bytes: of all ranks together;\n"
-    table = Table(title="What it took", caption=note + "under DDP each rank owns a quarter of the state and reads all of it.")
+def table_of(recoveries: Sequence[Recovery], note: str) -> Table:
+    caption = "Detected: the workers that were left over have been stopped. Bytes: of all ranks together;\n"
+    table = Table(title="What it took", caption=caption + note)
     table.add_column("killed")
     for column in (
         "at\nstep",
@@ -265,12 +266,12 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
             yield from _tensors(item)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(quick: Drill, full: Drill, description: str | None = __doc__) -> int:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
     parser.add_argument("--folder", type=Path, help="keep logs, events and checkpoints there (default: a temporary folder)")
     arguments = parser.parse_args()
-    drill = Drill(24, ["--width=64", "--layers=2"]) if arguments.quick else Drill(80, ["--width=256", "--layers=4"])
+    drill = quick if arguments.quick else full
     console = Console()
     console.width = max(console.width, 110)  # of the last table
     begin = time.time()
@@ -280,14 +281,14 @@ def main() -> int:
             (folder / name).mkdir(parents=True)
         with console.status(f"an undisturbed run of {drill.steps} steps, to compare with"):
             undisturbed = drill.undisturbed(folder / "undisturbed")
-        console.print(f"undisturbed run: {drill.steps} steps with plain DDP, {time.time() - begin:.0f} s")
+        console.print(f"undisturbed run: {drill.steps} steps without gemini-ft, {time.time() - begin:.0f} s")
         with Display(console, drill.steps) as display:
             disturbed, recoveries = drill.disturbed(folder / "disturbed", display)
-        console.print(table_of(recoveries))
+        console.print(table_of(recoveries, drill.note))
         same = compare(console, undisturbed, disturbed)
     console.print(f"{time.time() - begin:.0f} s in all")
     return 0 if same else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Drill(24, ["--width=64", "--layers=2"]), Drill(80, ["--width=256", "--layers=4"])))

@@ -17,7 +17,7 @@ if not (_here / "sync").is_dir():  # a checkout: sync/ and compression/ lie besi
     __path__.append(str(_here.parent))
 
 if TYPE_CHECKING:
-    from gemini_ft import errors, lightning, pytorch_lightning
+    from gemini_ft import errors, huggingface, lightning, pytorch_lightning
     from gemini_ft.checkpointer import Checkpointer
     from gemini_ft.config import GeminiConfig
     from gemini_ft.errors import GeminiError
@@ -31,6 +31,7 @@ __all__ = [
     "GeminiError",
     "__version__",
     "errors",
+    "huggingface",
     "init_process_group",
     "lightning",
     "pytorch_lightning",
@@ -42,6 +43,7 @@ _LAZY = {
     "GeminiConfig": "gemini_ft.config",
     "GeminiError": "gemini_ft.errors",
     "errors": "gemini_ft.errors",
+    "huggingface": "gemini_ft.huggingface",
     "init_process_group": "gemini_ft.rendezvous",
     "lightning": "gemini_ft.lightning",
     "pytorch_lightning": "gemini_ft.pytorch_lightning",

@@ -23,6 +23,7 @@ Only the standard library is imported here: the requested modules must see the e
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import ctypes
@@ -46,10 +47,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from gemini_ft import wrapping
+
 _LENGTH = struct.Struct("!I")
 _PR_SET_PDEATHSIG = 1
 _TRIAL_SECONDS = 20.0  # after which a forked child counts as hanging; it needs milliseconds
 _LEAVE_SECONDS = 5.0  # between SIGTERM and SIGKILL for workers whose launcher is dead
+_STARTERS = (__file__, os.path.join(os.path.dirname(__file__), "cold.py"), runpy.__file__, "<frozen runpy>")
 
 
 def send(channel: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
@@ -94,7 +98,7 @@ def main() -> None:
     job = _serve(channel, refusal)
     if job is not None:
         _become_worker({**job["environ"], **changed})
-        _run(job["fork"])
+        run(job["fork"])
 
 
 def _preload(modules: Sequence[str]) -> str | None:
@@ -225,8 +229,9 @@ def _become_worker(environ: Mapping[str, str]) -> None:
             sys.modules[module].rank_zero_only.rank = int(environ[variable])
 
 
-def _run(program: Sequence[str]) -> None:
-    """Run ``[-m] name arguments...`` as Python itself does, in a new ``__main__``."""
+def run(program: Sequence[str]) -> None:
+    """Run ``[-m] name arguments...`` as Python itself does, in a new ``__main__``; see `gemini_ft.wrapping` for what is added."""
+    wrapping.install()
     sys.orig_argv = [sys.executable, "-u", *program]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
@@ -237,10 +242,29 @@ def _run(program: Sequence[str]) -> None:
         else:
             sys.argv = list(program)
             _run_script(os.path.abspath(program[0]), main)
+    except SystemExit as end:
+        if end.code or not wrapping.protected:
+            raise
     except (Exception, KeyboardInterrupt) as error:
         _record(error)
         sys.excepthook = partial(_show, sys.excepthook)
         raise
+    if wrapping.protected:
+        _leave()
+
+
+def _leave() -> None:
+    """End a finished process as Python does, but without taking the interpreter apart.
+
+    With DeepSpeed's process groups that ends in ``terminate called without an active exception`` now and then, and torch's
+    launcher takes it for a failure of the job.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's own threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(0)
 
 
 def _run_script(path: str, main: types.ModuleType) -> None:
@@ -274,7 +298,7 @@ def _show(show: Callable[..., object], kind: type[BaseException], error: BaseExc
 
 def _frames_of_script(frames: types.TracebackType | None) -> types.TracebackType | None:
     """The traceback without what lies between the interpreter and the script."""
-    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+    while frames is not None and frames.tb_frame.f_code.co_filename in _STARTERS:
         frames = frames.tb_next
     return frames
 

@@ -24,7 +24,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.elastic import better_rendezvous
 from gemini_ft.errors import ConfigError
 from gemini_ft.runid import default_run_id
-from gemini_ft.warm import forked_workers, modules_to_preload
+from gemini_ft.warm import cold_workers, forked_workers, modules_to_preload
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +52,13 @@ def command(argv: Sequence[str]) -> int:
     try:
         with ExitStack() as stack:
             stack.enter_context(better_rendezvous(torchrun.parse_min_max_nnodes(options.nnodes)[1]))
-            if (reason := _why_cold(options)) is None:
+            reason = _why_cold(options)
+            if reason is None:
                 stack.enter_context(forked_workers(program, modules_to_preload(program, options.preload)))
             elif reason:
                 logger.warning("starting workers cold: %s", reason)
+            else:
+                stack.enter_context(cold_workers())
             record(torchrun.run)(options)
     except ChildFailedError as error:
         logger.error("%s", error)
@@ -87,7 +90,8 @@ def _parser() -> argparse.ArgumentParser:
         type=lambda text: text.split(","),
         default=[],
         metavar="MODULE,...",
-        help="what the warm process imports besides torch, and Lightning if the script does; nothing that starts threads or uses CUDA",
+        help="what the warm process imports besides torch, and Lightning, DeepSpeed or transformers if the script does; nothing that "
+        "starts threads or uses CUDA",
     )
     if "PET_MAX_RESTARTS" not in os.environ:
         parser.set_defaults(max_restarts=_MAX_RESTARTS)
@@ -104,8 +108,6 @@ def _program(options: argparse.Namespace) -> list[str]:
 
 def _why_cold(options: argparse.Namespace) -> str | None:
     """Why workers of this command cannot be forked, empty if the user wants it so; None if they can."""
-    if options.cold:
-        return ""
     if options.no_python or options.run_path:
         return "only what 'python SCRIPT' and 'python -m MODULE' run can be forked"
     if os.environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
@@ -113,7 +115,7 @@ def _why_cold(options: argparse.Namespace) -> str | None:
     script = options.training_script
     if not options.module and (os.path.isdir(script) or zipfile.is_zipfile(script)):
         return "the script is a folder or an archive"
-    return None
+    return "" if options.cold else None
 
 
 def _prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
@@ -128,9 +130,22 @@ def _prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
     # As torchrun does later, with a long warning: the fork server must have it before it imports torch.
     if torchrun.determine_local_world_size(options.nproc_per_node) > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    options.standalone = options.standalone or _is_alone(options)
     missing = [f"{key}={value}" for key, value in _KEEP_ALIVE.items() if key not in options.rdzv_conf]
     options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, *missing]))
     return run_id
+
+
+def _is_alone(options: argparse.Namespace) -> bool:
+    """Whether this is a job of one host that has said nothing of how it comes together.
+
+    Torchrun's default then is the static rendezvous, in which a restart hangs if the script makes its process group itself.
+    """
+    said = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "node_rank")
+    parser = torchrun.get_args_parser()
+    return torchrun.parse_min_max_nnodes(options.nnodes) == (1, 1) and all(
+        getattr(options, name) == parser.get_default(name) for name in said
+    )
 
 
 def _show_messages() -> None:

@@ -1,4 +1,4 @@
-"""Warm start, the launcher's side: torch's launcher gets workers forked from a server instead of started from nothing."""
+"""How the launcher starts workers: forked from a server that has imported what they need, or cold."""
 
 from __future__ import annotations
 
@@ -19,14 +19,21 @@ from typing import IO, Any
 from torch.distributed.elastic.multiprocessing import api as torch_api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from gemini_ft import forkserver
+from gemini_ft import cold, forkserver
 from gemini_ft.errors import GeminiError
 
 logger = logging.getLogger(__name__)
 
 # torch._dynamo (a second) is what torch imports when a script creates its first optimizer.
 _ALWAYS = ("torch", "torch._dynamo", "gemini_ft", "gemini_ft.rendezvous", "gemini_ft.checkpointer")
-_VENDORS = {"lightning": "gemini_ft.lightning", "pytorch_lightning": "gemini_ft.pytorch_lightning"}
+# What a script imports -> what is imported ahead for it.
+_VENDORS = {
+    "lightning": ("lightning", "gemini_ft.lightning"),
+    "pytorch_lightning": ("pytorch_lightning", "gemini_ft.pytorch_lightning"),
+    "deepspeed": ("deepspeed", "gemini_ft.deepspeed"),
+    "accelerate": ("accelerate",),
+    "transformers": ("transformers.trainer", "accelerate"),
+}
 
 _READY_SECONDS = 600.0  # for the imports, which a shared file system can make slow
 _ANSWER_SECONDS = 30.0  # for anything else, which takes milliseconds
@@ -44,9 +51,12 @@ def modules_to_preload(program: Sequence[str], extra: Sequence[str] = ()) -> lis
         program: script and arguments, or ``-m``, module name and arguments.
         extra: names of further modules.
     """
-    imported = _imported_by(_source(program))
-    vendors = [name for vendor, ours in _VENDORS.items() if vendor in imported for name in (vendor, ours)]
-    return [*_ALWAYS, *vendors, *extra]
+    text = _text(_source(program))
+    imported = _imported_by(text)
+    if imported & {"accelerate", "transformers"} and ("deepspeed" in text or any("deepspeed" in argument for argument in program)):
+        imported.add("deepspeed")  # by them, later
+    vendors = [name for vendor, names in _VENDORS.items() if vendor in imported for name in names]
+    return list(dict.fromkeys([*_ALWAYS, *vendors, *extra]))
 
 
 def _source(program: Sequence[str]) -> Path | None:
@@ -56,11 +66,19 @@ def _source(program: Sequence[str]) -> Path | None:
     return next((path for path in (base.with_suffix(".py"), base / "__main__.py") if path.is_file()), None)
 
 
-def _imported_by(source: Path | None) -> set[str]:
-    """Top-level names of all packages that the file imports anywhere; nothing if it cannot be read or parsed."""
+def _text(source: Path | None) -> str:
+    """What is in the file; nothing if it cannot be read."""
     try:
-        tree = ast.parse(source.read_bytes()) if source else ast.Module([], [])
-    except (OSError, SyntaxError, ValueError):
+        return source.read_text(errors="replace") if source else ""
+    except OSError:
+        return ""
+
+
+def _imported_by(text: str) -> set[str]:
+    """Top-level names of all packages that a script imports anywhere; nothing if it cannot be parsed."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
         return set()
     names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 0]
@@ -213,16 +231,17 @@ class WarmStart:
 class _Handler(SubprocessHandler):
     """Torch's handler of a worker process, with a forked one inside where that is possible."""
 
-    def __init__(self, warm: WarmStart, **arguments: Any) -> None:
+    def __init__(self, warm: WarmStart | None, **arguments: Any) -> None:
         self._warm = warm
         super().__init__(**arguments)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         if args[:2] == (sys.executable, "-u"):  # else it is wrapped in something, such as numactl
             streams = [0, _descriptor(self._stdout, 1), _descriptor(self._stderr, 2)]
-            worker = self._warm.start_worker(args[2:], env, streams)
+            worker = self._warm.start_worker(args[2:], env, streams) if self._warm is not None else None
             if worker is not None:
                 return worker
+            args = cold.command(args[:2], args[2:])
         return super()._popen(args, env)
 
 
@@ -236,23 +255,45 @@ _ARGUMENTS = ["entrypoint", "args", "env", "stdout", "stderr", "local_rank_id", 
 
 @contextlib.contextmanager
 def forked_workers(program: Sequence[str], modules: Sequence[str]) -> Iterator[None]:
-    """Inside, torch's launcher forks the workers of ``program`` from a server that has imported ``modules``.
-
-    Torch has no setting for the way a worker process is started, so its function for that is replaced.
-    """
-    original = getattr(torch_api, _STARTER, None)
-    if original is None or list(inspect.signature(original).parameters) != _ARGUMENTS:
+    """Inside, torch's launcher forks the workers of ``program`` from a server that has imported ``modules``."""
+    if not _is_known():
         logger.warning("starting workers cold: this version of torch starts them in a way not known here")
         yield
         return
     warm = WarmStart(program, modules)
-    setattr(torch_api, _STARTER, partial(_Handler, warm))
     try:
-        yield
+        with _started_by(warm):
+            yield
     except torch_api.SignalException as error:
         # Torch's launcher ends its workers itself, but does not yet know those that it is just starting.
         warm.close(error.sigval)
         raise
     finally:
-        setattr(torch_api, _STARTER, original)
         warm.close()
+
+
+@contextlib.contextmanager
+def cold_workers() -> Iterator[None]:
+    """Inside, torch's launcher starts workers from nothing, by way of `gemini_ft.cold`."""
+    if not _is_known():
+        logger.warning('a "gemini" section is not seen by itself: this version of torch starts workers in a way not known here')
+        yield
+        return
+    with _started_by(None):
+        yield
+
+
+def _is_known() -> bool:
+    original = getattr(torch_api, _STARTER, None)
+    return original is not None and list(inspect.signature(original).parameters) == _ARGUMENTS
+
+
+@contextlib.contextmanager
+def _started_by(warm: WarmStart | None) -> Iterator[None]:
+    """Torch has no setting for the way a worker process is started, so its function for that is replaced."""
+    original = getattr(torch_api, _STARTER)
+    setattr(torch_api, _STARTER, partial(_Handler, warm))
+    try:
+        yield
+    finally:
+        setattr(torch_api, _STARTER, original)

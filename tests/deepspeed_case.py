@@ -277,7 +277,7 @@ def refusals(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
             else:
                 engine, *_ = gemini_ft.deepspeed.initialize(model=net, config=config, **optimizer)
             if "twice" in name:
-                gemini_ft.deepspeed.attach(engine)
+                gemini_ft.deepspeed.attach(engine, config["gemini"])
             found[name] = ""
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"

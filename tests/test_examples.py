@@ -56,3 +56,37 @@ def test_a_plain_loop_survives_under_either_launcher(tmp_path: Path, launcher: s
     output = run(*command, timeout=250, **env)
     assert "resuming at iteration 29 from memory" in output
     assert "step 60: loss" in output
+
+
+@pytest.mark.timeout(300)
+def test_a_trainer_of_transformers_is_killed_twice() -> None:
+    for module in ("deepspeed", "transformers", "accelerate"):
+        pytest.importorskip(module, reason=f"needs {module}")
+    output = run(sys.executable, str(EXAMPLES / "huggingface_trainer.py"), timeout=250)
+    assert output.count("step 32: training loss 0x") == 2
+    assert "IDENTICAL: not one bit differs" in output
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_zero_3_survives_the_same_drill(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="needs deepspeed")
+    output = run(sys.executable, str(EXAMPLES / "deepspeed_zero3.py"), "--quick", "--folder", str(tmp_path / "drill"), timeout=500)
+    assert "IDENTICAL: not one bit differs" in output
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("config", ["deepspeed_zero1", "deepspeed_zero2_offload"])
+def test_the_same_training_under_other_stages(tmp_path: Path, config: str) -> None:
+    pytest.importorskip("deepspeed", reason="needs deepspeed")
+    script = [str(EXAMPLES / "deepspeed_zero3.py"), "--train", "--steps=12", "--width=32", "--layers=1"]
+    script += [f"--config={EXAMPLES.parent / 'configs' / config}.json"]
+    env = {"GEMINI_RUN_ID": f"zero-{tmp_path.name}", "GEMINI_LOG_DIR": str(tmp_path), "GEMINI_FAULTS_DIR": str(tmp_path / "faults")}
+    env |= {"GEMINI_FAULTS": "step=6:rank=1:sigkill", "GEMINI_LINGER": "60", "OMP_NUM_THREADS": "1"}
+    states = []
+    for plain in (["--plain"], []):
+        command = [sys.executable, "-m", "gemini_ft.cli", "run", "--nproc-per-node=2", "--max-restarts=3", *script, *plain]
+        output = run(*command, f"--out={tmp_path / 'state'}", timeout=140, **env)
+        assert ("resumed at iteration 5" in output) is (not plain)
+        states.append(torch.load(tmp_path / "state", weights_only=False))
+    assert_identical(*states)

@@ -359,6 +359,9 @@ class TestPreload:
         ("source", "expected"),
         [
             ("import torch", []),
+            ("import deepspeed", ["deepspeed", "gemini_ft.deepspeed"]),
+            ("from transformers import Trainer", ["transformers.trainer", "accelerate"]),
+            ("import accelerate  # with deepspeed", ["deepspeed", "gemini_ft.deepspeed", "accelerate"]),
             ("import lightning as L", ["lightning", "gemini_ft.lightning"]),
             ("from lightning.pytorch import Trainer", ["lightning", "gemini_ft.lightning"]),
             ("def f():\n    import pytorch_lightning", ["pytorch_lightning", "gemini_ft.pytorch_lightning"]),
@@ -366,7 +369,7 @@ class TestPreload:
             ("this is not Python", []),
         ],
     )
-    def test_lightning_is_imported_if_the_script_does(self, source: str, expected: list[str], tmp_path: Path) -> None:
+    def test_vendors_are_imported_if_the_script_does(self, source: str, expected: list[str], tmp_path: Path) -> None:
         base = modules_to_preload([str(tmp_path / "missing.py")])
         assert base[:2] == ["torch", "torch._dynamo"]
         assert modules_to_preload([write(tmp_path / "script.py", source)], ["mine"]) == [*base, *expected, "mine"]

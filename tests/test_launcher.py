@@ -337,6 +337,15 @@ class TestSettings:
         assert os.environ["OMP_NUM_THREADS"] == "3"
         assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "0"
 
+    @pytest.mark.parametrize(
+        ("arguments", "standalone"),
+        [([], True), (["--nnodes", "1"], True), (["--nnodes", "2"], False), (["--master-port", "1234"], False), (["--standalone"], True)],
+    )
+    def test_one_host_comes_together_so_that_any_script_can_restart(self, arguments: list[str], standalone: bool) -> None:
+        options = self.options(*arguments)
+        launcher._prepare(options, ["train.py"])
+        assert bool(options.standalone) is standalone
+
     def test_one_worker_may_use_all_cores(self) -> None:
         launcher._prepare(self.options(), ["train.py"])
         assert "OMP_NUM_THREADS" not in os.environ

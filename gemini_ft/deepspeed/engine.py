@@ -14,6 +14,7 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 
+from gemini_ft import wrapping
 from gemini_ft.checkpointer import Checkpointer
 from gemini_ft.config import load_config
 from gemini_ft.deepspeed.state import EngineState
@@ -32,6 +33,8 @@ class Protection:
         checkpointer: records and resumes.
         resumed: optimizer steps (``engine.global_steps``) that were resumed; None at a first start.
         client_state: values of the user's own, saved with every step and restored: the position in the data, for example.
+        deferred: True: the state after a step is saved when `save` is called, not at the end of ``engine.step()``. For loops
+            that do more than that in a step: schedulers of their own, evaluation, logs.
     """
 
     def __init__(self, engine: Any, options: Mapping[str, Any]) -> None:
@@ -40,6 +43,7 @@ class Protection:
         name = f"deepspeed-{next(_ordinals)}"
         self.checkpointer = Checkpointer(config=load_config(options), name=name, hooks=False, resizable=state.resizable)
         self.client_state: dict[str, Any] = {}
+        self.deferred = False
         self.resumed: int | None = None
         self._updated = self._closed = False
         self._iteration = 0  # of the last update that counted; it never goes back, whatever is loaded into the engine
@@ -63,7 +67,12 @@ class Protection:
         self._updated = self._engine.was_step_applied()
 
     def stepped(self) -> None:
-        """Everything that belongs to the step is done, counters included: take a snapshot."""
+        """All that DeepSpeed does in a step is done, counters included."""
+        if not self.deferred:
+            self.save()
+
+    def save(self) -> None:
+        """Take a snapshot, if there was an update since the last one and the interval says so."""
         if not self._updated:
             return
         self._updated = False
@@ -132,21 +141,26 @@ def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
     Returns:
         The same engine. ``engine.global_steps`` says how many steps are done, ``engine.gemini`` is its `Protection`.
 
+    In workers of ``gemini run`` an engine with such a section is protected already (`gemini_ft.wrapping`); that is no error.
+
     Raises:
-        ConfigError: there is no section, or an option in it is wrong.
+        ConfigError: there is no section, or an option in it is wrong; or the engine is protected already, with other options.
         GeminiError: the state cannot be captured or resumed.
     """
+    if isinstance(engine, _Protected):
+        if options is not None:
+            raise ConfigError('this engine is protected already; give the options in one place, the "gemini" section or attach()')
+        return engine
     section = engine.config.get("gemini") if options is None else options
     if section is None:
         raise ConfigError('the configuration has no "gemini" section; add one ({} for the defaults), or give options to attach()')
     if not isinstance(section, Mapping):
         raise ConfigError(f'the "gemini" section must be a mapping of options, got {section!r}; {{}} stands for the defaults')
-    if isinstance(engine, _Protected):
-        raise ConfigError("this engine is protected already")
     kind = type(engine)
     extension = _ProtectedPipeline if isinstance(engine, deepspeed.PipelineEngine) else _ProtectedEngine
     engine.__dict__["gemini"] = Protection(engine, section)  # past nn.Module's own __setattr__
     engine.__class__ = type(f"Gemini{kind.__name__}", (extension, kind), {"__module__": kind.__module__})
+    wrapping.protected = True
     return engine
 
 

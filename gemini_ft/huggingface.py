@@ -1,0 +1,262 @@
+"""transformers' Trainer under DeepSpeed resumes where it was, in the middle of an epoch too, and ends with the same bits.
+
+    trainer = Trainer(
+        model,
+        TrainingArguments(deepspeed="ds_config.json", ...),  # with a "gemini" section
+        train_dataset=...,
+        callbacks=[gemini_ft.huggingface.GeminiCallback()],
+    )
+    trainer.train()
+
+The section alone protects the engine: weights, optimizer, counters. The callback adds what the Trainer keeps besides: its
+step and epoch, the position in the data, the order of the rest of the epoch, schedulers of its own, logs, callbacks
+with a state, and random numbers. A snapshot is taken when the next step begins: evaluation, logs and saving after a step
+belong to it. Under ``gemini run`` and under plain torchrun.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import Trainer, TrainerCallback
+from transformers.integrations.deepspeed import deepspeed_load_checkpoint
+from transformers.trainer import _is_peft_model
+from transformers.trainer_callback import ExportableState
+
+from gemini_ft.errors import ConfigError
+from gemini_ft.rng import rng_state, set_rng_state
+
+__all__ = ["GeminiCallback"]
+
+_log = logging.getLogger("gemini_ft")
+
+_KEY = "transformers"  # in the engine's client_state
+# Methods of the Trainer that are extended, and the arguments they are known by.
+_SEAMS = {
+    "_prepare_for_training": ["max_steps", "train_dataloader", "resume_from_checkpoint"],
+    "_run_epoch": [
+        "model",
+        "epoch",
+        "train_dataloader",
+        "steps_in_epoch",
+        "num_update_steps_per_epoch",
+        "trial",
+        "ignore_keys_for_eval",
+        "start_time",
+        "resume_from_checkpoint",
+        "epochs_trained",
+        "steps_trained_in_current_epoch",
+    ],
+}
+# What the Trainer counts between two logs. `_tr_loss` is a tensor.
+_COUNTS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen", "current_flos")
+# Not of the training, but of this process.
+_OWN = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks", "log_history")
+_NO_FOLDER = "/dev/null/gemini"  # the Trainer skips batches only if it resumes from somewhere; nothing is found there
+
+
+class GeminiCallback(TrainerCallback):  # type: ignore[misc]
+    """Put one into the Trainer's ``callbacks``. Without a "gemini" section in the DeepSpeed configuration it does nothing.
+
+    Raises:
+        ConfigError: this version of transformers is not known; when training begins: the Trainer does not use DeepSpeed.
+    """
+
+    def __init__(self) -> None:
+        _extend_trainer()
+        self._protection: Any = None
+        self._found: dict[str, Any] | None = None  # what is resumed, until the training has come there
+        self._trainer: Any = None
+        self._epoch = self._steps_before = 0  # this epoch, and the steps made before it
+        self._epoch_rng: dict[str, Any] = {}  # at its beginning
+        self._history = (0, "[]")
+        self._paused = ExitStack()
+
+    # -- called by the Trainer
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._paused.close()
+        if self._protection is None:
+            return
+        if self._found is not None:
+            # Now, because numbers were drawn on the way here: for the seeds of loaders, for instance.
+            set_rng_state(self._found["rng"])
+            self._found = None
+        else:
+            self._save()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if control.should_evaluate or control.should_save:
+            self._pause()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._pause()
+
+    # -- called by the extended Trainer
+
+    def prepare(self, trainer: Any, prepare: Callable[..., Any], max_steps: int, train_dataloader: Any, checkpoint: str | None) -> Any:
+        """The engine is made, and resumed if there is something to resume; from a checkpoint only if that is newer."""
+        self._protection, self._found, self._trainer = None, None, trainer
+        prepared = prepare(max_steps, train_dataloader, None)
+        self._protection = _protect(trainer)
+        resumed = self._protection.resumed if self._protection is not None else None
+        found = self._protection.client_state.get(_KEY) if resumed is not None else None
+        if found is not None and (checkpoint is None or found["state"]["global_step"] > trainer.state.global_step):
+            self._found = found
+            self._restore_state(found)
+        elif checkpoint is not None:  # what the Trainer does where it was given none
+            deepspeed_load_checkpoint(trainer.model_wrapped, checkpoint, load_module_strict=not _is_peft_model(trainer.model))
+            trainer._load_optimizer_and_scheduler(checkpoint)
+            trainer._load_scaler(checkpoint)
+        elif resumed is not None:
+            raise ConfigError(
+                f"step {resumed} was recorded without a GeminiCallback, so the Trainer's position is not known; "
+                "start afresh with another run_id or resume='never', or take the callback away"
+            )
+        return prepared
+
+    def run_epoch(self, run: Callable[..., None], named: dict[str, Any]) -> None:
+        """One epoch: what is left of it."""
+        if self._protection is None:
+            return run(**named)
+        trainer, epoch, found = self._trainer, named["epoch"], self._found
+        accumulated = trainer.args.gradient_accumulation_steps
+        if found is not None:
+            if epoch < found["epoch"]:
+                return None
+            self._restore_counts(found)
+            if found["finished"]:
+                set_rng_state(found["rng"])
+                trainer.control.should_training_stop = True
+                return None
+            set_rng_state(found["epoch_rng"])
+            named |= {"epochs_trained": epoch, "steps_trained_in_current_epoch": found["steps"] * accumulated}
+            named["resume_from_checkpoint"] = _NO_FOLDER if found["steps"] else None
+        in_the_middle = named["resume_from_checkpoint"] is not None and epoch == named["epochs_trained"]
+        self._steps_before = trainer.state.global_step
+        if in_the_middle:
+            self._steps_before -= named["steps_trained_in_current_epoch"] // accumulated
+        self._epoch, self._epoch_rng = epoch, rng_state()
+        run(**named)
+        if trainer.control.should_training_stop or epoch + 1 >= trainer.state.num_train_epochs:
+            self._save(finished=True)
+            self._pause()  # what comes now may take long: evaluation, the export of the model
+        return None
+
+    # -- inside
+
+    def _pause(self) -> None:
+        """No sign of life is due until the next step."""
+        if self._protection is not None:
+            self._paused.close()
+            self._paused.enter_context(self._protection.checkpointer.paused())
+
+    def _save(self, finished: bool = False) -> None:
+        trainer, state = self._trainer, self._trainer.state
+        if len(state.log_history) != self._history[0]:
+            self._history = len(state.log_history), json.dumps(state.log_history, default=float)
+        saved = {
+            "epoch": self._epoch,
+            "steps": state.global_step - self._steps_before,
+            "finished": finished,
+            "epoch_rng": self._epoch_rng,
+            "rng": rng_state(),
+            "state": {field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.name not in _OWN},
+            "history": self._history[1],
+            "counts": {name: getattr(trainer, name) for name in _COUNTS},
+            "loss": trainer._tr_loss.item(),
+            "callbacks": [[name, callback.state()["attributes"]] for name, callback in _with_state(trainer)],
+        }
+        if trainer.model_wrapped.lr_scheduler is None:  # else it is the engine's, and saved with it
+            rates = [group["lr"] for group in trainer.optimizer.param_groups]
+            saved["scheduler"] = {"state": trainer.lr_scheduler.state_dict(), "rates": rates}
+        self._protection.client_state[_KEY] = saved
+        self._protection.save()
+
+    def _restore_state(self, found: Mapping[str, Any]) -> None:
+        trainer = self._trainer
+        for name, value in found["state"].items():
+            if name not in ("max_steps", "num_train_epochs"):  # a job may go on for longer than was planned
+                setattr(trainer.state, name, value)
+        trainer.state.log_history = json.loads(found["history"])
+        for (name, callback), (then, attributes) in zip(_with_state(trainer), found["callbacks"], strict=False):
+            if name == then:
+                vars(callback).update(attributes)
+        if "scheduler" in found and trainer.model_wrapped.lr_scheduler is None:
+            trainer.lr_scheduler.load_state_dict(found["scheduler"]["state"])
+            for group, rate in zip(trainer.optimizer.param_groups, found["scheduler"]["rates"], strict=True):
+                group["lr"] = rate
+        if dist.get_rank() == 0:
+            _log.info("the Trainer goes on after step %d of epoch %d", found["steps"], found["epoch"])
+
+    def _restore_counts(self, found: Mapping[str, Any]) -> None:
+        for name, value in found["counts"].items():
+            setattr(self._trainer, name, value)
+        self._trainer._tr_loss = torch.full_like(self._trainer._tr_loss, found["loss"])
+
+
+def _protect(trainer: Any) -> Any:
+    """The engine's protection; None if none is asked for."""
+    if not trainer.is_deepspeed_enabled:
+        raise ConfigError("GeminiCallback needs a Trainer that uses DeepSpeed: give TrainingArguments(deepspeed=...), or take it away")
+    engine = trainer.model_wrapped
+    if "gemini" not in engine.config:
+        _log.warning('GeminiCallback does nothing: the DeepSpeed configuration has no "gemini" section; {} in it means the defaults')
+        return None
+    from gemini_ft.deepspeed import attach
+
+    protection = attach(engine).gemini  # under `gemini run` it is already
+    protection.deferred = True
+    return protection
+
+
+def _with_state(trainer: Any) -> list[tuple[str, Any]]:
+    """Callbacks that tell their state, by the name of their class."""
+    return [(type(callback).__name__, callback) for callback in trainer.callback_handler.callbacks if isinstance(callback, ExportableState)]
+
+
+def _of(trainer: Any) -> GeminiCallback | None:
+    return next((callback for callback in trainer.callback_handler.callbacks if isinstance(callback, GeminiCallback)), None)
+
+
+def _extend_trainer() -> None:
+    """Let Trainers that have a `GeminiCallback` ask it; callbacks alone cannot move the position in the data.
+
+    Raises:
+        ConfigError: the Trainer of this version has other methods.
+    """
+    for name, arguments in _SEAMS.items():
+        method = getattr(Trainer, name, None)
+        if method is None or list(inspect.signature(method).parameters)[1:] != arguments:
+            raise ConfigError(
+                f"transformers {transformers.__version__} is not supported: Trainer.{name} is missing or takes other arguments; "
+                "install transformers>=5.23,<5.24"
+            )
+    if hasattr(Trainer._run_epoch, "_gemini_original"):
+        return
+    prepare, run_epoch = (getattr(Trainer, name) for name in _SEAMS)
+
+    @functools.wraps(prepare)
+    def prepare_or_resume(self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        if (callback := _of(self)) is None:
+            return prepare(self, max_steps, train_dataloader, resume_from_checkpoint)
+        return callback.prepare(self, functools.partial(prepare, self), max_steps, train_dataloader, resume_from_checkpoint)
+
+    @functools.wraps(run_epoch)
+    def run_rest_of_epoch(self: Any, **named: Any) -> None:
+        if (callback := _of(self)) is None:
+            return run_epoch(self, **named)  # type: ignore[no-any-return]
+        return callback.run_epoch(functools.partial(run_epoch, self), named)
+
+    prepare_or_resume._gemini_original, run_rest_of_epoch._gemini_original = prepare, run_epoch  # type: ignore[attr-defined]
+    Trainer._prepare_for_training, Trainer._run_epoch = prepare_or_resume, run_rest_of_epoch

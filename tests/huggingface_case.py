@@ -1,0 +1,140 @@
+"""What the ranks of tests/test_huggingface.py run; never imported. No word of gemini-ft but the callback that a run asks for.
+
+Usage: huggingface_case.py '{"out": FOLDER, "kind": "trainer" | "loop", ...}'. Each rank writes FOLDER/rank-R: one JSON line
+when its engine is there, one at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+SAMPLES, LENGTH, VOCABULARY, BATCH = 22, 12, 48, 2
+
+
+class Texts(Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, samples: int) -> None:
+        self._ids = torch.randint(VOCABULARY, (samples, LENGTH), generator=torch.Generator().manual_seed(samples))
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self._ids[index], "labels": self._ids[index]}
+
+
+def model() -> GPT2LMHeadModel:
+    torch.manual_seed(1)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))  # with dropout
+
+
+def configuration(run: dict[str, Any]) -> dict[str, Any]:
+    zero = {"stage": run.get("stage", 2), "reduce_bucket_size": 5000, "allgather_bucket_size": 100000}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": run.get("accumulate", 1),
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    if run.get("section"):
+        config["gemini"] = {"on_late": "wait"}
+    return config | run.get("config", {})
+
+
+class Diary:
+    def __init__(self, run: dict[str, Any]) -> None:
+        self._path = Path(run["out"]) / f"rank-{os.environ['RANK']}"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+
+    def note(self, **values: Any) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def engine(self, engine: Any) -> None:
+        self.note(engine=type(engine).__name__, steps=engine.global_steps, restart=int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+
+
+def bits(engine: Any) -> str:
+    import deepspeed
+
+    found = hashlib.sha256()
+    for name, param in sorted(engine.module.named_parameters()):
+        with deepspeed.zero.GatheredParameters([param]):
+            found.update(name.encode() + param.detach().float().numpy().tobytes())
+    return found.hexdigest()
+
+
+def train(run: dict[str, Any], diary: Diary) -> None:
+    class Tell(TrainerCallback):
+        def on_train_begin(self, *_: Any, **named: Any) -> None:
+            diary.engine(trainer.model_wrapped)
+
+    callbacks: list[TrainerCallback] = [Tell()]
+    if run.get("callback"):
+        import gemini_ft.huggingface
+
+        callbacks.append(gemini_ft.huggingface.GeminiCallback())
+    arguments = TrainingArguments(
+        output_dir=f"{run['out']}/checkpoints",
+        deepspeed=configuration(run),
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=run.get("accumulate", 1),
+        max_grad_norm=1.0,
+        learning_rate=1e-2,
+        logging_steps=2,
+        eval_strategy="epoch",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **{"num_train_epochs": 3, "seed": 5, "save_strategy": "no"} | run.get("arguments", {}),
+    )
+
+    class Evaluating(Trainer):
+        """accelerate's own gathering of results fails on the CPU under DeepSpeed: each rank takes itself for the only one."""
+
+        def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+            metrics = {"eval_loss": torch.rand(()).item()}
+            self.log(metrics)
+            return metrics
+
+    trainer = Evaluating(model=model(), args=arguments, train_dataset=Texts(SAMPLES), eval_dataset=Texts(4), callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=run.get("checkpoint"))
+    clock = ("runtime", "per_second")
+    history = [{key: value for key, value in entry.items() if not key.endswith(clock)} for entry in trainer.state.log_history]
+    diary.note(end=trainer.state.global_step, history=history, bits=bits(trainer.model_wrapped))
+
+
+def loop(run: dict[str, Any], diary: Diary) -> None:
+    """As plain as accelerate's own examples; it knows nothing of resuming."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from torch.utils.data import DataLoader
+
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=configuration(run)))
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    engine, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(Texts(SAMPLES), BATCH, shuffle=True))
+    diary.engine(engine)
+    diary.note(processes=accelerator.num_processes, index=accelerator.process_index)
+    for batch in loader:
+        accelerator.backward(engine(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    diary.note(end=engine.global_steps, bits=bits(engine))
+
+
+if __name__ == "__main__":
+    job = json.loads(sys.argv[1])
+    {"trainer": train, "loop": loop}[job["kind"]](job, Diary(job))
