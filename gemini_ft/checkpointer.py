@@ -162,7 +162,7 @@ class Checkpointer:
             }
             self._save(self._iteration, extras)
         else:
-            self._joined.alive(self._iteration)
+            self.alive(self._iteration)
         self._blocked += time.perf_counter() - begin
         self.stats.blocked.append(self._blocked)
         self._blocked = 0.0
@@ -245,6 +245,11 @@ class Checkpointer:
         self._save(iteration, extras)
         self.stats.blocked.append(self._blocked + time.perf_counter() - begin)
         self._blocked = 0.0
+
+    def alive(self, iteration: int) -> None:
+        """Instead of ``save``, after a step of which no snapshot is due: a sign of life for the hang detection."""
+        self._iteration = iteration
+        self._joined.alive(iteration)
 
     def wait_before_update(self) -> None:
         """Call before parameters or optimizer state are written: returns when the copy under way has read them."""

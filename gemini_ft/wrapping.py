@@ -13,11 +13,12 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+from gemini_ft.afterimport import after_import
+from gemini_ft.errors import ConfigError
 
 _MODULE = "deepspeed"
 
@@ -30,8 +31,8 @@ def install() -> None:
         return
     if (module := sys.modules.get(_MODULE)) is not None:
         _wrap(module)
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    else:
+        after_import((_MODULE,), _wrap)
 
 
 def _wrap(module: ModuleType) -> None:
@@ -48,42 +49,13 @@ def _protecting(original: Callable[..., Any]) -> Callable[..., Any]:
         config = getattr(engine, "config", None)
         # Engines without an optimizer only infer: ZeRO 3 evaluates with the configuration of the training.
         if isinstance(config, dict) and "gemini" in config and getattr(engine, "basic_optimizer", None) is not None:
+            if any(kind.__name__ == "LightningModule" for kind in type(getattr(engine, "module", None)).__mro__):
+                raise ConfigError(
+                    'this strategy of Lightning does not know the "gemini" section of its DeepSpeed configuration, so its loops would '
+                    "start over; use strategy='gemini_deepspeed_stage_1', _2 or _3, or gemini_ft.lightning.GeminiDeepSpeedStrategy(config=...)"
+                )
             importlib.import_module("gemini_ft.deepspeed").attach(engine)
         return results
 
     initialize._gemini_original = original  # type: ignore[attr-defined]
     return initialize
-
-
-class _Finder(MetaPathFinder):
-    """Lets the other finders find deepspeed, and replaces its function once it has been loaded."""
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != _MODULE:
-            return None
-        for finder in sys.meta_path:
-            find = None if isinstance(finder, _Finder) else getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = find(fullname, path, target) if find else None
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _WrappingLoader(spec.loader)
-                return spec
-        return None
-
-
-class _WrappingLoader(Loader):
-    def __init__(self, inner: Loader) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)  # resource readers and debuggers ask loaders for more than import does
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._inner.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._inner
-        module.__loader__ = self._inner
-        self._inner.exec_module(module)
-        _wrap(module)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gemini_ft import wrapping
+from gemini_ft import afterimport, wrapping
 
 DEEPSPEED = """
 class Engine:
@@ -91,6 +91,6 @@ def test_under_the_launcher(launcher: list[str], folder: Path) -> None:
 
 
 def test_an_installed_finder_stays_out_of_other_imports() -> None:
-    finder = wrapping._Finder()
+    finder = afterimport._Finder(("deepspeed",), wrapping._wrap)
     assert finder.find_spec("deepspeed.comm", None) is None
     assert finder.find_spec("json", None) is None

@@ -80,6 +80,8 @@ class Protection:
         self._iteration = max(self._engine.global_steps, before + 1)
         if self._iteration // interval > before // interval:
             self.checkpointer.save(self._iteration, {"client_state": self.client_state, "rng": rng_state()})
+        else:
+            self.checkpointer.alive(self._iteration)
 
     def close(self, finished: bool = True) -> None:
         """Leave the run; after a finished one the agents leave too."""

@@ -158,6 +158,8 @@ class Fit:
         self._last_step = step
         if due:
             self.checkpointer.save(step, self._extras())
+        else:
+            self.checkpointer.alive(step)
 
     def _extras(self) -> dict[str, Any]:
         self.live = self._trainer.lightning_module.state_dict() if compat.is_checkpoint_seen(self._trainer) else {}

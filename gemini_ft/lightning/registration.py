@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from gemini_ft.afterimport import after_import
 from gemini_ft.errors import ConfigError
 
 # Module whose import creates a registry -> (the registry's name in it, the package its strategies belong to).
@@ -58,8 +57,11 @@ def install() -> None:
     """Register into the registries that exist, and into the others as soon as they do. May be called any number of times."""
     for name in _REGISTRIES:
         _register(name)
-    if not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RegistryFinder())
+    after_import(_REGISTRIES, _register_loaded)
+
+
+def _register_loaded(module: ModuleType) -> None:
+    _register(module.__name__)
 
 
 def _register(module_name: str) -> None:
@@ -83,37 +85,3 @@ def _factory(name: str, package: str) -> Callable[..., Any]:
         return importlib.import_module("gemini_ft.lightning.strategy").by_name(name, package)(**options)
 
     return create
-
-
-class _RegistryFinder(MetaPathFinder):
-    """Lets the other finders find the modules that hold a registry, and registers once they have run."""
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname not in _REGISTRIES:
-            return None
-        for finder in sys.meta_path:
-            find = None if isinstance(finder, _RegistryFinder) else getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = find(fullname, path, target) if find else None
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _RegisteringLoader(spec.loader)
-                return spec
-        return None
-
-
-class _RegisteringLoader(Loader):
-    def __init__(self, inner: Loader) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)  # resource readers and debuggers ask loaders for more than import does
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._inner.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._inner
-        module.__loader__ = self._inner
-        self._inner.exec_module(module)
-        _register(module.__name__)
