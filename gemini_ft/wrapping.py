@@ -52,7 +52,7 @@ def _protecting(original: Callable[..., Any]) -> Callable[..., Any]:
             if any(kind.__name__ == "LightningModule" for kind in type(getattr(engine, "module", None)).__mro__):
                 raise ConfigError(
                     'this strategy of Lightning does not know the "gemini" section of its DeepSpeed configuration, so its loops would '
-                    "start over; use strategy='gemini_deepspeed_stage_1', _2 or _3, or gemini_ft.lightning.GeminiDeepSpeedStrategy(config=...)"
+                    "start over; use strategy='gemini_deepspeed_stage_1', _2 or _3, or gemini_ft.lightning.GeminiDeepSpeedStrategy"
                 )
             importlib.import_module("gemini_ft.deepspeed").attach(engine)
         return results
