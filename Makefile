@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) pip setuptools
 	$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(PIP_INSTALL) --no-build-isolation --editable '.[lightning,deepspeed,s3,dev]'
+	$(PIP_INSTALL) --no-build-isolation --editable '.[lightning,deepspeed,huggingface,s3,dev]'
 	PATH=$(BIN):$$PATH $(BIN)/python scripts/build_deepspeed_ops
 	touch $@
 
