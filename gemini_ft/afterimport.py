@@ -15,7 +15,7 @@ def after_import(names: Collection[str], then: Callable[[ModuleType], None]) -> 
 
     Modules that are loaded already are the caller's business.
     """
-    if not any(isinstance(finder, _Finder) and finder.then is then for finder in sys.meta_path):
+    if not any(isinstance(finder, _Finder) and finder.then is then and set(names) <= set(finder.names) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder(names, then))
 
 

@@ -33,7 +33,7 @@ from gemini_ft.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.errors import ConfigError, RecoveryError, StateError
 from gemini_ft.recorder import Recorder, Stats
 from gemini_ft.rendezvous import exchange_or_raise
-from gemini_ft.restore import restore
+from gemini_ft.restore import fill
 from gemini_ft.rng import rng_state, set_rng_state
 from gemini_ft.storage.base import WORD
 from gemini_ft.training_state import PlainState, TrainingState
@@ -225,7 +225,8 @@ class Checkpointer:
         begin = time.perf_counter()
         everything = (self._state, self._state_extras, session.rank, session.world_size)
         with self._script_to_blame():
-            self.stats.restored = _on_all_ranks(lambda: restore(session.sources, *everything), self.config.timeout + 600)
+            self.stats.restored, own = _on_all_ranks(lambda: fill(session.sources, *everything), self.config.timeout + 600)
+            _on_all_ranks(lambda: self._state.apply_extras(own), self.config.timeout + 600)
         seconds = self.stats.restore_seconds = time.perf_counter() - begin
         self._joined.events.write("resumed", iteration=self._iteration, sources=self.stats.restored, seconds=seconds)
         self._state_extras = {}

@@ -260,11 +260,16 @@ def _leave() -> None:
     launcher takes it for a failure of the job.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's own threads
+    if (engines := sys.modules.get("gemini_ft.deepspeed.engine")) is not None:
+        engines.finish()
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
+    status = 0
+    for stream in [item for item in gc.get_objects() if isinstance(item, io.IOBase) and not item.closed]:
+        try:
             stream.flush()
-    os._exit(0)
+        except Exception:
+            status = 120 if stream is sys.stdout else status  # as Python itself ends then
+    os._exit(status)
 
 
 def _run_script(path: str, main: types.ModuleType) -> None:

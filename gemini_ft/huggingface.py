@@ -135,9 +135,13 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             if epoch < found["epoch"]:
                 return None
             self._restore_counts(found)
-            if found["finished"]:
+            if found["finished"] and trainer.state.global_step >= trainer.state.max_steps:
                 set_rng_state(found["rng"])
                 trainer.control.should_training_stop = True
+                return None
+            if found["steps"] >= named["num_update_steps_per_epoch"]:  # a job may go on for longer than was planned
+                set_rng_state(found["rng"])
+                self._found = None
                 return None
             set_rng_state(found["epoch_rng"])
             named |= {"epochs_trained": epoch, "steps_trained_in_current_epoch": found["steps"] * accumulated}
@@ -150,6 +154,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         run(**named)
         if trainer.control.should_training_stop or epoch + 1 >= trainer.state.num_train_epochs:
             self._save(finished=True)
+            self._protection.checkpointer.wait_before_update()  # what follows may load the best model
             self._pause()  # what comes now may take long: evaluation, the export of the model
         return None
 
@@ -207,6 +212,8 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
 
 def _protect(trainer: Any) -> Any:
     """The engine's protection; None if none is asked for."""
+    if trainer.args.ignore_data_skip:
+        raise ConfigError("ignore_data_skip=True gives up the position in the data, which GeminiCallback restores; leave it out")
     if not trainer.is_deepspeed_enabled:
         raise ConfigError("GeminiCallback needs a Trainer that uses DeepSpeed: give TrainingArguments(deepspeed=...), or take it away")
     engine = trainer.model_wrapped

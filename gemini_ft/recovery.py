@@ -95,10 +95,10 @@ def plan_recovery(
             raise _wrong_size(stored_world_size, world_size, "the checkpoint in storage")
         newest = max((v.iteration for v in copies), default=None)
         lost = max(0, newest - stored.iteration) if newest is not None else None
-        return Plan("storage", stored, lost=lost, incomplete=_incomplete(copies, world_size), world_size=stored_world_size)
+        return Plan("storage", stored, lost=lost, incomplete=_incomplete(copies), world_size=stored_world_size)
     if sizes and world_size not in sizes and not resizable:
         raise _wrong_size(max(sizes), world_size, "the snapshot in memory")
-    return Plan("nothing", incomplete=_incomplete(copies, world_size))
+    return Plan("nothing", incomplete=_incomplete(copies))
 
 
 def _wrong_size(then: int, now: int, what: str) -> WorldSizeError:
@@ -122,9 +122,12 @@ def _is_whole(held: Sequence[tuple[str, SlotInfo]]) -> bool:
     return agreed and {info.owner for _, info in held} == set(range(held[0][1].world_size))
 
 
-def _incomplete(copies: Mapping[Version, Sequence[tuple[str, SlotInfo]]], world_size: int) -> dict[int, list[int]]:
-    everyone = set(range(world_size))
-    return {v.iteration: sorted(everyone - {info.owner for _, info in held}) for v, held in sorted(copies.items())}
+def _incomplete(copies: Mapping[Version, Sequence[tuple[str, SlotInfo]]]) -> dict[int, list[int]]:
+    def missing(held: Sequence[tuple[str, SlotInfo]]) -> list[int]:
+        everyone = set(range(max(info.world_size for _, info in held)))
+        return sorted(everyone - {info.owner for _, info in held})
+
+    return {version.iteration: missing(held) for version, held in sorted(copies.items())}
 
 
 def describe(plan: Plan) -> str:

@@ -16,8 +16,8 @@ from gemini_ft.training_state import TrainingState
 _READERS = 4  # shards read at a time
 
 
-def restore(sources: Sources, state: TrainingState, extras: Mapping[int, Any], rank: int, world_size: int) -> dict[str, int]:
-    """Read everything this rank needs into ``state``.
+def fill(sources: Sources, state: TrainingState, extras: Mapping[int, Any], rank: int, world_size: int) -> tuple[dict[str, int], Any]:
+    """Read everything this rank needs into the tensors of ``state``. `TrainingState.apply_extras` is due when all ranks have.
 
     A sharded rank needs its own shard alone; under DDP every rank owns a part and needs all of them. In a job of another
     size every rank needs parts of several.
@@ -30,7 +30,7 @@ def restore(sources: Sources, state: TrainingState, extras: Mapping[int, Any], r
         world_size: ranks of this job.
 
     Returns:
-        Bytes read from each place: ``own memory``, ``peer <host>``, ``storage``.
+        Bytes read from each place: ``own memory``, ``peer <host>``, ``storage``; and what to give to ``apply_extras``.
 
     Raises:
         LayoutMismatchError: the snapshot is of another model; the first differences are named.
@@ -41,15 +41,14 @@ def restore(sources: Sources, state: TrainingState, extras: Mapping[int, Any], r
     for read in reads:
         by_owner.setdefault(read.owner, []).append(read)
 
-    def fill(owner: int) -> tuple[str, int]:
+    def read_shard(owner: int) -> tuple[str, int]:
         return sources.read(owner, rank, lambda shard: scatter(shard, by_owner[owner], tensors))
 
     restored: dict[str, int] = {}
     with ThreadPoolExecutor(_READERS) as pool:
-        for where, nbytes in pool.map(fill, by_owner):
+        for where, nbytes in pool.map(read_shard, by_owner):
             restored[where] = restored.get(where, 0) + nbytes
-    state.apply_extras(own)
-    return restored
+    return restored, own
 
 
 def _prepare(
@@ -57,6 +56,7 @@ def _prepare(
 ) -> tuple[Sequence[Read], Mapping[str, torch.Tensor], Any]:
     """What to read, by owner and ascending offset; what to fill, by name; this rank's extras."""
     then = sources.plan.world_size
+    state.check(extras[rank % then])
     if then == world_size:
         layouts = _layouts(sources, rank)
         live = state.destinations(stored_specs(rank, layouts), rank, world_size)

@@ -31,12 +31,16 @@ class TrainingState(Protocol):
         """What is no tensor; it may hold live objects."""
         ...
 
+    def check(self, extras: Extras) -> None:
+        """Before anything is changed: raise LayoutMismatchError if what ``extras`` gave belongs to another kind of state."""
+        ...
+
     def destinations(self, stored: Iterable[TensorSpec], rank: int, world_size: int) -> list[Source]:
         """Tensors to fill with what a snapshot has; those that do not exist yet are made."""
         ...
 
     def apply_extras(self, extras: Extras) -> None:
-        """Put back what ``extras`` gave, after the tensors have been filled."""
+        """Put back what ``extras`` gave, after the tensors have been filled on all ranks: it may be collective."""
         ...
 
     def resized(
@@ -78,6 +82,9 @@ class PlainState:
 
     def extras(self, live: Sequence[Live]) -> Extras:
         return collect_extras(self.models, self.optimizers, live)
+
+    def check(self, extras: Extras) -> None:
+        """Whatever differs is found when it is put back."""
 
     def destinations(self, stored: Iterable[TensorSpec], rank: int, world_size: int) -> list[Source]:
         return destinations(self.models, self.optimizers, stored, rank, world_size, self.is_replicated)

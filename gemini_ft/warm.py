@@ -30,7 +30,8 @@ _ALWAYS = ("torch", "torch._dynamo", "gemini_ft", "gemini_ft.rendezvous", "gemin
 _VENDORS = {
     "lightning": ("lightning", "gemini_ft.lightning"),
     "pytorch_lightning": ("pytorch_lightning", "gemini_ft.pytorch_lightning"),
-    "deepspeed": ("deepspeed", "gemini_ft.deepspeed"),
+    # The first engine imports the last of these, and with it torch._inductor: most of the time of a restart.
+    "deepspeed": ("deepspeed", "gemini_ft.deepspeed.engine", "deepspeed.runtime.zero.muon.original_muon"),
     "accelerate": ("accelerate",),
     "transformers": ("transformers.trainer", "accelerate"),
 }

@@ -54,7 +54,7 @@ context = multiprocessing.get_context("forkserver")
 _PRELOAD = ["torch", "torch._dynamo", "gemini_ft.rendezvous", "gemini_ft.checkpointer", "agent_kit"]
 if importlib.util.find_spec("deepspeed"):
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    _PRELOAD.append("gemini_ft.deepspeed.engine")
+    _PRELOAD += ["gemini_ft.deepspeed.engine", "deepspeed.runtime.zero.muon.original_muon"]  # the latter is what takes its time
 context.set_forkserver_preload(_PRELOAD)
 
 WAIT = 30.0  # seconds until something that must happen is given up

@@ -226,7 +226,7 @@ def continue_plainly(case: Case, out: str, folder: str, until: int) -> int:
     import gemini_ft
 
     gemini_ft.init_process_group("gloo")
-    torch.manual_seed(0 if case.stage == 3 else 99)  # at stage 3 DeepSpeed leaves frozen parameters as they are
+    torch.manual_seed(99)
     engine = start(Case(**{**vars(case), "config": {**case.config, "gemini": None}}), Smooth(), GLOBAL_BATCH // dist.get_world_size())
     engine.load_checkpoint(folder)
     first = int(engine.global_steps)
@@ -291,3 +291,24 @@ def hang(case: Case, out: str) -> dict[str, Any]:
 
     backend = groups._get_data_parallel_group()._get_backend(torch.device("cpu"))
     return found | {"timeout": backend.options._timeout.total_seconds()}
+
+
+def destroyed_in_finally(case: Case, out: str, fail: bool) -> int:
+    """Train, and fail after the step before the last if asked to; the engine is destroyed in any case. The first step."""
+    import gemini_ft
+
+    gemini_ft.init_process_group("gloo")
+    torch.manual_seed(0)
+    engine = start(case, Smooth())
+    first = int(engine.global_steps)
+    try:
+        for step in range(first, case.steps):
+            if fail and step == case.steps - 1:
+                while engine.gemini.checkpointer.stats.committed != step:
+                    time.sleep(0.01)
+                raise RuntimeError("out of memory")
+            engine.backward(engine(torch.ones(4, 8)).square().mean())
+            engine.step()
+    finally:
+        engine.destroy()
+    return first

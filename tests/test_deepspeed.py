@@ -11,9 +11,11 @@ import pytest
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from agent_kit import end_agent
-from deepspeed_case import Case, hang, refusals, train, train_pipeline
+from deepspeed_case import Case, destroyed_in_finally, hang, refusals, train, train_pipeline, train_resized
 from plain_case import history
 from rank_kit import World
+
+from gemini_ft.errors import LayoutMismatchError
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -145,3 +147,23 @@ def test_refusals(tmp_path: Path) -> None:
         (said,) = ranks.outcome(refusals, {name: changes for name, (changes, _) in REFUSED.items()})
     for name, (_, text) in REFUSED.items():
         assert text in said[name], name
+
+
+def test_partitions_of_other_parameters_are_refused_though_their_sizes_are_the_same(tmp_path: Path) -> None:
+    with World(tmp_path, 2) as ranks:
+        ranks.outcome(train_resized, Case(2), str(tmp_path / "out"), 2)
+        said = ranks.outcome(train_resized, Case(2, zero={"round_robin_gradients": True}), str(tmp_path / "out"), 4)
+        assert [type(error) for error in said] == [LayoutMismatchError, LayoutMismatchError]
+        assert "the partitions consist of other parameters now, or of the same in another order" in str(said[0])
+        said = ranks.outcome(train_resized, Case(2, schedule=False), str(tmp_path / "out"), 4)
+        assert "engine's LR scheduler: False now and True in the snapshot" in str(said[0])
+        said = ranks.outcome(train_resized, Case(2), str(tmp_path / "out"), 4)
+        assert [result["start"] for result in said] == [2, 2]
+
+
+def test_an_engine_destroyed_on_the_way_out_of_an_error_has_not_finished(tmp_path: Path) -> None:
+    with World(tmp_path, 2) as ranks:
+        said = ranks.outcome(destroyed_in_finally, Case(1, steps=5), str(tmp_path / "out"), True)
+        assert [str(error) for error in said] == ["out of memory", "out of memory"]
+        assert ranks.outcome(destroyed_in_finally, Case(1, steps=5), str(tmp_path / "out"), False) == [4, 4]
+        assert ranks.outcome(destroyed_in_finally, Case(1, steps=5), str(tmp_path / "out"), False) == [0, 0]  # it has now

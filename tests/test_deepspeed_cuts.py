@@ -75,7 +75,7 @@ def test_every_element_is_found_again(cut: object, sizes: Sizes, before: int, af
         for fragment in new.fragments:
             of_shape, shared = places.state_of(fragment.param)
             assert (set(of_shape), set(shared)) == ({"exp_avg"}, {"step"})
-            read = places.shared(fragment.param, "step", "x")
+            (read,) = places.shared(fragment.param, "step", "x")
             assert np.frombuffer(shards[read.owner][1][read.offset : read.offset + read.nbytes], np.float32) == [7]
 
 

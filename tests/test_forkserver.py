@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing import api as torch_api
 
 from gemini_ft.warm import ForkServer, ForkServerError, Worker, forked_workers, modules_to_preload
 
+DEEPSPEED = ["deepspeed", "gemini_ft.deepspeed.engine", "deepspeed.runtime.zero.muon.original_muon"]
 # What a script can see of the process it runs in. Printed by a forked worker and by a real `python -u script.py`.
 REPORT = """
 import atexit, json, multiprocessing, os, signal, sys, threading
@@ -359,9 +360,9 @@ class TestPreload:
         ("source", "expected"),
         [
             ("import torch", []),
-            ("import deepspeed", ["deepspeed", "gemini_ft.deepspeed"]),
+            ("import deepspeed", DEEPSPEED),
             ("from transformers import Trainer", ["transformers.trainer", "accelerate"]),
-            ("import accelerate  # with deepspeed", ["deepspeed", "gemini_ft.deepspeed", "accelerate"]),
+            ("import accelerate  # with deepspeed", [*DEEPSPEED, "accelerate"]),
             ("import lightning as L", ["lightning", "gemini_ft.lightning"]),
             ("from lightning.pytorch import Trainer", ["lightning", "gemini_ft.lightning"]),
             ("def f():\n    import pytorch_lightning", ["pytorch_lightning", "gemini_ft.pytorch_lightning"]),

@@ -75,7 +75,7 @@ class OldShards:
 
     def __init__(self, layouts: Mapping[int, Layout], cuts: Mapping[int, Cut]) -> None:
         self._found: dict[str, dict[str, list[Found]]] = {}  # parameter -> key of its state (empty: itself) -> where
-        self._scalars: dict[str, dict[str, Found]] = {}  # the same for state that every fragment of a master shares
+        self._scalars: dict[str, dict[str, list[Found]]] = {}  # the same for state that every fragment of a master shares
         self.masters: dict[str, tuple[int, str]] = {}  # parameter -> an old rank that had some of it, and in which master
         for owner, layout in layouts.items():
             state = _by_master(layout, cuts[owner])
@@ -90,7 +90,11 @@ class OldShards:
     def _add(self, owner: int, fragment: Fragment, key: str, piece: Piece, shared: bool) -> None:
         if shared:
             place = Found(piece.start, piece.stop, owner, piece.offset, piece)
-            self._scalars.setdefault(fragment.param, {}).setdefault(key, place)
+            places = self._scalars.setdefault(fragment.param, {}).setdefault(key, [])
+            if not places or (
+                (places[0].piece.name, places[0].piece.group) == (piece.name, piece.group) and owner not in {p.owner for p in places}
+            ):
+                places.append(place)  # more than one where ranks share what is the same on all of them
             return
         low = max(fragment.offset, piece.start)
         high = min(fragment.offset + fragment.stop - fragment.start, piece.stop)
@@ -102,7 +106,7 @@ class OldShards:
     def state_of(self, param: str) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
         """Key -> what its tensor was: state of the master's shape, and state that every fragment of a master shares."""
         of_shape = {key: _spec(found[0].piece) for key, found in self._found.get(param, {}).items() if key}
-        return of_shape, {key: _spec(found.piece) for key, found in self._scalars.get(param, {}).items()}
+        return of_shape, {key: _spec(found[0].piece) for key, found in self._scalars.get(param, {}).items()}
 
     def dtype(self, param: str, key: str) -> str:
         """That of a parameter (empty key) or of state of its shape.
@@ -115,10 +119,9 @@ class OldShards:
             raise LayoutMismatchError(f"no rank has {key or 'any part'} of {param}")
         return found[0].piece.dtype
 
-    def shared(self, param: str, key: str, name: str) -> Read:
+    def shared(self, param: str, key: str, name: str) -> list[Read]:
         """What to read to fill the tensor ``name`` with state that every fragment of a master shares."""
-        found = self._scalars[param][key]
-        return Read(found.owner, found.offset, found.piece.nbytes, name, found.start, found.stop)
+        return [Read(f.owner, f.offset, f.piece.nbytes, name, f.start, f.stop) for f in self._scalars[param][key]]
 
     def reads(self, fragment: Fragment, key: str, name: str) -> list[Read]:
         """What to read to fill a new fragment.

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
+import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -24,6 +26,7 @@ from gemini_ft.rng import branch_randomness, rng_state, set_rng_state
 _log = logging.getLogger("gemini_ft")
 _HANG_SECONDS = 600.0  # what a collective of the engine may take, where hang_timeout does not say: NCCL's own default
 _ordinals = itertools.count()
+_open: weakref.WeakSet[Protection] = weakref.WeakSet()
 
 
 class Protection:
@@ -46,6 +49,8 @@ class Protection:
         self.deferred = False
         self.resumed: int | None = None
         self._updated = self._closed = False
+        _open.add(self)
+        bound_collectives(engine, self.checkpointer.config.hang_timeout)
         self._iteration = 0  # of the last update that counted; it never goes back, whatever is loaded into the engine
         found = self.checkpointer.open()
         self.checkpointer.bind_state(state)
@@ -56,7 +61,6 @@ class Protection:
             if dist.get_rank() >= found.world_size:
                 branch_randomness(dist.get_rank())
             self.resumed, self._iteration = engine.global_steps, found.iteration
-        bound_collectives(engine, self.checkpointer.config.hang_timeout)
 
     def before_update(self) -> None:
         """The engine is about to write weights and optimizer state."""
@@ -65,6 +69,8 @@ class Protection:
     def updated(self) -> None:
         """The engine has written them, unless a scaler skipped the step."""
         self._updated = self._engine.was_step_applied()
+        if not self._updated:
+            self.checkpointer.alive(self._iteration)
 
     def stepped(self) -> None:
         """All that DeepSpeed does in a step is done, counters included."""
@@ -88,6 +94,12 @@ class Protection:
         if not self._closed:
             self._closed = True
             self.checkpointer.close(finished=finished)
+
+
+def finish() -> None:
+    """The script has ended well: so has the training of every engine that was not destroyed."""
+    for protection in list(_open):
+        protection.close()
 
 
 def bound_collectives(engine: Any, hang_timeout: float | None) -> None:
@@ -114,9 +126,18 @@ class _Protected:
         self.gemini.updated()
         return result
 
+    def load_checkpoint(self, *arguments: Any, **named: Any) -> Any:
+        with self.gemini.checkpointer.mutate():
+            return super().load_checkpoint(*arguments, **named)  # type: ignore[misc]
+
     def destroy(self) -> Any:
-        self.gemini.close()
+        """Training is over, unless this is the way out of an exception."""
+        self.gemini.close(finished=sys.exc_info()[0] is None)
         return super().destroy()  # type: ignore[misc]
+
+    def __del__(self) -> None:
+        self.gemini.close(finished=False)  # nobody has said that training is over; the engine's own calls destroy()
+        super().__del__()  # type: ignore[misc]
 
 
 class _ProtectedEngine(_Protected):

@@ -79,6 +79,7 @@ def rebuild_weights(engine: Any) -> None:
             optimizer.checkpoint_event_epilogue()
         case DeepSpeedZeroOptimizer() | BF16_Optimizer():
             optimizer.update_lp_params()
+            optimizer._link_all_hp_params()  # its views of the optimizer's state are of the tensors before
         case FP16_Optimizer():
             for master, weights in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
                 for weight, value in zip(weights, master.split([weight.numel() for weight in weights]), strict=True):

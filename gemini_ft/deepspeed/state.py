@@ -14,6 +14,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.utils import DummyOptim
+from torch import nn
 
 from gemini_ft import codec
 from gemini_ft.deepspeed.anatomy import about, others, present_cut
@@ -31,6 +32,7 @@ from gemini_ft.layout import PER_RANK, Layout, Read, TensorSpec
 from gemini_ft.sources import HOST, Live, Role, Source, captured, describe, split_state_name, state_name
 
 _SUPPORTED = "0.19"  # its optimizers' attributes are relied on
+_WAY_OUT = "Resume with the script and configuration that made it, or start afresh with another run_id or resume='never'."
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_unmanaged_backward_count")
 _SCALERS = ("loss_scaler", "loss_scale_config")
 
@@ -50,7 +52,7 @@ class EngineState:
         _check(engine)
         self._cut, self._others = present_cut(engine), others(engine)
         self._fixed = {"cut": codec.encode(self._cut.pack()), "about": codec.encode(about(engine))}  # once: it never changes
-        self.resizable = engine.dp_world_size == dist.get_world_size()
+        self.resizable = engine.dp_world_size == dist.get_world_size() and is_partitioned(engine.optimizer)
 
     def survey(self) -> list[Live]:
         base = base_optimizer(self._engine.optimizer)
@@ -91,15 +93,40 @@ class EngineState:
             "base optimizer": type(base).__qualname__,
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
             **self._fixed,
+            "world size": dist.get_world_size(),
             "accumulation": engine.gradient_accumulation_steps(),
             "values": values,
             "groups": [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups],
-            "scalers": {name: dict(vars(scaler)) for name in _SCALERS if (scaler := getattr(engine.optimizer, name, None)) is not None},
+            "scalers": {name: dict(vars(scaler)) for name, scaler in self._scalers().items()},
             "autocast": {name: scaler.state_dict() for name, scaler in self._autocast_scalers().items()},
         }
         if engine.lr_scheduler is not None:
             saved["lr_scheduler"] = engine.lr_scheduler.state_dict()
         return saved
+
+    def check(self, extras: dict[str, Any]) -> None:
+        """See `TrainingState.check`; where what lies in the partitions differs, their sizes need not.
+
+        Raises:
+            LayoutMismatchError: the snapshot is of another optimizer, scheduler or configuration.
+        """
+        engine, base = self._engine, base_optimizer(self._engine.optimizer)
+        facts = {
+            "optimizer": (extras["optimizer"], type(engine.optimizer).__qualname__),
+            "base optimizer": (extras["base optimizer"], type(base).__qualname__),
+            "number of parameter groups": (len(extras["groups"]), len(base.param_groups)),
+            "engine's LR scheduler": ("lr_scheduler" in extras, engine.lr_scheduler is not None),
+            "autocast scalers": (sorted(extras["autocast"]), sorted(self._autocast_scalers())),
+            "loss scalers": (sorted(extras["scalers"]), sorted(self._scalers())),
+        }
+        for what, (then, now) in facts.items():
+            if then != now:
+                raise LayoutMismatchError(f"{what}: {now!r} now and {then!r} in the snapshot. {_WAY_OUT}")
+        if extras["world size"] == dist.get_world_size() and extras["cut"] != self._fixed["cut"]:
+            raise LayoutMismatchError(
+                "the partitions consist of other parameters now, or of the same in another order: the model, its parameter groups, "
+                f"what is frozen, or round_robin_gradients, parameter_alignment or sub_group_size have changed. {_WAY_OUT}"
+            )
 
     def destinations(self, stored: Iterable[TensorSpec], rank: int, world_size: int) -> list[Source]:
         release_gathered(self._engine)
@@ -125,10 +152,13 @@ class EngineState:
         for item in self.survey():
             if item.name.startswith("frozen."):
                 tensors[item.name] = item.tensor.detach()
+                for piece in self._cut.of(item.name):
+                    _same_dtype(item.name, item.tensor, old.dtype(piece.param, ""))
                 reads += [read for piece in self._cut.of(item.name) for read in old.reads(piece, "", item.name)]
             elif item.role is Role.BUFFER:
                 tensors[item.name] = item.tensor
                 reads.append(_whole(layouts[owner], owner, item))
+        reads = [read for read in reads if read.nbytes]
         return sorted(reads, key=lambda read: (read.owner, read.offset)), tensors, extras[owner] | {"values": values}
 
     def _resized_masters(
@@ -146,27 +176,18 @@ class EngineState:
                 base.state[master] = {key: _room(replace(spec, shape=tuple(master.shape)), master) for key, spec in of_shape.items()}
                 base.state[master] |= {key: _room(spec, master) for key, spec in shared.items()}
                 tensors |= {state_name(name, key): value for key, value in base.state[master].items()}
+            _same_dtype(name, master, old.dtype(model, ""))
             for key in ["", *of_shape]:
                 target = state_name(name, key) if key else name
                 reads += [read for fragment in fragments for read in old.reads(fragment, key, target)]
-            reads += [old.shared(model, key, state_name(name, key)) for key in shared]
+            reads += [read for key in shared for read in old.shared(model, key, state_name(name, key))]
             owner, then = old.masters[model]
             own[name] = values[owner].get(then, {})
         return tensors, reads, own
 
     def apply_extras(self, extras: dict[str, Any]) -> None:
-        """Collective where weights are partitioned: they are rebuilt from the masters.
-
-        Raises:
-            LayoutMismatchError: the snapshot is of another kind of optimizer.
-        """
+        """Collective where weights are partitioned: they are rebuilt from the masters."""
         engine, base = self._engine, base_optimizer(self._engine.optimizer)
-        for what, now in (("optimizer", type(engine.optimizer).__qualname__), ("base optimizer", type(base).__qualname__)):
-            if extras[what] != now:
-                raise LayoutMismatchError(
-                    f"the snapshot was made with the {what} {extras[what]}, this engine has {now}. Resume with the configuration that made "
-                    "it, or start afresh with another run_id or resume='never'."
-                )
         for name, master in masters(engine):
             if values := extras["values"].get(name):
                 base.state.setdefault(master, {}).update(values)
@@ -185,6 +206,10 @@ class EngineState:
         if engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(extras["lr_scheduler"])
 
+    def _scalers(self) -> dict[str, Any]:
+        found = {name: getattr(self._engine.optimizer, name, None) for name in _SCALERS}
+        return {name: scaler for name, scaler in found.items() if scaler is not None}
+
     def _autocast_scalers(self) -> dict[str, Any]:
         found = {
             "zero": getattr(self._engine.optimizer, "torch_autocast_gradscaler", None),
@@ -202,8 +227,14 @@ def _whole(layout: Layout, owner: int, item: Live) -> Read:
     piece, shape = layout.piece(item.name), tuple(item.tensor.shape)
     if piece is None or piece.shape != shape:
         then = "is missing from the snapshot" if piece is None else f"has shape {shape} now and {piece.shape} in the snapshot"
-        raise LayoutMismatchError(f"{item.name} {then}. Resume with the model that made it, or start afresh with another run_id.")
+        raise LayoutMismatchError(f"{item.name} {then}. {_WAY_OUT}")
+    _same_dtype(item.name, item.tensor, piece.dtype)
     return Read(owner, piece.offset, piece.nbytes, item.name, 0, item.tensor.numel())
+
+
+def _same_dtype(name: str, tensor: torch.Tensor, then: str) -> None:
+    if (now := str(tensor.dtype).removeprefix("torch.")) != then:
+        raise LayoutMismatchError(f"{name} has dtype {now} now and {then} in the snapshot. {_WAY_OUT}")
 
 
 def _room(spec: TensorSpec, master: torch.Tensor) -> torch.Tensor:
@@ -233,5 +264,11 @@ def _unsupported(engine: Any) -> Iterator[tuple[bool, str]]:
         yield bool(value), f"zero_optimization.{name} updates weights while the next step runs; switch it off"
     hpz = engine.zero_hpz_partition_size()
     yield hpz > 1, f"zero_optimization.zero_hpz_partition_size={hpz} keeps second partitions that are not rebuilt; use 1"
+    extra = [name for name, part in engine.module.named_modules() if type(part).get_extra_state is not nn.Module.get_extra_state]
+    yield bool(extra), f"module {', '.join(extra[:1])!r} has extra state (get_extra_state), which is not captured of engines; use a buffer"
+    sampled = engine.random_ltd_enabled() or engine.curriculum_learning_enabled()
+    yield sampled, "data_efficiency (random-LTD, curriculum learning) has state of its own that is not captured; switch it off"
+    muon = any(getattr(engine.optimizer, "sub_groups_using_muon", ()))
+    yield muon, "Muon at stage 3 writes its momentum during backward, while it would be copied; use stage 1 or 2"
     yield bool(engine.has_moe_layers), "mixtures of experts (MoE) are not supported: experts are partitioned over groups of their own"
     yield engine.autotp_size() > 1, f"tensor_parallel.autotp_size={engine.autotp_size()} is not supported; use 1"

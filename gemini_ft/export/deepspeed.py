@@ -55,10 +55,13 @@ class _Writer:
             partition = self._engine.partition(rank)
             buffers = {name.removeprefix("buffer."): tensor for name, tensor in partition.items() if name.startswith("buffer.")}
             if self._about["stage"] == 3:
-                self._save(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", self._model_states(self._placeholders(weights) | buffers))
+                self._save(
+                    f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", self._model_states(self._placeholders(weights) | buffers, partition)
+                )
             elif rank == 0:
                 optimizer = self._whole_optimizer(params) if self._about["stage"] == 0 else None
-                self._save("mp_rank_00_model_states.pt", self._model_states(weights | buffers, optimizer))
+                frozen = {f"frozen.{name}": tensor for name, tensor in weights.items()}
+                self._save("mp_rank_00_model_states.pt", self._model_states(weights | buffers, frozen, optimizer))
             if self._about["stage"] > 0:
                 prefix = "bf16_" if self._about["bf16"] else ""
                 content = {"optimizer_state_dict": self._optimizer_states(rank, partition), "ds_config": self._about["config"]}
@@ -75,9 +78,12 @@ class _Writer:
         """At stage 3 the module has no weights between steps; they are in the optimizer's partitions."""
         return {name: torch.empty(0, dtype=getattr(torch, self._about["params"][name][1])) for name in weights}
 
-    def _model_states(self, tensors: dict[str, torch.Tensor], optimizer: Any = None) -> dict[str, Any]:
+    def _model_states(self, tensors: dict[str, torch.Tensor], held: dict[str, torch.Tensor], optimizer: Any = None) -> dict[str, Any]:
+        """``held``: among others the frozen parameters, or this rank's partitions of them, as ``frozen.<name>``."""
         module = {key: tensors[name] for key, name in self._about["keys"].items()}
         trained = [{name: torch.Size(self._about["params"][name][0]) for name in group} for group in self._about["masters"].values()]
+        trained_names = {name for group in self._about["masters"].values() for name in group}
+        frozen = [name for name in self._about["params"] if name not in trained_names] if self._about["stage"] > 1 else []
         firsts: dict[str, str] = {}
         tied = {key: first for key, name in self._about["keys"].items() if (first := firsts.setdefault(name, key)) != key}
         return {
@@ -85,9 +91,9 @@ class _Writer:
             "buffer_names": [key for key, name in self._about["keys"].items() if name not in self._about["params"]],
             "optimizer": optimizer,
             "param_shapes": trained if self._about["stage"] > 0 else None,
-            "frozen_param_shapes": None,
+            "frozen_param_shapes": {name: torch.Size(self._about["params"][name][0]) for name in frozen} if frozen else None,
             "shared_params": tied if self._about["stage"] > 0 else None,
-            "frozen_param_fragments": None,
+            "frozen_param_fragments": {name: held[f"frozen.{name}"] for name in frozen} if frozen else None,
             "lr_scheduler": self._extras[0].get("lr_scheduler"),
             "data_sampler": None,
             "random_ltd": None,

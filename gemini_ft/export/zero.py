@@ -63,7 +63,7 @@ class Engine:
                 reads += self._places.reads(everything, key, f"{name}\0{key}")
             for key, spec in shared.items():
                 held[key] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-                reads.append(self._places.shared(name, key, f"{name}\0{key}"))
+                reads += self._places.shared(name, key, f"{name}\0{key}")
             found[name] = held
         self._fill(reads, {f"{name}\0{key}": tensor for name, held in found.items() for key, tensor in held.items()})
         return found

@@ -40,9 +40,13 @@ class EngineFit(Fit):
         return self._trainer.strategy.model
 
     def _bind_state(self) -> None:
+        from gemini_ft import wrapping
         from gemini_ft.deepspeed.engine import bound_collectives
         from gemini_ft.deepspeed.state import EngineState
 
+        if not self._engine.managed_gradient_accumulation():
+            raise ConfigError("managed_gradient_accumulation=false is not supported under Lightning, which does the accumulation itself")
+        wrapping.protected = True
         self.checkpointer.bind_state(EngineState(self._engine))
         bound_collectives(self._engine, self.checkpointer.config.hang_timeout)
 
