@@ -17,6 +17,7 @@ from overhead_worker import Trial, main
 from peers import build
 from peers.engines import ROWS
 
+os.environ.setdefault("LOCAL_RANK", os.environ.get("RANK", "0"))  # DeepSpeed asks for it
 _MASTER_SHARE = 12  # bytes of fp32 master and moments per parameter
 
 

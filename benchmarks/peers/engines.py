@@ -85,12 +85,16 @@ class LmResiliency(EngineAdapter):
         from lm_resiliency.checkpointing.config import InMemoryCkptConfig
         from lm_resiliency.integrations.deepspeed.training import DeepSpeedResiliency
 
+        from peers import lmr
+
+        self._watch = lmr.watch
         config = InMemoryCkptConfig(interval=1, replication_jump=1, disk_flush_interval=0, disk_folder=str(folder), pin_memory=False)
         self._resiliency = DeepSpeedResiliency(load.engine, config, device=torch.device("cpu"))
         load.engine.step = self._resiliency._original_step
 
     def save(self, step: int) -> None:
         self._resiliency._post_step(())
+        self._watch(self._resiliency._ckpt_manager, step, self.completed, self._resiliency.step_count)
 
     def before_update(self) -> None:
         """Nothing: it does not hold the update back while it copies."""
