@@ -17,7 +17,7 @@ from overhead_worker import Trial, main
 from peers import build
 from peers.engines import ROWS
 
-os.environ.setdefault("LOCAL_RANK", os.environ.get("RANK", "0"))  # DeepSpeed asks for it
+os.environ |= {"LOCAL_RANK": os.environ.get("RANK", "0"), "CROSS_RANK": "0", "CROSS_SIZE": "1"}  # as DeepSpeed's launcher sets them
 _MASTER_SHARE = 12  # bytes of fp32 master and moments per parameter
 
 

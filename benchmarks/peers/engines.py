@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ ROWS = {
     "gemini": Row("gemini-ft", "engines:Gemini", _HOSTS, quick=True),
     "lm_resiliency": Row("lm-resiliency", "engines:LmResiliency", "own RAM, peer RAM (in the trainers)", quick=True),
     "deepspeed_torch": Row("DeepSpeed, torch writer", "engines:SaveCheckpoint", "files (tmpfs)", quick=True),
-    "deepspeed_fast": Row("DeepSpeed, fast writer", "engines:SaveCheckpoint", "files (tmpfs)", options=(("decoupled", False),)),
-    "deepspeed_decoupled": Row("DeepSpeed, decoupled writer", "engines:SaveCheckpoint", "files (tmpfs)", options=(("decoupled", True),)),
+    "deepspeed_fast": Row("DeepSpeed, fast engine, python writer", "engines:SaveCheckpoint", "files (tmpfs)", options=(("decoupled", False),)),
+    "deepspeed_decoupled": Row("DeepSpeed, decoupled engine, python writer", "engines:SaveCheckpoint", "files (tmpfs)", options=(("decoupled", True),)),
 }
 WRITERS = [name for name in ROWS if name.startswith("deepspeed_")]
 
@@ -116,11 +117,15 @@ class SaveCheckpoint(EngineAdapter):
     def __init__(self, decoupled: bool | None = None) -> None:
         super().__init__()
         if decoupled is not None:
-            writer = {"type": "FAST", "decoupled": decoupled, "io_buffer_size": 2**24, "data_parallel": "replica"}
-            self.config = {"checkpoint": {"checkpoint_serialization": False, "writer": writer}, "aio": {"block_size": 2**20}}
+            # Its type "fast" needs an op that DeepSpeed does not have on CPUs ("This op had not been implemented on CPU backend").
+            writer = {"type": "PYTHON", "decoupled": decoupled, "data_parallel": "replica"}
+            self.config = {"checkpoint": {"checkpoint_serialization": False, "writer": writer}}
 
     def setup(self, load: Any, folder: Path) -> None:
         self._engine, self._folder = load.engine, folder
+        if load.engine.checkpoint_engine.is_decoupled():
+            hand_over = load.engine.checkpoint_engine.save
+            load.engine.checkpoint_engine.save = lambda state_dict, path: hand_over(_detached(state_dict), path)
 
     def before_update(self) -> None:
         if self._engine.checkpoint_engine.is_decoupled():
@@ -133,3 +138,14 @@ class SaveCheckpoint(EngineAdapter):
 
     def wait_complete(self) -> None:
         self.before_update()
+
+
+def _detached(value: Any) -> Any:
+    """The same tensors without gradients: the writer's process refuses those on a CPU that require one."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _detached(item)) for key, item in value.items())
+    return [_detached(item) for item in value] if type(value) is list else value
