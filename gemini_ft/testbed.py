@@ -299,7 +299,7 @@ def _guard(watched: int, orders: int) -> None:
     spaces: list[int] = []
     with socket.socket(fileno=orders) as sock:
         sock.send(_ON_WATCH)
-        while sock in select.select([sock, watched], [], [])[0]:
+        while orders in select.select([orders, watched], [], [])[0]:
             order, given, _, _ = socket.recv_fds(sock, 1, 1)
             if not order:
                 break
