@@ -30,6 +30,9 @@ import torch
 
 from gemini_ft.errors import GeminiError
 from gemini_ft.events import read_events
+from gemini_ft.testbed import DEVICE, HUB
+from gemini_ft.testbed import Network as Network
+from gemini_ft.testbed import NetworkError as NetworkError
 
 T = TypeVar("T")
 
@@ -48,6 +51,8 @@ class DrillError(GeminiError):
 class EmulatedHosts:
     """Hosts of one job as groups of processes on loopback, each with its own host id, launcher, workers and agent.
 
+    With a network each is in a namespace of its own, behind a link that can be slowed down and cut (`Network`).
+
     The store of the rendezvous is outside of them, so that any may be lost. A context manager: afterwards nothing is left.
     Host ids are host0, host1, ... in the order of their start; an id is never used again. Each host's output is in
     ``folder/<host>.log``, the agents' logs are beside it, and ``events()`` has what the workers report (gemini_ft.events).
@@ -59,6 +64,8 @@ class EmulatedHosts:
         workers: per host.
         env: environment for all hosts, beside the present one without its GEMINI_* variables.
         launcher: the command that takes torchrun's arguments.
+        network: where the hosts are, and on its hub the store; those that it lacks are added to it. It is closed by its maker,
+            after these hosts.
 
     Raises:
         DrillError: the store did not start.
@@ -73,15 +80,17 @@ class EmulatedHosts:
         workers: int = 1,
         env: Mapping[str, str] | None = None,
         launcher: Sequence[str] = (*_GEMINI, "run"),
+        network: Network | None = None,
     ) -> None:
-        self.count, self.folder = count, folder
+        self.count, self.folder, self.network = count, folder, network
         self.run = f"emulated-{secrets.token_hex(6)}"
         self._program, self._workers, self._launcher = list(program), workers, list(launcher)
         self._launchers: dict[str, subprocess.Popen[bytes]] = {}
         self._env = _without_settings(os.environ) | self._settings() | dict(env or {})
-        self._store, endpoint = _start_store(self._env)
+        with self._inside(HUB):
+            self._store, endpoint = _start_store(self._env, self._address(HUB))
         self._rendezvous = [f"--nnodes={count}", f"--nproc-per-node={workers}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
-        self._rendezvous += ["--rdzv-conf=is_host=0", f"--rdzv-id={self.run}", "--local-addr=127.0.0.1", "--max-restarts=100"]
+        self._rendezvous += ["--rdzv-conf=is_host=0", f"--rdzv-id={self.run}", "--max-restarts=100"]
         self._rendezvous += [f"--log-dir={folder / 'torchelastic'}"]  # else killed launchers leave their temporary folders behind
 
     def __enter__(self) -> EmulatedHosts:
@@ -97,8 +106,11 @@ class EmulatedHosts:
     def add(self) -> str:
         """Start one more host, with nothing in its memory; returns its id. It replaces a lost one, or waits as a spare."""
         name = f"host{len(self._launchers)}"
-        command = [sys.executable, "-c", _MORTAL, *self._launcher, *self._rendezvous, *self._program]
-        with open(self.folder / f"{name}.log", "ab") as log:
+        if self.network is not None and name not in self.network.hosts:
+            self.network.add(name)
+        arguments = [*self._rendezvous, f"--local-addr={self._address(name)}", *self._program]
+        command = [sys.executable, "-c", _MORTAL, *self._launcher, *arguments]
+        with open(self.folder / f"{name}.log", "ab") as log, self._inside(name):
             env = self._env | {"GEMINI_HOST_ID": name}
             process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         self._launchers[name] = process
@@ -109,6 +121,8 @@ class EmulatedHosts:
         launcher = self._launchers[host]
         launcher.kill()
         self._end([f"GEMINI_HOST_ID={host}"])
+        if self.network is not None:
+            self.network.kill(host)
         launcher.wait(_END_SECONDS)
 
     def replace(self, host: str) -> str:
@@ -173,6 +187,12 @@ class EmulatedHosts:
 
     # -- inside
 
+    def _inside(self, host: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.network is None else self.network.inside(host)
+
+    def _address(self, host: str) -> str:
+        return "127.0.0.1" if self.network is None else self.network.address(host)
+
     def _settings(self) -> dict[str, str]:
         folder = self.folder.resolve()
         return {
@@ -181,7 +201,7 @@ class EmulatedHosts:
             "GEMINI_LOG_DIR": str(folder),
             "GEMINI_FAULTS_DIR": str(folder / "faults"),
             "GEMINI_LINGER": "60",  # agents that were missed do not stay for long
-            "GLOO_SOCKET_IFNAME": "lo",
+            "GLOO_SOCKET_IFNAME": "lo" if self.network is None else DEVICE,
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
         }
@@ -206,8 +226,8 @@ def _without_settings(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith(ours)}
 
 
-def _start_store(env: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], str]:
-    command = [sys.executable, "-c", _MORTAL, *_GEMINI, "store", "--host", "127.0.0.1", "--port", "0"]
+def _start_store(env: Mapping[str, str], address: str) -> tuple[subprocess.Popen[bytes], str]:
+    command = [sys.executable, "-c", _MORTAL, *_GEMINI, "store", "--host", address, "--port", "0"]
     process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     with process.stdout as output:
