@@ -1,0 +1,183 @@
+"""Idle spans of the training's own traffic -> which chunk of which copy travels when. Pure: no torch, no clock, no I/O.
+
+GEMINI (SOSP'23), section 5 and algorithm 2: a shard is cut into chunks that fit one of ``parts`` sub-buffers of a small reserved
+buffer; chunks are put into the spans between collectives, in order, as many as the span can carry with a safety factor.
+What fits into no span is *overflow*: it would delay the next update, so it is measured, and the interval between snapshots
+grows until it is gone.
+
+    spans = idle_spans(busy, end)                           # from a profile of a step
+    plan = schedule(spans, Transfer(nbytes, copies, ...), Link(alpha, bandwidth))
+    interval = steps_per_snapshot(spans, transfer, link)    # 1 where plan.overflow_bytes is 0
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+OVERFLOW = -1  # the span of chunks for which there is no room
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one message costs: ``alpha`` seconds, and its bytes at ``bandwidth`` bytes per second."""
+
+    alpha: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not (self.alpha >= 0 and self.bandwidth > 0 and math.isfinite(self.alpha + self.bandwidth)):
+            raise ValueError(f"alpha={self.alpha} s and bandwidth={self.bandwidth} bytes/s: must be finite, alpha >= 0, bandwidth > 0")
+
+    def seconds(self, nbytes: int) -> float:
+        """Time that one message of so many bytes takes."""
+        return self.alpha + nbytes / self.bandwidth
+
+    def carries(self, seconds: float) -> int:
+        """Bytes of one message that fit into so much time."""
+        return max(0, math.floor((seconds - self.alpha) * self.bandwidth))
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What has to travel once per snapshot.
+
+    Attributes:
+        nbytes: of the shard.
+        copies: peers it travels to, one after the other (replicas minus the owner's own).
+        buffer_bytes: reserved on the device for chunks under way (R).
+        parts: sub-buffers of it (p), so that one is received into while others are drained.
+        gamma: part of each span that is used; the rest is for jitter.
+    """
+
+    nbytes: int
+    copies: int = 1
+    buffer_bytes: int = 128 * 2**20
+    parts: int = 4
+    gamma: float = 0.8
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 0 or self.copies < 0:
+            raise ValueError(f"nbytes={self.nbytes}, copies={self.copies}: must not be negative")
+        if self.parts < 1 or self.buffer_bytes < self.parts:
+            raise ValueError(f"parts={self.parts}, buffer_bytes={self.buffer_bytes}: there must be at least one part of one byte")
+        if not 0 < self.gamma <= 1:
+            raise ValueError(f"gamma={self.gamma}: must be above 0 and at most 1")
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The most that travels at a time: what one sub-buffer holds."""
+        return self.buffer_bytes // self.parts
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Bytes ``offset:offset + nbytes`` of the shard, to peer number ``copy``, in span number ``span`` (or `OVERFLOW`)."""
+
+    span: int
+    copy: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All chunks of one snapshot, in the order in which they travel.
+
+    Attributes:
+        chunks: those of a span follow each other; overflow comes last.
+        used: seconds of each span that its chunks take by the cost model.
+        overflow_bytes: bytes for which no span has room.
+        overflow_seconds: how long they delay the next update, by the cost model.
+    """
+
+    chunks: tuple[Chunk, ...]
+    used: tuple[float, ...]
+    overflow_bytes: int
+    overflow_seconds: float
+
+
+def idle_spans(busy: Iterable[tuple[float, float]], end: float, shortest: float = 0.0) -> list[tuple[float, float]]:
+    """The gaps between collectives of one step, as (begin, seconds).
+
+    Args:
+        busy: (begin, end) of each collective, in seconds since the step began, in any order; they may overlap.
+        end: when the step ends.
+        shortest: gaps of fewer seconds are left out.
+    """
+    gaps, at = [], 0.0
+    for begin, stop in [*sorted(busy), (end, end)]:
+        if begin - at > shortest:
+            gaps.append((at, begin - at))
+        at = max(at, stop)
+    return gaps
+
+
+def schedule(spans: Sequence[float], transfer: Transfer, link: Link) -> Schedule:
+    """Put every byte of every copy into spans, in order (algorithm 2).
+
+    Args:
+        spans: seconds of each idle span, in the order of the step.
+        transfer: what travels.
+        link: what a message costs.
+
+    Returns:
+        Every byte exactly once per copy; no span holds more than ``gamma`` of its seconds.
+    """
+    waiting = _Waiting(transfer)
+    chunks: list[Chunk] = []
+    used = []
+    for index, seconds in enumerate(spans):
+        left = budget = transfer.gamma * seconds
+        while (size := min(transfer.chunk_bytes, link.carries(left))) > 0 and (chunk := waiting.take(index, size)) is not None:
+            chunks.append(chunk)
+            left -= link.seconds(chunk.nbytes)
+        used.append(budget - left)
+    overflow = list(waiting.rest())
+    late = sum(link.seconds(chunk.nbytes) for chunk in overflow)
+    return Schedule((*chunks, *overflow), tuple(used), sum(chunk.nbytes for chunk in overflow), late)
+
+
+def steps_per_snapshot(spans: Sequence[float], transfer: Transfer, link: Link, most: int = 1000) -> int:
+    """The fewest steps over which the spans can carry one snapshot; ``most`` where that many steps cannot either.
+
+    The spans of a step repeat in each of its successors, so a snapshot every k steps has k times as many.
+    """
+
+    def fits(steps: int) -> bool:
+        return not schedule([*spans] * steps, transfer, link).overflow_bytes
+
+    too_few, enough = 0, 1
+    while not fits(enough):
+        if enough >= most:
+            return most
+        too_few, enough = enough, min(2 * enough, most)
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
+    return enough
+
+
+class _Waiting:
+    """The bytes that have not found a span yet: one copy after the other, each from its first byte to its last."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+        self._copy, self._offset = 0, 0
+
+    def take(self, span: int, size: int) -> Chunk | None:
+        """The next chunk, of at most ``size`` bytes; None: all have gone."""
+        if self._copy >= self._transfer.copies or self._transfer.nbytes == 0:
+            return None
+        nbytes = min(size, self._transfer.nbytes - self._offset)
+        chunk = Chunk(span, self._copy, self._offset, nbytes)
+        self._offset += nbytes
+        if self._offset == self._transfer.nbytes:
+            self._copy, self._offset = self._copy + 1, 0
+        return chunk
+
+    def rest(self) -> Iterator[Chunk]:
+        """What is left, in chunks of full size."""
+        while (chunk := self.take(OVERFLOW, self._transfer.chunk_bytes)) is not None:
+            yield chunk
