@@ -275,7 +275,8 @@ def has_reached(hosts: EmulatedHosts, step: int) -> bool:
     return any(event["iteration"] >= step for event in hosts.events("step"))
 
 
-@pytest.mark.parametrize("power", ["on", pytest.param("lost", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("power", ["on", "lost"])
 def test_a_job_outlives_a_cut_link_and_a_killed_host(tmp_path: Path, undisturbed: Any, power: str) -> None:
     """A link that heals only stops the job for a while. A spare takes the place of a host that is gone."""
     with Network(3, rate="1gbit") as network, EmulatedHosts(3, program(tmp_path), tmp_path, env=ENV, network=network) as hosts:

@@ -17,8 +17,12 @@ ROWS = {
     "gemini": Row("gemini-ft", "engines:Gemini", _HOSTS, quick=True),
     "lm_resiliency": Row("lm-resiliency", "engines:LmResiliency", "own RAM, peer RAM (in the trainers)", quick=True),
     "deepspeed_torch": Row("DeepSpeed, torch writer", "engines:SaveCheckpoint", "files (tmpfs)", quick=True),
-    "deepspeed_fast": Row("DeepSpeed, fast engine, python writer", "engines:SaveCheckpoint", "files (tmpfs)", options=(("decoupled", False),)),
-    "deepspeed_decoupled": Row("DeepSpeed, decoupled engine, python writer", "engines:SaveCheckpoint", "files (tmpfs)", options=(("decoupled", True),)),
+    "deepspeed_fast": Row(
+        "DeepSpeed, fast engine, python writer", "engines:SaveCheckpoint", "files (tmpfs)", options=(("decoupled", False),)
+    ),
+    "deepspeed_decoupled": Row(
+        "DeepSpeed, decoupled engine, python writer", "engines:SaveCheckpoint", "files (tmpfs)", options=(("decoupled", True),)
+    ),
 }
 WRITERS = [name for name in ROWS if name.startswith("deepspeed_")]
 
