@@ -27,7 +27,13 @@ BF16_OPTIMIZER = Case(1, bf16=True, config={"data_types": {"grad_accum_dtype": "
 
 @pytest.mark.parametrize(
     "case",
-    [Case(0), Case(1, groups=2), Case(2, bf16=True, zero={"round_robin_gradients": True}), Case(3, bf16=True, groups=2), BF16_OPTIMIZER],
+    [
+        pytest.param(Case(0), marks=pytest.mark.soak),
+        Case(1, groups=2),
+        Case(2, bf16=True, zero={"round_robin_gradients": True}),
+        Case(3, bf16=True, groups=2),
+        pytest.param(BF16_OPTIMIZER, marks=pytest.mark.soak),
+    ],
     ids=["stage 0", "stage 1", "stage 2, bf16", "stage 3, bf16", "BF16_Optimizer"],
 )
 def test_deepspeed_goes_on_from_it(tmp_path: Path, case: Case) -> None:

@@ -53,8 +53,7 @@ def resized(folder: Path, case: Case) -> tuple[dict[int, str], list[list[Any]]]:
 @pytest.mark.parametrize(
     ("stage", "bf16"),
     [
-        (1, False),
-        *(pytest.param(stage, bf16, marks=pytest.mark.soak) for stage, bf16 in [(1, True), (2, False), (2, True), (3, False)]),
+        *(pytest.param(stage, bf16, marks=pytest.mark.soak) for stage, bf16 in [(1, False), (1, True), (2, False), (2, True), (3, False)]),
         (3, True),
     ],
 )

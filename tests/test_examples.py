@@ -76,7 +76,7 @@ def test_zero_3_survives_the_same_drill(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("config", ["deepspeed_zero1", "deepspeed_zero2_offload"])
+@pytest.mark.parametrize("config", ["deepspeed_zero1", pytest.param("deepspeed_zero2_offload", marks=pytest.mark.soak)])
 def test_the_same_training_under_other_stages(tmp_path: Path, config: str) -> None:
     pytest.importorskip("deepspeed", reason="needs deepspeed")
     script = [str(EXAMPLES / "deepspeed_zero3.py"), "--train", "--steps=12", "--width=32", "--layers=1"]

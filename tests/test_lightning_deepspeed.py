@@ -77,6 +77,7 @@ def test_gradients_that_wait_for_the_next_epoch_are_not_lost(tmp_path: Path, und
     survive(tmp_path, case, "step=1:rank=1:sigkill:moment=epoch_start; step=3:rank=0:sigkill", undisturbed(case))
 
 
+@pytest.mark.soak
 def test_offloaded_to_cpu_memory(tmp_path: Path, undisturbed: Undisturbed) -> None:
     case = Case(3, offload=True)
     survive(tmp_path, case, "step=4:rank=1:sigkill", undisturbed(case))
