@@ -98,7 +98,7 @@ class Checkpointer:
         self._state_extras: dict[int, Any] = {}  # of the resumed snapshot, by rank, until load_tensors
         self._iteration = 0
         self._stepped = False  # the optimizer, in this iteration
-        self._updates = 0  # since the last snapshot
+        self._updates = 0
         self._blocked = 0.0
         self._handles: list[Any] = []
         if model is not None:
@@ -149,11 +149,8 @@ class Checkpointer:
         self._iteration += 1
         self._end_of_step()
         self.scalars.update(scalars)
-        self._updates += self._stepped
-        due = self._stepped and self._updates >= self.config.interval
-        self._stepped = False
-        if due:
-            self._updates = 0
+        before, self._updates, self._stepped = self._updates, self._updates + self._stepped, False
+        if self.due(before, self._updates):
             extras = {
                 "state": {name: value.state_dict() for name, value in self._stateful.items()},
                 "scalars": self.scalars,
@@ -247,6 +244,18 @@ class Checkpointer:
         self.stats.blocked.append(self._blocked + time.perf_counter() - begin)
         self._blocked = 0.0
 
+    def due(self, before: int, now: int) -> bool:
+        """Whether there is to be a snapshot, by how many updates had been made at the last one that was asked about, and now.
+
+        The same on all ranks that count alike; where ``interval`` is auto, it changes as the network asks for.
+        """
+        return now // self.interval > before // self.interval
+
+    @property
+    def interval(self) -> int:
+        """Steps between snapshots at present."""
+        return self._joined.interval(self._iteration)
+
     def alive(self, iteration: int) -> None:
         """Instead of ``save``, after a step of which no snapshot is due: a sign of life for the hang detection."""
         self._iteration = iteration
@@ -259,6 +268,10 @@ class Checkpointer:
         if self._recorder is not None:
             self._recorder.before_update()
         self._blocked += time.perf_counter() - begin
+
+    def flush(self) -> None:
+        """Wait until the newest snapshot is committed, or given up; for at most ``timeout`` seconds."""
+        self._joined.flush()
 
     @contextlib.contextmanager
     def mutate(self) -> Iterator[None]:

@@ -69,11 +69,38 @@ class TlsConfig(_Model):
     authority: Path = Field(description="PEM file with the authority that signed all hosts' certificates.")
 
 
+class TrafficConfig(_Model):
+    """How replicas travel beside the training's own traffic."""
+
+    transport: Literal["tcp", "collective"] = Field("tcp", description="Who carries replicas: agents (tcp), or workers through sub-buffers in a process group of their own (collective).")
+    when: Literal["idle", "ready"] = Field("idle", description="Send while the training's network is idle, or as soon as a chunk is ready.")
+    profile_steps: int = Field(20, ge=2, description="Steps of the same order of collectives that make a profile of them.")
+    gamma: float = Field(0.8, gt=0, le=1, description="Part of each idle span that is used; the rest is for jitter.")
+    buffer_bytes: Bytes = Field(128 * 2**20, description="Bytes reserved on the device for replicas under way (collective).")
+    sub_buffers: int = Field(4, ge=1, description="Parts of the buffer: one is received into while others are copied out (collective; 1 = no overlap).")
+    max_rate: Bytes | None = Field(None, description="Bytes per second that the kernel lets out to one peer (tcp); default: no limit.")
+    low_priority: bool = Field(False, description="Whether replicas are marked as lower effort (DSCP LE) for switches that know it (tcp).")
+
+    @property
+    def piece_bytes(self) -> int:
+        """The most that travels at a time through one sub-buffer."""
+        return self.buffer_bytes // self.sub_buffers
+
+    @model_validator(mode="after")
+    def _relations(self) -> TrafficConfig:
+        if self.piece_bytes < 4096:
+            raise ValueError(f"buffer_bytes={self.buffer_bytes} in sub_buffers={self.sub_buffers} parts: each needs 4096 bytes")
+        return self
+
+
+DEFAULT_TRAFFIC = TrafficConfig.model_validate({})
+
+
 class GeminiConfig(_Model):
     """Everything the fault-tolerance core can be told."""
 
     replicas: int = Field(2, ge=1, description="Copies of every shard, the owner's own host included.")
-    interval: int = Field(1, ge=1, description="Take a snapshot every this many optimizer steps.")
+    interval: Annotated[int, Field(ge=1)] | Literal["auto"] = Field("auto", description="Take a snapshot every this many optimizer steps; auto: every step, or as often as the idle network can carry.")
     storage: StorageConfig | None = Field(None, description="The slow tier, for when every copy in memory is gone.")
     run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=64, description="Name of the run (letters, digits and . _ -); default: a hash of uid, working directory and command.")
     resume: Literal["auto", "never", "require"] = Field("auto", description="Whether to resume from what exists.")
@@ -83,14 +110,20 @@ class GeminiConfig(_Model):
     domain: str | None = Field(None, description="Failure domain of this host, for example its rack.")
     secret_file: Path | None = Field(None, description="File (mode 0600) with the run secret.")
     tls: TlsConfig | None = Field(None, description="Mutual TLS between agents.")
-    on_late: Literal["skip", "wait"] = Field("skip", description="What to do when the previous snapshot is still uncommitted at the next update.")
+    on_late: Literal["skip", "wait"] | None = Field(None, description="What to do when the previous snapshot is still uncommitted at the next update; default: wait where interval is a number, else skip.")
     verify: bool = Field(False, description="Compare each copy with the live state just before the next update.")
     chunk_bytes: Bytes = Field(8 * 2**20, description="Bytes that travel to a peer at a time.")
+    traffic: TrafficConfig = Field(DEFAULT_TRAFFIC, description="How replicas travel beside the training's own traffic.")
     timeout: float = Field(60.0, gt=0, description="Seconds to wait for an agent or a peer before an error names it.")
     replica_timeout: float = Field(30.0, gt=0, description="Seconds after which a holder that has not acknowledged is left out of the commit.")
     hang_timeout: float | None = Field(None, ge=0, description="Seconds without progress until local workers are killed; 0 = never; default: the greater of 300 s and 10 median steps.")
     linger: float = Field(1800.0, ge=0, description="Seconds an agent keeps its memory after the job has crashed.")
     max_retries: int = Field(3, ge=1, description="Failures without progress after which a snapshot is given up for an older one.")
+
+    @property
+    def waits(self) -> bool:
+        """Whether an update waits for a late snapshot."""
+        return self.on_late == "wait" or (self.on_late is None and self.interval != "auto")
 
     @model_validator(mode="after")
     def _relations(self) -> GeminiConfig:
@@ -142,12 +175,15 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return out
 
 
+_SECTIONS: dict[str, type[BaseModel]] = {"storage": StorageConfig, "tls": TlsConfig, "traffic": TrafficConfig}
+
+
 def _explain(error: ValidationError) -> str:
     lines = []
     for item in error.errors():
         name = ".".join(str(part) for part in item["loc"]) or "options"
         if item["type"] == "extra_forbidden":
-            model: type[BaseModel] = StorageConfig if name.startswith("storage.") else GeminiConfig
+            model = _SECTIONS.get(name.partition(".")[0], GeminiConfig) if "." in name else GeminiConfig
             lines.append(f"unknown option {name!r}; allowed: {', '.join(sorted(model.model_fields))}")
         else:
             lines.append(f"{name}={item.get('input')!r}: {item['msg']}")

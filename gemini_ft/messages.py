@@ -10,10 +10,12 @@ from typing import Annotated, Literal
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from gemini_ft.config import DEFAULT_TRAFFIC, TrafficConfig
 from gemini_ft.errors import PeerError
+from gemini_ft.traffic import Profile
 from gemini_ft.versions import Incarnation, Version
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE = 64 * 2**20  # bytes; layouts of very large models are the longest messages
 
 
@@ -63,6 +65,8 @@ class SessionSpec(_Message):
     hang_timeout: float | None = None
     chunk_bytes: int = 8 * 2**20
     storage: dict[str, object] | None = None  # StorageConfig, as checked on every rank
+    interval: int | None = 1  # steps between snapshots; None: as many as the network needs
+    traffic: TrafficConfig = DEFAULT_TRAFFIC
 
 
 # -- worker to agent (Unix socket) ----------------------------------------------------------------
@@ -154,6 +158,20 @@ class Progress(_Message):
     kind: Literal["progress"] = "progress"
     iteration: int
     suspended: bool = False
+
+
+class Watch(_Message):
+    """The worker's control page and bell come beside this (gemini_ft.controlpage)."""
+
+    kind: Literal["watch"] = "watch"
+    count: int = 2
+
+
+class Observed(_Message):
+    """The worker's steps have a profile, or have none any more."""
+
+    kind: Literal["observed"] = "observed"
+    profile: Profile | None
 
 
 class Excuse(_Message):
@@ -320,6 +338,29 @@ class Notice(_Message):
 
     kind: Literal["notice"] = "notice"
     text: str
+
+
+class SpanUse(_Message):
+    """What a snapshot sent in one span of idle network."""
+
+    step: int  # steps that the worker had ended
+    begun: int  # collectives that it had begun since
+    nbytes: int
+    first: float  # when the first bytes were let go, seconds of the host's monotonic clock
+    last: float  # when the last were
+
+
+class Travelled(_Message):
+    """How a snapshot got to one peer."""
+
+    kind: Literal["travelled"] = "travelled"
+    iteration: int
+    peer: str
+    nbytes: int
+    outside: int  # of these, bytes that could not wait for idle network any more
+    spans: list[SpanUse]  # that the others were sent in
+    seconds: float  # from the first byte to the acknowledgement of the last
+    expected: float | None = None  # of these, by the cost model; None: there was no profile yet
 
 
 class Mapped(_Message):
@@ -515,6 +556,24 @@ class ReportFinished(_Message):
     rank: int
 
 
+class ReportNeed(_Message):
+    """How many steps the idle network of a host needs to carry one snapshot."""
+
+    kind: Literal["report_need"] = "report_need"
+    host: str
+    steps: int
+    why: str  # in figures
+
+
+class Paced(_Message):
+    """From iteration ``start`` on, snapshots are ``interval`` steps apart."""
+
+    kind: Literal["paced"] = "paced"
+    start: int
+    interval: int
+    why: str
+
+
 class Rejoin(_Message):
     """A host speaks to the leader for the first time on this connection."""
 
@@ -587,11 +646,12 @@ class Data(_Message):
 
 
 Message = Annotated[
-    Hello | GetInventory | OpenSession | Reserve | Request | Chunk | Copied | GiveUp | Progress | Excuse | Map | Verify | Verified
-    | Stage | Staged | Adopt | Goodbye | GetStatus | Visit | Leave | Inject | Welcome | Inventory | Opened | Reserved | Granted
-    | Committed | Aborted | Failed | Notice | Mapped | Custody | Status | Visited | Challenge | Proof | Accepted | Offer | Ready
-    | Refused | Begin | End | Drop | Ack | Resend | Unchanged | ReportCompleted | ReportSkipped | ReportUploaded | ReportFinished
-    | Rejoin | HoldersChanged | Thawed | AllFinished | Fetch | Describe | Description | Data,
+    Hello | GetInventory | OpenSession | Reserve | Request | Chunk | Copied | GiveUp | Progress | Watch | Observed | Excuse
+    | Map | Verify | Verified | Stage | Staged | Adopt | Goodbye | GetStatus | Visit | Leave | Inject | Welcome | Inventory
+    | Opened | Reserved | Granted | Committed | Aborted | Failed | Notice | Travelled | Mapped | Custody | Status | Visited
+    | Challenge | Proof | Accepted | Offer | Ready | Refused | Begin | End | Drop | Ack | Resend | Unchanged | ReportCompleted
+    | ReportSkipped | ReportUploaded | ReportFinished | ReportNeed | Paced | Rejoin | HoldersChanged | Thawed | AllFinished
+    | Fetch | Describe | Description | Data,
     Field(discriminator="kind"),
 ]  # fmt: skip
 _adapter: TypeAdapter[Message] = TypeAdapter(Message)

@@ -37,10 +37,13 @@ from gemini_ft.messages import (
     Notice,
     Opened,
     OpenSession,
+    Paced,
     Progress,
     Reserve,
     Reserved,
+    Travelled,
 )
+from gemini_ft.observation import Observation
 from gemini_ft.rendezvous import exchange, exchange_or_raise
 from gemini_ft.replicas import check_replicas, replicated_digest
 from gemini_ft.session import Session, join
@@ -50,6 +53,7 @@ from gemini_ft.training_state import TrainingState
 from gemini_ft.versions import Version
 
 _log = logging.getLogger("gemini_ft")
+_POLL = 0.001  # seconds
 _SILENCE = 60.0  # seconds before the same warning is given again
 
 
@@ -65,6 +69,8 @@ class Stats:
     restored: dict[str, int] = field(default_factory=dict)  # "own memory", "peer <host>", "storage" -> bytes
     restore_seconds: float = 0.0
     commit_seconds: dict[int, float] = field(default_factory=dict)  # iteration -> from its end until all replicas were verified
+    lag: dict[int, int] = field(default_factory=dict)  # iteration -> steps that had ended after it when it was committed
+    traffic: dict[int, list[Travelled]] = field(default_factory=dict)  # iteration -> how it got to each peer
 
 
 class Recorder:
@@ -84,6 +90,9 @@ class Recorder:
         self._extras_bytes = 0  # as it was when slots were reserved
         self._ended: dict[int, float] = {}  # iteration -> when it ended, until its fate is known
         self._newest = 0  # iteration of the last snapshot
+        self._at = 0  # iteration that ended last
+        self._paces = [(0, config.interval if config.interval != "auto" else 1)]  # (from iteration, steps between snapshots)
+        self._observation: Observation | None = None
         self._suspended = 0
         self._warned: dict[str, float] = {}  # reason -> when it was last said
         self._digest_at: int | None = None
@@ -96,9 +105,10 @@ class Recorder:
             self._reconnect,
             self._on_discard,
             config.verify,
-            config.on_late,
+            config.waits,
             config.timeout,
         )
+        self._observe()
         self._digest_at = _first_digest(self.session)
         self.events = EventLog(stream=name, rank=self.session.rank, host=self.session.host)
         self._announce()
@@ -109,6 +119,10 @@ class Recorder:
 
     # -- the training thread
 
+    def interval(self, iteration: int) -> int:
+        """Steps between snapshots at this point, the same on all ranks."""
+        return next(interval for start, interval in reversed(self._paces) if iteration >= start)
+
     def record(self, iteration: int, state: TrainingState, extras: Any) -> None:
         """Take a snapshot: what may change at any time is copied now, the rest in the background.
 
@@ -116,6 +130,7 @@ class Recorder:
             GeminiError: something that must stop the job has happened since the last call.
         """
         self.raise_fatal()
+        self._step_over(iteration)
         snapshotter = self._copying
         snapshotter.settle()
         live = state.survey()
@@ -148,7 +163,11 @@ class Recorder:
         self._copying.settle()
 
     def alive(self, iteration: int) -> None:
-        """A sign of life for the hang detection; ``record`` gives one by itself."""
+        """A step is over that has no snapshot; a sign of life for the hang detection. ``record`` does both by itself."""
+        self._step_over(iteration)
+        self._sign_of_life(iteration)
+
+    def _sign_of_life(self, iteration: int) -> None:
         with contextlib.suppress(AgentError):  # its death is noticed, and mended, by the snapshot thread
             self.client.tell(Progress(iteration=iteration, suspended=self._suspended > 0))
 
@@ -161,19 +180,20 @@ class Recorder:
     def suspended(self, iteration: int) -> Any:
         """No sign of life is due meanwhile."""
         self._suspended += 1
-        self.alive(iteration)
+        self._sign_of_life(iteration)
         try:
             yield
         finally:
             self._suspended -= 1
-            self.alive(iteration)
+            self._sign_of_life(iteration)
 
     def close(self, finished: bool, interrupted: bool) -> None:
         """Leave the run; the agent hears why, unless this is a failure."""
         if finished:
-            self.settle()
-            self._await_decision()
+            self.flush()
         self._copying.stop()
+        if self._observation is not None:
+            self._observation.close()
         if finished or interrupted:
             with contextlib.suppress(AgentError):
                 self.client.tell(Goodbye(finished=finished))
@@ -183,11 +203,12 @@ class Recorder:
         self.events.write("left", finished=finished, interrupted=interrupted)
         self.events.close()
 
-    def _await_decision(self) -> None:
+    def flush(self) -> None:
         """Return when the last snapshot is committed or given up: only then is it known whether it is due for storage."""
+        self.settle()
         end = time.monotonic() + self._config.timeout
         while self._newest in self._ended and not self.client.lost and time.monotonic() < end:
-            time.sleep(0.005)
+            time.sleep(_POLL)
 
     def raise_fatal(self) -> None:
         """Raise what the agents found out in the background, if it must stop the job."""
@@ -206,6 +227,19 @@ class Recorder:
             has_past = number > 1 or version is not None
             scene = faults.Scene(session.run, has_past, session.rank, world, url, lambda: self.client, self.events)
             exchange_or_raise(lambda: faults.arm(session.orders, scene), self._config.timeout)
+
+    def _observe(self) -> None:
+        """Let the agent see when the network is idle, where replicas travel at all."""
+        travels = any(len(hosts) > 1 for hosts in self.session.spec.holders.values())
+        if travels and self._config.traffic.when == "idle":
+            self._observation = Observation(lambda message, fds: self.client.tell(message, fds), self._config.traffic.profile_steps)
+            self._observation.introduce()
+
+    def _step_over(self, iteration: int) -> None:
+        self._at = iteration
+        if self._observation is not None:
+            with contextlib.suppress(AgentError):  # its death is noticed, and mended, by the snapshot thread
+                self._observation.step_over()
 
     # -- layout and slots
 
@@ -271,6 +305,14 @@ class Recorder:
                 self.events.write("committed", iteration=iteration)
                 if (ended := self._ended.pop(iteration, None)) is not None:
                     self._stats.commit_seconds[iteration] = time.perf_counter() - ended
+                    self._stats.lag[iteration] = self._at - iteration
+            case Travelled(iteration=iteration):
+                self._stats.traffic.setdefault(iteration, []).append(message)
+                self.events.write("travelled", **message.model_dump(exclude={"kind"}))
+            case Paced(start=start, interval=interval, why=why):
+                if (start, interval) != self._paces[-1]:
+                    self._paces.append((start, interval))
+                    _log.warning("from iteration %d on, a snapshot every %d steps: %s", start, interval, why)
             case Aborted(iteration=iteration):
                 if self._ended.pop(iteration, None) is not None:  # every rank that gives up says so, and all hear it
                     self._stats.skipped += 1
@@ -307,7 +349,9 @@ class Recorder:
             raise
         session.client = client
         old.close()
-        self.alive(self._newest)  # what the training thread has said meanwhile went to the old one
+        if self._observation is not None:
+            self._observation.introduce()
+        self._sign_of_life(self._at)  # what the training thread has said meanwhile went to the old one
         self._reserve(self._extras_bytes)
 
     @property

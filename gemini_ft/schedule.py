@@ -5,7 +5,6 @@ buffer; chunks are put into the spans between collectives, in order, as many as 
 What fits into no span is *overflow*: it would delay the next update, so it is measured, and the interval between snapshots
 grows until it is gone.
 
-    spans = idle_spans(busy, end)                           # from a profile of a step
     plan = schedule(spans, Transfer(nbytes, copies, ...), Link(alpha, bandwidth))
     interval = steps_per_snapshot(spans, transfer, link)    # 1 where plan.overflow_bytes is 0
 """
@@ -13,7 +12,7 @@ grows until it is gone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 OVERFLOW = -1  # the span of chunks for which there is no room
@@ -98,22 +97,6 @@ class Schedule:
     overflow_seconds: float
 
 
-def idle_spans(busy: Iterable[tuple[float, float]], end: float, shortest: float = 0.0) -> list[tuple[float, float]]:
-    """The gaps between collectives of one step, as (begin, seconds).
-
-    Args:
-        busy: (begin, end) of each collective, in seconds since the step began, in any order; they may overlap.
-        end: when the step ends.
-        shortest: gaps of fewer seconds are left out.
-    """
-    gaps, at = [], 0.0
-    for begin, stop in [*sorted(busy), (end, end)]:
-        if begin - at > shortest:
-            gaps.append((at, begin - at))
-        at = max(at, stop)
-    return gaps
-
-
 def schedule(spans: Sequence[float], transfer: Transfer, link: Link) -> Schedule:
     """Put every byte of every copy into spans, in order (algorithm 2).
 
@@ -157,6 +140,30 @@ def steps_per_snapshot(spans: Sequence[float], transfer: Transfer, link: Link, m
         middle = (too_few + enough) // 2
         too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
     return enough
+
+
+def arrival(begins: Sequence[float], spans: Sequence[float], period: float, transfer: Transfer, link: Link) -> float | None:
+    """When the last byte of a snapshot has arrived, in seconds since the step began at whose beginning it was taken.
+
+    Args:
+        begins: of each span, in seconds since its step began.
+        spans: seconds of each.
+        period: seconds of a step; the next ones have the same spans.
+        transfer: what travels.
+        link: what a message costs.
+
+    Returns:
+        None: the spans of many steps cannot carry it.
+    """
+    steps = steps_per_snapshot(spans, transfer, link)
+    plan = schedule([*spans] * steps, transfer, link)
+    if plan.overflow_bytes:
+        return None
+    if not plan.chunks:
+        return 0.0
+    last = plan.chunks[-1].span
+    step, span = divmod(last, len(spans))
+    return step * period + begins[span] + plan.used[last]
 
 
 class _Waiting:

@@ -61,7 +61,7 @@ class Snapshotter:
         recover: called on the thread when the agent is gone; brings a new one up, or raises GeminiError.
         on_discard: called with iteration and reason when a snapshot is given up.
         verify: compare each copy with the live state before the update, and declare it copied only then.
-        on_late: ``skip`` or ``wait``, see GeminiConfig.
+        waits: whether an update waits for a snapshot that is late; else the snapshot is given up.
         timeout: seconds a wait may take.
     """
 
@@ -73,11 +73,11 @@ class Snapshotter:
         recover: Callable[[], None],
         on_discard: Callable[[int, str], None],
         verify: bool,
-        on_late: str,
+        waits: bool,
         timeout: float,
     ) -> None:
         self._owner, self._tell, self._lost, self._recover, self._on_discard = owner, tell, lost, recover, on_discard
-        self._verify, self._on_late, self._timeout = verify, on_late, timeout
+        self._verify, self._waits, self._timeout = verify, waits, timeout
         self.plan: CopyPlan | None = None
         self.slots: dict[int, Slot] = {}
         self._job: Job | None = None
@@ -109,7 +109,7 @@ class Snapshotter:
             return
         on_cuda = job.ready is not None and job.digest is None and not self._verify
         with self._condition:
-            if job.state is JobState.WAITING and self._on_late == "skip":
+            if job.state is JobState.WAITING and not self._waits:
                 self._forget(job, "the snapshot before was still uncommitted at the next update")
                 return
             self._wait(job, (JobState.ISSUED, JobState.DONE) if on_cuda else (JobState.DONE,))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_ft.schedule import OVERFLOW, Chunk, Link, Schedule, Transfer, idle_spans, schedule, steps_per_snapshot
+from gemini_ft.schedule import OVERFLOW, Chunk, Link, Schedule, Transfer, arrival, schedule, steps_per_snapshot
 
 seconds = st.floats(0, 5, allow_nan=False)
 transfers = st.builds(
@@ -41,17 +41,18 @@ class TestExamples:
         plan = schedule([0.05, 0.1], Transfer(10, gamma=1.0), Link(0.1, 1e9))
         assert {chunk.span for chunk in plan.chunks} == {OVERFLOW}
 
-    def test_the_gaps_between_collectives(self) -> None:
-        assert idle_spans([(3.0, 4.0), (1.0, 2.0), (1.5, 2.5)], 5.0) == [(0.0, 1.0), (2.5, 0.5), (4.0, 1.0)]
-        assert idle_spans([(0.0, 5.0)], 5.0) == []
-        assert idle_spans([], 5.0) == [(0.0, 5.0)]
-        assert idle_spans([(1.0, 2.0)], 5.0, shortest=1.5) == [(2.0, 3.0)]
-
     def test_the_interval_grows_until_the_spans_carry_a_snapshot(self) -> None:
         transfer, link = Transfer(100, buffer_bytes=10, parts=1, gamma=1.0), Link(0.0, 10.0)
         assert steps_per_snapshot([10.0], transfer, link) == 1
         assert steps_per_snapshot([4.0], transfer, link) == 3
         assert steps_per_snapshot([0.0], transfer, link, most=50) == 50
+
+    def test_when_a_snapshot_arrives(self) -> None:
+        transfer, link = Transfer(50, buffer_bytes=10, parts=1, gamma=1.0), Link(0.0, 10.0)
+        assert arrival([0.0, 5.0], [2.0, 4.0], 10.0, transfer, link) == 5.0 + 3.0
+        assert arrival([0.0, 5.0], [2.0, 1.0], 10.0, transfer, link) == 10.0 + 2.0  # two in the first step, one more, two in the next
+        assert arrival([0.0], [0.0], 10.0, transfer, link) is None
+        assert arrival([0.0], [1.0], 10.0, Transfer(0), link) == 0.0
 
     @pytest.mark.parametrize(
         "wrong",

@@ -28,8 +28,10 @@ from gemini_ft.messages import (
     Message,
     Notice,
     Opened,
+    Paced,
     Reserved,
     Staged,
+    Travelled,
     Verified,
     Welcome,
     pack,
@@ -41,7 +43,7 @@ M = TypeVar("M", bound=Message)
 _log = logging.getLogger("gemini_ft")
 _ANSWERS = (Welcome, Inventory, Opened, Reserved, Mapped, Verified, Staged)
 _CALLS = ("hello", "get_inventory", "open_session", "reserve", "map", "verify", "stage")  # kinds that get an answer
-_EVENTS = (Granted, Committed, Aborted, Notice)
+_EVENTS = (Granted, Committed, Aborted, Notice, Paced, Travelled)
 
 
 def as_error(failed: Failed) -> GeminiError:

@@ -22,20 +22,24 @@ from gemini_ft.messages import (
     HoldersChanged,
     Message,
     Notice,
+    Paced,
     Proof,
     Rejoin,
     ReportCompleted,
     ReportFinished,
+    ReportNeed,
     ReportSkipped,
     ReportUploaded,
     Thawed,
 )
 from gemini_ft.protocol import Completed, Report, Skipped
+from gemini_ft.traffic import Pace
 from gemini_ft.transport.tcp import Address, Connection, dial
 from gemini_ft.versions import Version
 
 _TICK = 0.25  # seconds between looks at who is late
 _SLOW_UPLOAD = 600.0  # seconds
+_AHEAD = 8  # steps that a change of pace is announced before it counts; who hears it later loses a snapshot
 
 
 class Stream(Protocol):
@@ -64,6 +68,9 @@ class Leader:
         self._stream, self.book, self._world_size = stream, book, world_size
         self._members: set[Connection] = set()
         self._finished: set[int] = set()
+        self._pace = Pace()
+        self._paced: Paced | None = None  # the last change
+        self._newest = 0  # iteration that was spoken of
         self._upload: tuple[Version | None, float] = (None, 0.0)  # under way, since (or when that was last said)
         self._tasks: set[asyncio.Task[None]] = {asyncio.get_running_loop().create_task(self._tick())}
 
@@ -83,6 +90,8 @@ class Leader:
     def take(self, message: Message) -> None:
         """A report, from another host or our own."""
         now = time.monotonic()
+        if isinstance(message, ReportCompleted | ReportSkipped):
+            self._newest = max(self._newest, message.version.iteration)
         if isinstance(message, ReportCompleted):
             report = Completed(message.owner, message.host, message.version, message.layout, message.digest)
             self._apply(self.book.report(report, now))
@@ -98,6 +107,12 @@ class Leader:
         elif isinstance(message, Rejoin):
             self._apply(self.book.rejoin(message.committed, now))
             self._settle_upload(message.uploading)
+            if self._paced is not None:
+                self._tell(self._paced)
+        elif isinstance(message, ReportNeed):
+            if self._pace.report(message.host, message.steps):
+                self._paced = Paced(start=self._newest + _AHEAD, interval=self._pace.interval, why=message.why)
+                self._tell(self._paced)
         elif isinstance(message, ReportFinished):
             self._finished.add(message.rank)
             if len(self._finished) == self._world_size:

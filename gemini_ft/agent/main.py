@@ -24,6 +24,7 @@ from gemini_ft.agent.memory import Budget, SlotMemory
 from gemini_ft.agent.stream import Stream
 from gemini_ft.agent.watch import HangDetector
 from gemini_ft.agent.workers import Desk, WorkerConnection
+from gemini_ft.controlpage import ControlPage
 from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, MemoryBudgetError, SecretError, SupersededError
 from gemini_ft.messages import (
     PROTOCOL_VERSION,
@@ -43,6 +44,7 @@ from gemini_ft.messages import (
     Map,
     Mapped,
     Message,
+    Observed,
     Opened,
     OpenSession,
     Progress,
@@ -57,6 +59,7 @@ from gemini_ft.messages import (
     Verify,
     Visit,
     Visited,
+    Watch,
     Welcome,
 )
 from gemini_ft.transport.tcp import Connection, Handler, listen
@@ -162,14 +165,26 @@ class Agent:
                 self._map(worker, message)
             case Goodbye(finished=finished):
                 self._goodbye(worker, finished)
+            case Watch():
+                page = ControlPage.take(*fds)
+                try:
+                    self._current(worker).watch(worker.rank, page)
+                except SupersededError:
+                    page.close()
+                    raise
             case _:
                 self._session_message(worker, message)
 
-    def _session_message(self, worker: WorkerConnection, message: Message) -> None:
+    def _current(self, worker: WorkerConnection) -> Stream:
+        """The worker's stream, if the worker is of its present incarnation."""
         stream = self._stream(worker)
         if stream.spec is None or worker.incarnation != stream.spec.incarnation:
             current = stream.spec.incarnation if stream.spec is not None else "none"
             raise SupersededError(f"incarnation {worker.incarnation} is over, {current} has taken over; this process must stop")
+        return stream
+
+    def _session_message(self, worker: WorkerConnection, message: Message) -> None:
+        stream = self._current(worker)
         match message:
             case Reserve():
                 stream.reserve(worker, message)
@@ -184,6 +199,8 @@ class Agent:
                 stream.on_give_up(worker, message)
             case Progress(suspended=suspended):
                 self._sign_of_life(worker, suspended)
+            case Observed(profile=profile):
+                stream.observed(worker.rank, profile)
             case Excuse():
                 stream.excuse()
             case Inject():

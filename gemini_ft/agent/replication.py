@@ -1,7 +1,7 @@
 """Shards on their way to a peer (``Link``) and from one (``Receiver``), on top of transport.tcp.
 
-A chunk is sent as soon as the worker has copied it, several are in flight, and each is verified on arrival;
-a damaged one is asked for again. A connection that breaks is dialled again and the newest version starts over.
+A chunk is queued as soon as the worker has copied it, goes when the gate lets it (gemini_ft.agent.gate), and is verified on
+arrival; a damaged one is asked for again. A connection that breaks is dialled again and the newest version starts over.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import xxhash
 
+from gemini_ft.agent.gate import Gate, Pass
 from gemini_ft.agent.memory import SlotMemory, SlotShape
+from gemini_ft.config import TrafficConfig
 from gemini_ft.errors import GeminiError, PeerError
-from gemini_ft.messages import Ack, Begin, Chunk, Drop, End, Message, Offer, Proof, Ready, Refused, Resend, Unchanged
-from gemini_ft.transport.tcp import Address, Connection, dial
+from gemini_ft.messages import Ack, Begin, Chunk, Drop, End, Message, Offer, Proof, Ready, Refused, Resend, SpanUse, Unchanged
+from gemini_ft.transport.tcp import Address, Connection, Meter, dial
 from gemini_ft.versions import Version
 
 _IN_FLIGHT = 4  # chunks handed to the kernel's queue ahead of the wire
@@ -47,9 +50,26 @@ class Outgoing:
     sent_bytes: int = 0
     sent_before: int = 0  # of these, in attempts that were broken off
     begun_at: float = 0.0
+    busy_before: Meter | None = None  # the connection's counters when it began
+    outside: int = 0  # bytes that could not wait for idle network any more
+    spans: dict[tuple[int, int], SpanUse] = field(default_factory=dict)  # of idle network that were used
+
+    @property
+    def sent(self) -> int:
+        """Bytes, in the attempt that succeeded."""
+        return self.sent_bytes - self.sent_before
+
+    def went(self, leave: Pass) -> None:
+        """So much of it was let go, just now."""
+        self.outside += leave.nbytes * leave.outside
+        if leave.span is not None:
+            now = time.monotonic()
+            use = self.spans.get(leave.span) or SpanUse(step=leave.span[0], begun=leave.span[1], nbytes=0, first=now, last=now)
+            self.spans[leave.span] = use.model_copy(update={"nbytes": use.nbytes + leave.nbytes, "last": now})
 
     def restart(self) -> None:
         self.cursor, self.begun, self.end_sent = 0, False, False
+        self.outside, self.spans = 0, {}
         self.resend.clear()
         self.presumed.clear()
 
@@ -65,7 +85,10 @@ class LinkOwner(Protocol):
     def peer_refused(self, peer: str, text: str) -> None: ...
 
     def measured(self, peer: str, address: str, rate: float) -> None:
-        """The first sizeable shard has travelled, at ``rate`` bytes per second."""
+        """The first sizeable shard has travelled, at ``rate`` bytes per second while it was under way."""
+
+    def arrived(self, out: Outgoing, peer: str, meter: Meter) -> None:
+        """The peer has acknowledged a shard; ``meter`` has the connection's counters now."""
 
     def log(self, text: str) -> None: ...
 
@@ -74,9 +97,18 @@ class Link:
     """Everything this host sends to one peer, over one connection that is dialled for as long as there is something to send."""
 
     def __init__(
-        self, owner: LinkOwner, peer: str, address: Address, claims: Proof, secret: Callable[[], bytes], tls: dict[str, str] | None
+        self,
+        owner: LinkOwner,
+        peer: str,
+        address: Address,
+        claims: Proof,
+        secret: Callable[[], bytes],
+        tls: dict[str, str] | None,
+        traffic: TrafficConfig,
+        gate: Gate,
     ) -> None:
         self._owner, self.peer, self._address, self._claims, self._secret, self._tls = owner, peer, address, claims, secret, tls
+        self._traffic, self._gate = traffic, gate
         self._active: list[Outgoing] = []
         self._rooms: dict[int, SlotShape] = {}  # owner -> what the peer has been offered room for
         self._ready: set[int] = set()
@@ -102,6 +134,7 @@ class Link:
         """Let go of a shard soon, whether the peer answers or not: its slot is needed."""
         for out in [o for o in self._active if o.owner == owner and o.version == version]:
             out.cancelled = True
+            self._gate.poke()
             if self._connection is None or not out.begun:
                 self._over(out)
             else:
@@ -142,6 +175,7 @@ class Link:
 
     def on_lost(self, reason: str) -> None:
         self._connection = None
+        self._gate.release(self)
         for out in [o for o in self._active if o.cancelled]:
             self._over(out)
         if self._active:
@@ -172,12 +206,15 @@ class Link:
             out.end_sent = False
 
     def _measure(self, out: Outgoing) -> None:
-        """Once per link: how fast the replica got there, verified and acknowledged."""
-        sent = out.sent_bytes - out.sent_before
-        if not self._measured and sent >= _MEASURABLE:
+        """How fast the replica got there, verified and acknowledged; said once per link."""
+        connection = self._connection
+        if connection is None or out.busy_before is None:
+            return
+        now = connection.meter()
+        if not self._measured and out.sent >= _MEASURABLE:
             self._measured = True
-            rate = sent / max(1e-9, time.monotonic() - out.begun_at)
-            self._owner.measured(self.peer, self._address[0], rate)
+            self._owner.measured(self.peer, self._address[0], out.sent / max(1e-9, now.busy - out.busy_before.busy))
+        self._owner.arrived(out, self.peer, now)
 
     def _over(self, out: Outgoing) -> None:
         if out in self._active:
@@ -200,6 +237,8 @@ class Link:
                 continue
             delay = 0.05
             self._connection = connection
+            connection.shape(self._traffic.when == "idle", self._traffic.max_rate, self._traffic.low_priority)
+            self._gate.register(self, connection)
             self._rooms.clear()
             self._ready.clear()
             for out in self._active:
@@ -242,6 +281,7 @@ class Link:
             return False
         if not out.begun:
             out.begun, out.begun_at, out.sent_before = True, time.monotonic(), out.sent_bytes
+            out.busy_before = connection.meter()
             connection.send(Begin(owner=out.owner, iteration=out.version.iteration, committed=self._owner.committed_of(out.owner)))
         return self._send_chunk(out, connection)
 
@@ -265,8 +305,14 @@ class Link:
             connection.send(Unchanged(chunk=chunk))
         else:
             out.sent_bytes += nbytes
-            connection.send(chunk, out.memory.data(offset, nbytes))
+            connection.send(chunk, out.memory.data(offset, nbytes), partial(self._allowed, out))
         return True
+
+    async def _allowed(self, out: Outgoing, nbytes: int) -> int:
+        """Wait until some of a chunk's bytes may go. What was given up goes at once: whoever waits for its slot waits longer."""
+        leave = await self._gate.leave(nbytes, lambda: 0.0 if out.cancelled else out.begun_at + self._gate.patience)
+        out.went(leave)
+        return leave.nbytes
 
     def _withdraw(self, out: Outgoing, connection: Connection) -> bool:
         if out.drop_sent:

@@ -6,16 +6,21 @@ Everything runs on the agent's event loop, so nothing here needs a lock.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from gemini_ft.agent.gate import Gate
 from gemini_ft.agent.leadership import Leader, MemberLink, as_message
 from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape
+from gemini_ft.agent.pacing import Pacing
 from gemini_ft.agent.replication import Link, Outgoing, Receiver
 from gemini_ft.agent.serving import Fetcher, rebuild
 from gemini_ft.agent.staging import StoredCopy
 from gemini_ft.agent.uploads import Uploader
 from gemini_ft.agent.vault import Vault
+from gemini_ft.config import DEFAULT_TRAFFIC
+from gemini_ft.controlpage import ControlPage
 from gemini_ft.errors import AgentError, PeerError, SupersededError
 from gemini_ft.ledger import Cadence, Ledger
 from gemini_ft.messages import (
@@ -33,6 +38,7 @@ from gemini_ft.messages import (
     Message,
     Notice,
     Offer,
+    Paced,
     Proof,
     Rejoin,
     ReportFinished,
@@ -45,7 +51,8 @@ from gemini_ft.messages import (
     Thawed,
 )
 from gemini_ft.protocol import CancelSend, Effect, Free, Grant, Host, Send, Tell, Upload, Withdraw
-from gemini_ft.transport.tcp import Connection, Handler
+from gemini_ft.traffic import Profile
+from gemini_ft.transport.tcp import Connection, Handler, Meter
 from gemini_ft.versions import Incarnation, Version
 
 _SLOW = 100e6  # bytes per second; a gigabit network is faster
@@ -96,6 +103,8 @@ class Stream:
         self._keepers: dict[int, WorkerPort] = {}  # id of a replica's memory -> the worker that keeps its descriptor safe
         self._candidates: set[WorkerPort] = set()  # who has asked for the inventory, to open a new incarnation
         self._links: dict[str, Link] = {}
+        self._gate = Gate(DEFAULT_TRAFFIC)
+        self._pacing: Pacing | None = None
         self._incoming: set[Connection] = set()
         self._leader: Leader | None = None
         self._member: MemberLink | None = None
@@ -191,6 +200,7 @@ class Stream:
         for link in self._links.values():
             link.close()
         self._links.clear()
+        self._gate.close()
         for connection in list(self._incoming):
             connection.abort("the session is over")
         for part in (self._leader, self._member, self._uploader):
@@ -202,6 +212,8 @@ class Stream:
             self._rebuilding.cancel()
 
     def _connect(self, spec: SessionSpec) -> None:
+        self._gate = Gate(spec.traffic)
+        self._pacing = Pacing(self.host.name, spec.traffic, self._gate, spec.interval, self._report, self.tell_workers)
         if spec.storage is not None:
             self._uploader = Uploader(spec, self._agent.run, self.log)
         if spec.leader == self.host.name:
@@ -318,7 +330,17 @@ class Stream:
     def worker_lost(self, worker: WorkerPort) -> None:
         """A worker is proven dead."""
         if self.workers.get(worker.rank) is worker and self.spec is not None and worker.incarnation == self.spec.incarnation:
+            self._gate.forget(worker.rank)
             self.perform(self.host.worker_lost(worker.rank))
+
+    def watch(self, rank: int, page: ControlPage) -> None:
+        """A worker shows what it does on the network."""
+        self._gate.watch(rank, page)
+
+    def observed(self, rank: int, profile: Profile | None) -> None:
+        """A worker's steps have a profile, or have none any more."""
+        assert self._pacing is not None
+        self._pacing.observed(rank, profile)
 
     def tell_workers(self, message: Message) -> None:
         for worker in self.workers.values():
@@ -354,7 +376,14 @@ class Stream:
         if peer not in self._links:
             assert self.spec is not None
             self._links[peer] = Link(
-                self, peer, self.spec.addresses[peer], self.claims("replicate"), lambda: self._agent.secret, self._agent.tls
+                self,
+                peer,
+                self.spec.addresses[peer],
+                self.claims("replicate"),
+                lambda: self._agent.secret,
+                self._agent.tls,
+                self.spec.traffic,
+                self._gate,
             )
         return self._links[peer]
 
@@ -412,6 +441,11 @@ class Stream:
                     self.tell_workers(
                         Notice(text=f"storage: the upload of {version} failed: {error}; training goes on, the next upload is tried")
                     )
+            case Paced(interval=interval, why=why):
+                assert self._pacing is not None
+                self._pacing.paced(interval)
+                self.log(f"a snapshot every {interval} steps: {why}")
+                self.tell_workers(message)
             case Failed(text=text) | Notice(text=text):
                 self.log(text)
                 self.tell_workers(message)
@@ -434,7 +468,8 @@ class Stream:
     def rejoin_reports(self) -> list[Message]:
         uploading = self._uploader.version if self._uploader is not None else None
         reports = map(as_message, self.host.reports())
-        return [Rejoin(committed=self.host.committed, uploading=uploading), *reports, *self._said_of_uploads]
+        needs = [self._pacing.need] if self._pacing is not None and self._pacing.need is not None else []
+        return [Rejoin(committed=self.host.committed, uploading=uploading), *reports, *self._said_of_uploads, *needs]
 
     async def write_manifest(self, version: Version, records: dict[int, str]) -> None:
         assert self._uploader is not None
@@ -458,6 +493,10 @@ class Stream:
         self.log(text)
         if rate < _SLOW:
             self.tell_workers(Notice(text=f"{text}: is that the right network? Choose with interface (GEMINI_INTERFACE)"))
+
+    def arrived(self, out: Outgoing, peer: str, meter: Meter) -> None:
+        assert self._pacing is not None
+        self._pacing.arrived(out, peer, meter, time.monotonic() - out.begun_at)
 
     # -- receivers (ReceiverOwner)
 
@@ -530,6 +569,7 @@ class Stream:
             "excluded": self.excluded,
             "storage": self._uploader.status() if self._uploader is not None else None,
             "counters": self.counters,
+            "traffic": self._pacing.status() if self._pacing is not None else None,
             "shards": {
                 str(owner): [f"{s.state}:{s.version.iteration if s.version else '-'}" for s in slots.slots.values()]
                 for owner, slots in self.host.shards.items()

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from gemini_ft.errors import AgentError, GeminiError, PeerError
-from gemini_ft.messages import Adopt, Failed, Message, pack, unpack
+from gemini_ft.messages import Adopt, Failed, Message, Watch, pack, unpack
 from gemini_ft.transport.wire import frame_length
 from gemini_ft.versions import Incarnation
 
@@ -133,7 +133,7 @@ class WorkerConnection:
             self._disconnect()
 
     def _dispatch(self, message: Message) -> None:
-        count = message.count if isinstance(message, Adopt) else 0  # no other message has descriptors beside it
+        count = message.count if isinstance(message, Adopt | Watch) else 0  # no other message has descriptors beside it
         fds, self._fds = self._fds[:count], self._fds[count:]
         try:
             self._office.on_worker_message(self, message, fds)

@@ -82,9 +82,8 @@ class Protection:
         if not self._updated:
             return
         self._updated = False
-        before, interval = self._iteration, self.checkpointer.config.interval
-        self._iteration = max(self._engine.global_steps, before + 1)
-        if self._iteration // interval > before // interval:
+        before, self._iteration = self._iteration, max(self._engine.global_steps, self._iteration + 1)
+        if self.checkpointer.due(before, self._iteration):
             self.checkpointer.save(self._iteration, {"client_state": self.client_state, "rng": rng_state()})
         else:
             self.checkpointer.alive(self._iteration)

@@ -136,7 +136,9 @@ class GeminiFabricMixin(Gemini, _Strategy):
             self._gemini_found = None
         others = self._bind(checkpointer, state)
         self._gemini_saves += 1
-        if self._gemini_saves % self.gemini_config.interval == 0:
+        if not checkpointer.due(self._gemini_saves - 1, self._gemini_saves):
+            checkpointer.alive(self._gemini_saves)
+        else:
             saved = {name: item.state_dict() if _is_stateful(item) else item for name, item in others.items()}
             ddp = {name: ddp_state(item) for name, item in state.items() if isinstance(item, DistributedDataParallel)}
             checkpointer.save(self._gemini_saves, {"state": saved, "ddp": ddp, "rng": rng_state()})

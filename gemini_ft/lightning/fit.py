@@ -153,10 +153,8 @@ class Fit:
             self._last_step = step  # as it was loaded, or initialised: nothing new yet
         if step == self._last_step or self._is_accumulating:
             return
-        interval = self.checkpointer.config.interval
-        due = step // interval > self._last_step // interval
-        self._last_step = step
-        if due:
+        before, self._last_step = self._last_step, step
+        if self.checkpointer.due(before, step):
             self.checkpointer.save(step, self._extras())
         else:
             self.checkpointer.alive(step)

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import socket
 import struct
+import sys
+import termios
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 from gemini_ft.errors import ConfigError, GeminiError, PeerError, SecretError
@@ -21,9 +25,14 @@ from gemini_ft.messages import MAX_MESSAGE, Accepted, Challenge, Chunk, Data, Fa
 from gemini_ft.transport.wire import check_accepted, check_proof, frame_length, make_proof, tls_context
 
 Address = tuple[str, int]
+Valve = Callable[[int], Awaitable[int]]  # given how many bytes are ready, waits, and says how many of them may go
 _HANDSHAKE_TIMEOUT = 10.0  # seconds an unknown peer may take
 _HANDSHAKE_FRAME = 2**16  # bytes an unknown peer may make us take in at a time
 _SILENCE = 60  # seconds after which the kernel gives a peer up whose host is gone, or that takes nothing in
+_UNSENT = 64 * 1024  # bytes that the kernel takes in ahead of the wire, where somebody decides what may go
+_LOWER_EFFORT = 1 << 2  # DSCP LE (RFC 8622), in its place in the IP header
+_SO_MAX_PACING_RATE = 47
+_TCP_INFO = struct.Struct("=68xI48xQ40xQ")  # of linux/tcp.h: tcpi_rtt, tcpi_bytes_acked, tcpi_busy_time
 _TLS_PIECE = 256 * 1024  # bytes handed to the TLS layer at a time
 _SCRATCH = bytearray(256 * 1024)  # where unwanted bytes go
 
@@ -41,6 +50,15 @@ class Handler(Protocol):
         """The connection is closed; nothing refers to payloads any more."""
 
 
+@dataclass(frozen=True)
+class Meter:
+    """What the kernel has counted on a connection."""
+
+    acked: int  # bytes that the peer's kernel has acknowledged
+    busy: float  # seconds in which there was something to send
+    rtt: float  # seconds to the peer and back, smoothed
+
+
 class Connection(asyncio.BufferedProtocol):
     """One framed connection. A single writer task owns the sending side, in order."""
 
@@ -55,7 +73,7 @@ class Connection(asyncio.BufferedProtocol):
         self._state = "head"
         self._message: Message | None = None
         self._payload_left = 0
-        self._outbox: deque[tuple[bytes, memoryview | None]] = deque()
+        self._outbox: deque[tuple[bytes, memoryview | None, Valve | None]] = deque()
         self._fd = -1  # a second descriptor of the socket, for writing past asyncio's buffers; -1 under TLS
         self._wake = asyncio.Event()
         self._handed_over = asyncio.Event()
@@ -133,11 +151,53 @@ class Connection(asyncio.BufferedProtocol):
 
     # -- sending
 
-    def send(self, message: Message, payload: memoryview | None = None) -> None:
-        """Queue a message, and after it the raw bytes of ``payload``, which must not change until they are acknowledged."""
+    def send(self, message: Message, payload: memoryview | None = None, valve: Valve | None = None) -> None:
+        """Queue a message, and after it the raw bytes of ``payload``, which must not change until they are acknowledged.
+
+        Args:
+            message: at once, or after what is queued already.
+            payload: of a Chunk or Data message.
+            valve: asked before each part of the payload; None: it all goes.
+        """
         if not self.closed.is_set():
-            self._outbox.append((pack(message), payload))
+            self._outbox.append((pack(message), payload, valve))
             self._wake.set()
+
+    def shape(self, hold_back: bool, max_rate: int | None, low_priority: bool) -> None:
+        """How the kernel treats what is sent.
+
+        Args:
+            hold_back: it takes in little ahead of the wire; for payloads with a valve, which else would have no effect.
+            max_rate: bytes per second at which the kernel paces; None: as fast as it can.
+            low_priority: mark packets as lower effort, for switches that respect it.
+        """
+        sock = self._socket
+        if hold_back:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
+        if max_rate is not None:
+            sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=Q", max_rate))
+        if low_priority and sock.family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _LOWER_EFFORT)
+        elif low_priority:
+            sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _LOWER_EFFORT)
+
+    @property
+    def unacknowledged(self) -> int:
+        """Bytes that the kernel has taken in and the peer's has not acknowledged."""
+        if self.closed.is_set():
+            return 0
+        return int.from_bytes(fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+
+    def meter(self) -> Meter:
+        """Read the kernel's counters."""
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        rtt, acked, busy = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0"))
+        return Meter(acked, busy / 1e6, rtt / 1e6)
+
+    @property
+    def _socket(self) -> socket.socket:
+        assert self._transport is not None
+        return cast("socket.socket", self._transport.get_extra_info("socket"))
 
     @property
     def backlog(self) -> int:
@@ -150,16 +210,22 @@ class Connection(asyncio.BufferedProtocol):
                 while not self._outbox:
                     self._wake.clear()
                     await self._wake.wait()
-                frame, payload = self._outbox[0]
+                frame, payload, valve = self._outbox[0]
                 await self._write_all(memoryview(frame))
                 if payload is not None:
-                    await self._write_all(payload)
+                    await self._write_payload(payload, valve)
                 self._outbox.popleft()
                 self._handed_over.set()
         except OSError as error:
             self.abort(f"sending failed: {error}")
         finally:
             self._stop_writing()
+
+    async def _write_payload(self, payload: memoryview, valve: Valve | None) -> None:
+        while payload:
+            allowed = len(payload) if valve is None else await valve(len(payload))
+            await self._write_all(payload[:allowed])
+            payload = payload[allowed:]
 
     async def _write_all(self, data: memoryview) -> None:
         if self._fd < 0:

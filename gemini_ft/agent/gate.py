@@ -1,0 +1,163 @@
+"""Where replicas wait until the training's own network is idle.
+
+Every byte that leaves this host for a peer passes here, a slice at a time: while no local worker communicates and the span that
+began then is long enough (`gemini_ft.traffic.room`). What has waited for too long goes anyway, and is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from gemini_ft.config import TrafficConfig
+from gemini_ft.controlpage import ControlPage
+from gemini_ft.schedule import Link
+from gemini_ft.traffic import Profile, room
+
+_LEAST = 16 * 2**10  # bytes of a slice, if there are as many
+_SLICE = 128 * 2**10  # bytes of a slice while the speed of the network is not known
+_SLICE_SECONDS = 0.004  # of the network at most: how long a collective that comes unforeseen may have to wait
+_LARGEST = 4 * 2**20  # bytes of a slice
+_PATIENCE = 1.0  # seconds that a snapshot has for idle network, while the length of a step is not known
+_BREATH = 0.001  # seconds between looks at how much is on its way
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Leave to send: so many bytes, in which span (step, collectives begun); ``outside`` of any, because it was late."""
+
+    nbytes: int
+    span: tuple[int, int] | None = None
+    outside: bool = False
+
+
+class Way(Protocol):
+    """What bytes leave on."""
+
+    @property
+    def unacknowledged(self) -> int:
+        """Bytes that have left, and may not have arrived."""
+
+
+class Gate:
+    """One per stream and host."""
+
+    def __init__(self, traffic: TrafficConfig) -> None:
+        self._traffic = traffic
+        self._pages: dict[int, ControlPage] = {}  # rank -> its page
+        self.profiles: dict[int, Profile] = {}
+        self.link: Link | None = None
+        self.interval = 1  # steps between snapshots
+        self._ways: dict[object, Way] = {}  # sender -> what it sends on
+        self._waiting = 0
+        self._changed = asyncio.Event()
+
+    # -- who communicates
+
+    def watch(self, rank: int, page: ControlPage) -> None:
+        """Wait for this worker too; the page is the gate's from here on."""
+        self.forget(rank)
+        self._pages[rank] = page
+        page.listen(self._waiting > 0)
+        asyncio.get_running_loop().add_reader(page.bell, self._rung, page)
+
+    def forget(self, rank: int) -> None:
+        """Wait for this worker no more: it is gone."""
+        page = self._pages.pop(rank, None)
+        self.profiles.pop(rank, None)
+        if page is not None:
+            asyncio.get_running_loop().remove_reader(page.bell)
+            page.close()
+        self.poke()
+
+    def close(self) -> None:
+        for rank in list(self._pages):
+            self.forget(rank)
+
+    # -- who sends
+
+    def register(self, sender: object, way: Way) -> None:
+        """What this sender has under way counts."""
+        self._ways[sender] = way
+
+    def release(self, sender: object) -> None:
+        self._ways.pop(sender, None)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """How long a step takes; None: not known yet."""
+        return max((profile.seconds for profile in self.profiles.values()), default=None)
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a snapshot has to travel in idle network: until the next one is due."""
+        return _PATIENCE if self.step_seconds is None else self.interval * self.step_seconds
+
+    def poke(self) -> None:
+        """Whoever waits looks again."""
+        self._changed.set()
+
+    async def leave(self, nbytes: int, late_at: Callable[[], float]) -> Pass:
+        """Wait until some of ``nbytes`` may be sent.
+
+        Args:
+            nbytes: that are ready.
+            late_at: the time (monotonic clock) from which on they may not wait any more; asked anew after each `poke`.
+        """
+        if self._traffic.when == "ready" or not self._pages:
+            return Pass(nbytes)
+        self._listen(1)
+        try:
+            while (found := self._look(nbytes, late_at() - time.monotonic())) is None:
+                self._changed.clear()
+                try:
+                    async with asyncio.timeout(max(_BREATH, self._pause(late_at() - time.monotonic()))):
+                        await self._changed.wait()
+                except TimeoutError:
+                    pass
+            return found
+        finally:
+            self._listen(-1)
+
+    # -- inside
+
+    def _look(self, nbytes: int, left: float) -> Pass | None:
+        most = min(nbytes, self._slice)
+        if not self._pages:
+            return Pass(nbytes)
+        if left <= 0:
+            return Pass(most, outside=True)
+        moments = {rank: page.read() for rank, page in self._pages.items()}
+        gaps = {rank: profile.gaps for rank, profile in self.profiles.items()}
+        free = room(moments, gaps, time.monotonic(), self._under_way, self.link, self._traffic.gamma, most)
+        if free < min(nbytes, _LEAST):
+            return None
+        moment = next(iter(moments.values()))
+        return Pass(free, span=(moment.step, moment.begun))
+
+    def _pause(self, left: float) -> float:
+        """Nobody rings when bytes arrive."""
+        return min(left, _BREATH) if self._under_way else left
+
+    @property
+    def _slice(self) -> int:
+        if self.link is None:
+            return _SLICE
+        return max(_LEAST, min(_LARGEST, int(_SLICE_SECONDS * self.link.bandwidth)))
+
+    @property
+    def _under_way(self) -> int:
+        return sum(way.unacknowledged for way in self._ways.values())
+
+    def _listen(self, more: int) -> None:
+        self._waiting += more
+        if self._waiting in (0, 1):
+            for page in self._pages.values():
+                page.listen(self._waiting > 0)
+
+    def _rung(self, page: ControlPage) -> None:
+        page.answer()
+        self._changed.set()

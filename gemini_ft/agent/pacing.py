@@ -1,0 +1,140 @@
+"""One host's traffic: the gate, what sending costs, and how many steps a snapshot needs.
+
+The workers say what their steps look like, the kernel how fast the links are, the last snapshot how much there is to send.
+From these follows how many steps of idle network carry one snapshot (`gemini_ft.schedule`); the leader takes the most that any
+host needs, and tells all (`gemini_ft.traffic.Pace`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from gemini_ft.agent.gate import Gate
+from gemini_ft.agent.replication import Outgoing
+from gemini_ft.config import TrafficConfig
+from gemini_ft.messages import Message, Notice, ReportNeed, Travelled
+from gemini_ft.schedule import Link, Transfer, arrival, schedule, steps_per_snapshot
+from gemini_ft.traffic import Profile, common
+from gemini_ft.transport.tcp import Meter
+
+_SAMPLES = 8  # newest transfers that say what sending costs
+_MEASURABLE = 2**16  # bytes below which one says nothing
+
+
+class Pacing:
+    """Of one stream on one host, for one session.
+
+    Args:
+        host: id of this host.
+        traffic: the user's wishes.
+        gate: what the links pass.
+        fixed: steps between snapshots, where the user says so.
+        report: takes what is for the leader.
+        tell: takes what is for the workers.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        traffic: TrafficConfig,
+        gate: Gate,
+        fixed: int | None,
+        report: Callable[[Message], None],
+        tell: Callable[[Message], None],
+    ) -> None:
+        self._host, self._traffic, self._gate, self._fixed, self._report, self._tell = host, traffic, gate, fixed, report, tell
+        gate.interval = fixed or 1
+        self._rates: deque[float] = deque(maxlen=_SAMPLES)
+        self._delays: deque[float] = deque(maxlen=_SAMPLES)
+        self._nbytes: dict[tuple[int, str], int] = {}  # (owner, peer) -> bytes that the last snapshot sent
+        self.need: ReportNeed | None = None  # as it was said last
+        self._totals = {"bytes": 0, "bytes_outside": 0, "spans": 0}
+
+    def observed(self, rank: int, profile: Profile | None) -> None:
+        """A worker's steps have a profile, or have none any more."""
+        if profile is None:
+            self._gate.profiles.pop(rank, None)
+        else:
+            self._gate.profiles[rank] = profile
+        self._gate.poke()
+        self._judge()
+
+    def arrived(self, out: Outgoing, peer: str, meter: Meter, seconds: float) -> None:
+        """A shard got to a peer, ``seconds`` after its first byte could be sent."""
+        self._learn(out, meter)
+        first = (out.owner, peer) not in self._nbytes
+        self._nbytes[out.owner, peer] = out.sent
+        self._totals["bytes"] += out.sent
+        self._totals["bytes_outside"] += out.outside
+        self._totals["spans"] += len(out.spans)
+        self._tell(
+            Travelled(
+                iteration=out.version.iteration,
+                peer=peer,
+                nbytes=out.sent,
+                outside=out.outside,
+                spans=list(out.spans.values()),
+                seconds=seconds,
+                expected=self._expected(),
+            )
+        )
+        if first:
+            self._judge()
+
+    def paced(self, interval: int) -> None:
+        """The leader has decided."""
+        self._gate.interval = interval
+
+    def status(self) -> dict[str, object]:
+        """What ``gemini status`` shows."""
+        link, profiles = self._gate.link, self._gate.profiles
+        return {
+            "interval": self._gate.interval,
+            "bandwidth": link.bandwidth if link is not None else None,
+            "step_seconds": self._gate.step_seconds,
+            "idle_seconds": common(list(profiles.values())).idle if profiles else None,
+            **self._totals,
+        }
+
+    # -- inside
+
+    def _learn(self, out: Outgoing, meter: Meter) -> None:
+        before = out.busy_before
+        if before is None or out.sent < _MEASURABLE or meter.busy <= before.busy:
+            return
+        self._rates.append((meter.acked - before.acked) / (meter.busy - before.busy))
+        self._delays.append(meter.rtt)
+        rates = sorted(self._rates)
+        self._gate.link = Link(min(self._delays), rates[3 * len(rates) // 4])
+
+    @property
+    def _transfer(self) -> Transfer:
+        traffic = self._traffic
+        return Transfer(sum(self._nbytes.values()), 1, traffic.buffer_bytes, traffic.sub_buffers, traffic.gamma)
+
+    def _expected(self) -> float | None:
+        """Seconds by the cost model until everything that a snapshot sends from here has arrived."""
+        gate = self._gate
+        if gate.link is None or not gate.profiles:
+            return None
+        profile = common(list(gate.profiles.values()))
+        return arrival(profile.begins, profile.gaps, profile.seconds, self._transfer, gate.link)
+
+    def _judge(self) -> None:
+        """Whether the idle network carries a snapshot per step; if not, how many steps it takes."""
+        gate = self._gate
+        if gate.link is None or not gate.profiles or not self._nbytes:
+            return
+        profile, transfer = common(list(gate.profiles.values())), self._transfer
+        steps = steps_per_snapshot(profile.gaps, transfer, gate.link)
+        carried = transfer.nbytes - schedule(profile.gaps, transfer, gate.link).overflow_bytes
+        why = (
+            f"host {self._host} sends {transfer.nbytes:,} bytes per snapshot at {gate.link.bandwidth / 1e6:,.1f} MB/s; "
+            f"a step of {profile.seconds:.3f} s leaves {profile.idle:.3f} s of idle network, which carry {carried:,} bytes"
+        )
+        before, self.need = self.need, ReportNeed(host=self._host, steps=steps, why=why)
+        if self._fixed is None:
+            self._report(self.need)
+        elif steps > self._fixed and (before is None or steps != before.steps):
+            self._tell(Notice(text=f"{why}: with interval={self._fixed} the rest delays the training (interval={steps} would not)"))
