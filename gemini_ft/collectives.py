@@ -61,6 +61,7 @@ class Observer:
         self._carried = 0.0  # until when collectives of the step before were in flight
         self._steps = 0
         self.newest: Step | None = None  # the last that is over
+        self._waiting = False
         self._publish()
         self._watch = _Watch(self._over)
         self._library = self._listen()
@@ -81,6 +82,20 @@ class Observer:
                 self._idle_since = now
             self._publish()
         return self.newest
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The training stands still meanwhile, until a snapshot has travelled."""
+        self._set_waiting(True)
+        try:
+            yield
+        finally:
+            self._set_waiting(False)
+
+    def _set_waiting(self, value: bool) -> None:
+        with self._lock:
+            self._waiting = value
+            self._publish()
 
     def close(self) -> None:
         """Observe no more."""
@@ -158,7 +173,7 @@ class Observer:
                 self._publish()
 
     def _publish(self) -> None:
-        self.page.write(Moment(len(self._in_flight), len(self._step), self._steps, self._idle_since))
+        self.page.write(Moment(len(self._in_flight), len(self._step), self._steps, self._idle_since, self._waiting))
 
 
 class _Told(Work):

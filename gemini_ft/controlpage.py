@@ -17,7 +17,7 @@ from gemini_ft.traffic import Moment
 
 _SIZE = 4096
 _NUMBER = struct.Struct("=q")  # of the worker's writes; odd while one is under way
-_MOMENT = struct.Struct("=qqqd")
+_MOMENT = struct.Struct("=qqqd?")
 _LISTENS = 2048  # the only byte that the agent writes
 _TRIES = 100
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -66,7 +66,7 @@ class ControlPage:
         """Publish; by one thread at a time. Rings when the network is idle and the agent waits for that."""
         self._number += 2
         _NUMBER.pack_into(self._memory, 0, self._number - 1)
-        _MOMENT.pack_into(self._memory, _NUMBER.size, moment.in_flight, moment.begun, moment.step, moment.since)
+        _MOMENT.pack_into(self._memory, _NUMBER.size, moment.in_flight, moment.begun, moment.step, moment.since, moment.waiting)
         _NUMBER.pack_into(self._memory, 0, self._number)
         if moment.in_flight == 0 and self._memory[_LISTENS]:
             with contextlib.suppress(BlockingIOError):  # it has been rung often and not been heard: once is enough

@@ -174,6 +174,23 @@ class Observed(_Message):
     profile: Profile | None
 
 
+class Dispatched(_Message):
+    """A piece has left, or could not."""
+
+    kind: Literal["dispatched"] = "dispatched"
+    tag: int
+    error: str = ""
+
+
+class Collected(_Message):
+    """A piece is in the agent's memory, or could not be received."""
+
+    kind: Literal["collected"] = "collected"
+    source: int
+    tag: int
+    error: str = ""
+
+
 class Excuse(_Message):
     """What was resumed does not fit this script: the failure that follows does not count against it."""
 
@@ -363,6 +380,28 @@ class Travelled(_Message):
     expected: float | None = None  # of these, by the cost model; None: there was no profile yet
 
 
+class Dispatch(_Message):
+    """Send a piece of a slot to another host's worker, in the process group of the replicas."""
+
+    kind: Literal["dispatch"] = "dispatch"
+    tag: int
+    target: int  # rank
+    slot: int
+    offset: int
+    nbytes: int
+
+
+class Collect(_Message):
+    """Receive a piece of a replica from another host's worker."""
+
+    kind: Literal["collect"] = "collect"
+    tag: int
+    source: int  # rank
+    key: str  # of the memory, as in Custody; empty: throw the bytes away
+    position: int  # in that memory
+    nbytes: int
+
+
 class Mapped(_Message):
     """Answer to Map; the descriptor travels beside it."""
 
@@ -454,6 +493,7 @@ class Ready(_Message):
 
     kind: Literal["ready"] = "ready"
     owner: int
+    rank: int | None = None  # of the worker that keeps the replica's memory, and can receive for it
 
 
 class Refused(_Message):
@@ -500,6 +540,25 @@ class Ack(_Message):
     owner: int
     iteration: int
     ok: bool
+
+
+class Parcel(_Message):
+    """A piece of a chunk is on its way from worker to worker."""
+
+    kind: Literal["parcel"] = "parcel"
+    chunk: Chunk
+    start: int  # in the chunk
+    nbytes: int
+    tag: int
+    source: int  # rank
+    target: int
+
+
+class Astray(_Message):
+    """What workers should have carried did not arrive: send it from agent to agent."""
+
+    kind: Literal["astray"] = "astray"
+    text: str
 
 
 class Unchanged(_Message):
@@ -646,12 +705,13 @@ class Data(_Message):
 
 
 Message = Annotated[
-    Hello | GetInventory | OpenSession | Reserve | Request | Chunk | Copied | GiveUp | Progress | Watch | Observed | Excuse
-    | Map | Verify | Verified | Stage | Staged | Adopt | Goodbye | GetStatus | Visit | Leave | Inject | Welcome | Inventory
-    | Opened | Reserved | Granted | Committed | Aborted | Failed | Notice | Travelled | Mapped | Custody | Status | Visited
-    | Challenge | Proof | Accepted | Offer | Ready | Refused | Begin | End | Drop | Ack | Resend | Unchanged | ReportCompleted
-    | ReportSkipped | ReportUploaded | ReportFinished | ReportNeed | Paced | Rejoin | HoldersChanged | Thawed | AllFinished
-    | Fetch | Describe | Description | Data,
+    Hello | GetInventory | OpenSession | Reserve | Request | Chunk | Copied | GiveUp | Progress | Watch | Observed
+    | Dispatched | Collected | Excuse | Map | Verify | Verified | Stage | Staged | Adopt | Goodbye | GetStatus | Visit | Leave
+    | Inject | Welcome | Inventory | Opened | Reserved | Granted | Committed | Aborted | Failed | Notice | Travelled
+    | Dispatch | Collect | Mapped | Custody | Status | Visited | Challenge | Proof | Accepted | Offer | Ready | Refused
+    | Begin | End | Drop | Ack | Resend | Parcel | Astray | Unchanged | ReportCompleted | ReportSkipped | ReportUploaded
+    | ReportFinished | ReportNeed | Paced | Rejoin | HoldersChanged | Thawed | AllFinished | Fetch | Describe | Description
+    | Data,
     Field(discriminator="kind"),
 ]  # fmt: skip
 _adapter: TypeAdapter[Message] = TypeAdapter(Message)

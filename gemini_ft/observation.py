@@ -35,6 +35,10 @@ class Observation:
         if self._profiler.add(self._observer.step_over()):
             self._report()
 
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """The training stands still meanwhile, until a snapshot has travelled."""
+        return self._observer.waiting()
+
     def close(self) -> None:
         self._stack.close()
 

@@ -28,7 +28,9 @@ from gemini_ft.layout import Layout, TensorSpec, build_layout
 from gemini_ft.messages import (
     Aborted,
     Adopt,
+    Collect,
     Committed,
+    Dispatch,
     Excuse,
     Failed,
     Goodbye,
@@ -50,6 +52,7 @@ from gemini_ft.session import Session, join
 from gemini_ft.snapshot import Job, Snapshotter
 from gemini_ft.sources import Source, fingerprint
 from gemini_ft.training_state import TrainingState
+from gemini_ft.transport.collective import Courier
 from gemini_ft.versions import Version
 
 _log = logging.getLogger("gemini_ft")
@@ -93,6 +96,7 @@ class Recorder:
         self._at = 0  # iteration that ended last
         self._paces = [(0, config.interval if config.interval != "auto" else 1)]  # (from iteration, steps between snapshots)
         self._observation: Observation | None = None
+        self._courier: Courier | None = None
         self._suspended = 0
         self._warned: dict[str, float] = {}  # reason -> when it was last said
         self._digest_at: int | None = None
@@ -109,6 +113,7 @@ class Recorder:
             config.timeout,
         )
         self._observe()
+        self._employ()
         self._digest_at = _first_digest(self.session)
         self.events = EventLog(stream=name, rank=self.session.rank, host=self.session.host)
         self._announce()
@@ -156,7 +161,8 @@ class Recorder:
     def before_update(self) -> None:
         """Return when the snapshot under way has read what the update will write."""
         self.raise_fatal()
-        self._copying.before_update()
+        with self._standing_still():
+            self._copying.before_update()
 
     def settle(self) -> None:
         """Return when no copy is under way."""
@@ -194,6 +200,8 @@ class Recorder:
         self._copying.stop()
         if self._observation is not None:
             self._observation.close()
+        if self._courier is not None:
+            self._courier.close()
         if finished or interrupted:
             with contextlib.suppress(AgentError):
                 self.client.tell(Goodbye(finished=finished))
@@ -207,8 +215,13 @@ class Recorder:
         """Return when the last snapshot is committed or given up: only then is it known whether it is due for storage."""
         self.settle()
         end = time.monotonic() + self._config.timeout
-        while self._newest in self._ended and not self.client.lost and time.monotonic() < end:
-            time.sleep(_POLL)
+        with self._standing_still():
+            while self._newest in self._ended and not self.client.lost and time.monotonic() < end:
+                time.sleep(_POLL)
+
+    def _standing_still(self) -> contextlib.AbstractContextManager[None]:
+        """Replicas that travel meanwhile disturb nobody."""
+        return self._observation.waiting() if self._observation is not None else contextlib.nullcontext()
 
     def raise_fatal(self) -> None:
         """Raise what the agents found out in the background, if it must stop the job."""
@@ -230,10 +243,25 @@ class Recorder:
 
     def _observe(self) -> None:
         """Let the agent see when the network is idle, where replicas travel at all."""
-        travels = any(len(hosts) > 1 for hosts in self.session.spec.holders.values())
-        if travels and self._config.traffic.when == "idle":
+        if self._travels and self._config.traffic.when == "idle":
             self._observation = Observation(lambda message, fds: self.client.tell(message, fds), self._config.traffic.profile_steps)
             self._observation.introduce()
+
+    def _employ(self) -> None:
+        """Let this worker carry replicas, where that is wanted. Collective."""
+        if self._travels and self._config.traffic.transport == "collective":
+            config = self._config
+            self._courier = Courier(
+                config.traffic,
+                config.replica_timeout,
+                lambda message: self.client.tell(message),
+                lambda: self._copying.slots,
+                lambda: self.client.custody,
+            )
+
+    @property
+    def _travels(self) -> bool:
+        return any(len(hosts) > 1 for hosts in self.session.spec.holders.values())
 
     def _step_over(self, iteration: int) -> None:
         self._at = iteration
@@ -306,6 +334,10 @@ class Recorder:
                 if (ended := self._ended.pop(iteration, None)) is not None:
                     self._stats.commit_seconds[iteration] = time.perf_counter() - ended
                     self._stats.lag[iteration] = self._at - iteration
+            case Dispatch() if self._courier is not None:
+                self._courier.dispatch(message)
+            case Collect() if self._courier is not None:
+                self._courier.collect(message)
             case Travelled(iteration=iteration):
                 self._stats.traffic.setdefault(iteration, []).append(message)
                 self.events.write("travelled", **message.model_dump(exclude={"kind"}))
@@ -349,6 +381,8 @@ class Recorder:
             raise
         session.client = client
         old.close()
+        if self._courier is not None:
+            self._courier.forget()
         if self._observation is not None:
             self._observation.introduce()
         self._sign_of_life(self._at)  # what the training thread has said meanwhile went to the old one

@@ -22,7 +22,7 @@ from gemini_ft.schedule import Link
 
 _STRANGERS = 3  # steps in a row with another order of collectives, until that one counts
 _LOW = 0.1  # the quantile of a span's length that is relied upon
-_CHANGE = 0.1  # part of the idle time by which it must differ until a profile is replaced
+_OVERDUE = 0.05  # seconds by which a span may be longer than it should be, until what was profiled does not hold
 _FALLS = 2  # reports in a row after which an interval that is longer than needed is shortened
 
 
@@ -35,12 +35,14 @@ class Moment:
         begun: collectives that have begun since the step did.
         step: steps that have ended.
         since: when ``in_flight`` last fell to zero, or the step began if that was later; seconds of the monotonic clock.
+        waiting: whether the training stands still until a snapshot has travelled.
     """
 
     in_flight: int = 0
     begun: int = 0
     step: int = 0
     since: float = 0.0
+    waiting: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class Profiler:
         self._fresh = 0  # steps since the last look
 
     def add(self, step: Step) -> bool:
-        """Take in a step; whether ``profile`` has changed.
+        """Take in a step; whether ``profile`` is another one now: after each window, and when it became void.
 
         Single steps of another order (a logged value that is reduced now and then) are passed over. When they follow each
         other, the order has changed: the profile is void until the new order has been seen long enough.
@@ -143,12 +145,7 @@ class Profiler:
         if len(self._steps) < (self._steps.maxlen or 0) or self._fresh < len(self._steps):
             return False
         self._fresh = 0
-        return self._renew(summary(self._steps))
-
-    def _renew(self, now: Profile) -> bool:
-        if self.profile is not None and abs(now.idle - self.profile.idle) <= _CHANGE * max(now.idle, self.profile.idle):
-            return False
-        self.profile = now
+        self.profile = summary(self._steps)
         return True
 
 
@@ -205,11 +202,12 @@ def room(
     for rank, moment in moments.items():
         if moment.in_flight:
             return 0
-        spans = gaps.get(rank)
-        if spans is None or link is None or moment.begun >= len(spans):
+        spans, elapsed = gaps.get(rank), now - moment.since
+        if spans is None or link is None or moment.begun >= len(spans) or moment.waiting:
             continue
-        left = gamma * spans[moment.begun] - (now - moment.since)
-        most = min(most, link.carries(left) - outstanding)
+        if elapsed > 2 * spans[moment.begun] + _OVERDUE:
+            continue
+        most = min(most, link.carries(gamma * spans[moment.begun] - elapsed) - outstanding)
     return max(0, most)
 
 

@@ -18,8 +18,10 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.errors import AgentError, AgentTimeoutError, GeminiError, PeerError
 from gemini_ft.messages import (
     Aborted,
+    Collect,
     Committed,
     Custody,
+    Dispatch,
     Failed,
     Granted,
     Hello,
@@ -43,7 +45,7 @@ M = TypeVar("M", bound=Message)
 _log = logging.getLogger("gemini_ft")
 _ANSWERS = (Welcome, Inventory, Opened, Reserved, Mapped, Verified, Staged)
 _CALLS = ("hello", "get_inventory", "open_session", "reserve", "map", "verify", "stage")  # kinds that get an answer
-_EVENTS = (Granted, Committed, Aborted, Notice, Paced, Travelled)
+_EVENTS = (Granted, Committed, Aborted, Notice, Paced, Travelled, Dispatch, Collect)
 
 
 def as_error(failed: Failed) -> GeminiError:

@@ -19,7 +19,8 @@ from gemini_ft.traffic import Profile, room
 
 _LEAST = 16 * 2**10  # bytes of a slice, if there are as many
 _SLICE = 128 * 2**10  # bytes of a slice while the speed of the network is not known
-_SLICE_SECONDS = 0.004  # of the network at most: how long a collective that comes unforeseen may have to wait
+# Of the network at most: how long a collective that comes unforeseen may have to wait. What workers carry costs more by the piece.
+_SLICE_SECONDS = {"tcp": 0.004, "collective": 0.02}
 _LARGEST = 4 * 2**20  # bytes of a slice
 _PATIENCE = 1.0  # seconds that a snapshot has for idle network, while the length of a step is not known
 _BREATH = 0.001  # seconds between looks at how much is on its way
@@ -146,7 +147,7 @@ class Gate:
     def _slice(self) -> int:
         if self.link is None:
             return _SLICE
-        return max(_LEAST, min(_LARGEST, int(_SLICE_SECONDS * self.link.bandwidth)))
+        return max(_LEAST, min(_LARGEST, int(_SLICE_SECONDS[self._traffic.transport] * self.link.bandwidth)))
 
     @property
     def _under_way(self) -> int:

@@ -30,7 +30,9 @@ from gemini_ft.messages import (
     PROTOCOL_VERSION,
     Adopt,
     Chunk,
+    Collected,
     Copied,
+    Dispatched,
     Excuse,
     GetInventory,
     GetStatus,
@@ -201,6 +203,10 @@ class Agent:
                 self._sign_of_life(worker, suspended)
             case Observed(profile=profile):
                 stream.observed(worker.rank, profile)
+            case Dispatched():
+                stream.on_dispatched(message)
+            case Collected():
+                stream.on_collected(message)
             case Excuse():
                 stream.excuse()
             case Inject():

@@ -6,15 +6,18 @@ Everything runs on the agent's event loop, so nothing here needs a lock.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from gemini_ft.agent.custody import Custodians, WorkerPort
 from gemini_ft.agent.gate import Gate
 from gemini_ft.agent.leadership import Leader, MemberLink, as_message
 from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape
 from gemini_ft.agent.pacing import Pacing
-from gemini_ft.agent.replication import Link, Outgoing, Receiver
+from gemini_ft.agent.receiving import Receiver
+from gemini_ft.agent.sending import Link, Outgoing
 from gemini_ft.agent.serving import Fetcher, rebuild
 from gemini_ft.agent.staging import StoredCopy
 from gemini_ft.agent.uploads import Uploader
@@ -26,9 +29,12 @@ from gemini_ft.ledger import Cadence, Ledger
 from gemini_ft.messages import (
     Aborted,
     AllFinished,
+    Collect,
+    Collected,
     Committed,
     Copied,
-    Custody,
+    Dispatch,
+    Dispatched,
     End,
     Failed,
     GiveUp,
@@ -39,6 +45,7 @@ from gemini_ft.messages import (
     Notice,
     Offer,
     Paced,
+    Parcel,
     Proof,
     Rejoin,
     ReportFinished,
@@ -53,22 +60,10 @@ from gemini_ft.messages import (
 from gemini_ft.protocol import CancelSend, Effect, Free, Grant, Host, Send, Tell, Upload, Withdraw
 from gemini_ft.traffic import Profile
 from gemini_ft.transport.tcp import Connection, Handler, Meter
-from gemini_ft.versions import Incarnation, Version
+from gemini_ft.versions import Version
 
 _SLOW = 100e6  # bytes per second; a gigabit network is faster
 _REPLICA_SLOTS = 2  # one complete, one in progress
-
-
-class WorkerPort(Protocol):
-    """The agent's end of a worker's socket."""
-
-    rank: int
-    incarnation: Incarnation | None
-
-    @property
-    def alive(self) -> bool: ...
-
-    def send(self, message: Message, fds: Sequence[int] = ()) -> None: ...
 
 
 class AgentServices(Protocol):
@@ -91,8 +86,9 @@ class Stream:
         self._agent = agent
         self.spec: SessionSpec | None = None
         self.host = Host(agent.host)
-        self.vault = Vault(self.host, agent.budget, self.log, self._take_back)
         self.workers: dict[int, WorkerPort] = {}
+        self._custodians = Custodians(self.workers.values)
+        self.vault = Vault(self.host, agent.budget, self.log, self._custodians.take_back)
         self.finished = False
         self.attempts = 0  # sessions in a row that resumed the same version and committed nothing
         self._excused = False  # the present attempt does not count
@@ -100,12 +96,13 @@ class Stream:
         self.excluded: list[tuple[int, str]] = []
         self.counters = {"committed": 0, "aborted": 0, "replica_bytes": 0, "uploads": 0, "failed_uploads": 0}
         self._progressed = True
-        self._keepers: dict[int, WorkerPort] = {}  # id of a replica's memory -> the worker that keeps its descriptor safe
         self._candidates: set[WorkerPort] = set()  # who has asked for the inventory, to open a new incarnation
         self._links: dict[str, Link] = {}
         self._gate = Gate(DEFAULT_TRAFFIC)
         self._pacing: Pacing | None = None
         self._incoming: set[Connection] = set()
+        self._collecting: dict[tuple[int, int], Receiver] = {}  # (source, tag) of a piece that a worker receives -> for whom
+        self.tags: Iterator[int] = itertools.count()
         self._leader: Leader | None = None
         self._member: MemberLink | None = None
         self._uploader: Uploader | None = None
@@ -200,6 +197,7 @@ class Stream:
         for link in self._links.values():
             link.close()
         self._links.clear()
+        self._collecting.clear()
         self._gate.close()
         for connection in list(self._incoming):
             connection.abort("the session is over")
@@ -269,14 +267,18 @@ class Stream:
         fds = [self.vault.memory[owner, index].fd for index in indices]
         worker.send(Reserved(slots=indices, data_offset=shape.data_offset, capacity=shape.capacity), fds)
         for (held, _), memory in self.vault.memory.items():
-            keeper = self._keepers.get(id(memory))
-            if not self.host.owns(held) and (keeper is None or not keeper.alive):
-                self._entrust(memory)
+            if not self.host.owns(held):
+                self._custodians.entrust(memory)
 
     def _may_be_written_by_another(self, owner: int, worker: WorkerPort | None = None) -> bool:
         """Whether a worker that had the shard's slots before, perhaps in a former incarnation, still lives."""
         before = self.workers.get(owner)
         return before is not None and before is not worker and before.alive
+
+    def _is_kept_by_stranger(self, owner: int) -> bool:
+        """Whether a worker of a former incarnation, which may still receive into a replica's memory, lives."""
+        keepers = [self._custodians.keeper(memory) for (of, _), memory in self.vault.memory.items() if of == owner]
+        return any(keeper is not None and self.spec is not None and keeper.incarnation != self.spec.incarnation for keeper in keepers)
 
     def _shape(self, owner: int, layout: bytes, layout_hash: str, data_bytes: int, extras_capacity: int) -> SlotShape:
         assert self.spec is not None
@@ -460,8 +462,7 @@ class Stream:
         late = ", ".join(f"host {host} (shard of rank {owner})" for owner, host in excluded)
         text = f"commits go on without {late}, which did not acknowledge in time" if excluded else "every replica counts again"
         text = f"epoch {epoch}: {text}"
-        self.log(text)
-        self.tell_workers(Notice(text=text))
+        self.notify(text)
         for owner, peer in newly:
             self.perform(self.host.on_exclude(owner, peer))
 
@@ -494,32 +495,57 @@ class Stream:
         if rate < _SLOW:
             self.tell_workers(Notice(text=f"{text}: is that the right network? Choose with interface (GEMINI_INTERFACE)"))
 
+    def notify(self, text: str) -> None:
+        self.log(text)
+        self.tell_workers(Notice(text=text))
+
+    def order(self, owner: int, dispatch: Dispatch) -> None:
+        self.workers[owner].send(dispatch)
+
+    def on_dispatched(self, message: Dispatched) -> None:
+        """A worker has sent a piece, or could not."""
+        for link in self._links.values():
+            link.dispatched(message.tag, message.error)
+
     def arrived(self, out: Outgoing, peer: str, meter: Meter) -> None:
         assert self._pacing is not None
         self._pacing.arrived(out, peer, meter, time.monotonic() - out.begun_at)
 
     # -- receivers (ReceiverOwner)
 
+    @property
+    def host_name(self) -> str:
+        return self.host.name
+
     async def make_room(self, offer: Offer) -> None:
         """Have slots for a peer's shard, their pages already faulted in."""
         before = {index for owner, index in self.vault.memory if owner == offer.owner}
         shape = self._shape(offer.owner, offer.layout, offer.layout_hash, offer.data_bytes, offer.extras_capacity)
-        reuse = not self._may_be_written_by_another(offer.owner)
+        reuse = not (self._may_be_written_by_another(offer.owner) or self._is_kept_by_stranger(offer.owner))
         fresh = [index for index in self.vault.ensure(offer.owner, shape, _REPLICA_SLOTS, reuse) if index not in before]
         await self.vault.prefault(offer.owner, fresh)
         for index in fresh:
-            self._entrust(self.vault.memory[offer.owner, index])
+            self._custodians.entrust(self.vault.memory[offer.owner, index])
 
-    def _entrust(self, memory: SlotMemory) -> None:
-        """Let a local worker keep a replica's descriptor, so that it survives this agent."""
-        keeper = next((worker for worker in self.workers.values() if worker.alive), None)
-        if keeper is not None:
-            self._keepers[id(memory)] = keeper
-            keeper.send(Custody(key=str(id(memory))), (memory.fd,))
+    def keeper(self, owner: int) -> int | None:
+        keepers = [self._custodians.keeper(memory) for (of, _), memory in self.vault.memory.items() if of == owner]
+        return next((keeper.rank for keeper in keepers if keeper is not None), None)
 
-    def _take_back(self, memory: SlotMemory) -> None:
-        if (keeper := self._keepers.pop(id(memory), None)) is not None:
-            keeper.send(Custody(key=str(id(memory)), drop=True))
+    def collect(self, parcel: Parcel, memory: SlotMemory | None, receiver: Receiver) -> None:
+        self._collecting[parcel.source, parcel.tag] = receiver
+        worker = self.workers.get(parcel.target)
+        if worker is None or not worker.alive:
+            self.on_collected(Collected(source=parcel.source, tag=parcel.tag, error=f"rank {parcel.target} is not there"))
+            return
+        key, position = "", 0
+        if memory is not None:
+            key, position = str(id(memory)), memory.shape.data_offset + parcel.chunk.offset + parcel.start
+        worker.send(Collect(tag=parcel.tag, source=parcel.source, key=key, position=position, nbytes=parcel.nbytes))
+
+    def on_collected(self, message: Collected) -> None:
+        """A worker has received a piece, or could not."""
+        if (receiver := self._collecting.pop((message.source, message.tag), None)) is not None:
+            receiver.collected(message.source, message.tag, message.error)
 
     def begin_receive(self, owner: int, iteration: int, committed: Version | None) -> SlotMemory | None:
         if self.host.owns(owner) or self.host.name not in self.host.holders.get(owner, ()):

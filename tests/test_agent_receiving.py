@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from gemini_ft.agent.memory import SlotMemory, SlotShape
-from gemini_ft.agent.replication import Receiver
+from gemini_ft.agent.receiving import Receiver
 from gemini_ft.messages import Ack, Begin, Drop, End, Message
 from gemini_ft.versions import Version
 

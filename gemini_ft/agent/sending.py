@@ -1,4 +1,4 @@
-"""Shards on their way to a peer (``Link``) and from one (``Receiver``), on top of transport.tcp.
+"""Shards on their way to a peer.
 
 A chunk is queued as soon as the worker has copied it, goes when the gate lets it (gemini_ft.agent.gate), and is verified on
 arrival; a damaged one is asked for again. A connection that breaks is dialled again and the newest version starts over.
@@ -9,18 +9,33 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-import xxhash
-
 from gemini_ft.agent.gate import Gate, Pass
 from gemini_ft.agent.memory import SlotMemory, SlotShape
+from gemini_ft.agent.ways import ByAgents, ByWorkers, Way
 from gemini_ft.config import TrafficConfig
 from gemini_ft.errors import GeminiError, PeerError
-from gemini_ft.messages import Ack, Begin, Chunk, Drop, End, Message, Offer, Proof, Ready, Refused, Resend, SpanUse, Unchanged
+from gemini_ft.messages import (
+    Ack,
+    Astray,
+    Begin,
+    Chunk,
+    Dispatch,
+    Drop,
+    End,
+    Message,
+    Offer,
+    Proof,
+    Ready,
+    Refused,
+    Resend,
+    SpanUse,
+    Unchanged,
+)
 from gemini_ft.transport.tcp import Address, Connection, Meter, dial
 from gemini_ft.versions import Version
 
@@ -87,6 +102,14 @@ class LinkOwner(Protocol):
     def measured(self, peer: str, address: str, rate: float) -> None:
         """The first sizeable shard has travelled, at ``rate`` bytes per second while it was under way."""
 
+    def notify(self, text: str) -> None:
+        """Tell the workers, for the user."""
+
+    tags: Iterator[int]  # for pieces that workers carry
+
+    def order(self, owner: int, dispatch: Dispatch) -> None:
+        """Let the worker that owns a shard send a piece of it."""
+
     def arrived(self, out: Outgoing, peer: str, meter: Meter) -> None:
         """The peer has acknowledged a shard; ``meter`` has the connection's counters now."""
 
@@ -109,6 +132,9 @@ class Link:
     ) -> None:
         self._owner, self.peer, self._address, self._claims, self._secret, self._tls = owner, peer, address, claims, secret, tls
         self._traffic, self._gate = traffic, gate
+        self._by_workers = traffic.transport == "collective"
+        self._keepers: dict[int, int] = {}  # owner -> rank of the peer's worker that keeps its replica
+        self._way: Way | None = None
         self._active: list[Outgoing] = []
         self._rooms: dict[int, SlotShape] = {}  # owner -> what the peer has been offered room for
         self._ready: set[int] = set()
@@ -158,6 +184,12 @@ class Link:
     def on_message(self, message: Message) -> memoryview | None:
         if isinstance(message, Ready):
             self._ready.add(message.owner)
+            if message.rank is not None:
+                self._keepers[message.owner] = message.rank
+            elif self._by_workers:
+                self.astray("it has no worker that could receive")
+        elif isinstance(message, Astray):
+            self.astray(message.text)
         elif isinstance(message, Refused):
             self._owner.peer_refused(self.peer, message.text)
             for out in [o for o in self._active if o.owner == message.owner]:
@@ -173,8 +205,24 @@ class Link:
     def on_bytes(self, message: Message) -> None:
         raise PeerError(f"host {self.peer} sent raw bytes on a connection that only sends")
 
+    def astray(self, text: str) -> None:
+        """Workers cannot carry replicas to this peer: in this session its agent gets them from us."""
+        if self._by_workers:
+            self._by_workers = False
+            self._owner.notify(f"replicas to host {self.peer} travel from agent to agent from now on: {text}")
+            if self._connection is not None:
+                self._connection.abort("its workers cannot receive")
+
+    def dispatched(self, tag: int, error: str) -> None:
+        """A local worker has sent a piece, or could not; perhaps one of another link."""
+        if isinstance(self._way, ByWorkers):
+            self._way.dispatched(tag, error)
+
     def on_lost(self, reason: str) -> None:
         self._connection = None
+        if self._way is not None:
+            self._way.close()
+            self._way = None
         self._gate.release(self)
         for out in [o for o in self._active if o.cancelled]:
             self._over(out)
@@ -207,10 +255,9 @@ class Link:
 
     def _measure(self, out: Outgoing) -> None:
         """How fast the replica got there, verified and acknowledged; said once per link."""
-        connection = self._connection
-        if connection is None or out.busy_before is None:
+        if self._way is None or out.busy_before is None:
             return
-        now = connection.meter()
+        now = self._way.meter()
         if not self._measured and out.sent >= _MEASURABLE:
             self._measured = True
             self._owner.measured(self.peer, self._address[0], out.sent / max(1e-9, now.busy - out.busy_before.busy))
@@ -237,29 +284,34 @@ class Link:
                 continue
             delay = 0.05
             self._connection = connection
-            connection.shape(self._traffic.when == "idle", self._traffic.max_rate, self._traffic.low_priority)
-            self._gate.register(self, connection)
+            self._way = self._choose_way(connection)
+            self._gate.register(self, self._way)
             self._rooms.clear()
             self._ready.clear()
             for out in self._active:
                 out.restart()
-            await self._pump(connection)
+            await self._pump(connection, self._way)
+
+    def _choose_way(self, connection: Connection) -> Way:
+        if not self._by_workers:
+            return ByAgents(connection, self._traffic)
+        return ByWorkers(connection, self._traffic, self._owner.tags, self._owner.order, self._keepers.__getitem__, self.astray)
 
     async def _something_to_send(self) -> None:
         while not self._active:
             self._wake.clear()
             await self._wake.wait()
 
-    async def _pump(self, connection: Connection) -> None:
+    async def _pump(self, connection: Connection, way: Way) -> None:
         while not connection.closed.is_set():
-            advanced = [self._advance(out, connection) for out in list(self._active)]  # all of them, not up to the first
+            advanced = [self._advance(out, connection, way) for out in list(self._active)]  # all of them, not up to the first
             if any(advanced):
-                await connection.flushed(_IN_FLIGHT)
+                await way.flushed(_IN_FLIGHT)
             else:
                 self._wake.clear()
                 await self._wake.wait()
 
-    def _advance(self, out: Outgoing, connection: Connection) -> bool:
+    def _advance(self, out: Outgoing, connection: Connection, way: Way) -> bool:
         """Queue the next frame of one shard; False when it has to wait."""
         shape = out.memory.shape
         if out.cancelled:
@@ -281,11 +333,11 @@ class Link:
             return False
         if not out.begun:
             out.begun, out.begun_at, out.sent_before = True, time.monotonic(), out.sent_bytes
-            out.busy_before = connection.meter()
+            out.busy_before = way.meter()
             connection.send(Begin(owner=out.owner, iteration=out.version.iteration, committed=self._owner.committed_of(out.owner)))
-        return self._send_chunk(out, connection)
+        return self._send_chunk(out, connection, way)
 
-    def _send_chunk(self, out: Outgoing, connection: Connection) -> bool:
+    def _send_chunk(self, out: Outgoing, connection: Connection, way: Way) -> bool:
         again = bool(out.resend)
         if again:
             index = out.resend.popleft()
@@ -294,7 +346,7 @@ class Link:
             out.cursor += 1
         elif out.end is not None and not out.end_sent and out.cursor >= out.end.chunks:
             out.end_sent = True
-            connection.send(out.end)
+            way.send(out.end)
             return True
         else:
             return False
@@ -305,7 +357,7 @@ class Link:
             connection.send(Unchanged(chunk=chunk))
         else:
             out.sent_bytes += nbytes
-            connection.send(chunk, out.memory.data(offset, nbytes), partial(self._allowed, out))
+            way.send_chunk(chunk, out.slot, out.memory.data(offset, nbytes), partial(self._allowed, out))
         return True
 
     async def _allowed(self, out: Outgoing, nbytes: int) -> int:
@@ -323,119 +375,3 @@ class Link:
         out.drop_sent = True
         connection.send(Drop(owner=out.owner, iteration=out.version.iteration))
         return True
-
-
-class ReceiverOwner(Protocol):
-    """What a receiver asks of its stream."""
-
-    async def make_room(self, offer: Offer) -> None: ...
-
-    def begin_receive(self, owner: int, iteration: int, committed: Version | None) -> SlotMemory | None: ...
-
-    def end_receive(self, end: End) -> bool: ...
-
-    def fail_receive(self, owner: int, iteration: int) -> None: ...
-
-    def holds(self, owner: int, iteration: int) -> bool: ...
-
-    def log(self, text: str) -> None: ...
-
-
-class Receiver:
-    """Everything one peer sends to this host."""
-
-    def __init__(self, owner: ReceiverOwner, connection: Connection, host: str) -> None:
-        self._owner, self._connection, self.host = owner, connection, host
-        self._open: dict[int, tuple[int, SlotMemory | None]] = {}  # owner -> (iteration, its memory; None: bytes are thrown away)
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def on_message(self, message: Message) -> memoryview | None:
-        if isinstance(message, Chunk):
-            return self._target(message)
-        if isinstance(message, Unchanged):
-            self._keep(message.chunk)
-        elif isinstance(message, Offer):
-            task = asyncio.get_running_loop().create_task(self._answer(message))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        elif isinstance(message, Begin):
-            self._begin(message)
-        elif isinstance(message, End):
-            self._end(message)
-        elif isinstance(message, Drop):
-            self._abandon(message.owner, message.iteration)
-            self._connection.send(Ack(owner=message.owner, iteration=message.iteration, ok=False))
-        else:
-            raise PeerError(f"host {self.host} sent {message.kind!r} on a replication connection")
-        return None
-
-    def on_bytes(self, message: Message) -> None:
-        assert isinstance(message, Chunk)
-        memory = self._memory(message.owner, message.iteration)
-        if memory is None:
-            return
-        if xxhash.xxh3_64_intdigest(memory.data(message.offset, message.nbytes)) == message.digest:
-            memory.put_chunk(message.index, message.offset, message.nbytes, message.digest)
-            return
-        self._owner.log(f"chunk {message.index} of rank {message.owner} from host {self.host} arrived damaged; asking again")
-        self._connection.send(Resend(owner=message.owner, iteration=message.iteration, chunks=[message.index]))
-
-    def on_lost(self, reason: str) -> None:
-        for owner, (iteration, memory) in list(self._open.items()):
-            if memory is not None:
-                self._owner.fail_receive(owner, iteration)
-        self._open.clear()
-
-    async def _answer(self, offer: Offer) -> None:
-        try:
-            await self._owner.make_room(offer)
-        except GeminiError as error:
-            self._connection.send(Refused(owner=offer.owner, text=str(error)))
-        else:
-            self._connection.send(Ready(owner=offer.owner))
-
-    def _memory(self, owner: int, iteration: int) -> SlotMemory | None:
-        now, memory = self._open.get(owner, (-1, None))
-        return memory if now == iteration else None
-
-    def _target(self, chunk: Chunk) -> memoryview | None:
-        memory = self._memory(chunk.owner, chunk.iteration)
-        if memory is None:
-            return None
-        if not memory.admits(chunk.index, chunk.offset, chunk.nbytes):
-            where = f"{chunk.offset}+{chunk.nbytes}, outside the shard's {memory.shape.capacity} bytes"
-            raise PeerError(f"host {self.host} sent chunk {chunk.index} at {where}")
-        memory.forget(chunk.index)
-        return memory.data(chunk.offset, chunk.nbytes)
-
-    def _keep(self, chunk: Chunk) -> None:
-        """What its sender had in this place before, we may have as well (frozen parameters); if not, it is asked for."""
-        memory = self._memory(chunk.owner, chunk.iteration)
-        if memory is not None and not memory.keep(chunk.index, chunk.offset, chunk.nbytes, chunk.digest):
-            self._connection.send(Resend(owner=chunk.owner, iteration=chunk.iteration, chunks=[chunk.index]))
-
-    def _begin(self, begin: Begin) -> None:
-        if begin.owner in self._open and begin.iteration < self._open[begin.owner][0]:
-            return  # an older one that starts over; pushed out by it, the newer one would never be acknowledged
-        if begin.owner in self._open:  # its sender goes on to the next iteration without having ended the last one
-            self._abandon(begin.owner, self._open[begin.owner][0])
-        memory = self._owner.begin_receive(begin.owner, begin.iteration, begin.committed)
-        self._open[begin.owner] = (begin.iteration, memory)
-        if memory is None and not self._owner.holds(begin.owner, begin.iteration):
-            loop = asyncio.get_running_loop()
-            restart = Resend(owner=begin.owner, iteration=begin.iteration, chunks=[], restart=True)
-            loop.call_later(0.05, self._connection.send, restart)
-
-    def _end(self, end: End) -> None:
-        if self._owner.holds(end.owner, end.iteration):
-            self._connection.send(Ack(owner=end.owner, iteration=end.iteration, ok=True))
-            return
-        memory = self._memory(end.owner, end.iteration)
-        if memory is not None and self._owner.end_receive(end):
-            del self._open[end.owner]
-            self._connection.send(Ack(owner=end.owner, iteration=end.iteration, ok=True))
-
-    def _abandon(self, owner: int, iteration: int) -> None:
-        if self._memory(owner, iteration) is not None:
-            self._owner.fail_receive(owner, iteration)
-            del self._open[owner]

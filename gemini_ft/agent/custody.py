@@ -1,0 +1,53 @@
+"""Which local worker keeps which replica's memory: so that it survives this agent, and so that a worker can receive into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from gemini_ft.agent.memory import SlotMemory
+from gemini_ft.messages import Custody, Message
+from gemini_ft.versions import Incarnation
+
+
+class WorkerPort(Protocol):
+    """The agent's end of a worker's socket."""
+
+    rank: int
+    incarnation: Incarnation | None
+
+    @property
+    def alive(self) -> bool: ...
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None: ...
+
+
+class Custodians:
+    """Of one stream on one host.
+
+    Args:
+        workers: of the present incarnation, by rank.
+    """
+
+    def __init__(self, workers: Callable[[], Iterable[WorkerPort]]) -> None:
+        self._workers = workers
+        self._keepers: dict[int, WorkerPort] = {}  # id of a replica's memory -> who keeps its descriptor
+
+    def entrust(self, memory: SlotMemory) -> None:
+        """Let a local worker keep a replica's descriptor, unless one does: those of an owner always the same, of many owners many."""
+        keeper = self._keepers.get(id(memory))
+        workers = sorted((worker for worker in self._workers() if worker.alive), key=lambda worker: worker.rank)
+        if workers and (keeper is None or keeper not in workers):
+            keeper = workers[memory.shape.owner % len(workers)]
+            self._keepers[id(memory)] = keeper
+            keeper.send(Custody(key=str(id(memory))), (memory.fd,))
+
+    def take_back(self, memory: SlotMemory) -> None:
+        """The memory is no replica any more."""
+        if (keeper := self._keepers.pop(id(memory), None)) is not None:
+            keeper.send(Custody(key=str(id(memory)), drop=True))
+
+    def keeper(self, memory: SlotMemory) -> WorkerPort | None:
+        """Who keeps it, if that worker lives."""
+        keeper = self._keepers.get(id(memory))
+        return keeper if keeper is not None and keeper.alive else None

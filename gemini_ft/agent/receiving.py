@@ -1,0 +1,223 @@
+"""Shards on their way from a peer: laid down where they belong, verified, acknowledged.
+
+A chunk's bytes follow its message on the connection, or come in pieces by way of a local worker (transport.collective).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+import xxhash
+
+from gemini_ft.agent.memory import SlotMemory
+from gemini_ft.errors import GeminiError, PeerError
+from gemini_ft.messages import Ack, Astray, Begin, Chunk, Drop, End, Message, Offer, Parcel, Ready, Refused, Resend, Unchanged
+from gemini_ft.transport.tcp import Connection
+from gemini_ft.versions import Version
+
+_FULL = 0.05  # seconds after which a sender may try again, when there is no slot
+
+
+class ReceiverOwner(Protocol):
+    """What a receiver asks of its stream."""
+
+    async def make_room(self, offer: Offer) -> None: ...
+
+    def begin_receive(self, owner: int, iteration: int, committed: Version | None) -> SlotMemory | None: ...
+
+    def end_receive(self, end: End) -> bool: ...
+
+    def fail_receive(self, owner: int, iteration: int) -> None: ...
+
+    def holds(self, owner: int, iteration: int) -> bool: ...
+
+    def keeper(self, owner: int) -> int | None:
+        """Rank of the local worker that keeps the memory of a replica."""
+
+    def collect(self, parcel: Parcel, memory: SlotMemory | None, receiver: Receiver) -> None:
+        """Let that worker receive a piece; ``receiver`` is told (``collected``)."""
+
+    @property
+    def host_name(self) -> str: ...
+
+    def log(self, text: str) -> None: ...
+
+
+class _Parcels:
+    """Pieces that local workers are receiving."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[int, int], Parcel] = {}  # (source, tag) -> it
+        self._landed: dict[tuple[int, int, int], int] = {}  # (owner, iteration, chunk) -> bytes that have come
+
+    def expect(self, parcel: Parcel) -> None:
+        self._waiting[parcel.source, parcel.tag] = parcel
+
+    def landed(self, source: int, tag: int) -> Parcel | None:
+        return self._waiting.pop((source, tag), None)
+
+    def completes(self, parcel: Parcel) -> bool:
+        """Count a piece that has come; whether its chunk is whole now."""
+        chunk = parcel.chunk
+        key = chunk.owner, chunk.iteration, chunk.index
+        self._landed[key] = self._landed.get(key, 0) + parcel.nbytes
+        return self._landed[key] >= chunk.nbytes and self._landed.pop(key) > 0
+
+    def restart(self, owner: int) -> None:
+        """Its chunks come again, from the first byte on."""
+        self._landed = {key: nbytes for key, nbytes in self._landed.items() if key[0] != owner}
+
+    def under_way(self, owner: int, iteration: int) -> bool:
+        """Whether a worker may still write what belongs to a shard."""
+        return any((each.chunk.owner, each.chunk.iteration) == (owner, iteration) for each in self._waiting.values())
+
+
+class Receiver:
+    """Everything one peer sends to this host."""
+
+    def __init__(self, owner: ReceiverOwner, connection: Connection, host: str) -> None:
+        self._owner, self._connection, self.host = owner, connection, host
+        self._open: dict[int, tuple[int, SlotMemory | None]] = {}  # owner -> (iteration, its memory; None: bytes are thrown away)
+        self._parcels = _Parcels()
+        self._ends: dict[int, End] = {}  # owner -> what was said when not all pieces had come yet
+        self._left: set[tuple[int, int]] = set()  # (owner, iteration) given up, whose memory a worker may still write to
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- Handler
+
+    def on_message(self, message: Message) -> memoryview | None:
+        if isinstance(message, Chunk):
+            return self._target(message)
+        if isinstance(message, Parcel):
+            self._collect(message)
+        elif isinstance(message, Unchanged):
+            self._keep(message.chunk)
+        elif isinstance(message, Offer):
+            task = asyncio.get_running_loop().create_task(self._answer(message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif isinstance(message, Begin):
+            self._begin(message)
+        elif isinstance(message, End):
+            self._end(message)
+        elif isinstance(message, Drop):
+            self._abandon(message.owner, message.iteration)
+            self._connection.send(Ack(owner=message.owner, iteration=message.iteration, ok=False))
+        else:
+            raise PeerError(f"host {self.host} sent {message.kind!r} on a replication connection")
+        return None
+
+    def on_bytes(self, message: Message) -> None:
+        assert isinstance(message, Chunk)
+        self._whole(message)
+
+    def on_lost(self, reason: str) -> None:
+        for owner, (iteration, _) in list(self._open.items()):
+            self._abandon(owner, iteration)
+        self._open.clear()
+
+    def collected(self, source: int, tag: int, error: str) -> None:
+        """A local worker has received a piece, or could not."""
+        parcel = self._parcels.landed(source, tag)
+        if parcel is None:
+            return
+        chunk = parcel.chunk
+        if (chunk.owner, chunk.iteration) in self._left:
+            self._let_go(chunk.owner, chunk.iteration)
+        elif error:
+            self._connection.send(Astray(text=f"host {self._owner.host_name}: {error}"))
+        else:
+            if self._parcels.completes(parcel):
+                self._whole(chunk)
+            if chunk.owner in self._ends:
+                self._end(self._ends[chunk.owner])
+
+    # -- inside
+
+    async def _answer(self, offer: Offer) -> None:
+        try:
+            await self._owner.make_room(offer)
+        except GeminiError as error:
+            self._connection.send(Refused(owner=offer.owner, text=str(error)))
+        else:
+            self._connection.send(Ready(owner=offer.owner, rank=self._owner.keeper(offer.owner)))
+
+    def _memory(self, owner: int, iteration: int) -> SlotMemory | None:
+        now, memory = self._open.get(owner, (-1, None))
+        return memory if now == iteration else None
+
+    def _target(self, chunk: Chunk) -> memoryview | None:
+        memory = self._memory(chunk.owner, chunk.iteration)
+        if memory is None:
+            return None
+        if not memory.admits(chunk.index, chunk.offset, chunk.nbytes):
+            where = f"{chunk.offset}+{chunk.nbytes}, outside the shard's {memory.shape.capacity} bytes"
+            raise PeerError(f"host {self.host} sent chunk {chunk.index} at {where}")
+        memory.forget(chunk.index)
+        return memory.data(chunk.offset, chunk.nbytes)
+
+    def _collect(self, parcel: Parcel) -> None:
+        chunk = parcel.chunk
+        if parcel.start < 0 or not 0 < parcel.nbytes <= chunk.nbytes - parcel.start:
+            raise PeerError(f"host {self.host} sent bytes {parcel.start}+{parcel.nbytes} of a chunk of {chunk.nbytes}")
+        self._target(chunk)
+        self._parcels.expect(parcel)
+        self._owner.collect(parcel, self._memory(chunk.owner, chunk.iteration), self)
+
+    def _whole(self, chunk: Chunk) -> None:
+        """All bytes of a chunk have come."""
+        memory = self._memory(chunk.owner, chunk.iteration)
+        if memory is None:
+            return
+        if xxhash.xxh3_64_intdigest(memory.data(chunk.offset, chunk.nbytes)) == chunk.digest:
+            memory.put_chunk(chunk.index, chunk.offset, chunk.nbytes, chunk.digest)
+            return
+        self._owner.log(f"chunk {chunk.index} of rank {chunk.owner} from host {self.host} arrived damaged; asking again")
+        self._connection.send(Resend(owner=chunk.owner, iteration=chunk.iteration, chunks=[chunk.index]))
+
+    def _keep(self, chunk: Chunk) -> None:
+        """What its sender had in this place before, we may have as well (frozen parameters); if not, it is asked for."""
+        memory = self._memory(chunk.owner, chunk.iteration)
+        if memory is not None and not memory.keep(chunk.index, chunk.offset, chunk.nbytes, chunk.digest):
+            self._connection.send(Resend(owner=chunk.owner, iteration=chunk.iteration, chunks=[chunk.index]))
+
+    def _begin(self, begin: Begin) -> None:
+        if begin.owner in self._open and begin.iteration < self._open[begin.owner][0]:
+            return  # an older one that starts over; pushed out by it, the newer one would never be acknowledged
+        if begin.owner in self._open:  # its sender goes on to the next iteration without having ended the last one
+            self._abandon(begin.owner, self._open[begin.owner][0])
+        self._ends.pop(begin.owner, None)
+        self._parcels.restart(begin.owner)
+        memory = self._owner.begin_receive(begin.owner, begin.iteration, begin.committed)
+        self._open[begin.owner] = (begin.iteration, memory)
+        if memory is None and not self._owner.holds(begin.owner, begin.iteration):
+            restart = Resend(owner=begin.owner, iteration=begin.iteration, chunks=[], restart=True)
+            asyncio.get_running_loop().call_later(_FULL, self._connection.send, restart)
+
+    def _end(self, end: End) -> None:
+        if self._owner.holds(end.owner, end.iteration):
+            self._connection.send(Ack(owner=end.owner, iteration=end.iteration, ok=True))
+            return
+        memory = self._memory(end.owner, end.iteration)
+        self._ends.pop(end.owner, None)
+        if memory is None:
+            return
+        if self._parcels.under_way(end.owner, end.iteration):
+            self._ends[end.owner] = end
+        elif self._owner.end_receive(end):
+            del self._open[end.owner]
+            self._connection.send(Ack(owner=end.owner, iteration=end.iteration, ok=True))
+
+    def _abandon(self, owner: int, iteration: int) -> None:
+        """Give a shard up; its memory is free as soon as nobody writes to it any more."""
+        if self._memory(owner, iteration) is not None:
+            del self._open[owner]
+            self._ends.pop(owner, None)
+            self._left.add((owner, iteration))
+            self._let_go(owner, iteration)
+
+    def _let_go(self, owner: int, iteration: int) -> None:
+        if not self._parcels.under_way(owner, iteration):
+            self._left.discard((owner, iteration))
+            self._owner.fail_receive(owner, iteration)
