@@ -264,7 +264,8 @@ class Trial:
         steps, before = [], self.iteration
         for _ in range(4):
             self.step("scheduled")
-            steps.append(dataclasses.asdict(observer.newest) if observer.newest is not None else None)
+            assert observer.newest is not None
+            steps.append({**dataclasses.asdict(observer.newest), "idle": observer.newest.idle()})
         checkpointer = self.checkpointers["scheduled"]
         checkpointer.flush()
         travels = [travel for iteration, each in checkpointer.stats.traffic.items() if iteration > before for travel in each]

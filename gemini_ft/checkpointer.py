@@ -271,7 +271,9 @@ class Checkpointer:
 
     def flush(self) -> None:
         """Wait until the newest snapshot is committed, or given up; for at most ``timeout`` seconds."""
+        begin = time.perf_counter()
         self._joined.flush()
+        self._blocked += time.perf_counter() - begin
 
     @contextlib.contextmanager
     def mutate(self) -> Iterator[None]:
