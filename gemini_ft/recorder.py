@@ -344,6 +344,7 @@ class Recorder:
             case Paced(start=start, interval=interval, why=why):
                 if (start, interval) != self._paces[-1]:
                     self._paces.append((start, interval))
+                    self.events.write("paced", iteration=start, interval=interval)
                     _log.warning("from iteration %d on, a snapshot every %d steps: %s", start, interval, why)
             case Aborted(iteration=iteration):
                 if self._ended.pop(iteration, None) is not None:  # every rank that gives up says so, and all hear it

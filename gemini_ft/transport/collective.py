@@ -25,6 +25,8 @@ from gemini_ft.copyplan import Slot
 from gemini_ft.errors import AgentError
 from gemini_ft.messages import Collect, Collected, Dispatch, Dispatched, Message
 
+_END_SECONDS = 1.0  # for threads that have nothing left to do
+
 Order = TypeVar("Order", bound=Dispatch | Collect)
 
 
@@ -92,12 +94,12 @@ class Courier:
     def close(self) -> None:
         """Give up what is under way; not collective."""
         self._closed = True
+        for free in (self._free_in, self._free_out):
+            free.put(None)
         for sending in self._sending.values():
             sending.close()
         for receiving in self._receiving.values():
             receiving.close()
-        for free in (self._free_in, self._free_out):
-            free.put(None)
         for slot in self._replicas.values():
             slot.close()
 
@@ -176,7 +178,6 @@ class _Lane(Generic[Order]):
         self._begin, self._end, self._answer = begin, end, answer
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._begun: queue.SimpleQueue[tuple[Order, Any, Any] | None] = queue.SimpleQueue()
-        self._current: Any = None
         self._threads = [threading.Thread(target=run, name="gemini-courier", daemon=True) for run in (self._begin_all, self._end_all)]
         for thread in self._threads:
             thread.start()
@@ -185,11 +186,11 @@ class _Lane(Generic[Order]):
         self._orders.put(order)
 
     def close(self) -> None:
+        """What is under way cannot be called back: its threads end when it does, or the process."""
         self._orders.put(None)
         self._begun.put(None)
-        if self._current is not None:
-            with contextlib.suppress(RuntimeError):  # it may be over by now
-                self._current.abort()
+        for thread in self._threads:
+            thread.join(timeout=_END_SECONDS)
 
     def _begin_all(self) -> None:
         yield_to_training()
@@ -203,13 +204,12 @@ class _Lane(Generic[Order]):
     def _end_all(self) -> None:
         yield_to_training()
         while (begun := self._begun.get()) is not None:
-            order, self._current, place = begun
+            order, work, place = begun
             error = ""
             try:
-                self._end(order, self._current, place)
+                self._end(order, work, place)
             except (RuntimeError, AgentError) as failure:
                 error = _first_line(failure)
-            self._current = None
             self._answer(order, error)
 
 
