@@ -6,17 +6,23 @@ bytes of the undisturbed run.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gemini_ft import Checkpointer
 from gemini_ft.agent import lifecycle
+from gemini_ft.collectives import observe
+from gemini_ft.config import TrafficConfig
 from gemini_ft.rng import rng_state, set_rng_state
+from gemini_ft.transport.collective import Courier
 
 pytestmark = pytest.mark.gpu
 
@@ -151,3 +157,34 @@ def test_update_waits_on_the_device_and_not_on_the_host(run_id: str) -> None:
     assert again.resume() == 5
     assert torch.equal(next(model.parameters()), expected)
     again.close()
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this rank only, on NCCL for tensors of the device and gloo for others."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_collective_is_in_flight_until_it_is_over(alone: None, device: str) -> None:
+    with observe() as observer:
+        tensor = torch.ones(2**24, device=device)
+        for _ in range(8):
+            dist.all_reduce(tensor)
+        torch.cuda.synchronize()
+        until = time.monotonic() + 10
+        while observer.page.read().in_flight and time.monotonic() < until:
+            time.sleep(0.001)
+        step = observer.step_over()
+        assert observer.page.read().in_flight == 0
+        assert [each.name for each in step.collectives] == ["allreduce_"] * 8
+
+
+def test_a_courier_takes_its_buffer_of_the_device_and_nothing_else(alone: None) -> None:
+    before = torch.cuda.memory_allocated()
+    traffic = TrafficConfig.model_validate({"transport": "collective", "buffer_bytes": 2**22, "sub_buffers": 4})
+    courier = Courier(traffic, 10, lambda message: None, dict, dict)
+    assert courier.device_bytes == torch.cuda.memory_allocated() - before == 2**22
+    courier.close()
