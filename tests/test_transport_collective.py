@@ -10,7 +10,6 @@ import torch
 from agent_kit import end_agent
 from plain_case import Case, history, train
 from rank_kit import World
-from test_plain_loop import undisturbed
 
 import gemini_ft
 
@@ -28,14 +27,15 @@ VARIANTS = {
 def test_killed_and_resumed_with_the_same_bits(tmp_path: Path, variant: str) -> None:
     """Replicas that workers have carried are what a lost host is restored from."""
     case = Case(width=4096, options={"on_late": "wait", "traffic": VARIANTS[variant]})
-    expected = undisturbed(tmp_path, case, 2)
+    with World(tmp_path, 2) as ranks:
+        expected = ranks.outcome(train, case, str(tmp_path / "undisturbed"))
+        assert not any(FALLS_BACK in ranks.log(host) for host in ranks.hosts)
     with World(tmp_path, 2) as ranks:
         first = ranks.start(train, case, str(tmp_path / "disturbed"), GEMINI_FAULTS="step=8:rank=1:sigkill")
         assert not first.wait()
         first.kill()
         end_agent(ranks.run, "host1")  # and with it everything that was in the memory of this host
         results = ranks.outcome(train, case, str(tmp_path / "disturbed"))
-        assert not any(FALLS_BACK in ranks.log(host) for host in ranks.hosts)
     assert [set(result["restored"]) for result in results] == [{"own memory"}, {"peer host0"}]
     for rank in range(2):
         assert history(tmp_path / "disturbed", rank) == history(tmp_path / "undisturbed", rank)

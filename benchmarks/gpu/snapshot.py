@@ -19,7 +19,7 @@ from torch import nn
 import gemini_ft
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import common  # noqa: E402 - lies beside this folder
+import common
 
 PACKAGES = ("torch", "gemini-ft")
 
