@@ -62,6 +62,7 @@ class Observer:
         self._steps = 0
         self.newest: Step | None = None  # the last that is over
         self._waiting = False
+        self._closed = False
         self._publish()
         self._watch = _Watch(self._over)
         self._library = self._listen()
@@ -98,10 +99,12 @@ class Observer:
             self._publish()
 
     def close(self) -> None:
-        """Observe no more."""
+        """Observe no more; what is in flight ends as ever."""
         self._library._destroy()
         self._watch.close()
-        self.page.close()
+        with self._lock:
+            self._closed = True
+            self.page.close()
 
     # -- inside
 
@@ -173,7 +176,8 @@ class Observer:
                 self._publish()
 
     def _publish(self) -> None:
-        self.page.write(Moment(len(self._in_flight), len(self._step), self._steps, self._idle_since, self._waiting))
+        if not self._closed:
+            self.page.write(Moment(len(self._in_flight), len(self._step), self._steps, self._idle_since, self._waiting))
 
 
 class _Told(Work):
