@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -56,7 +56,6 @@ class Observer:
         self._lock = threading.Lock()
         self._in_flight: list[_Flight] = []
         self._step: list[_Flight] = []  # begun since the step did
-        self._awaited: dict[_Flight, _Told] = {}  # kept alive: what C++ holds of them is only the half that is C++
         self._began = self._idle_since = time.monotonic()
         self._carried = 0.0  # until when collectives of the step before were in flight
         self._steps = 0
@@ -151,7 +150,7 @@ class Observer:
             future = work.get_future()
         except RuntimeError:  # gloo has none for some
             if "reduce_scatter" in flight.name:  # and these do not even know when they are over, until they are waited for
-                self._awaited[flight] = told = _Told(work, lambda: self._over(flight))
+                told = _Told(work, lambda: self._over(flight))
                 return (*result[:-1], told.boxed()) if isinstance(result, tuple) else told.boxed()
             self._watch.add(flight, work)
             return result
@@ -164,7 +163,6 @@ class Observer:
     def _over(self, flight: _Flight) -> None:
         now = time.monotonic()
         with self._lock:
-            self._awaited.pop(flight, None)
             if flight not in self._in_flight:
                 return
             flight.end = now
@@ -181,16 +179,24 @@ class Observer:
 
 
 class _Told(Work):
-    """Work that says when it has been waited for."""
+    """Work that says when it has been waited for.
+
+    Until then it is kept alive, also when the observer forgets it: what C++ holds is only the half that is C++, which alone would be
+    waited for in vain.
+    """
+
+    _unawaited: ClassVar[set[_Told]] = set()
 
     def __init__(self, inner: Any, over: Callable[[], None]) -> None:
         super().__init__()
         self._inner, self._over = inner, over
+        self._unawaited.add(self)
 
     def wait(self, *timeout: Any) -> bool:
         try:
             return bool(self._inner.wait(*timeout))
         finally:
+            self._unawaited.discard(self)
             self._over()
 
 
