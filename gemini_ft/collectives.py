@@ -31,11 +31,11 @@ _private = threading.local()
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
     """What this thread sends meanwhile is not the training's."""
-    _private.on = True
+    before, _private.on = getattr(_private, "on", False), True
     try:
         yield
     finally:
-        _private.on = False
+        _private.on = before
 
 
 class _Flight:
