@@ -233,7 +233,7 @@ class _Watch:
                 if self._stop:
                     return
                 works = list(self._works)
-            done = [each for each in works if each[1].is_completed()]
+            done = [each for each in works if each[0].end is not None or each[1].is_completed()]  # or the observer has forgotten it
             with self._condition:
                 self._works = [each for each in self._works if each not in done]
             for flight, _ in done:
