@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from gemini_ft.traffic import Collective, Moment, Pace, Profile, Profiler, Step,
 WINDOW = 5
 LINK = Link(0.01, 1000.0)  # 10 ms, 1000 bytes/s
 MOST = 10**9
+Gaps = tuple[tuple[float, ...] | None, ...]  # of each rank; None: not profiled
 
 
 def step(*spans: tuple[float, float], seconds: float = 10.0, name: str = "allreduce_", carried: float = 0.0) -> Step:
@@ -55,7 +57,7 @@ class TestStep:
             if seconds > 1e-9:
                 assert carried <= middle <= 10
                 assert not any(first < middle < last for first, last in busy)
-        for (begin, seconds), (after, _) in zip(spans, spans[1:], strict=False):
+        for (begin, seconds), (after, _) in itertools.pairwise(spans):
             assert begin + seconds <= after + 1e-9
 
 
@@ -177,7 +179,7 @@ class TestRoom:
         ],
     )
     def test_is_as_much_as_may_leave_at_a_time_where_nothing_is_known_of_the_span(
-        self, moment: Moment, gaps: tuple[object], link: Link | None
+        self, moment: Moment, gaps: Gaps, link: Link | None
     ) -> None:
         assert self.ask(moment, gaps=gaps, link=link) == MOST
 
