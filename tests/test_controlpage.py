@@ -5,10 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import time
 from collections.abc import Callable, Iterator
+from multiprocessing.reduction import DupFd
+from typing import Any
 
 import pytest
-from agent_kit import open_fds
+from agent_kit import WAIT, context, open_fds
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,22 +58,23 @@ def test_what_is_written_is_read(moment: Moment) -> None:
         agent.close()
 
 
-def _write(page: ControlPage, stop: ControlPage) -> None:
-    """Moments whose fields all say the same."""
+def _write(*fds: Any) -> None:
+    """Moments whose fields all say the same, until somebody is busy on the other page."""
+    page, stop = (ControlPage.take(first.detach(), second.detach()) for first, second in (fds[:2], fds[2:]))
     number = 0
     while not stop.read().in_flight:
         number += 1
         page.write(Moment(number, number, number, float(number)))
-    os._exit(0)
 
 
 def test_a_reader_never_sees_half_a_write(page: ControlPage, agent: ControlPage) -> None:
     stop = ControlPage.create()
-    if (writer := os.fork()) == 0:  # another process: threads would take turns
-        _write(page, stop)
-    newest = 0
+    writer = context.Process(target=_write, args=[DupFd(fd) for each in (page, stop) for fd in (each.page, each.bell)])
+    writer.start()  # another process: threads would take turns
+    newest, end = 0, time.monotonic() + WAIT
     try:
         while newest < 50_000:
+            assert time.monotonic() < end, newest
             moment = agent.read()
             if moment == Moment(in_flight=1):  # it could not be read whole
                 continue
@@ -79,8 +83,9 @@ def test_a_reader_never_sees_half_a_write(page: ControlPage, agent: ControlPage)
             newest = moment.begun
     finally:
         stop.write(Moment(in_flight=1))
-        os.waitpid(writer, 0)
+        writer.join(WAIT)
         stop.close()
+    assert writer.exitcode == 0
 
 
 def test_one_that_was_stopped_in_the_middle_of_writing_counts_as_busy(page: ControlPage, agent: ControlPage) -> None:
