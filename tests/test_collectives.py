@@ -105,6 +105,50 @@ def every_operation_is_seen_once() -> None:
             assert observer.page.read() == Moment(0, 0, 1, observer.page.read().since)
 
 
+def _coalesced(operation: Callable[[], Any]) -> None:
+    with dist._coalescing_manager(async_ops=True) as works:
+        operation()
+        operation()
+    works.wait()
+
+
+@case
+def coalesced_ones_are_seen_as_one() -> None:
+    for name, operation in {
+        "allreduce_coalesced_": lambda: dist.all_reduce(ones()),
+        "allgather_into_tensor_coalesced_": lambda: dist.all_gather_into_tensor(ones(8), ones()),
+        "reduce_scatter_tensor_coalesced_": lambda: dist.reduce_scatter_tensor(ones(), ones(8)),
+    }.items():
+        with observe() as observer:
+            _coalesced(operation)
+            assert names(observer) == [name]
+
+
+def _asked(work: Any) -> dict[str, str]:
+    """What a handle says of itself."""
+    said = {}
+    for name in ("is_completed", "is_success", "exception", "result", "get_future", "source_rank"):
+        try:
+            said[name] = type(getattr(work, name)()).__name__
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return said
+
+
+@case
+def handles_say_of_themselves_what_they_always_say() -> None:
+    def handle() -> Any:
+        return dist.reduce_scatter_tensor(ones(), ones(8), async_op=True)
+
+    plain = handle()
+    plain.wait()
+    with observe():
+        watched = handle()
+        watched.wait()
+        assert watched.is_completed() == plain.is_completed()
+        assert _asked(watched) == _asked(plain)
+
+
 @case
 def bytes_are_counted() -> None:
     with observe() as observer:
