@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,11 +31,11 @@ _private = threading.local()
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
     """What this thread sends meanwhile is not the training's."""
-    _private.on = True
+    before, _private.on = getattr(_private, "on", False), True
     try:
         yield
     finally:
-        _private.on = False
+        _private.on = before
 
 
 class _Flight:
@@ -56,12 +56,12 @@ class Observer:
         self._lock = threading.Lock()
         self._in_flight: list[_Flight] = []
         self._step: list[_Flight] = []  # begun since the step did
-        self._awaited: dict[_Flight, _Told] = {}  # kept alive: what C++ holds of them is only the half that is C++
         self._began = self._idle_since = time.monotonic()
         self._carried = 0.0  # until when collectives of the step before were in flight
         self._steps = 0
         self.newest: Step | None = None  # the last that is over
         self._waiting = False
+        self._closed = False
         self._publish()
         self._watch = _Watch(self._over)
         self._library = self._listen()
@@ -98,10 +98,12 @@ class Observer:
             self._publish()
 
     def close(self) -> None:
-        """Observe no more."""
+        """Observe no more; what is in flight ends as ever."""
         self._library._destroy()
         self._watch.close()
-        self.page.close()
+        with self._lock:
+            self._closed = True
+            self.page.close()
 
     # -- inside
 
@@ -148,7 +150,7 @@ class Observer:
             future = work.get_future()
         except RuntimeError:  # gloo has none for some
             if "reduce_scatter" in flight.name:  # and these do not even know when they are over, until they are waited for
-                self._awaited[flight] = told = _Told(work, lambda: self._over(flight))
+                told = _Told(work, lambda: self._over(flight))
                 return (*result[:-1], told.boxed()) if isinstance(result, tuple) else told.boxed()
             self._watch.add(flight, work)
             return result
@@ -161,7 +163,6 @@ class Observer:
     def _over(self, flight: _Flight) -> None:
         now = time.monotonic()
         with self._lock:
-            self._awaited.pop(flight, None)
             if flight not in self._in_flight:
                 return
             flight.end = now
@@ -173,20 +174,29 @@ class Observer:
                 self._publish()
 
     def _publish(self) -> None:
-        self.page.write(Moment(len(self._in_flight), len(self._step), self._steps, self._idle_since, self._waiting))
+        if not self._closed:
+            self.page.write(Moment(len(self._in_flight), len(self._step), self._steps, self._idle_since, self._waiting))
 
 
 class _Told(Work):
-    """Work that says when it has been waited for."""
+    """Work that says when it has been waited for.
+
+    Until then it is kept alive, also when the observer forgets it: what C++ holds is only the half that is C++, which alone would be
+    waited for in vain.
+    """
+
+    _unawaited: ClassVar[set[_Told]] = set()
 
     def __init__(self, inner: Any, over: Callable[[], None]) -> None:
         super().__init__()
         self._inner, self._over = inner, over
+        self._unawaited.add(self)
 
     def wait(self, *timeout: Any) -> bool:
         try:
             return bool(self._inner.wait(*timeout))
         finally:
+            self._unawaited.discard(self)
             self._over()
 
 
@@ -223,7 +233,7 @@ class _Watch:
                 if self._stop:
                     return
                 works = list(self._works)
-            done = [each for each in works if each[1].is_completed()]
+            done = [each for each in works if each[0].end is not None or each[1].is_completed()]  # or the observer has forgotten it
             with self._condition:
                 self._works = [each for each in self._works if each not in done]
             for flight, _ in done:

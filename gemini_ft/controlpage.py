@@ -46,7 +46,8 @@ class ControlPage:
             AgentError: they are no page and bell; one that can be truncated would kill whoever maps it.
         """
         try:
-            if fcntl.fcntl(page, fcntl.F_GET_SEALS) & _SEALS == _SEALS and os.fstat(page).st_size == _SIZE:
+            is_page = fcntl.fcntl(page, fcntl.F_GET_SEALS) & _SEALS == _SEALS and os.fstat(page).st_size == _SIZE
+            if is_page and os.readlink(f"/proc/self/fd/{bell}") == "anon_inode:[eventfd]":
                 os.set_blocking(bell, False)
                 return cls(page, bell)
         except OSError:

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gemini_ft.agent.memory import SlotMemory, SlotShape
 from gemini_ft.agent.receiving import Receiver
-from gemini_ft.messages import Ack, Begin, Drop, End, Message
+from gemini_ft.errors import PeerError
+from gemini_ft.messages import Ack, Astray, Begin, Chunk, Drop, End, Message, Parcel, Resend
 from gemini_ft.versions import Version
+
+NBYTES = 64  # of a shard, in two chunks
 
 
 class Room:
-    """A host with a slot for everything that comes."""
+    """A host with a slot for everything that comes, unless it is full."""
 
     def __init__(self) -> None:
         self.kept: list[int] = []
         self.failed: list[int] = []
         self.memories: list[SlotMemory] = []
+        self.full = False
+        self.collected: list[tuple[Parcel, SlotMemory | None]] = []
+        self.log_lines: list[str] = []
+        self.host_name = "b"
 
-    def begin_receive(self, owner: int, iteration: int, committed: Version | None) -> SlotMemory:
-        self.memories.append(SlotMemory.create(SlotShape("run", "main", owner, 1, "0" * 16, b"layout", 8, 8, 8)))
+    def begin_receive(self, owner: int, iteration: int, committed: Version | None) -> SlotMemory | None:
+        if self.full:
+            return None
+        self.memories.append(SlotMemory.create(SlotShape("run", "main", owner, 1, "0" * 16, b"layout", NBYTES, 8, NBYTES // 2)))
         return self.memories[-1]
 
     def end_receive(self, end: End) -> bool:
@@ -34,16 +47,26 @@ class Room:
     def holds(self, owner: int, iteration: int) -> bool:
         return iteration in self.kept
 
+    def collect(self, parcel: Parcel, memory: SlotMemory | None, receiver: Receiver) -> None:
+        self.collected.append((parcel, memory))
+
+    def log(self, text: str) -> None:
+        self.log_lines.append(text)
+
 
 class Wire:
     """The way back to the sender."""
 
     def __init__(self) -> None:
-        self.acknowledged: list[tuple[int, bool]] = []
+        self.said: list[Message] = []
 
     def send(self, message: Message) -> None:
-        assert isinstance(message, Ack)
-        self.acknowledged.append((message.iteration, message.ok))
+        self.said.append(message)
+
+    @property
+    def acknowledged(self) -> list[tuple[int, bool]]:
+        assert all(isinstance(message, Ack) for message in self.said)
+        return [(message.iteration, message.ok) for message in self.said if isinstance(message, Ack)]
 
 
 @pytest.fixture
@@ -87,3 +110,176 @@ def test_an_iteration_that_is_here_already_is_acknowledged_again(room: Room) -> 
     """Section 6: a connection that breaks is dialled again, and what was not acknowledged comes once more."""
     assert hear(room, begin(2), end(2)) == [(2, True)]
     assert hear(room, begin(2), end(2)) == [(2, True)]
+
+
+CONTENT = bytes(range(NBYTES))
+
+
+def parcel(tag: int, start: int, nbytes: int, chunk: int = 0, iteration: int = 1) -> Parcel:
+    """A piece of a chunk; of rank 0, to rank 1."""
+    half = NBYTES // 2
+    at = chunk * half
+    digest = xxhash.xxh3_64_intdigest(CONTENT[at : at + half])
+    whole = Chunk(owner=0, iteration=iteration, index=chunk, offset=at, nbytes=half, digest=digest)
+    return Parcel(chunk=whole, start=start, nbytes=nbytes, tag=tag, source=0, target=1)
+
+
+class ByWorkers:
+    """A receiver whose bytes come by way of a local worker."""
+
+    def __init__(self, room: Room) -> None:
+        self.room, self.wire = room, Wire()
+        self.receiver = Receiver(room, self.wire, "a")  # type: ignore[arg-type]
+
+    def hear(self, *messages: Message) -> None:
+        for message in messages:
+            self.receiver.on_message(message)
+
+    def land(self, tag: int, content: bytes = CONTENT, error: str = "") -> None:
+        """The worker has received a piece: it lays it down where it was told."""
+        piece, memory = next((piece, memory) for piece, memory in self.room.collected if piece.tag == tag)
+        if memory is not None and not error:
+            at = piece.chunk.offset + piece.start
+            memory.data(at, piece.nbytes)[:] = content[at : at + piece.nbytes]
+        self.receiver.collected(piece.source, tag, error)
+
+    def chunks(self, memory: int = 0) -> set[int]:
+        return set(self.room.memories[memory].chunks)
+
+
+@pytest.fixture
+def workers(room: Room) -> ByWorkers:
+    return ByWorkers(room)
+
+
+class TestPieces:
+    @given(st.permutations(range(4)))
+    def test_land_in_any_order(self, order: list[int]) -> None:
+        room = Room()
+        workers = ByWorkers(room)
+        workers.hear(begin(1), *(parcel(tag, 8 * tag, 8) for tag in range(4)))
+        for tag in order[:-1]:
+            workers.land(tag)
+            assert not workers.chunks()
+        workers.land(order[-1])
+        assert workers.chunks() == {0}
+        assert not workers.wire.said
+        room.memories[0].close()
+
+    def test_that_land_after_the_end_was_said_complete_the_shard(self, workers: ByWorkers, room: Room) -> None:
+        workers.hear(begin(1), parcel(1, 0, 16), parcel(2, 16, 16), end(1))
+        workers.land(2)
+        assert not room.kept
+        workers.land(1)
+        assert room.kept == [1]
+        assert workers.wire.acknowledged == [(1, True)]
+
+    def test_that_make_a_damaged_chunk_are_asked_for_again(self, workers: ByWorkers, room: Room) -> None:
+        workers.hear(begin(1), parcel(1, 0, 16), parcel(2, 16, 16))
+        workers.land(1, bytes(NBYTES))
+        workers.land(2)
+        assert workers.wire.said == [Resend(owner=0, iteration=1, chunks=[0])]
+        assert not workers.chunks()
+        assert "chunk 0 of rank 0 from host a arrived damaged" in room.log_lines[0]
+        workers.hear(parcel(3, 0, 32))
+        workers.land(3)
+        assert workers.chunks() == {0}
+
+    def test_of_several_chunks_are_counted_for_each(self, workers: ByWorkers) -> None:
+        workers.hear(begin(1), parcel(1, 0, 16), parcel(2, 0, 16, chunk=1), parcel(3, 16, 16, chunk=1), parcel(4, 16, 16))
+        for tag, whole in ((1, set()), (2, set()), (3, {1}), (4, {0, 1})):
+            workers.land(tag)
+            assert workers.chunks() == whole
+
+    @pytest.mark.parametrize(("start", "nbytes"), [(-1, 8), (0, 0), (0, -1), (0, 33), (25, 8), (32, 1)])
+    def test_outside_of_their_chunk_are_refused(self, start: int, nbytes: int, workers: ByWorkers, room: Room) -> None:
+        workers.hear(begin(1))
+        with pytest.raises(PeerError, match=rf"host a sent bytes {start}\+{nbytes} of a chunk of 32"):
+            workers.hear(parcel(1, start, nbytes))
+        assert not room.collected
+
+    def test_of_a_chunk_outside_of_the_shard_are_refused(self, workers: ByWorkers, room: Room) -> None:
+        piece = parcel(1, 0, 8)
+        workers.hear(begin(1))
+        with pytest.raises(PeerError, match=r"host a sent chunk 0 at 60\+32, outside the shard's 72 bytes"):
+            workers.hear(piece.model_copy(update={"chunk": piece.chunk.model_copy(update={"offset": 60})}))
+        assert not room.collected
+
+    def test_that_do_not_come_are_said_to_have_gone_astray(self, workers: ByWorkers) -> None:
+        workers.hear(begin(1), parcel(1, 0, 32))
+        workers.land(1, error="connection reset")
+        assert workers.wire.said == [Astray(text="host b: connection reset")]
+        assert not workers.chunks()
+
+    def test_of_which_nothing_is_known_are_nobodys(self, workers: ByWorkers) -> None:
+        workers.receiver.collected(0, 1, "")
+        workers.receiver.collected(0, 1, "an error")
+        assert not workers.wire.said
+
+
+class TestPiecesOfAShardThatWasGivenUp:
+    """A worker may still write to its memory: until the last piece has landed, nobody else gets it."""
+
+    def test_keep_its_memory_until_the_last_has_landed(self, workers: ByWorkers, room: Room) -> None:
+        workers.hear(begin(1), parcel(1, 0, 16), parcel(2, 16, 16), Drop(owner=0, iteration=1))
+        assert workers.wire.acknowledged == [(1, False)]
+        workers.land(1)
+        assert not room.failed
+        workers.land(2)
+        assert room.failed == [1]
+        assert workers.wire.acknowledged == [(1, False)]
+
+    def test_do_so_when_the_connection_is_lost(self, workers: ByWorkers, room: Room) -> None:
+        workers.hear(begin(1), parcel(1, 0, 32))
+        workers.receiver.on_lost("cut")
+        assert not room.failed
+        workers.land(1, error="connection reset")
+        assert room.failed == [1]
+        assert not workers.wire.said
+
+    def test_do_so_when_the_sender_goes_on(self, workers: ByWorkers, room: Room) -> None:
+        workers.hear(begin(1), parcel(1, 0, 32), begin(2), parcel(2, 0, 32, iteration=2))
+        workers.land(2)
+        assert workers.chunks(1) == {0}
+        assert not room.failed
+        workers.land(1)
+        assert room.failed == [1]
+        assert not workers.chunks(0)
+
+    def test_that_was_never_begun_are_thrown_away(self, workers: ByWorkers, room: Room) -> None:
+        workers.hear(begin(1), Drop(owner=0, iteration=1), parcel(1, 0, 32))
+        assert room.collected[0][1] is None
+        workers.land(1)
+        assert room.failed == [1]
+        assert workers.wire.acknowledged == [(1, False)]
+
+
+def test_pieces_that_were_thrown_away_do_not_count_when_the_shard_starts_over(workers: ByWorkers, room: Room) -> None:
+    """There was no slot for it at first; what was under way then lands nowhere, and makes no chunk whole."""
+
+    async def work() -> None:
+        room.full = True
+        workers.hear(begin(1), parcel(1, 0, 32))
+        room.full = False
+        workers.hear(begin(1), parcel(2, 0, 32), end(1))
+        workers.land(1)
+        assert not workers.chunks()
+        assert not room.log_lines
+        workers.land(2)
+        assert workers.chunks() == {0}
+        assert room.kept == [1]
+        assert workers.wire.acknowledged == [(1, True)]
+
+    asyncio.run(work())
+
+
+def test_an_error_of_a_piece_that_was_thrown_away_says_so_too(workers: ByWorkers, room: Room) -> None:
+    """The workers of the two hosts cannot reach each other, whatever it was they carried."""
+
+    async def work() -> None:
+        room.full = True
+        workers.hear(begin(1), parcel(1, 0, 32))
+        workers.land(1, error="connection reset")
+        assert workers.wire.said == [Astray(text="host b: connection reset")]
+
+    asyncio.run(work())

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,13 @@ class Place:
         if self.greeting is not None:
             asyncio.get_running_loop().call_soon(connection.send, self.greeting)
         return self.handlers[-1]
+
+    @staticmethod
+    async def until(condition: Callable[[], Any]) -> None:
+        """Of what nobody is told of."""
+        async with asyncio.timeout(30):
+            while not condition():
+                await asyncio.sleep(0.001)
 
     async def dial(self, handler: Recorder, secret: bytes = SECRET, tls: dict[str, str] | None = None) -> Connection:
         return await dial(self.address, CLAIMS, secret, handler, tls)
@@ -162,6 +170,161 @@ class TestBytes:
                 await asyncio.wait_for(waiting, 10)
                 assert ours.lost == "too slow"
                 transport.resume_reading()
+
+        run(work())
+
+
+class Valve:
+    """Lets out what it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self._allowed: asyncio.Queue[int] = asyncio.Queue()
+
+    async def __call__(self, nbytes: int) -> int:
+        self.asked.append(nbytes)
+        return min(nbytes, await self._allowed.get())
+
+    def allow(self, *nbytes: int) -> None:
+        for each in nbytes:
+            self._allowed.put_nowait(each)
+
+
+class TestValve:
+    @pytest.mark.parametrize("secure", [False, True], ids=["clear", "tls"])
+    def test_lets_a_payload_out_in_parts(self, secure: bool, certificates: Callable[..., dict[str, str]]) -> None:
+        tls = certificates() if secure else None
+        source = np.random.default_rng(0).bytes(2**20)
+        room = bytearray(len(source))
+
+        async def work() -> None:
+            async with Place(room, tls=tls) as place:
+                connection, valve = await place.dial(Recorder(), tls=tls), Valve()
+                connection.shape(hold_back=True, max_rate=None, low_priority=False)
+                connection.send(chunk(0, len(source)), memoryview(source), valve)
+                theirs, parts = place.handlers[0], [1, 100_000, 2**19]
+                for count in range(len(parts)):
+                    valve.allow(parts[count])
+                    gone = sum(parts[: count + 1])
+                    await place.until(lambda gone=gone: place.connections[0]._filled == gone)
+                    assert valve.asked[-1] == len(source) - gone
+                assert not theirs.whole
+                valve.allow(len(source))
+                await theirs.until(lambda: theirs.whole)
+                connection.abort("done")
+
+        run(work())
+        assert room == source
+
+    def test_holds_back_nothing_but_its_payload_and_what_comes_after(self) -> None:
+        async def work() -> None:
+            async with Place(bytearray(100)) as place:
+                connection, valve = await place.dial(Recorder()), Valve()
+                connection.send(Notice(text="before"))
+                connection.send(chunk(0, 100), memoryview(bytes(100)), valve)
+                connection.send(Notice(text="after"))
+                theirs = place.handlers[0]
+                await theirs.until(lambda: len(theirs.heard) == 2)
+                assert [message.kind for message in theirs.heard] == ["notice", "chunk"]
+                assert connection.backlog == 2
+                valve.allow(100)
+                await theirs.until(lambda: theirs.heard[-1] == Notice(text="after"))
+                assert len(theirs.whole) == 1
+                connection.abort("done")
+
+        run(work())
+
+    def test_that_never_opens_is_let_go_with_the_connection(self) -> None:
+        async def work() -> None:
+            async with Place(bytearray(100)) as place:
+                ours, valve = Recorder(), Valve()
+                connection = await place.dial(ours)
+                connection.send(chunk(0, 100), memoryview(bytes(100)), valve)
+                await place.until(lambda: valve.asked)
+                connection.abort("enough")
+                await ours.until(lambda: ours.lost == "enough")
+                assert connection.unacknowledged == 0
+
+        run(work())
+
+
+class TestMeter:
+    def test_counts_what_was_acknowledged(self) -> None:
+        nbytes = 2**22
+
+        async def work() -> None:
+            async with Place(bytearray(nbytes)) as place:
+                connection = await place.dial(Recorder())
+                before = connection.meter()
+                connection.send(chunk(0, nbytes), memoryview(bytes(nbytes)))
+                await place.handlers[0].until(lambda: place.handlers[0].whole)
+                await place.until(lambda: connection.unacknowledged == 0)
+                after = connection.meter()
+                assert nbytes <= after.acked - before.acked <= nbytes + 1000
+                assert after.busy > before.busy
+                assert 0 < after.rtt < 10
+                await asyncio.sleep(0.1)
+                assert connection.meter().busy - after.busy < 0.05  # nothing to send is not busy
+                connection.abort("done")
+
+        run(work())
+
+    @pytest.mark.parametrize("secure", [False, True], ids=["clear", "tls"])
+    def test_what_was_let_out_is_under_way_until_the_peer_has_it(self, secure: bool, certificates: Callable[..., dict[str, str]]) -> None:
+        """Also what the kernel has not taken in yet: the gate must not give it away a second time."""
+        tls = certificates() if secure else None
+        nbytes = 2**25
+
+        async def work() -> None:
+            async with Place(bytearray(nbytes), tls=tls) as place:
+                connection, valve = await place.dial(Recorder(), tls=tls), Valve()
+                transport = place.connections[0]._transport
+                assert transport is not None
+                transport.pause_reading()
+                await asyncio.sleep(0)
+                connection.shape(hold_back=True, max_rate=None, low_priority=False)
+                connection.send(chunk(0, nbytes), memoryview(bytes(nbytes)), valve)
+                valve.allow(nbytes // 2)
+                await asyncio.sleep(0.2)
+                assert nbytes // 4 < connection.unacknowledged <= nbytes // 2 + 1000  # the peer's kernel took some of it
+                transport.resume_reading()
+                await place.until(lambda: connection.unacknowledged == 0)
+                valve.allow(nbytes)
+                await place.handlers[0].until(lambda: place.handlers[0].whole)
+                connection.abort("done")
+
+        run(work())
+
+
+class TestShape:
+    def test_a_rate_that_is_not_to_be_exceeded_is_not(self) -> None:
+        nbytes = 2**21
+
+        async def seconds(rate: int | None) -> float:
+            async with Place(bytearray(nbytes)) as place:
+                connection = await place.dial(Recorder())
+                connection.shape(hold_back=False, max_rate=rate, low_priority=False)
+                before = time.monotonic()
+                connection.send(chunk(0, nbytes), memoryview(bytes(nbytes)))
+                await place.handlers[0].until(lambda: place.handlers[0].whole)
+                connection.abort("done")
+                return time.monotonic() - before
+
+        async def work() -> None:
+            paced = await seconds(2 * nbytes)
+            assert paced > 0.25  # half a second's worth, half of which may go at once
+            assert await seconds(None) < paced / 2
+
+        run(work())
+
+    @pytest.mark.parametrize("low", [True, False])
+    def test_low_priority_marks_packets(self, low: bool) -> None:
+        async def work() -> None:
+            async with Place() as place:
+                connection = await place.dial(Recorder())
+                connection.shape(hold_back=False, max_rate=None, low_priority=low)
+                assert connection._socket.getsockopt(socket.IPPROTO_IP, socket.IP_TOS) == 4 * low  # DSCP 1 (RFC 8622)
+                connection.abort("done")
 
         run(work())
 

@@ -24,6 +24,7 @@ _SLICE_SECONDS = {"tcp": 0.004, "collective": 0.02}
 _LARGEST = 4 * 2**20  # bytes of a slice
 _PATIENCE = 1.0  # seconds that a snapshot has for idle network, while the length of a step is not known
 _BREATH = 0.001  # seconds between looks at how much is on its way
+_OVERDUE = 0.05  # seconds between looks at whether a collective that was to come has not
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,8 @@ class Gate:
         return Pass(free, span=(moment.step, moment.begun))
 
     def _pause(self, left: float) -> float:
-        """Nobody rings when bytes arrive."""
-        return min(left, _BREATH) if self._under_way else left
+        """Nobody rings when bytes arrive, nor when a collective does not come."""
+        return min(left, _BREATH if self._under_way else _OVERDUE)
 
     @property
     def _slice(self) -> int:

@@ -48,13 +48,13 @@ class _Parcels:
     """Pieces that local workers are receiving."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[int, int], Parcel] = {}  # (source, tag) -> it
+        self._waiting: dict[tuple[int, int], tuple[Parcel, bool]] = {}  # (source, tag) -> it, and whether it is kept
         self._landed: dict[tuple[int, int, int], int] = {}  # (owner, iteration, chunk) -> bytes that have come
 
-    def expect(self, parcel: Parcel) -> None:
-        self._waiting[parcel.source, parcel.tag] = parcel
+    def expect(self, parcel: Parcel, kept: bool) -> None:
+        self._waiting[parcel.source, parcel.tag] = parcel, kept
 
-    def landed(self, source: int, tag: int) -> Parcel | None:
+    def landed(self, source: int, tag: int) -> tuple[Parcel, bool] | None:
         return self._waiting.pop((source, tag), None)
 
     def completes(self, parcel: Parcel) -> bool:
@@ -70,7 +70,7 @@ class _Parcels:
 
     def under_way(self, owner: int, iteration: int) -> bool:
         """Whether a worker may still write what belongs to a shard."""
-        return any((each.chunk.owner, each.chunk.iteration) == (owner, iteration) for each in self._waiting.values())
+        return any(kept and (each.chunk.owner, each.chunk.iteration) == (owner, iteration) for each, kept in self._waiting.values())
 
 
 class Receiver:
@@ -119,15 +119,16 @@ class Receiver:
 
     def collected(self, source: int, tag: int, error: str) -> None:
         """A local worker has received a piece, or could not."""
-        parcel = self._parcels.landed(source, tag)
-        if parcel is None:
+        found = self._parcels.landed(source, tag)
+        if found is None:
             return
+        parcel, kept = found
         chunk = parcel.chunk
         if (chunk.owner, chunk.iteration) in self._left:
             self._let_go(chunk.owner, chunk.iteration)
         elif error:
             self._connection.send(Astray(text=f"host {self._owner.host_name}: {error}"))
-        else:
+        elif kept:  # what was thrown away must not make a chunk whole when the shard starts over
             if self._parcels.completes(parcel):
                 self._whole(chunk)
             if chunk.owner in self._ends:
@@ -162,8 +163,9 @@ class Receiver:
         if parcel.start < 0 or not 0 < parcel.nbytes <= chunk.nbytes - parcel.start:
             raise PeerError(f"host {self.host} sent bytes {parcel.start}+{parcel.nbytes} of a chunk of {chunk.nbytes}")
         self._target(chunk)
-        self._parcels.expect(parcel)
-        self._owner.collect(parcel, self._memory(chunk.owner, chunk.iteration), self)
+        memory = self._memory(chunk.owner, chunk.iteration)
+        self._parcels.expect(parcel, kept=memory is not None)
+        self._owner.collect(parcel, memory, self)
 
     def _whole(self, chunk: Chunk) -> None:
         """All bytes of a chunk have come."""

@@ -74,6 +74,7 @@ class Connection(asyncio.BufferedProtocol):
         self._message: Message | None = None
         self._payload_left = 0
         self._outbox: deque[tuple[bytes, memoryview | None, Valve | None]] = deque()
+        self._handing_over = 0  # bytes that may go and have not yet
         self._fd = -1  # a second descriptor of the socket, for writing past asyncio's buffers; -1 under TLS
         self._wake = asyncio.Event()
         self._handed_over = asyncio.Event()
@@ -183,10 +184,12 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def unacknowledged(self) -> int:
-        """Bytes that the kernel has taken in and the peer's has not acknowledged."""
+        """Bytes that may go, or have gone, and that the peer's kernel has not acknowledged."""
         if self.closed.is_set():
             return 0
-        return int.from_bytes(fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        assert self._transport is not None
+        in_kernel = int.from_bytes(fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        return self._handing_over + self._transport.get_write_buffer_size() + in_kernel
 
     def meter(self) -> Meter:
         """Read the kernel's counters."""
@@ -228,12 +231,14 @@ class Connection(asyncio.BufferedProtocol):
             payload = payload[allowed:]
 
     async def _write_all(self, data: memoryview) -> None:
+        self._handing_over = len(data)
         if self._fd < 0:
             await self._write_through_tls(data)
             return
         while data:
             try:
                 data = data[os.write(self._fd, data) :]
+                self._handing_over = len(data)
             except BlockingIOError:
                 await self._writable()
 
@@ -250,6 +255,7 @@ class Connection(asyncio.BufferedProtocol):
         assert self._transport is not None
         for start in range(0, len(data), _TLS_PIECE):
             self._transport.write(data[start : start + _TLS_PIECE])
+            self._handing_over = max(0, len(data) - start - _TLS_PIECE)
             await self._unpaused.wait()
 
     def pause_writing(self) -> None:

@@ -1,0 +1,76 @@
+"""Options of traffic: what is allowed, what follows from what, and what is said of the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gemini_ft.config import GeminiConfig, TrafficConfig, load_config
+from gemini_ft.errors import ConfigError
+
+
+def load(*, environ: dict[str, str] | None = None, **options: Any) -> GeminiConfig:
+    return load_config(options, environ or {})
+
+
+class TestInterval:
+    @pytest.mark.parametrize(("given", "expected"), [({}, "auto"), ({"interval": "auto"}, "auto"), ({"interval": 3}, 3)])
+    def test_is_a_number_or_auto(self, given: dict[str, Any], expected: object) -> None:
+        assert load(**given).interval == expected
+
+    @pytest.mark.parametrize(("given", "expected"), [("auto", "auto"), ("3", 3)])
+    def test_may_come_from_the_environment(self, given: str, expected: object) -> None:
+        assert load(environ={"GEMINI_INTERVAL": given}).interval == expected
+
+    @pytest.mark.parametrize("given", [0, -1, 1.5, "often", "", None])
+    def test_is_nothing_else(self, given: object) -> None:
+        with pytest.raises(ConfigError, match=r"interval.*=") as raised:
+            load(interval=given)
+        assert repr(given) in str(raised.value)
+
+    @pytest.mark.parametrize(
+        ("options", "waits"),
+        [
+            ({}, False),
+            ({"interval": "auto"}, False),
+            ({"interval": 1}, True),
+            ({"interval": 1, "on_late": "skip"}, False),
+            ({"on_late": "wait"}, True),
+        ],
+    )
+    def test_that_the_user_has_chosen_is_kept_even_if_the_training_must_wait(self, options: dict[str, Any], waits: bool) -> None:
+        assert load(**options).waits == waits
+
+
+class TestTraffic:
+    def test_takes_units_and_the_environment(self) -> None:
+        config = load(environ={"GEMINI_TRAFFIC__BUFFER_BYTES": "8MiB", "GEMINI_TRAFFIC__WHEN": "ready"}, traffic={"sub_buffers": 2})
+        assert (config.traffic.buffer_bytes, config.traffic.when, config.traffic.piece_bytes) == (2**23, "ready", 2**22)
+
+    def test_names_the_options_of_the_section_when_one_is_unknown(self) -> None:
+        with pytest.raises(ConfigError, match=r"unknown option 'traffic\.gama'; allowed: ") as raised:
+            load(traffic={"gama": 0.5})
+        assert str(raised.value).endswith(", ".join(sorted(TrafficConfig.model_fields)))
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"gamma": 0},
+            {"gamma": 1.01},
+            {"transport": "nccl"},
+            {"when": "never"},
+            {"sub_buffers": 0},
+            {"profile_steps": 1},
+            {"max_rate": 0},
+        ],
+    )
+    def test_names_the_option_whose_value_is_wrong(self, wrong: dict[str, Any]) -> None:
+        ((name, value),) = wrong.items()
+        with pytest.raises(ConfigError, match=rf"traffic\.{name}={value!r}: "):
+            load(traffic=wrong)
+
+    def test_needs_room_for_a_page_in_each_sub_buffer(self) -> None:
+        assert load(traffic={"buffer_bytes": 4 * 4096}).traffic.piece_bytes == 4096
+        with pytest.raises(ConfigError, match="buffer_bytes=16383 in sub_buffers=4 parts: each needs 4096 bytes"):
+            load(traffic={"buffer_bytes": 4 * 4096 - 1})
