@@ -45,7 +45,7 @@ class Case:
     def plan(self, modes: Sequence[str], rounds: int, block: int, window: int) -> Plan:
         """Layers as large as the link carries while one layer is computed, and some idle time left."""
         weights = WEIGHTS * MEGABIT[self.rate] // 1000
-        layers, forward, backward, states = (8, 0.025, 0.06, 3) if self.job == "ddp" else (4, 0.09, 0.22, 2)
+        layers, forward, backward, states = (8, 0.025, 0.06, 3) if self.job == "ddp" else (3, 0.09, 0.22, 2)
         layer = weights // layers // (4 * self.hosts) * 4 * self.hosts
         return Plan(
             job=self.job,
@@ -68,6 +68,7 @@ CASES = [
     *(Case(job, hosts, rate) for rate in ("1gbit", "200mbit") for hosts in (4, 8) for job in ("zero3", "ddp")),
     Case("ddp", 4, "200mbit", "product"),
 ]
+ABLATION = (4, "1gbit")  # where the variant with sub-buffers stands beside the one without
 QUICK = [Case("zero3", 2, "200mbit")]
 
 
@@ -210,10 +211,10 @@ def main() -> None:
 
     cases = QUICK if arguments.quick else [CASES[number] for number in arguments.cases or range(len(CASES))]
     modes = ["blocking", "scheduled"] if arguments.quick else arguments.modes
-    size = (1, 3, 4) if arguments.quick else (arguments.rounds, 5, 10)
+    size = (1, 3, 4) if arguments.quick else (arguments.rounds, 4, 10)
     results, timeline = {}, None
     for case in cases:
-        plan = case.plan(modes, *size)
+        plan = case.plan([mode for mode in modes if mode != "pipelined" or (case.hosts, case.rate) == ABLATION], *size)
         found = measure(case, plan, 900)
         results[str(case)] = summary(found, plan)
         timeline = timeline or found["timeline"]
