@@ -101,7 +101,7 @@ class Stream:
         self._gate = Gate(DEFAULT_TRAFFIC)
         self._pacing: Pacing | None = None
         self._incoming: set[Connection] = set()
-        self._collecting: dict[tuple[int, int], Receiver] = {}  # (source, tag) of a piece that a worker receives -> for whom
+        self._collecting: dict[tuple[int, int], tuple[Receiver, int]] = {}  # (source, tag) of a piece -> for whom, by which rank
         self.tags: Iterator[int] = itertools.count()
         self._leader: Leader | None = None
         self._member: MemberLink | None = None
@@ -333,6 +333,7 @@ class Stream:
         """A worker is proven dead."""
         if self.workers.get(worker.rank) is worker and self.spec is not None and worker.incarnation == self.spec.incarnation:
             self._gate.forget(worker.rank)
+            self._nothing_comes_from(worker.rank)
             self.perform(self.host.worker_lost(worker.rank))
 
     def watch(self, rank: int, page: ControlPage) -> None:
@@ -464,6 +465,8 @@ class Stream:
         text = f"epoch {epoch}: {text}"
         self.notify(text)
         for owner, peer in newly:
+            if self._pacing is not None:
+                self._pacing.left_out(owner, peer)
             self.perform(self.host.on_exclude(owner, peer))
 
     def rejoin_reports(self) -> list[Message]:
@@ -532,7 +535,7 @@ class Stream:
         return next((keeper.rank for keeper in keepers if keeper is not None), None)
 
     def collect(self, parcel: Parcel, memory: SlotMemory | None, receiver: Receiver) -> None:
-        self._collecting[parcel.source, parcel.tag] = receiver
+        self._collecting[parcel.source, parcel.tag] = receiver, parcel.target
         worker = self.workers.get(parcel.target)
         if worker is None or not worker.alive:
             self.on_collected(Collected(source=parcel.source, tag=parcel.tag, error=f"rank {parcel.target} is not there"))
@@ -544,8 +547,13 @@ class Stream:
 
     def on_collected(self, message: Collected) -> None:
         """A worker has received a piece, or could not."""
-        if (receiver := self._collecting.pop((message.source, message.tag), None)) is not None:
-            receiver.collected(message.source, message.tag, message.error)
+        if (waiting := self._collecting.pop((message.source, message.tag), None)) is not None:
+            waiting[0].collected(message.source, message.tag, message.error)
+
+    def _nothing_comes_from(self, rank: int) -> None:
+        """A worker is dead: what it was receiving will not arrive, and it writes nowhere any more."""
+        for source, tag in [piece for piece, (_, target) in self._collecting.items() if target == rank]:
+            self.on_collected(Collected(source=source, tag=tag, error=f"rank {rank} is gone"))
 
     def begin_receive(self, owner: int, iteration: int, committed: Version | None) -> SlotMemory | None:
         if self.host.owns(owner) or self.host.name not in self.host.holders.get(owner, ()):
