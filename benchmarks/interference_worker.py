@@ -262,10 +262,11 @@ class Trial:
     def timeline(self, observer: Observer) -> dict[str, Any]:
         """Some steps of the scheduled mode, with what was sent when; times in seconds of the monotonic clock."""
         steps, before = [], self.iteration
+        observer.step_over()
         for _ in range(4):
             self.step("scheduled")
-            assert observer.newest is not None
-            steps.append({**dataclasses.asdict(observer.newest), "idle": observer.newest.idle()})
+            step = observer.step_over()
+            steps.append({**dataclasses.asdict(step), "idle": step.idle()})
         checkpointer = self.checkpointers["scheduled"]
         checkpointer.flush()
         travels = [travel for iteration, each in checkpointer.stats.traffic.items() if iteration > before for travel in each]

@@ -49,36 +49,36 @@ class _Flight:
 
 
 class Observer:
-    """Counts this process's collectives, and publishes the count in ``page``. One per process: `observe`."""
+    """One user's view of this process's collectives, with steps of its own; made by `observe`.
 
-    def __init__(self) -> None:
+    Attributes:
+        page: shows what is in flight.
+        newest: the last step that is over.
+    """
+
+    def __init__(self, traffic: _Traffic) -> None:
         self.page = ControlPage.create()
-        self._lock = threading.Lock()
-        self._in_flight: list[_Flight] = []
+        self.newest: Step | None = None
+        self._traffic = traffic
         self._step: list[_Flight] = []  # begun since the step did
         self._began = self._idle_since = time.monotonic()
         self._carried = 0.0  # until when collectives of the step before were in flight
         self._steps = 0
-        self.newest: Step | None = None  # the last that is over
         self._waiting = False
         self._closed = False
-        self._publish()
-        self._watch = _Watch(self._over)
-        self._library = self._listen()
 
     def step_over(self) -> Step:
         """The step has ended, and the next one has begun; what it consisted of."""
-        now = time.monotonic()
-        for flight in [each for each in self._in_flight if each.begin < self._began]:
-            self._over(flight)  # begun before this step: nobody waits for it any more
-        with self._lock:
+        self._traffic.forget(self._began)
+        with self._traffic.lock:
+            now = time.monotonic()
             done = tuple(
                 Collective(f.name, f.nbytes, f.begin - self._began, (now if f.end is None else f.end) - self._began) for f in self._step
             )
             self.newest = Step(done, now - self._began, max(0.0, self._carried - self._began), self._began)
             self._began, self._carried, self._step = now, 0.0, []
             self._steps += 1
-            if not self._in_flight:
+            if not self._traffic.in_flight:
                 self._idle_since = now
             self._publish()
         return self.newest
@@ -93,17 +93,63 @@ class Observer:
             self._set_waiting(False)
 
     def _set_waiting(self, value: bool) -> None:
-        with self._lock:
+        with self._traffic.lock:
             self._waiting = value
             self._publish()
 
+    # -- told by the traffic, which holds its lock
+
+    def begun(self, flight: _Flight) -> None:
+        self._step.append(flight)
+        self._publish()
+
+    def over(self, flight: _Flight, now: float) -> None:
+        if flight.begin < self._began:
+            self._carried = now
+        if not self._traffic.in_flight:
+            self._idle_since = now
+            self._publish()
+
     def close(self) -> None:
-        """Observe no more; what is in flight ends as ever."""
+        self._closed = True
+        self.page.close()
+
+    def _publish(self) -> None:
+        if not self._closed:
+            self.page.write(Moment(len(self._traffic.in_flight), len(self._step), self._steps, self._idle_since, self._waiting))
+
+
+class _Traffic:
+    """All collectives of this process, from where torch dispatches them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.in_flight: list[_Flight] = []
+        self.observers: list[Observer] = []
+        self._watch = _Watch(self._over)
+        self._library = self._listen()
+
+    def add(self) -> Observer:
+        observer = Observer(self)
+        with self.lock:
+            self.observers.append(observer)
+            observer._publish()
+        return observer
+
+    def remove(self, observer: Observer) -> None:
+        with self.lock:
+            self.observers.remove(observer)
+            observer.close()
+
+    def forget(self, before: float) -> None:
+        """What has begun before that time and is not over is not waited for any more."""
+        for flight in [each for each in self.in_flight if each.begin < before]:
+            self._over(flight)
+
+    def close(self) -> None:
+        """Listen no more; what is in flight ends as ever."""
         self._library._destroy()
         self._watch.close()
-        with self._lock:
-            self._closed = True
-            self.page.close()
 
     # -- inside
 
@@ -133,10 +179,10 @@ class Observer:
 
     def _begin(self, name: str, arguments: tuple[Any, ...]) -> _Flight:
         flight = _Flight(name, _tensors(arguments[0]), time.monotonic())
-        with self._lock:
-            self._in_flight.append(flight)
-            self._step.append(flight)
-            self._publish()
+        with self.lock:
+            self.in_flight.append(flight)
+            for observer in self.observers:
+                observer.begun(flight)
         return flight
 
     def _follow(self, flight: _Flight, result: Any) -> Any:
@@ -162,20 +208,13 @@ class Observer:
 
     def _over(self, flight: _Flight) -> None:
         now = time.monotonic()
-        with self._lock:
-            if flight not in self._in_flight:
+        with self.lock:
+            if flight not in self.in_flight:
                 return
             flight.end = now
-            self._in_flight.remove(flight)
-            if flight.begin < self._began:
-                self._carried = now
-            if not self._in_flight:
-                self._idle_since = now
-                self._publish()
-
-    def _publish(self) -> None:
-        if not self._closed:
-            self.page.write(Moment(len(self._in_flight), len(self._step), self._steps, self._idle_since, self._waiting))
+            self.in_flight.remove(flight)
+            for observer in self.observers:
+                observer.over(flight, now)
 
 
 class _Told(Work):
@@ -242,24 +281,24 @@ class _Watch:
                 time.sleep(_POLL)
 
 
-_observer: Observer | None = None
-_users = 0
+_traffic: _Traffic | None = None
 
 
 @contextlib.contextmanager
 def observe() -> Iterator[Observer]:
-    """The process's observer, for as long as somebody uses it."""
-    global _observer, _users
-    if _observer is None:
-        _observer = Observer()
-    _users += 1
+    """See this process's collectives. Whoever observes has steps of its own; collectives are listened to while anybody does."""
+    global _traffic
+    if _traffic is None:
+        _traffic = _Traffic()
+    traffic = _traffic
+    observer = traffic.add()
     try:
-        yield _observer
+        yield observer
     finally:
-        _users -= 1
-        if _users == 0:
-            _observer.close()
-            _observer = None
+        traffic.remove(observer)
+        if not traffic.observers:
+            traffic.close()
+            _traffic = None
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

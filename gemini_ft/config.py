@@ -35,6 +35,17 @@ def parse_bytes(value: object) -> object:
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 
+def _interval(value: object) -> object:
+    """One message for whatever is wrong, not one for each kind of value that could have been meant."""
+    try:
+        steps = value if value == "auto" else int(str(value))
+    except ValueError:
+        steps = 0
+    if isinstance(steps, int) and steps < 1:
+        raise ValueError("must be auto, or a number of steps, at least 1")
+    return steps
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
@@ -100,7 +111,7 @@ class GeminiConfig(_Model):
     """Everything the fault-tolerance core can be told."""
 
     replicas: int = Field(2, ge=1, description="Copies of every shard, the owner's own host included.")
-    interval: Annotated[int, Field(ge=1)] | Literal["auto"] = Field("auto", description="Take a snapshot every this many optimizer steps; auto: every step, or as often as the idle network can carry.")
+    interval: Annotated[int | Literal["auto"], BeforeValidator(_interval)] = Field("auto", description="Take a snapshot every this many optimizer steps; auto: every step, or as often as the idle network can carry.")
     storage: StorageConfig | None = Field(None, description="The slow tier, for when every copy in memory is gone.")
     run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=64, description="Name of the run (letters, digits and . _ -); default: a hash of uid, working directory and command.")
     resume: Literal["auto", "never", "require"] = Field("auto", description="Whether to resume from what exists.")

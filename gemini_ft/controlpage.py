@@ -11,13 +11,14 @@ import fcntl
 import mmap
 import os
 import struct
+import zlib
 
 from gemini_ft.errors import AgentError
 from gemini_ft.traffic import Moment
 
 _SIZE = 4096
-_NUMBER = struct.Struct("=q")  # of the worker's writes; odd while one is under way
 _MOMENT = struct.Struct("=qqqd?")
+_CHECK = struct.Struct("=I")  # crc32 of what precedes it: whoever reads in the middle of a write sees that, on every kind of processor
 _LISTENS = 2048  # the only byte that the agent writes
 _TRIES = 100
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -29,14 +30,15 @@ class ControlPage:
     def __init__(self, page: int, bell: int) -> None:
         self.page, self.bell = page, bell
         self._memory = mmap.mmap(page, _SIZE)
-        self._number = 0
 
     @classmethod
     def create(cls) -> ControlPage:
         page = os.memfd_create("gemini-control", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(page, _SIZE)
         fcntl.fcntl(page, fcntl.F_ADD_SEALS, _SEALS)
-        return cls(page, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        made = cls(page, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        made.write(Moment())
+        return made
 
     @classmethod
     def take(cls, page: int, bell: int) -> ControlPage:
@@ -65,10 +67,8 @@ class ControlPage:
 
     def write(self, moment: Moment) -> None:
         """Publish; by one thread at a time. Rings when the network is idle and the agent waits for that."""
-        self._number += 2
-        _NUMBER.pack_into(self._memory, 0, self._number - 1)
-        _MOMENT.pack_into(self._memory, _NUMBER.size, moment.in_flight, moment.begun, moment.step, moment.since, moment.waiting)
-        _NUMBER.pack_into(self._memory, 0, self._number)
+        record = _MOMENT.pack(moment.in_flight, moment.begun, moment.step, moment.since, moment.waiting)
+        self._memory[: _MOMENT.size + _CHECK.size] = record + _CHECK.pack(zlib.crc32(record))
         if moment.in_flight == 0 and self._memory[_LISTENS]:
             with contextlib.suppress(BlockingIOError):  # it has been rung often and not been heard: once is enough
                 os.eventfd_write(self.bell, 1)
@@ -78,11 +78,9 @@ class ControlPage:
     def read(self) -> Moment:
         """The newest that is whole; one that claims to be busy if the worker was stopped in the middle of writing."""
         for _ in range(_TRIES):
-            (before,) = _NUMBER.unpack_from(self._memory, 0)
-            moment = Moment(*_MOMENT.unpack_from(self._memory, _NUMBER.size))
-            (after,) = _NUMBER.unpack_from(self._memory, 0)
-            if before == after and before % 2 == 0:
-                return moment
+            record, check = self._memory[: _MOMENT.size], self._memory[_MOMENT.size : _MOMENT.size + _CHECK.size]
+            if _CHECK.unpack(check) == (zlib.crc32(record),):
+                return Moment(*_MOMENT.unpack(record))
         return Moment(in_flight=1)
 
     def listen(self, wanted: bool) -> None:

@@ -621,6 +621,7 @@ class ReportNeed(_Message):
     kind: Literal["report_need"] = "report_need"
     host: str
     steps: int
+    interval: int  # that the host knows of
     why: str  # in figures
 
 

@@ -244,8 +244,13 @@ class Recorder:
     def _observe(self) -> None:
         """Let the agent see when the network is idle, where replicas travel at all."""
         if self._travels and self._config.traffic.when == "idle":
-            self._observation = Observation(lambda message, fds: self.client.tell(message, fds), self._config.traffic.profile_steps)
-            self._observation.introduce()
+            observation = Observation(lambda message, fds: self.client.tell(message, fds), self._config.traffic.profile_steps)
+            try:
+                observation.introduce()
+            except AgentError:
+                observation.close()
+                raise
+            self._observation = observation
 
     def _employ(self) -> None:
         """Let this worker carry replicas, where that is wanted. Collective."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 OVERFLOW = -1  # the span of chunks for which there is no room
 
@@ -125,21 +125,18 @@ def schedule(spans: Sequence[float], transfer: Transfer, link: Link) -> Schedule
 def steps_per_snapshot(spans: Sequence[float], transfer: Transfer, link: Link, most: int = 1000) -> int:
     """The fewest steps over which the spans can carry one snapshot; ``most`` where that many steps cannot either.
 
-    The spans of a step repeat in each of its successors, so a snapshot every k steps has k times as many.
+    The spans of a step repeat in each of its successors. Each step is filled as the first one is, until nothing is left.
     """
-
-    def fits(steps: int) -> bool:
-        return not schedule([*spans] * steps, transfer, link).overflow_bytes
-
-    too_few, enough = 0, 1
-    while not fits(enough):
-        if enough >= most:
-            return most
-        too_few, enough = enough, min(2 * enough, most)
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
-    return enough
+    plan = schedule(spans, transfer, link)
+    total = transfer.nbytes * transfer.copies
+    if not plan.overflow_bytes:
+        return 1
+    carried = total - plan.overflow_bytes
+    steps = min(most, -(-total // carried)) if carried else most
+    # Where a copy ends in the middle of a span, a short chunk costs as much delay as a long one: a step may carry less.
+    while transfer.copies > 1 and steps < most and schedule([*spans] * steps, transfer, link).overflow_bytes:
+        steps += 1
+    return steps
 
 
 def arrival(begins: Sequence[float], spans: Sequence[float], period: float, transfer: Transfer, link: Link) -> float | None:
@@ -155,15 +152,15 @@ def arrival(begins: Sequence[float], spans: Sequence[float], period: float, tran
     Returns:
         None: the spans of many steps cannot carry it.
     """
-    steps = steps_per_snapshot(spans, transfer, link)
-    plan = schedule([*spans] * steps, transfer, link)
-    if plan.overflow_bytes:
-        return None
-    if not plan.chunks:
-        return 0.0
-    last = plan.chunks[-1].span
-    step, span = divmod(last, len(spans))
-    return step * period + begins[span] + plan.used[last]
+    for step in range(steps_per_snapshot(spans, transfer, link)):
+        plan = schedule(spans, transfer, link)
+        if not plan.chunks:
+            return step * period
+        if not plan.overflow_bytes:
+            last = plan.chunks[-1].span
+            return step * period + begins[last] + plan.used[last]
+        transfer = replace(transfer, nbytes=plan.overflow_bytes, copies=1)
+    return None
 
 
 class _Waiting:

@@ -72,9 +72,9 @@ class Step:
     began: float = 0.0
 
     @property
-    def order(self) -> tuple[tuple[str, int], ...]:
-        """What has to repeat for spans to repeat: each collective's name and size in bytes."""
-        return tuple((each.name, each.nbytes) for each in self.collectives)
+    def order(self) -> tuple[str, ...]:
+        """What has to repeat for spans to repeat. Sizes may differ (sequences of other lengths): spans are what is relied upon anyway."""
+        return tuple(each.name for each in self.collectives)
 
     def idle(self) -> list[tuple[float, float]]:
         """The spans in which nothing is in flight, as (begin, seconds), by the number of collectives begun: one more than there are."""
@@ -118,7 +118,7 @@ class Profiler:
 
     def __init__(self, window: int) -> None:
         self.profile: Profile | None = None
-        self._order: tuple[tuple[str, int], ...] | None = None
+        self._order: tuple[str, ...] | None = None
         self._steps: deque[Step] = deque(maxlen=window)
         self._strangers = 0
         self._fresh = 0  # steps since the last look
@@ -194,11 +194,12 @@ def room(
         moments: of the host's ranks.
         gaps: of those that have been profiled (``Profile.gaps``).
         now: seconds of the clock of ``Moment.since``.
-        outstanding: bytes that have been let out and are not acknowledged.
+        outstanding: bytes that have been let out and are not acknowledged; never more than twice ``most``.
         link: what sending costs; None: not known yet.
         gamma: part of a span that is used.
         most: bytes that may leave at a time: what a collective that comes unforeseen has to wait for.
     """
+    most = min(most, 2 * most - outstanding)
     for rank, moment in moments.items():
         if moment.in_flight:
             return 0

@@ -102,7 +102,7 @@ class TestProfiler:
         one = step((1, 2))
         assert one.order == step((3, 7), seconds=20).order
         assert one.order != step((1, 2), name="barrier").order
-        assert one.order != replace(one, collectives=(replace(one.collectives[0], nbytes=8),)).order
+        assert one.order == replace(one, collectives=(replace(one.collectives[0], nbytes=8),)).order
 
     @given(st.lists(st.integers(0, 2), max_size=60))
     def test_never_mixes_orders(self, kinds: list[int]) -> None:
@@ -186,6 +186,11 @@ class TestRoom:
     def test_of_a_rank_of_which_nothing_is_known_does_not_lift_what_another_says(self) -> None:
         assert self.ask(Moment(since=100.0), Moment(since=100.0, waiting=True), gaps=((1.0,), (5.0,))) == 490
 
+    @pytest.mark.parametrize(("outstanding", "free"), [(MOST // 2, MOST), (MOST + 5, MOST - 5), (3 * MOST, 0)])
+    def test_is_less_where_much_is_under_way_already(self, outstanding: int, free: int) -> None:
+        """A collective that comes unforeseen waits for that too."""
+        assert self.ask(Moment(since=100.0), gaps=(None,), outstanding=outstanding) == free
+
     def test_is_everything_where_there_is_nobody_to_wait_for(self) -> None:
         assert room({}, {}, 0.0, 0, LINK, 0.5, 77) == 77
 
@@ -194,7 +199,7 @@ class TestRoom:
         self, span: float, elapsed: float, outstanding: int, gamma: float
     ) -> None:
         free = room({0: Moment(since=0.0)}, {0: (span,)}, elapsed, outstanding, LINK, gamma, MOST)
-        if free and free != MOST:
+        if free and elapsed <= 2 * span + 0.05:  # else it is overdue
             assert elapsed + LINK.seconds(outstanding + free) <= gamma * span + 1e-6
 
 

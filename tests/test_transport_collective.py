@@ -67,7 +67,8 @@ def _held(megabytes: int, options: dict[str, Any]) -> tuple[int, int]:
             checkpointer.save(iteration, None)
             checkpointer.flush()
         stats = checkpointer.stats
-        if stats.committed != 5 or sum(travel.nbytes for travel in stats.traffic[5]) < megabytes * 10**6:
+        sent = sum(travel.nbytes for each in stats.traffic.values() for travel in each)
+        if stats.committed != 5 or sent < 4 * megabytes * 10**6:  # the last may be committed before this rank hears how it got there
             raise RuntimeError(str(stats))
         recorder = checkpointer._joined
         assert recorder._courier is not None

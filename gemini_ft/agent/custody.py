@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
+from gemini_ft.agent.home import WorkerPort
 from gemini_ft.agent.memory import SlotMemory
-from gemini_ft.messages import Custody, Message
-from gemini_ft.versions import Incarnation
-
-
-class WorkerPort(Protocol):
-    """The agent's end of a worker's socket."""
-
-    rank: int
-    incarnation: Incarnation | None
-
-    @property
-    def alive(self) -> bool: ...
-
-    def send(self, message: Message, fds: Sequence[int] = ()) -> None: ...
+from gemini_ft.messages import Custody
 
 
 class Custodians:

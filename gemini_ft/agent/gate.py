@@ -127,18 +127,17 @@ class Gate:
     # -- inside
 
     def _look(self, nbytes: int, left: float) -> Pass | None:
-        most = min(nbytes, self._slice)
         if not self._pages:
             return Pass(nbytes)
         if left <= 0:
-            return Pass(most, outside=True)
+            return Pass(min(nbytes, self._slice), outside=True)
         moments = {rank: page.read() for rank, page in self._pages.items()}
         gaps = {rank: profile.gaps for rank, profile in self.profiles.items()}
-        free = room(moments, gaps, time.monotonic(), self._under_way, self.link, self._traffic.gamma, most)
+        free = room(moments, gaps, time.monotonic(), self._under_way, self.link, self._traffic.gamma, self._slice)
         if free < min(nbytes, _LEAST):
             return None
         moment = next(iter(moments.values()))
-        return Pass(free, span=(moment.step, moment.begun))
+        return Pass(min(nbytes, free), span=(moment.step, moment.begun))
 
     def _pause(self, left: float) -> float:
         """Nobody rings when bytes arrive, nor when a collective does not come."""

@@ -68,7 +68,7 @@ class Leader:
         self._stream, self.book, self._world_size = stream, book, world_size
         self._members: set[Connection] = set()
         self._finished: set[int] = set()
-        self._pace = Pace()
+        self._pace: Pace | None = None  # begins with what the first to report knows: this leader may have been restarted
         self._paced: Paced | None = None  # the last change
         self._newest = 0  # iteration that was spoken of
         self._upload: tuple[Version | None, float] = (None, 0.0)  # under way, since (or when that was last said)
@@ -110,6 +110,7 @@ class Leader:
             if self._paced is not None:
                 self._tell(self._paced)
         elif isinstance(message, ReportNeed):
+            self._pace = self._pace or Pace(message.interval)
             if self._pace.report(message.host, message.steps):
                 self._paced = Paced(start=self._newest + _AHEAD, interval=self._pace.interval, why=message.why)
                 self._tell(self._paced)

@@ -170,7 +170,7 @@ class Agent:
             case Watch():
                 page = ControlPage.take(*fds)
                 try:
-                    self._current(worker).watch(worker.rank, page)
+                    self._current(worker).outbound.watch(worker.rank, page)
                 except SupersededError:
                     page.close()
                     raise
@@ -202,11 +202,11 @@ class Agent:
             case Progress(suspended=suspended):
                 self._sign_of_life(worker, suspended)
             case Observed(profile=profile):
-                stream.observed(worker.rank, profile)
+                stream.outbound.observed(worker.rank, profile)
             case Dispatched():
-                stream.on_dispatched(message)
+                stream.outbound.dispatched(message)
             case Collected():
-                stream.on_collected(message)
+                stream.inbound.collected(message)
             case Excuse():
                 stream.excuse()
             case Inject():

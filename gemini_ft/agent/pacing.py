@@ -82,6 +82,10 @@ class Pacing:
         if first:
             self._judge()
 
+    def left_out(self, owner: int, peer: str) -> None:
+        """Nobody waits for this replica any more."""
+        self._nbytes.pop((owner, peer), None)
+
     def paced(self, interval: int) -> None:
         """The leader has decided."""
         self._gate.interval = interval
@@ -133,7 +137,7 @@ class Pacing:
             f"host {self._host} sends {transfer.nbytes:,} bytes per snapshot at {gate.link.bandwidth / 1e6:,.1f} MB/s; "
             f"a step of {profile.seconds:.3f} s leaves {profile.idle:.3f} s of idle network, which carry {carried:,} bytes"
         )
-        before, self.need = self.need, ReportNeed(host=self._host, steps=steps, why=why)
+        before, self.need = self.need, ReportNeed(host=self._host, steps=steps, interval=gate.interval, why=why)
         if self._fixed is None:
             self._report(self.need)
         elif steps > self._fixed and (before is None or steps != before.steps):

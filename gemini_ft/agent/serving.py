@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
 
 import xxhash
 
+from gemini_ft.agent.home import AgentServices, Home
+from gemini_ft.agent.inbound import Inbound
 from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.layout import Layout
 from gemini_ft.messages import Data, Describe, Description, Failed, Fetch, Message, Offer, SessionSpec
 from gemini_ft.transport.tcp import Connection, dial
 from gemini_ft.versions import Version
-
-if TYPE_CHECKING:
-    from gemini_ft.agent.stream import AgentServices, Stream
 
 _REBUILD_TURNS = 5  # how often each peer is asked
 _REBUILD_PAUSE = 0.3  # seconds between two turns
@@ -25,7 +23,7 @@ _REBUILD_PAUSE = 0.3  # seconds between two turns
 class Fetcher:
     """Serves one reader. The slot it reads is pinned until the reader hangs up."""
 
-    def __init__(self, stream: Stream, connection: Connection, host: str) -> None:
+    def __init__(self, stream: Home, connection: Connection, host: str) -> None:
         self._stream, self._connection, self._host = stream, connection, host
         self._held: dict[tuple[int, Version], int] = {}
 
@@ -106,7 +104,7 @@ class _Copier:
         self.inbox.put_nowait(reason)
 
 
-async def rebuild(stream: Stream, spec: SessionSpec, agent: AgentServices) -> None:
+async def rebuild(stream: Home, inbound: Inbound, spec: SessionSpec, agent: AgentServices) -> None:
     """After a recovery: copy the resumed version of every shard this host should hold, and does not, from a peer.
 
     Until then a second failure would find one copy less. The next commit makes it moot, so a failure is only logged; but
@@ -121,7 +119,7 @@ async def rebuild(stream: Stream, spec: SessionSpec, agent: AgentServices) -> No
             if turn and turn % len(peers) == 0:
                 await asyncio.sleep(_REBUILD_PAUSE)
             try:
-                await _copy(stream, spec, agent, owner, source)
+                await _copy(stream, inbound, spec, agent, owner, source)
                 stream.log(f"rebuilt rank {owner}'s replica of {spec.resumed} from host {source}")
                 break
             except (GeminiError, OSError) as error:
@@ -130,7 +128,7 @@ async def rebuild(stream: Stream, spec: SessionSpec, agent: AgentServices) -> No
                 break
 
 
-async def _copy(stream: Stream, spec: SessionSpec, agent: AgentServices, owner: int, source: str) -> None:
+async def _copy(stream: Home, inbound: Inbound, spec: SessionSpec, agent: AgentServices, owner: int, source: str) -> None:
     assert spec.resumed is not None
     copier = _Copier()
     connection = await dial(spec.addresses[source], stream.claims("fetch"), agent.secret, copier, agent.tls)
@@ -139,12 +137,14 @@ async def _copy(stream: Stream, spec: SessionSpec, agent: AgentServices, owner: 
         about = await asyncio.wait_for(copier.inbox.get(), 30)
         if not isinstance(about, Description):
             raise PeerError(str(getattr(about, "text", about)))
-        await _fill(stream, spec.resumed, owner, about, copier, connection)
+        await _fill(stream, inbound, spec.resumed, owner, about, copier, connection)
     finally:
         connection.abort("done")
 
 
-async def _fill(stream: Stream, version: Version, owner: int, about: Description, copier: _Copier, connection: Connection) -> None:
+async def _fill(
+    stream: Home, inbound: Inbound, version: Version, owner: int, about: Description, copier: _Copier, connection: Connection
+) -> None:
     Layout.from_bytes(about.layout)  # refuses garbage before it is kept
     offer = Offer(
         owner=owner,
@@ -154,7 +154,7 @@ async def _fill(stream: Stream, version: Version, owner: int, about: Description
         extras_capacity=about.extras_capacity,
     )
     if not any(o == owner for o, _ in stream.vault.memory):
-        await stream.make_room(offer)
+        await inbound.make_room(offer)
     slot = stream.host.rebuild(owner, version) if stream.host.slots(owner).find(version) is None else None
     if slot is None:
         return  # the owner is already writing something newer

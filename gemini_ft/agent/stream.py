@@ -6,35 +6,25 @@ Everything runs on the agent's event loop, so nothing here needs a lock.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import time
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable
 
-from gemini_ft.agent.custody import Custodians, WorkerPort
-from gemini_ft.agent.gate import Gate
+from gemini_ft.agent.custody import Custodians
+from gemini_ft.agent.home import AgentServices, WorkerPort
+from gemini_ft.agent.inbound import REPLICA_SLOTS, Inbound, may_be_written_by_another, shape_of
 from gemini_ft.agent.leadership import Leader, MemberLink, as_message
-from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape
-from gemini_ft.agent.pacing import Pacing
+from gemini_ft.agent.outbound import Outbound
 from gemini_ft.agent.receiving import Receiver
-from gemini_ft.agent.sending import Link, Outgoing
 from gemini_ft.agent.serving import Fetcher, rebuild
 from gemini_ft.agent.staging import StoredCopy
 from gemini_ft.agent.uploads import Uploader
 from gemini_ft.agent.vault import Vault
-from gemini_ft.config import DEFAULT_TRAFFIC
-from gemini_ft.controlpage import ControlPage
 from gemini_ft.errors import AgentError, PeerError, SupersededError
 from gemini_ft.ledger import Cadence, Ledger
 from gemini_ft.messages import (
     Aborted,
     AllFinished,
-    Collect,
-    Collected,
     Committed,
     Copied,
-    Dispatch,
-    Dispatched,
     End,
     Failed,
     GiveUp,
@@ -43,9 +33,7 @@ from gemini_ft.messages import (
     Inject,
     Message,
     Notice,
-    Offer,
     Paced,
-    Parcel,
     Proof,
     Rejoin,
     ReportFinished,
@@ -58,24 +46,8 @@ from gemini_ft.messages import (
     Thawed,
 )
 from gemini_ft.protocol import CancelSend, Effect, Free, Grant, Host, Send, Tell, Upload, Withdraw
-from gemini_ft.traffic import Profile
-from gemini_ft.transport.tcp import Connection, Handler, Meter
+from gemini_ft.transport.tcp import Connection, Handler
 from gemini_ft.versions import Version
-
-_SLOW = 100e6  # bytes per second; a gigabit network is faster
-_REPLICA_SLOTS = 2  # one complete, one in progress
-
-
-class AgentServices(Protocol):
-    """What a stream asks of its agent."""
-
-    run: str
-    host: str
-    secret: bytes
-    tls: dict[str, str] | None
-    budget: Budget
-
-    def log(self, text: str) -> None: ...
 
 
 class Stream:
@@ -87,8 +59,8 @@ class Stream:
         self.spec: SessionSpec | None = None
         self.host = Host(agent.host)
         self.workers: dict[int, WorkerPort] = {}
-        self._custodians = Custodians(self.workers.values)
-        self.vault = Vault(self.host, agent.budget, self.log, self._custodians.take_back)
+        custodians = Custodians(self.workers.values)
+        self.vault = Vault(self.host, agent.budget, self.log, custodians.take_back)
         self.finished = False
         self.attempts = 0  # sessions in a row that resumed the same version and committed nothing
         self._excused = False  # the present attempt does not count
@@ -97,12 +69,9 @@ class Stream:
         self.counters = {"committed": 0, "aborted": 0, "replica_bytes": 0, "uploads": 0, "failed_uploads": 0}
         self._progressed = True
         self._candidates: set[WorkerPort] = set()  # who has asked for the inventory, to open a new incarnation
-        self._links: dict[str, Link] = {}
-        self._gate = Gate(DEFAULT_TRAFFIC)
-        self._pacing: Pacing | None = None
+        self.inbound = Inbound(self, agent, custodians)
+        self._outbound: Outbound | None = None
         self._incoming: set[Connection] = set()
-        self._collecting: dict[tuple[int, int], Receiver] = {}  # (source, tag) of a piece that a worker receives -> for whom
-        self.tags: Iterator[int] = itertools.count()
         self._leader: Leader | None = None
         self._member: MemberLink | None = None
         self._uploader: Uploader | None = None
@@ -147,7 +116,7 @@ class Stream:
         if readopt:
             self._repeat_reports()
         if not readopt and spec.resumed is not None and spec.sources:
-            self._rebuilding = asyncio.get_running_loop().create_task(rebuild(self, spec, self._agent))
+            self._rebuilding = asyncio.get_running_loop().create_task(rebuild(self, self.inbound, spec, self._agent))
         self.log(f"incarnation {spec.incarnation} of {spec.world_size} ranks, from {spec.resumed or 'nothing'}")
 
     def excuse(self) -> None:
@@ -194,24 +163,19 @@ class Stream:
 
     def close_session(self) -> None:
         """Let go of the present incarnation's connections; memory stays."""
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
-        self._collecting.clear()
-        self._gate.close()
+        self.inbound.end_session()
         for connection in list(self._incoming):
             connection.abort("the session is over")
-        for part in (self._leader, self._member, self._uploader):
+        for part in (self._outbound, self._leader, self._member, self._uploader):
             if part is not None:
                 part.close()
-        self._leader = self._member = self._uploader = None
+        self._outbound = self._leader = self._member = self._uploader = None
         self._said_of_uploads.clear()
         if self._rebuilding is not None:
             self._rebuilding.cancel()
 
     def _connect(self, spec: SessionSpec) -> None:
-        self._gate = Gate(spec.traffic)
-        self._pacing = Pacing(self.host.name, spec.traffic, self._gate, spec.interval, self._report, self.tell_workers)
+        self._outbound = Outbound(self, self._agent, spec)
         if spec.storage is not None:
             self._uploader = Uploader(spec, self._agent.run, self.log)
         if spec.leader == self.host.name:
@@ -228,7 +192,7 @@ class Stream:
     def _repeat_reports(self) -> None:
         """What was complete here and not committed yet: the ledger may have forgotten it, or never heard of it."""
         for report in self.host.reports():
-            self._report(as_message(report))
+            self.report(as_message(report))
 
     def claims(self, role: str) -> Proof:
         """What this host says of itself when it dials a peer."""
@@ -246,7 +210,7 @@ class Stream:
             if self._leader is None:
                 raise PeerError(f"host {self.host.name!r} does not lead this run")
             return self._leader.join(connection)
-        return self._tracked(connection, Receiver(self, connection, proof.host))
+        return self._tracked(connection, Receiver(self.inbound, connection, proof.host))
 
     def _tracked(self, connection: Connection, handler: Handler) -> Handler:
         """Connections that hold slots end with the session."""
@@ -259,32 +223,14 @@ class Stream:
         """Give a worker the memory of its shard: the slots it had, if nobody else can still write to them."""
         assert self.spec is not None
         owner = worker.rank
-        shape = self._shape(owner, message.layout, message.layout_hash, message.data_bytes, message.extras_capacity)
-        count = _REPLICA_SLOTS + (self.spec.storage is not None)
-        reuse = not self._may_be_written_by_another(owner, worker)
+        shape = shape_of(self, self._agent, owner, message)
+        count = REPLICA_SLOTS + (self.spec.storage is not None)
+        reuse = not may_be_written_by_another(self, owner, worker)
         self.workers[owner] = worker
         indices = self.vault.ensure(owner, shape, count, reuse)
         fds = [self.vault.memory[owner, index].fd for index in indices]
         worker.send(Reserved(slots=indices, data_offset=shape.data_offset, capacity=shape.capacity), fds)
-        for (held, _), memory in self.vault.memory.items():
-            if not self.host.owns(held):
-                self._custodians.entrust(memory)
-
-    def _may_be_written_by_another(self, owner: int, worker: WorkerPort | None = None) -> bool:
-        """Whether a worker that had the shard's slots before, perhaps in a former incarnation, still lives."""
-        before = self.workers.get(owner)
-        return before is not None and before is not worker and before.alive
-
-    def _is_kept_by_stranger(self, owner: int) -> bool:
-        """Whether a worker of a former incarnation, which may still receive into a replica's memory, lives."""
-        keepers = [self._custodians.keeper(memory) for (of, _), memory in self.vault.memory.items() if of == owner]
-        return any(keeper is not None and self.spec is not None and keeper.incarnation != self.spec.incarnation for keeper in keepers)
-
-    def _shape(self, owner: int, layout: bytes, layout_hash: str, data_bytes: int, extras_capacity: int) -> SlotShape:
-        assert self.spec is not None
-        return SlotShape(
-            self._agent.run, self.name, owner, self.spec.world_size, layout_hash, layout, data_bytes, extras_capacity, self.spec.chunk_bytes
-        )
+        self.inbound.entrust_all()
 
     def version(self, iteration: int) -> Version:
         assert self.spec is not None
@@ -300,9 +246,7 @@ class Stream:
             if not memory.admits(index, offset, nbytes):
                 raise AgentError(f"rank {worker.rank} copied chunk {index} to {offset}+{nbytes}, outside its slot")
             memory.put_chunk(index, offset, nbytes, digest)
-            for peer in self.host.holders.get(worker.rank, ())[1:]:
-                if peer in self._links:
-                    self._links[peer].chunk_ready()
+            self.outbound.chunk_ready(worker.rank)
 
     def on_copied(self, worker: WorkerPort, message: Copied) -> None:
         version, owner = self.version(message.iteration), worker.rank
@@ -319,30 +263,27 @@ class Stream:
             layout=memory.shape.layout_hash,
             digest=message.digest,
         )
-        for link in self._links.values():
-            link.copied(owner, version, end)
+        self.outbound.copied(owner, version, end)
         self.perform(self.host.copied(owner, version, memory.shape.layout_hash, message.digest))
 
     def on_give_up(self, worker: WorkerPort, message: GiveUp) -> None:
         self.perform(self.host.give_up(worker.rank, self.version(message.iteration), message.reason))
 
     def on_finished(self, rank: int) -> None:
-        self._report(ReportFinished(rank=rank))
+        self.report(ReportFinished(rank=rank))
 
     def worker_lost(self, worker: WorkerPort) -> None:
         """A worker is proven dead."""
         if self.workers.get(worker.rank) is worker and self.spec is not None and worker.incarnation == self.spec.incarnation:
-            self._gate.forget(worker.rank)
+            self.outbound.worker_lost(worker.rank)
+            self.inbound.worker_lost(worker.rank)
             self.perform(self.host.worker_lost(worker.rank))
 
-    def watch(self, rank: int, page: ControlPage) -> None:
-        """A worker shows what it does on the network."""
-        self._gate.watch(rank, page)
-
-    def observed(self, rank: int, profile: Profile | None) -> None:
-        """A worker's steps have a profile, or have none any more."""
-        assert self._pacing is not None
-        self._pacing.observed(rank, profile)
+    @property
+    def outbound(self) -> Outbound:
+        """What this session sends."""
+        assert self._outbound is not None
+        return self._outbound
 
     def tell_workers(self, message: Message) -> None:
         for worker in self.workers.values():
@@ -361,11 +302,11 @@ class Stream:
                     if owner in self.workers:
                         self.workers[owner].send(Granted(iteration=version.iteration, slot=slot))
                 case Send(owner, slot, version, peer):
-                    self._link(peer).send(Outgoing(owner, version, slot, self.vault.memory[owner, slot]))
+                    self.outbound.send(owner, version, slot, self.vault.memory[owner, slot], peer)
                 case CancelSend(owner, version, peer):
-                    self._link(peer).cancel(owner, version)
+                    self.outbound.cancel(owner, version, peer)
                 case Tell(report):
-                    self._report(as_message(report))
+                    self.report(as_message(report))
                 case Withdraw(owner, version):
                     if owner in self.workers:
                         self.workers[owner].send(Aborted(iteration=version.iteration, reason="withdrawn"))
@@ -374,22 +315,7 @@ class Stream:
                 case Free(owner, slot):
                     self.vault.free(owner, slot)
 
-    def _link(self, peer: str) -> Link:
-        if peer not in self._links:
-            assert self.spec is not None
-            self._links[peer] = Link(
-                self,
-                peer,
-                self.spec.addresses[peer],
-                self.claims("replicate"),
-                lambda: self._agent.secret,
-                self._agent.tls,
-                self.spec.traffic,
-                self._gate,
-            )
-        return self._links[peer]
-
-    def _report(self, message: Message) -> None:
+    def report(self, message: Message) -> None:
         if self._leader is not None:
             self._leader.take(message)
         elif self._member is not None:
@@ -402,7 +328,7 @@ class Stream:
             said = ReportUploaded(owner=owner, version=version, record=record, error=error)
             if self.spec is not None and version.incarnation == self.spec.incarnation:
                 self._said_of_uploads.append(said)
-            self._report(said)
+            self.report(said)
 
         def done(record: str, error: str) -> None:
             self.perform(self.host.release(owner, slot, "upload"))
@@ -444,8 +370,7 @@ class Stream:
                         Notice(text=f"storage: the upload of {version} failed: {error}; training goes on, the next upload is tried")
                     )
             case Paced(interval=interval, why=why):
-                assert self._pacing is not None
-                self._pacing.paced(interval)
+                self.outbound.paced(interval)
                 self.log(f"a snapshot every {interval} steps: {why}")
                 self.tell_workers(message)
             case Failed(text=text) | Notice(text=text):
@@ -464,113 +389,22 @@ class Stream:
         text = f"epoch {epoch}: {text}"
         self.notify(text)
         for owner, peer in newly:
+            self.outbound.left_out(owner, peer)
             self.perform(self.host.on_exclude(owner, peer))
 
     def rejoin_reports(self) -> list[Message]:
         uploading = self._uploader.version if self._uploader is not None else None
         reports = map(as_message, self.host.reports())
-        needs = [self._pacing.need] if self._pacing is not None and self._pacing.need is not None else []
-        return [Rejoin(committed=self.host.committed, uploading=uploading), *reports, *self._said_of_uploads, *needs]
+        return [Rejoin(committed=self.host.committed, uploading=uploading), *reports, *self._said_of_uploads, *self.outbound.needs]
 
     async def write_manifest(self, version: Version, records: dict[int, str]) -> None:
         assert self._uploader is not None
         await self._uploader.write_manifest(version, records)
 
-    # -- links (LinkOwner)
-
-    def committed_of(self, owner: int) -> Version | None:
-        return self.host.slots(owner).committed
-
-    def send_over(self, out: Outgoing, peer: str) -> None:
-        self.counters["replica_bytes"] += out.sent_bytes
-        self.perform(self.host.sent(out.owner, out.slot, peer))
-
-    def peer_refused(self, peer: str, text: str) -> None:
-        self.log(f"host {peer} refused a replica: {text}")
-        self.tell_workers(Failed(error="MemoryBudgetError", text=f"host {peer}: {text}", fatal=True))
-
-    def measured(self, peer: str, address: str, rate: float) -> None:
-        text = f"replicas travel to host {peer} ({address}) at {rate / 1e6:,.0f} MB/s"
-        self.log(text)
-        if rate < _SLOW:
-            self.tell_workers(Notice(text=f"{text}: is that the right network? Choose with interface (GEMINI_INTERFACE)"))
-
     def notify(self, text: str) -> None:
+        """Tell the workers, for the user."""
         self.log(text)
         self.tell_workers(Notice(text=text))
-
-    def order(self, owner: int, dispatch: Dispatch) -> None:
-        self.workers[owner].send(dispatch)
-
-    def on_dispatched(self, message: Dispatched) -> None:
-        """A worker has sent a piece, or could not."""
-        for link in self._links.values():
-            link.dispatched(message.tag, message.error)
-
-    def arrived(self, out: Outgoing, peer: str, meter: Meter) -> None:
-        assert self._pacing is not None
-        self._pacing.arrived(out, peer, meter, time.monotonic() - out.begun_at)
-
-    # -- receivers (ReceiverOwner)
-
-    @property
-    def host_name(self) -> str:
-        return self.host.name
-
-    async def make_room(self, offer: Offer) -> None:
-        """Have slots for a peer's shard, their pages already faulted in."""
-        before = {index for owner, index in self.vault.memory if owner == offer.owner}
-        shape = self._shape(offer.owner, offer.layout, offer.layout_hash, offer.data_bytes, offer.extras_capacity)
-        reuse = not (self._may_be_written_by_another(offer.owner) or self._is_kept_by_stranger(offer.owner))
-        fresh = [index for index in self.vault.ensure(offer.owner, shape, _REPLICA_SLOTS, reuse) if index not in before]
-        await self.vault.prefault(offer.owner, fresh)
-        for index in fresh:
-            self._custodians.entrust(self.vault.memory[offer.owner, index])
-
-    def keeper(self, owner: int) -> int | None:
-        keepers = [self._custodians.keeper(memory) for (of, _), memory in self.vault.memory.items() if of == owner]
-        return next((keeper.rank for keeper in keepers if keeper is not None), None)
-
-    def collect(self, parcel: Parcel, memory: SlotMemory | None, receiver: Receiver) -> None:
-        self._collecting[parcel.source, parcel.tag] = receiver
-        worker = self.workers.get(parcel.target)
-        if worker is None or not worker.alive:
-            self.on_collected(Collected(source=parcel.source, tag=parcel.tag, error=f"rank {parcel.target} is not there"))
-            return
-        key, position = "", 0
-        if memory is not None:
-            key, position = str(id(memory)), memory.shape.data_offset + parcel.chunk.offset + parcel.start
-        worker.send(Collect(tag=parcel.tag, source=parcel.source, key=key, position=position, nbytes=parcel.nbytes))
-
-    def on_collected(self, message: Collected) -> None:
-        """A worker has received a piece, or could not."""
-        if (receiver := self._collecting.pop((message.source, message.tag), None)) is not None:
-            receiver.collected(message.source, message.tag, message.error)
-
-    def begin_receive(self, owner: int, iteration: int, committed: Version | None) -> SlotMemory | None:
-        if self.host.owns(owner) or self.host.name not in self.host.holders.get(owner, ()):
-            raise PeerError(f"host {self.host.name!r} does not hold rank {owner}'s shard")
-        slot = self.host.receive(owner, self.version(iteration), committed)
-        self.vault.sync_headers()
-        if slot is None:
-            return None
-        memory = self.vault.memory[owner, slot.index]
-        memory.clear()
-        return memory
-
-    def end_receive(self, end: End) -> bool:
-        version = self.version(end.iteration)
-        memory = self.vault.writing(end.owner, version)
-        if memory is None or not memory.finish(version, end.extras_bytes):
-            return False
-        self.perform(self.host.received(end.owner, version, end.layout, end.digest))
-        return True
-
-    def fail_receive(self, owner: int, iteration: int) -> None:
-        self.perform(self.host.receive_failed(owner, self.version(iteration)))
-
-    def holds(self, owner: int, iteration: int) -> bool:
-        return self.host.slots(owner).complete_version(self.version(iteration)) is not None
 
     @property
     def uploading(self) -> bool:
@@ -595,7 +429,7 @@ class Stream:
             "excluded": self.excluded,
             "storage": self._uploader.status() if self._uploader is not None else None,
             "counters": self.counters,
-            "traffic": self._pacing.status() if self._pacing is not None else None,
+            "traffic": self._outbound.status() if self._outbound is not None else None,
             "shards": {
                 str(owner): [f"{s.state}:{s.version.iteration if s.version else '-'}" for s in slots.slots.values()]
                 for owner, slots in self.host.shards.items()

@@ -146,6 +146,12 @@ class ByWorkers:
         await self._changed.wait()
 
     async def _run(self) -> None:
+        try:
+            await self._send_all()
+        except Exception as error:  # a fault of ours: nobody else would notice that nothing is sent any more
+            self._astray(f"{type(error).__name__}: {error}")
+
+    async def _send_all(self) -> None:
         while True:
             while not self._queue:
                 await self._change()

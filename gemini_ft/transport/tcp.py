@@ -219,7 +219,7 @@ class Connection(asyncio.BufferedProtocol):
                     await self._write_payload(payload, valve)
                 self._outbox.popleft()
                 self._handed_over.set()
-        except OSError as error:
+        except Exception as error:  # whatever it was: nobody else would notice that nothing is sent any more
             self.abort(f"sending failed: {error}")
         finally:
             self._stop_writing()

@@ -1,0 +1,127 @@
+"""What peers' shards find on this host: slots with pages in them, and workers that receive pieces where those carry replicas."""
+
+from __future__ import annotations
+
+from gemini_ft.agent.custody import Custodians
+from gemini_ft.agent.home import AgentServices, Home, WorkerPort
+from gemini_ft.agent.memory import SlotMemory, SlotShape
+from gemini_ft.agent.receiving import Receiver
+from gemini_ft.errors import PeerError
+from gemini_ft.messages import Collect, Collected, End, Offer, Parcel, Reserve
+from gemini_ft.versions import Version
+
+REPLICA_SLOTS = 2  # one complete, one in progress
+
+
+def shape_of(home: Home, agent: AgentServices, owner: int, wanted: Offer | Reserve) -> SlotShape:
+    """What a slot for a shard must be made for."""
+    spec = home.spec
+    assert spec is not None
+    sizes = wanted.data_bytes, wanted.extras_capacity, spec.chunk_bytes
+    return SlotShape(agent.run, home.name, owner, spec.world_size, wanted.layout_hash, wanted.layout, *sizes)
+
+
+def may_be_written_by_another(home: Home, owner: int, worker: WorkerPort | None = None) -> bool:
+    """Whether a worker that had the shard's slots before, perhaps in a former incarnation, still lives."""
+    before = home.workers.get(owner)
+    return before is not None and before is not worker and before.alive
+
+
+class Inbound:
+    """The owner of the receivers (receiving.ReceiverOwner), for all sessions of a stream."""
+
+    def __init__(self, home: Home, agent: AgentServices, custodians: Custodians) -> None:
+        self._home, self._agent, self._custodians = home, agent, custodians
+        self._collecting: dict[tuple[int, int], tuple[Receiver, int]] = {}  # (source, tag) of a piece -> for whom, by which rank
+
+    def end_session(self) -> None:
+        """Nobody waits for pieces any more."""
+        self._collecting.clear()
+
+    def entrust_all(self) -> None:
+        """Let a worker that has just come keep what nobody keeps."""
+        for (held, _), memory in self._home.vault.memory.items():
+            if not self._home.host.owns(held):
+                self._custodians.entrust(memory)
+
+    def worker_lost(self, rank: int) -> None:
+        """What it was receiving will not arrive, and it writes nowhere any more."""
+        for source, tag in [piece for piece, (_, target) in self._collecting.items() if target == rank]:
+            self.collected(Collected(source=source, tag=tag, error=f"rank {rank} is gone"))
+
+    def collected(self, message: Collected) -> None:
+        """A worker has received a piece, or could not."""
+        if (waiting := self._collecting.pop((message.source, message.tag), None)) is not None:
+            waiting[0].collected(message.source, message.tag, message.error)
+
+    # -- ReceiverOwner
+
+    @property
+    def host_name(self) -> str:
+        return self._home.host.name
+
+    def log(self, text: str) -> None:
+        self._home.log(text)
+
+    async def make_room(self, offer: Offer) -> None:
+        """Have slots for a peer's shard, their pages already faulted in."""
+        owner, vault = offer.owner, self._home.vault
+        before = {index for of, index in vault.memory if of == owner}
+        reuse = not (may_be_written_by_another(self._home, owner) or self._is_kept_by_stranger(owner))
+        indices = vault.ensure(owner, shape_of(self._home, self._agent, owner, offer), REPLICA_SLOTS, reuse)
+        fresh = [index for index in indices if index not in before]
+        await vault.prefault(owner, fresh)
+        for index in fresh:
+            self._custodians.entrust(vault.memory[owner, index])
+
+    def keeper(self, owner: int) -> int | None:
+        return next((keeper.rank for keeper in self._keepers(owner)), None)
+
+    def collect(self, parcel: Parcel, memory: SlotMemory | None, receiver: Receiver) -> None:
+        self._collecting[parcel.source, parcel.tag] = receiver, parcel.target
+        worker = self._home.workers.get(parcel.target)
+        if worker is None or not worker.alive:
+            self.collected(Collected(source=parcel.source, tag=parcel.tag, error=f"rank {parcel.target} is not there"))
+            return
+        key, position = "", 0
+        if memory is not None:
+            key, position = str(id(memory)), memory.shape.data_offset + parcel.chunk.offset + parcel.start
+        worker.send(Collect(tag=parcel.tag, source=parcel.source, key=key, position=position, nbytes=parcel.nbytes))
+
+    def begin_receive(self, owner: int, iteration: int, committed: Version | None) -> SlotMemory | None:
+        host = self._home.host
+        if host.owns(owner) or host.name not in host.holders.get(owner, ()):
+            raise PeerError(f"host {host.name!r} does not hold rank {owner}'s shard")
+        slot = host.receive(owner, self._home.version(iteration), committed)
+        self._home.vault.sync_headers()
+        if slot is None:
+            return None
+        memory = self._home.vault.memory[owner, slot.index]
+        memory.clear()
+        return memory
+
+    def end_receive(self, end: End) -> bool:
+        version = self._home.version(end.iteration)
+        memory = self._home.vault.writing(end.owner, version)
+        if memory is None or not memory.finish(version, end.extras_bytes):
+            return False
+        self._home.perform(self._home.host.received(end.owner, version, end.layout, end.digest))
+        return True
+
+    def fail_receive(self, owner: int, iteration: int) -> None:
+        self._home.perform(self._home.host.receive_failed(owner, self._home.version(iteration)))
+
+    def holds(self, owner: int, iteration: int) -> bool:
+        return self._home.host.slots(owner).complete_version(self._home.version(iteration)) is not None
+
+    # -- inside
+
+    def _keepers(self, owner: int) -> list[WorkerPort]:
+        """Workers that keep memory of a replica, and live."""
+        kept = [self._custodians.keeper(memory) for (of, _), memory in self._home.vault.memory.items() if of == owner]
+        return [keeper for keeper in kept if keeper is not None]
+
+    def _is_kept_by_stranger(self, owner: int) -> bool:
+        """Whether a worker of a former incarnation, which may still receive into a replica's memory, lives."""
+        spec = self._home.spec
+        return any(spec is not None and keeper.incarnation != spec.incarnation for keeper in self._keepers(owner))

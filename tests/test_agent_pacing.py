@@ -1,0 +1,125 @@
+"""How many steps a snapshot needs, from what workers, the kernel and the last snapshot say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gemini_ft.agent.gate import Gate
+from gemini_ft.agent.memory import SlotMemory, SlotShape
+from gemini_ft.agent.pacing import Pacing
+from gemini_ft.agent.sending import Outgoing
+from gemini_ft.config import TrafficConfig
+from gemini_ft.messages import Message, Notice, ReportNeed, Travelled
+from gemini_ft.traffic import Profile
+from gemini_ft.transport.tcp import Meter
+from gemini_ft.versions import Incarnation, Version
+
+RATE = 100e6  # bytes per second
+TRAFFIC = TrafficConfig.model_validate({"gamma": 1.0})
+
+
+class Host:
+    """One host's pacing, and what it says."""
+
+    def __init__(self, fixed: int | None = None) -> None:
+        self.gate = Gate(TRAFFIC)
+        self.reports: list[ReportNeed] = []
+        self.told: list[Message] = []
+        self.pacing = Pacing("here", TRAFFIC, self.gate, fixed, self._report, self.told.append)
+        self._iteration = 0
+
+    def _report(self, message: Message) -> None:
+        assert isinstance(message, ReportNeed)
+        self.reports.append(message)
+
+    def arrives(self, nbytes: int, owner: int = 0, peer: str = "there", rate: float = RATE) -> Travelled:
+        """A snapshot gets to a peer at this rate; what the workers are told of it."""
+        self._iteration += 1
+        memory = SlotMemory.create(SlotShape("run", "main", owner, 2, "0" * 16, b"", 8, 8, 8))
+        out = Outgoing(owner, Version(Incarnation(1, "a"), self._iteration), 0, memory, sent_bytes=nbytes, busy_before=Meter(0, 0.0, 0.0))
+        self.pacing.arrived(out, peer, Meter(nbytes, nbytes / rate, 0.0), 1.0)
+        memory.close()
+        travelled = self.told[-1]
+        assert isinstance(travelled, Travelled)
+        return travelled
+
+    def steps_are(self, *gaps: float, rank: int = 0) -> None:
+        self.pacing.observed(rank, Profile(gaps, tuple(float(n) for n in range(len(gaps))), gaps, 10.0, 20))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "gaps", "steps"),
+    [
+        (100_000_000, (1.0,), 1),
+        (100_000_000, (0.5, 0.5), 1),
+        (300_000_000, (1.0, 0.5), 2),
+        (1_000_000_000, (0.5,), 20),
+        (1_000_000, (0.0,), 1000),  # no idle network at all
+    ],
+)
+def test_the_need_is_what_the_spans_of_so_many_steps_carry(nbytes: int, gaps: tuple[float, ...], steps: int) -> None:
+    host = Host()
+    host.arrives(nbytes)
+    assert not host.reports  # what a step looks like is not known yet
+    host.steps_are(*gaps)
+    assert [report.steps for report in host.reports] == [steps]
+    assert f"{nbytes:,} bytes per snapshot" in host.reports[0].why
+
+
+def test_everything_that_leaves_the_host_counts_and_what_nobody_waits_for_does_not() -> None:
+    host = Host()
+    for owner, peer in ((0, "there"), (0, "yonder"), (1, "there")):
+        host.arrives(100_000_000, owner, peer)
+    host.steps_are(1.0)
+    assert host.reports[-1].steps == 3
+    host.pacing.left_out(0, "yonder")
+    host.steps_are(1.0)
+    assert host.reports[-1].steps == 2
+
+
+def test_the_link_is_as_fast_as_it_was_while_something_was_sent() -> None:
+    host = Host()
+    for _ in range(3):
+        host.arrives(50_000_000)
+    assert host.gate.link is not None
+    assert host.gate.link.bandwidth == pytest.approx(RATE)
+    for _ in range(8):
+        host.arrives(50_000_000, rate=RATE / 10)
+    assert host.gate.link.bandwidth == pytest.approx(RATE / 10)
+
+
+def test_what_the_model_expects_is_told_with_what_happened() -> None:
+    host = Host()
+    assert host.arrives(100_000_000).expected is None
+    host.steps_are(0.5, 0.0, 2.0)  # beginning at 0, 1 and 2 seconds
+    told = host.arrives(100_000_000)
+    assert (told.nbytes, told.seconds) == (100_000_000, 1.0)
+    assert told.expected == pytest.approx(2.5)
+
+
+def test_a_fixed_interval_is_kept_and_what_it_costs_is_said_once() -> None:
+    host = Host(fixed=2)
+    host.arrives(300_000_000)
+    for _ in range(3):
+        host.steps_are(1.0)
+    assert not host.reports
+    notices = [message.text for message in host.told if isinstance(message, Notice)]
+    assert len(notices) == 1
+    assert "interval=2" in notices[0]
+    assert "interval=3 would not" in notices[0]
+    assert host.gate.interval == 2
+
+
+def test_the_decision_sets_how_long_a_snapshot_may_wait() -> None:
+    host = Host()
+    host.arrives(100_000_000)
+    host.steps_are(1.0)
+    assert host.gate.patience == pytest.approx(10.0)
+    host.pacing.paced(3)
+    assert host.gate.patience == pytest.approx(30.0)
+    status: dict[str, Any] = host.pacing.status()
+    assert (status["interval"], status["step_seconds"], status["idle_seconds"], status["bytes"]) == (3, 10.0, 1.0, 100_000_000)
+    host.pacing.observed(0, None)
+    assert host.pacing.status()["idle_seconds"] is None
