@@ -10,19 +10,17 @@ Zen (Wang et al., OSDI 2025, section 2).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias, TypeVar, overload
+from typing import ClassVar, Literal, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from .exchange import Exchange, open_exchange
-from .rows import GradientError, SparseRows, to_rows, to_tensor
+from .rows import GradientError, SparseRows, to_matrix, to_rows, to_tensor
 from .turns import line_of
 
-T = TypeVar("T")
 Result: TypeAlias = torch.Tensor | torch.futures.Future[torch.Tensor]
 
 
@@ -91,22 +89,29 @@ class SparseScheme(Scheme):
 
     @abstractmethod
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
-        """The sum over all ranks, indices ascending; begins with `Exchange.agree` or an `Exchange.all_to_all`."""
+        """The sum over all ranks, indices ascending; begins with an `Exchange.all_to_all` or `Exchange.share`."""
 
     def _sum(self, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        gradient, exchange = admit(tensor, group, self._describe(tensor), to_rows)
+        refused = None
+        try:
+            gradient = to_rows(tensor)
+        except GradientError as error:  # the others must hear of it: this rank takes part until all raise
+            gradient, refused = SparseRows(0, torch.zeros(0, dtype=torch.int64), torch.zeros(0, 0)), str(error)
+        exchange = open_exchange(group, tensor.device, self._describe(tensor), refused)
         return to_tensor(self.reduce(gradient.to(exchange.device), exchange), tensor)
 
 
-def admit(tensor: torch.Tensor, group: ProcessGroup, text: str, convert: Callable[[torch.Tensor], T]) -> tuple[T, Exchange]:
-    """A rank's gradient, converted, and the exchange over which it goes.
+def admit_dense(tensor: torch.Tensor, group: ProcessGroup, text: str) -> tuple[torch.Tensor, Exchange]:
+    """A copy of a rank's gradient as a dense matrix where messages lie, and the exchange, over which all ranks have agreed.
 
     Raises:
-        GradientError: it is not accepted; all ranks are told.
+        GradientError: the ranks' tensors do not fit each other, or one is not accepted.
     """
+    matrix, refused = torch.zeros(0, 0), None
     try:
-        gradient = convert(tensor)
+        matrix = to_matrix(tensor)
     except GradientError as error:
-        open_exchange(group, tensor.device, text, refused=str(error)).agree()
-        raise
-    return gradient, open_exchange(group, tensor.device, text)
+        refused = str(error)
+    exchange = open_exchange(group, tensor.device, text, refused)
+    exchange.agree()
+    return matrix.to(exchange.device), exchange

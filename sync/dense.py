@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from .base import Dimensions, Scheme, admit
-from .rows import from_dense, to_matrix, to_tensor
+from .base import Dimensions, Scheme, admit_dense
+from .rows import from_dense, to_tensor
 
 
 class Dense(Scheme):
@@ -20,9 +20,7 @@ class Dense(Scheme):
     dimensions = Dimensions("ring", "incremental", "parallelism", "balanced")
 
     def _sum(self, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        matrix, exchange = admit(tensor, group, self._describe(tensor), to_matrix)
-        exchange.agree()
-        matrix = matrix.to(exchange.device)
+        matrix, _ = admit_dense(tensor, group, self._describe(tensor))
         dist.all_reduce(matrix, group=group)
         if tensor.layout == torch.strided:
             return matrix.reshape(tensor.shape).to(tensor.device)

@@ -1,8 +1,8 @@
 """How messages of unknown size travel between the ranks of a group: one message per peer, the size in its header.
 
-Gloo's receive takes any message that fits its buffer, in the order sent. So the first slice of every message is awaited with
-room for `SLICE` bytes, and only a longer message, whose header says how much more there is, takes a second receive. Other
-backends (NCCL) need to know sizes first; `CollectiveExchange` sends them ahead.
+Gloo's receive takes any message that fits its buffer, in the order sent per tag. So a message is awaited with room for `ROOM`
+bytes, and only a longer one, whose header says how much more there is, takes a second receive. Other backends (NCCL) need to
+know sizes first; `CollectiveExchange` sends them ahead.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from torch.distributed import ProcessGroup, Work
 from . import wire
 from .rows import GradientError
 
-SLICE = 2**20  # bytes that travel as one piece: what has come is passed on while the rest is under way
-_DIRECT, _RING = 0x5A454E00, 0x5A454E01  # tags: ours must not be mixed up with the user's own messages
+ROOM = 2**20  # bytes; what a shorter message leaves untouched takes no memory
+PIECE = 2**22  # bytes that are passed on together, while more is under way
+_ALIGNMENT = 16  # bytes: of messages within a message
+_DIRECT, _RING = 0x5A454E00, 0x5A454E01  # tags: ours must not be mixed up with the user's
 _REFUSED = -1  # the digest of a rank that cannot take part
 
 
 class Exchange(ABC):
     """Messages among the ranks of a group.
 
-    Every rank describes what it was given. Messages carry a digest of that; `all_to_all`, with which every scheme begins,
-    compares all of them, so that either all ranks go on or all raise the same error.
+    Every rank describes what it was given. Messages carry a digest of that; `all_to_all` or `share`, with one of which every
+    scheme begins, compare all ranks' digests, so that either all ranks go on or all raise the same error.
 
     Args:
         group: the ranks.
@@ -49,19 +51,35 @@ class Exchange(ABC):
         Raises:
             GradientError: a rank was given something else, or cannot take part.
         """
-        for _ in self.all_to_all([wire.new(0, self.device)] * self.size):
-            pass
+        self.share(wire.new(0, self.device))
+
+    def share(self, message: torch.Tensor) -> list[torch.Tensor]:
+        """All ranks' messages, by rank. For short ones: in ceil(log2(n)) rounds of one message each (Bruck's algorithm).
+
+        Raises:
+            GradientError: a rank was given something else, or cannot take part.
+        """
+        wire.stamp(message, self._digest)
+        messages = self._share(message)
+        if any(wire.digest(each) != self._digest for each in messages) or self._digest == _REFUSED:
+            raise GradientError(self._differences())
+        return messages
 
     def all_to_all(self, messages: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
         """Send ``messages[rank]`` to each rank; (rank, message) of what has come, in rank order, the own one included.
 
+        Messages are under way when this returns; the iterator must be taken to its end.
+
         Raises:
-            GradientError: a rank was given something else, or cannot take part. Known only when all have come.
+            GradientError: a rank was given something else, or cannot take part. From the iterator, when all have come.
         """
-        same = self._digest != _REFUSED
         for message in messages:
             wire.stamp(message, self._digest)
-        for source, message in self._all_to_all(messages):
+        return self._checked(self._all_to_all(messages))
+
+    def _checked(self, coming: Iterator[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, torch.Tensor]]:
+        same = self._digest != _REFUSED
+        for source, message in coming:
             same = same and wire.digest(message) == self._digest
             if same:
                 yield source, message
@@ -69,9 +87,10 @@ class Exchange(ABC):
             raise GradientError(self._differences())
 
     def all_gather(self, message: torch.Tensor, lengths: Sequence[int] | None = None) -> Iterator[tuple[int, torch.Tensor]]:
-        """Send one message to all; (rank, message) of what has come, in any order, the own one included.
+        """Send one message to all; (rank, message) of what has come, in any order, the own one first.
 
-        Every rank passes on what it receives, so each link carries each message once in each direction.
+        Every rank passes on what it receives, so each link carries each message once in each direction. A rank passes on while
+        it takes from the iterator, to its end.
 
         Args:
             message: uint8, with or without header.
@@ -83,7 +102,7 @@ class Exchange(ABC):
         """Bytes of each rank's message."""
         own = wire.new(8, self.device)
         wire.payload(own).view(torch.int64).fill_(len(message))
-        return [int(wire.payload(each).view(torch.int64)) for _, each in self.all_to_all([own] * self.size)]
+        return [int(wire.payload(each).view(torch.int64)) for each in self.share(own)]
 
     @abstractmethod
     def send(self, message: torch.Tensor, peer: int) -> None:
@@ -93,9 +112,12 @@ class Exchange(ABC):
     def receive(self, peer: int) -> torch.Tensor:
         """The next message of ``peer``."""
 
-    @abstractmethod
     def swap(self, message: torch.Tensor, peer: int) -> torch.Tensor:
         """Send and receive at once."""
+        return self._shift(message, peer, peer)
+
+    @abstractmethod
+    def _shift(self, message: torch.Tensor, to: int, source: int) -> torch.Tensor: ...
 
     @abstractmethod
     def _all_to_all(self, messages: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]: ...
@@ -103,12 +125,19 @@ class Exchange(ABC):
     @abstractmethod
     def _all_gather(self, message: torch.Tensor, lengths: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]: ...
 
+    def _share(self, message: torch.Tensor) -> list[torch.Tensor]:
+        held = [message]  # of this rank and those that follow
+        while (distance := len(held)) < self.size:
+            bundle = _bundle(held[: self.size - distance])
+            held += _unbundle(self._shift(bundle, (self.rank - distance) % self.size, (self.rank + distance) % self.size))
+        return [held[(rank - self.rank) % self.size] for rank in range(self.size)]
+
     def _differences(self) -> str:
         """What each rank was given. Collective, once all know that they differ."""
         text = self._text.encode()
         own = wire.new(len(text), self.device)
         wire.payload(own).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        texts = [bytes(wire.payload(each).tolist()).decode() for _, each in self._all_to_all([own] * self.size)]
+        texts = [bytes(wire.payload(each).tolist()).decode() for each in self._share(own)]
         return "gradients that cannot be summed: " + "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
 
 
@@ -130,62 +159,80 @@ def _backend(group: ProcessGroup, device: torch.device) -> str | None:
 
 
 class PointToPoint(Exchange):
-    """Over gloo."""
+    """Over gloo. What every rank must have goes around a ring: one stream per link and direction gets nearly all of its rate,
+    which many at once do not."""
 
     def send(self, message: torch.Tensor, peer: int) -> None:
-        _wait(self._send(message, peer, _DIRECT))
+        _wait(self._send(message, peer))
 
     def receive(self, peer: int) -> torch.Tensor:
-        return self._rest(*self._first(peer), peer)
+        return _Coming(self.group, peer).end()
 
-    def swap(self, message: torch.Tensor, peer: int) -> torch.Tensor:
-        first = self._first(peer)
-        sends = self._send(message, peer, _DIRECT)
-        theirs = self._rest(*first, peer)
+    def _shift(self, message: torch.Tensor, to: int, source: int) -> torch.Tensor:
+        coming = _Coming(self.group, source)
+        sends = self._send(message, to)
+        received = coming.end()
         _wait(sends)
-        return theirs
+        return received
 
     def _all_to_all(self, messages: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]  # nobody is everybody's first
-        firsts = {peer: self._first(peer) for peer in peers}
-        sends = [work for peer in peers for work in self._send(messages[peer], peer, _DIRECT)]
-        for source in range(self.size):
-            yield source, messages[source] if source == self.rank else self._rest(*firsts[source], source)
-        _wait(sends)
+        coming = {peer: _Coming(self.group, peer) for peer in peers}
+        sends = [work for peer in peers for work in self._send(messages[peer], peer)]
+
+        def collect() -> Iterator[tuple[int, torch.Tensor]]:
+            for source in range(self.size):
+                yield source, messages[source] if source == self.rank else coming[source].end()
+            _wait(sends)
+
+        return collect()
 
     def _all_gather(self, message: torch.Tensor, lengths: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """A ring: one stream per link and direction, which TCP carries at nearly the full rate; many at once it does not."""
         left, right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         origins = [(self.rank - step) % self.size for step in range(1, self.size)]
-        coming = {origin: torch.empty(lengths[origin], dtype=torch.uint8) for origin in origins}
-        works = {origin: [self.group.recv([piece], left, _RING) for piece in _slices(coming[origin])] for origin in origins}
-        sends = self._send(message, right, _RING) if origins else []
-        yield self.rank, message
-        for origin in origins:
-            for piece, work in zip(_slices(coming[origin]), works[origin], strict=True):
-                work.wait()
-                if origin != right:
-                    sends.append(self.group.send([piece], right, _RING))
-            yield origin, coming[origin]
-        _wait(sends)
+        whole = {origin: torch.empty(lengths[origin], dtype=torch.uint8) for origin in origins}
+        coming = {origin: [(piece, self.group.recv([piece], left, _RING)) for piece in _pieces(whole[origin])] for origin in origins}
+        sends = [self.group.send([piece], right, _RING) for piece in _pieces(message)] if origins else []
 
-    def _first(self, peer: int) -> tuple[torch.Tensor, Work]:
-        buffer = torch.empty(SLICE, dtype=torch.uint8)  # of a short message, the rest stays untouched: no memory is behind it
-        return buffer, self.group.recv([buffer], peer, _DIRECT)
+        def collect() -> Iterator[tuple[int, torch.Tensor]]:
+            yield self.rank, message
+            for origin in origins:
+                for piece, work in coming[origin]:
+                    work.wait()
+                    if origin != right:
+                        sends.append(self.group.send([piece], right, _RING))
+                yield origin, whole[origin]
+            _wait(sends)
 
-    def _rest(self, first: torch.Tensor, work: Work, peer: int) -> torch.Tensor:
-        work.wait()
-        length = wire.length(first)
-        if length <= SLICE:
-            return first[:length]
+        return collect()
+
+    def _send(self, message: torch.Tensor, peer: int) -> list[Work]:
+        rest = [message[ROOM:]] if len(message) > ROOM else []
+        return [self.group.send([piece], peer, _DIRECT) for piece in (message[:ROOM], *rest)]
+
+
+class _Coming:
+    """A message of unknown length that is awaited."""
+
+    def __init__(self, group: ProcessGroup, peer: int) -> None:
+        self._group, self._peer = group, peer
+        self._first = torch.empty(ROOM, dtype=torch.uint8)
+        self._work = self._receive(self._first)
+
+    def end(self) -> torch.Tensor:
+        """The message, when it has come."""
+        self._work.wait()
+        length = wire.length(self._first)
+        if length <= ROOM:
+            return self._first[:length]
         whole = torch.empty(length, dtype=torch.uint8)
-        works = [self.group.recv([piece], peer, _DIRECT) for piece in _slices(whole[SLICE:])]
-        whole[:SLICE] = first
-        _wait(works)
+        rest = self._receive(whole[ROOM:])
+        whole[:ROOM] = self._first
+        rest.wait()
         return whole
 
-    def _send(self, message: torch.Tensor, peer: int, tag: int) -> list[Work]:
-        return [self.group.send([piece], peer, tag) for piece in _slices(message)]
+    def _receive(self, buffer: torch.Tensor) -> Work:
+        return self._group.recv([buffer], self._peer, _DIRECT)
 
 
 class CollectiveExchange(Exchange):
@@ -202,12 +249,12 @@ class CollectiveExchange(Exchange):
         self._batch([], [(message, peer)])
         return message
 
-    def swap(self, message: torch.Tensor, peer: int) -> torch.Tensor:
+    def _shift(self, message: torch.Tensor, to: int, source: int) -> torch.Tensor:
         length = self._room(1, torch.int64)
-        self._batch([(self._length_of(message), peer)], [(length, peer)])
-        theirs = self._room(int(length))
-        self._batch([(message, peer)], [(theirs, peer)])
-        return theirs
+        self._batch([(self._length_of(message), to)], [(length, source)])
+        received = self._room(int(length))
+        self._batch([(message, to)], [(received, source)])
+        return received
 
     def _all_to_all(self, messages: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
         counts = torch.tensor([len(message) for message in messages], device=self.device)
@@ -217,13 +264,13 @@ class CollectiveExchange(Exchange):
         out = self._room(sum(sizes))
         dist.all_to_all_single(out, torch.cat(list(messages)), sizes, counts.tolist(), group=self.group)
         # Each on its own: values need an alignment that their place in the whole does not have.
-        yield from enumerate(piece.clone() for piece in out.split(sizes))
+        return enumerate(piece.clone() for piece in out.split(sizes))
 
     def _all_gather(self, message: torch.Tensor, lengths: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
         others = [rank for rank in range(self.size) if rank != self.rank]
         coming = {rank: self._room(lengths[rank]) for rank in others}
         self._batch([(message, rank) for rank in others if len(message)], [(coming[rank], rank) for rank in others if lengths[rank]])
-        yield from sorted({**coming, self.rank: message}.items())
+        return iter([(self.rank, message), *coming.items()])
 
     def _length_of(self, message: torch.Tensor) -> torch.Tensor:
         return torch.tensor([len(message)], device=self.device)
@@ -239,8 +286,26 @@ class CollectiveExchange(Exchange):
                 work.wait()
 
 
-def _slices(message: torch.Tensor) -> list[torch.Tensor]:
-    return list(message.split(SLICE)) if len(message) else []
+def _pieces(message: torch.Tensor) -> list[torch.Tensor]:
+    return list(message.split(PIECE)) if len(message) else []
+
+
+def _bundle(messages: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Several messages as one."""
+    sizes = [-(-len(message) // _ALIGNMENT) * _ALIGNMENT for message in messages]
+    bundle = wire.new(sum(sizes), messages[0].device)
+    for message, place in zip(messages, wire.payload(bundle).split(sizes), strict=True):
+        place[: len(message)] = message
+    return bundle
+
+
+def _unbundle(bundle: torch.Tensor) -> list[torch.Tensor]:
+    rest, messages = wire.payload(bundle), []
+    while len(rest):
+        length = wire.length(rest)
+        messages.append(rest[:length])
+        rest = rest[-(-length // _ALIGNMENT) * _ALIGNMENT :]
+    return messages
 
 
 def _wait(works: Sequence[Work]) -> None:

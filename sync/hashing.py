@@ -5,22 +5,23 @@ from __future__ import annotations
 import torch
 
 _WORD = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B9  # spreads seeds that are small numbers
 
 
 def murmur(keys: torch.Tensor, seed: int) -> torch.Tensor:
-    """MurmurHash3 (x86, 32 bit) of each key as 4 bytes, or, of keys above 32 bits, as 8.
+    """MurmurHash3's 32-bit finalizer, which lets every bit of the key change every bit of the hash.
 
     Args:
         keys: int64, not negative, any shape.
+        seed: another one gives another function.
 
     Returns:
         int64 in [0, 2**32), the same shape.
     """
-    state = _mix_in(torch.full_like(keys, seed & _WORD), keys & _WORD)
-    high = keys >> 32
-    wide = high != 0
-    state = torch.where(wide, _mix_in(state, high), state)
-    return _finish(state ^ torch.where(wide, 8, 4))
+    state = (keys ^ keys >> 32 ^ seed * _GOLDEN) & _WORD
+    state = (state ^ state >> 16) * 0x85EBCA6B & _WORD
+    state = (state ^ state >> 13) * 0xC2B2AE35 & _WORD
+    return state ^ state >> 16
 
 
 def group_by_part(parts: torch.Tensor, count: int) -> tuple[torch.Tensor, list[int]]:
@@ -31,18 +32,3 @@ def group_by_part(parts: torch.Tensor, count: int) -> tuple[torch.Tensor, list[i
     """
     keys = parts.to(torch.uint8) if count <= 256 else parts.to(torch.int32)  # one pass of a radix sort, not eight
     return torch.argsort(keys, stable=True), torch.bincount(parts, minlength=count).tolist()
-
-
-def _rotate(words: torch.Tensor, bits: int) -> torch.Tensor:
-    return (words << bits | words >> (32 - bits)) & _WORD
-
-
-def _mix_in(state: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    words = _rotate(words * 0xCC9E2D51 & _WORD, 15) * 0x1B873593 & _WORD
-    return (_rotate(state ^ words, 13) * 5 + 0xE6546B64) & _WORD
-
-
-def _finish(state: torch.Tensor) -> torch.Tensor:
-    state = (state ^ state >> 16) * 0x85EBCA6B & _WORD
-    state = (state ^ state >> 13) * 0xC2B2AE35 & _WORD
-    return state ^ state >> 16

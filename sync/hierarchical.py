@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from .base import Dimensions, Scheme, SparseScheme, admit
+from .base import Dimensions, Scheme, SparseScheme, admit_dense
 from .exchange import open_exchange
-from .rows import from_dense, to_matrix, to_tensor
+from .rows import from_dense, to_tensor
 
 
 class Hierarchical(Scheme):
@@ -34,14 +34,12 @@ class Hierarchical(Scheme):
         self._groups: tuple[ProcessGroup, ProcessGroup, ProcessGroup] | None = None  # whole, host, place
 
     def _sum(self, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        matrix, exchange = admit(tensor, group, self._describe(tensor), to_matrix)
-        exchange.agree()
+        matrix, exchange = admit_dense(tensor, group, self._describe(tensor))
         host, place = self._groups_of(group)
         rows, width = matrix.shape
         share = -(-rows // host.size())
         padded = matrix.new_zeros(share * host.size(), width)
         padded[:rows] = matrix
-        padded = padded.to(exchange.device)
         own = padded.new_empty(share, width)
         dist.reduce_scatter_single(own, padded, group=host)
         between = open_exchange(place, exchange.device, self._describe(tensor))

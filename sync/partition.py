@@ -27,9 +27,13 @@ class Partition(ABC):
     def split(self, gradient: SparseRows) -> list[SparseRows]:
         """What of ``gradient`` belongs to each part, by position; ascending if the gradient's indices are."""
 
+
+class HashPartition(Partition):
+    """Balanced whatever units are present, as far as the hash is random."""
+
     @abstractmethod
-    def indices(self, part: int, positions: torch.Tensor) -> torch.Tensor:
-        """Of the units at these positions: the inverse of `split`."""
+    def indices(self, parts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Of the units at these positions of these parts, int64 [n]: the inverse of `split`."""
 
 
 class EvenPartition(Partition):
@@ -46,19 +50,16 @@ class EvenPartition(Partition):
             for part, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False))
         ]
 
-    def indices(self, part: int, positions: torch.Tensor) -> torch.Tensor:
-        return positions + self._begin(part)
-
     def join(self, parts: Sequence[SparseRows]) -> SparseRows:
         """The whole, of all parts in order."""
-        indices = [self.indices(part, each.indices) for part, each in enumerate(parts)]
+        indices = [each.indices + self._begin(part) for part, each in enumerate(parts)]
         return SparseRows(self.rows, torch.cat(indices), torch.cat([each.values for each in parts]))
 
     def _begin(self, part: int) -> int:
         return self.rows * part // self.parts
 
 
-class RotatedPartition(Partition):
+class RotatedPartition(HashPartition):
     """A hash that can be inverted without a table: of every ``parts`` consecutive units each part gets one.
 
     Group ``g`` holds the units from ``g * parts`` on. Its unit number ``j`` belongs to part ``(j + r(g)) mod parts``, where the
@@ -80,12 +81,12 @@ class RotatedPartition(Partition):
     def split(self, gradient: SparseRows) -> list[SparseRows]:
         positions = gradient.indices // self.parts
         order, counts = group_by_part((gradient.indices + self._rotation(positions)) % self.parts, self.parts)
-        pieces = zip(positions[order].split(counts), gradient.values[order].split(counts), strict=True)
+        pieces = zip(positions[order].split(counts), gradient.values.index_select(0, order).split(counts), strict=True)
         return [SparseRows(self.size(part), *piece) for part, piece in enumerate(pieces)]
 
-    def indices(self, part: int, positions: torch.Tensor) -> torch.Tensor:
+    def indices(self, parts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         first = positions * self.parts
-        return first + (part - first - self._rotation(positions)) % self.parts
+        return first + (parts - first - self._rotation(positions)) % self.parts
 
     def _rotation(self, groups: torch.Tensor) -> torch.Tensor:
         return murmur(groups, self._seed) * self.parts >> 32

@@ -156,8 +156,10 @@ def _check_bounds(indices: torch.Tensor, sizes: Sequence[int]) -> None:
 
 
 def _unravel(flat: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    if not sizes:
+        return flat.new_zeros(0, len(flat))
     out = []
-    for size in reversed(sizes):
+    for size in reversed(sizes[1:]):
         out.append(flat % size)
         flat = flat // size
-    return torch.stack(out[::-1]) if out else flat.new_zeros(0, len(flat))
+    return torch.stack([flat, *reversed(out)])

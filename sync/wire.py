@@ -94,7 +94,7 @@ def unpack(bitmap: torch.Tensor, rows: int) -> torch.Tensor:
     """The indices of the bits that are set, ascending."""
     if bitmap.device.type == "cpu":
         bits = np.unpackbits(bitmap.numpy(), count=rows, bitorder="little")
-        return torch.from_numpy(np.flatnonzero(bits))
+        return torch.from_numpy(np.flatnonzero(bits.view(np.bool_)))  # of bool, numpy skips zeros by the word
     shifts = torch.arange(8, dtype=torch.uint8, device=bitmap.device)
     return ((bitmap.unsqueeze(1) >> shifts) & 1).flatten()[:rows].nonzero().flatten()
 

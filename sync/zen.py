@@ -8,7 +8,7 @@ from . import wire
 from .base import Dimensions, SparseScheme
 from .exchange import Exchange
 from .parameter_server import push
-from .partition import Partition, RotatedPartition
+from .partition import HashPartition, RotatedPartition
 from .rows import SparseRows, union
 
 
@@ -24,23 +24,24 @@ class Zen(SparseScheme):
     dimensions = Dimensions("point-to-point", "one-shot", "parallelism", "balanced")
 
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
-        partition = self._partition(gradient.rows, exchange)
+        partition = self._partition(gradient.rows, exchange.size)
         return _pull(push(gradient, partition, exchange), partition, exchange)
 
-    def _partition(self, rows: int, exchange: Exchange) -> Partition:
-        return RotatedPartition(rows, exchange.size)
+    def _partition(self, rows: int, servers: int) -> HashPartition:
+        return RotatedPartition(rows, servers)
 
 
-def _pull(own: SparseRows, partition: Partition, exchange: Exchange) -> SparseRows:
+def _pull(own: SparseRows, partition: HashPartition, exchange: Exchange) -> SparseRows:
     """First everybody's indices, which are short: where each unit lies in the result is known before its values come."""
-    bare = wire.encode(SparseRows(own.rows, own.indices, own.values[:, :0]), ("bitmap", "coo"))
-    positions = [
-        wire.decode(message, partition.size(part), 0, own.values.dtype).indices
-        for part, message in exchange.all_to_all([bare] * exchange.size)
-    ]
-    indices, places = union([partition.indices(part, each) for part, each in enumerate(positions)], partition.rows)
-    values = torch.empty(len(indices), own.width, dtype=own.values.dtype, device=own.values.device)
-    lengths = [len(each) * own.width * own.values.element_size() for each in positions]
-    for part, data in exchange.all_gather(wire.as_bytes(own.values), lengths):
-        values.index_copy_(0, places[part], wire.matrix(data, own.values.dtype, len(places[part]), own.width))
+    width, dtype = own.width, own.values.dtype
+    bitmaps = exchange.share(wire.encode(SparseRows(own.rows, own.indices, own.values[:, :0]), ("bitmap", "coo")))
+    positions = [wire.decode(message, partition.size(part), 0, dtype).indices for part, message in enumerate(bitmaps)]
+    counts = [len(each) for each in positions]
+    gathered = exchange.all_gather(wire.as_bytes(own.values), [count * width * dtype.itemsize for count in counts])
+    parts = torch.arange(len(counts), device=own.indices.device).repeat_interleave(torch.tensor(counts, device=own.indices.device))
+    indices, (places,) = union([partition.indices(parts, torch.cat(positions))], partition.rows)
+    values = torch.empty(len(indices), width, dtype=dtype, device=own.values.device)
+    rows = places.split(counts)
+    for part, data in gathered:
+        values.index_copy_(0, rows[part], wire.matrix(data, dtype, counts[part], width))
     return SparseRows(partition.rows, indices, values)
