@@ -38,7 +38,10 @@ class Scheme(ABC):
     """Sums one gradient over all ranks of a group."""
 
     name: ClassVar[str]
-    dimensions: ClassVar[Dimensions]
+
+    @property
+    @abstractmethod
+    def dimensions(self) -> Dimensions: ...
 
     @overload
     def all_reduce(self, tensor: torch.Tensor, group: ProcessGroup | None = ..., async_op: Literal[False] = ...) -> torch.Tensor: ...

@@ -6,11 +6,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from .base import Dimensions, Scheme, admit_dense
-from .rows import from_dense, to_tensor
+from .base import Dimensions, SparseScheme, admit_dense
+from .exchange import Exchange
+from .rows import SparseRows, from_dense
 
 
-class Dense(Scheme):
+class Dense(SparseScheme):
     """Ring all-reduce. A sparse gradient is made dense for it; of the sum, units that are all zero are left out again.
 
     The order of addition is the backend's, the same on all ranks.
@@ -19,9 +20,15 @@ class Dense(Scheme):
     name = "dense"
     dimensions = Dimensions("ring", "incremental", "parallelism", "balanced")
 
+    def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
+        exchange.agree()
+        matrix = gradient.dense()
+        dist.all_reduce(matrix, group=exchange.group)
+        return from_dense(matrix)
+
     def _sum(self, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        if tensor.layout != torch.strided:
+            return super()._sum(tensor, group)
         matrix, _ = admit_dense(tensor, group, self._describe(tensor))
         dist.all_reduce(matrix, group=group)
-        if tensor.layout == torch.strided:
-            return matrix.reshape(tensor.shape).to(tensor.device)
-        return to_tensor(from_dense(matrix), tensor)
+        return matrix.reshape(tensor.shape).to(tensor.device)

@@ -114,10 +114,11 @@ class Exchange(ABC):
 
     def swap(self, message: torch.Tensor, peer: int) -> torch.Tensor:
         """Send and receive at once."""
-        return self._shift(message, peer, peer)
+        return self.shift(message, peer, peer)
 
     @abstractmethod
-    def _shift(self, message: torch.Tensor, to: int, source: int) -> torch.Tensor: ...
+    def shift(self, message: torch.Tensor, to: int, source: int) -> torch.Tensor:
+        """Send to one rank and receive from another at once."""
 
     @abstractmethod
     def _all_to_all(self, messages: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]: ...
@@ -129,7 +130,7 @@ class Exchange(ABC):
         held = [message]  # of this rank and those that follow
         while (distance := len(held)) < self.size:
             bundle = _bundle(held[: self.size - distance])
-            held += _unbundle(self._shift(bundle, (self.rank - distance) % self.size, (self.rank + distance) % self.size))
+            held += _unbundle(self.shift(bundle, (self.rank - distance) % self.size, (self.rank + distance) % self.size))
         return [held[(rank - self.rank) % self.size] for rank in range(self.size)]
 
     def _differences(self) -> str:
@@ -168,7 +169,7 @@ class PointToPoint(Exchange):
     def receive(self, peer: int) -> torch.Tensor:
         return _Coming(self.group, peer).end()
 
-    def _shift(self, message: torch.Tensor, to: int, source: int) -> torch.Tensor:
+    def shift(self, message: torch.Tensor, to: int, source: int) -> torch.Tensor:
         coming = _Coming(self.group, source)
         sends = self._send(message, to)
         received = coming.end()
@@ -249,7 +250,7 @@ class CollectiveExchange(Exchange):
         self._batch([], [(message, peer)])
         return message
 
-    def _shift(self, message: torch.Tensor, to: int, source: int) -> torch.Tensor:
+    def shift(self, message: torch.Tensor, to: int, source: int) -> torch.Tensor:
         length = self._room(1, torch.int64)
         self._batch([(self._length_of(message), to)], [(length, source)])
         received = self._room(int(length))
@@ -264,7 +265,7 @@ class CollectiveExchange(Exchange):
         out = self._room(sum(sizes))
         dist.all_to_all_single(out, torch.cat(list(messages)), sizes, counts.tolist(), group=self.group)
         # Each on its own: values need an alignment that their place in the whole does not have.
-        return enumerate(piece.clone() for piece in out.split(sizes))
+        return enumerate(piece.clone() for piece in torch.split(out, sizes))
 
     def _all_gather(self, message: torch.Tensor, lengths: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -287,14 +288,14 @@ class CollectiveExchange(Exchange):
 
 
 def _pieces(message: torch.Tensor) -> list[torch.Tensor]:
-    return list(message.split(PIECE)) if len(message) else []
+    return list(torch.split(message, PIECE)) if len(message) else []
 
 
 def _bundle(messages: Sequence[torch.Tensor]) -> torch.Tensor:
     """Several messages as one."""
     sizes = [-(-len(message) // _ALIGNMENT) * _ALIGNMENT for message in messages]
     bundle = wire.new(sum(sizes), messages[0].device)
-    for message, place in zip(messages, wire.payload(bundle).split(sizes), strict=True):
+    for message, place in zip(messages, torch.split(wire.payload(bundle), sizes), strict=True):
         place[: len(message)] = message
     return bundle
 

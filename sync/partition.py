@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
 from .hashing import group_by_part, murmur
+from .hierarchical_hashing import hierarchical_hash
 from .rows import SparseRows
 
 
@@ -25,7 +27,7 @@ class Partition(ABC):
 
     @abstractmethod
     def split(self, gradient: SparseRows) -> list[SparseRows]:
-        """What of ``gradient`` belongs to each part, by position; ascending if the gradient's indices are."""
+        """What of ``gradient`` belongs to each part, by position, in any order."""
 
 
 class HashPartition(Partition):
@@ -34,6 +36,10 @@ class HashPartition(Partition):
     @abstractmethod
     def indices(self, parts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Of the units at these positions of these parts, int64 [n]: the inverse of `split`."""
+
+    def _pieces(self, positions: torch.Tensor, values: torch.Tensor, counts: list[int]) -> list[SparseRows]:
+        pieces = zip(torch.split(positions, counts), torch.split(values, counts), strict=True)
+        return [SparseRows(self.size(part), *piece) for part, piece in enumerate(pieces)]
 
 
 class EvenPartition(Partition):
@@ -47,7 +53,7 @@ class EvenPartition(Partition):
         cuts = torch.searchsorted(gradient.indices, torch.tensor(begins, device=gradient.indices.device)).tolist()
         return [
             SparseRows(self.size(part), gradient.indices[start:end] - begins[part], gradient.values[start:end])
-            for part, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False))
+            for part, (start, end) in enumerate(pairwise(cuts))
         ]
 
     def join(self, parts: Sequence[SparseRows]) -> SparseRows:
@@ -81,8 +87,7 @@ class RotatedPartition(HashPartition):
     def split(self, gradient: SparseRows) -> list[SparseRows]:
         positions = gradient.indices // self.parts
         order, counts = group_by_part((gradient.indices + self._rotation(positions)) % self.parts, self.parts)
-        pieces = zip(positions[order].split(counts), gradient.values.index_select(0, order).split(counts), strict=True)
-        return [SparseRows(self.size(part), *piece) for part, piece in enumerate(pieces)]
+        return self._pieces(positions[order], gradient.values.index_select(0, order), counts)
 
     def indices(self, parts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         first = positions * self.parts
@@ -90,3 +95,41 @@ class RotatedPartition(HashPartition):
 
     def _rotation(self, groups: torch.Tensor) -> torch.Tensor:
         return murmur(groups, self._seed) * self.parts >> 32
+
+
+class HashedPartition(HashPartition):
+    """The paper's: h0 is MurmurHash, inverted by a table (algorithm 2), and units are grouped by hierarchical hashing.
+
+    The table and its inverse take 8 bytes per unit of the index space.
+
+    Args:
+        seed: the same on all ranks.
+        device: where the gradients are.
+    """
+
+    def __init__(self, rows: int, parts: int, seed: int = 0, device: torch.device | None = None) -> None:
+        super().__init__(rows, parts)
+        if rows > 2**31:
+            raise ValueError(f"{rows} units: the table holds 32-bit indices; a RotatedPartition needs no table")
+        part = self._part(torch.arange(rows, device=device), seed)
+        order, self._counts = group_by_part(part, parts)
+        self._begins = torch.tensor([0, *self._counts], device=device).cumsum(0)
+        self._units = order.to(torch.int32)  # of part 0 in ascending order, of part 1, ...
+        self._positions = torch.empty(rows, dtype=torch.int32, device=device)
+        self._positions[order] = (torch.arange(rows, device=device) - self._begins[part[order]]).to(torch.int32)
+        self._seed = seed
+
+    def size(self, part: int) -> int:
+        return self._counts[part]
+
+    def split(self, gradient: SparseRows) -> list[SparseRows]:
+        grouping = hierarchical_hash(gradient.indices, self._part(gradient.indices, self._seed), self.parts)
+        positions = self._positions[gradient.indices[grouping.order]].long()
+        values = gradient.values.index_select(0, grouping.order)
+        return self._pieces(positions, values, grouping.counts)
+
+    def indices(self, parts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self._units[self._begins[parts] + positions].long()
+
+    def _part(self, indices: torch.Tensor, seed: int) -> torch.Tensor:
+        return murmur(indices, seed) * self.parts >> 32

@@ -112,7 +112,7 @@ def union(sets: Sequence[torch.Tensor], rows: int) -> tuple[torch.Tensor, list[t
     """All indices of ``sets`` in ascending order without duplicates, and where in it those of each set are."""
     if rows > _TABLE_LOAD * sum(map(len, sets)):
         found, inverse = torch.unique(torch.cat(list(sets)), return_inverse=True)
-        return found, list(inverse.split([len(each) for each in sets]))
+        return found, list(torch.split(inverse, [len(each) for each in sets]))
     present = torch.zeros(rows, dtype=torch.bool, device=sets[0].device)
     for each in sets:
         present[each] = True

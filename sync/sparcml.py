@@ -57,9 +57,7 @@ class SSARSplitAllgather(SparseScheme):
         partition = EvenPartition(gradient.rows, exchange.size)
         gathered = dict(exchange.all_gather(wire.encode(push(gradient, partition, exchange))))
         dtype = gradient.values.dtype
-        return partition.join(
-            [wire.decode(gathered[part], partition.size(part), gradient.width, dtype) for part in range(partition.parts)]
-        )
+        return partition.join([wire.decode(gathered[part], partition.size(part), gradient.width, dtype) for part in range(partition.parts)])
 
 
 class DSARSplitAllgather(SparseScheme):

@@ -6,7 +6,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -30,23 +30,24 @@ class _Line:
 
     def later(self, call: Callable[[], T]) -> torch.futures.Future[T]:
         """In the background, on the device stream that is current now."""
-        future: torch.futures.Future[T] = torch.futures.Future()
-        stream = torch.cuda.current_stream() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+        future: Any = torch.futures.Future()  # its set_exception is annotated as if errors were results
+        stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
 
         def run() -> None:
             try:
                 with self._one:
-                    result = _on(stream, call)
+                    value = _on(stream, call)
             except Exception as error:
                 future.set_exception(error)
             else:
-                future.set_result(result)
+                future.set_result(value)
 
         self._waiting.put(run)
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._waiting,), name="gradient synchronisation", daemon=True)
             self._thread.start()
-        return future
+        result: torch.futures.Future[T] = future
+        return result
 
     def end(self) -> None:
         self._waiting.put(None)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from . import wire
 from .base import Dimensions, SparseScheme
 from .exchange import Exchange
 from .parameter_server import push
-from .partition import HashPartition, RotatedPartition
+from .partition import HashedPartition, HashPartition, RotatedPartition
 from .rows import SparseRows, union
 
 
@@ -18,17 +20,32 @@ class Zen(SparseScheme):
     Every server gets about the same number of units, however skewed the gradient is, both before and after the sum. The
     pull's indices are one bit per unit of the server's own part (algorithm 2), and its values go around a ring: all parts
     being equally long, every link carries every byte once and no link waits for another.
+
+    Args:
+        hashing: "rotation" needs no memory and is the faster one; "hierarchical" is the paper's, with its tables. The same sum.
+        seed: of the hash that picks servers; the same on all ranks.
     """
 
     name = "zen"
     dimensions = Dimensions("point-to-point", "one-shot", "parallelism", "balanced")
 
+    def __init__(self, hashing: Literal["rotation", "hierarchical"] = "rotation", seed: int = 0) -> None:
+        if hashing not in ("rotation", "hierarchical"):
+            raise ValueError(f"hashing={hashing!r}: must be 'rotation' or 'hierarchical'")
+        self._hashing, self._seed = hashing, seed
+        self._tables: dict[tuple[int, int, torch.device], HashedPartition] = {}
+
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
-        partition = self._partition(gradient.rows, exchange.size)
+        partition = self._partition(gradient.rows, exchange.size, exchange.device)
         return _pull(push(gradient, partition, exchange), partition, exchange)
 
-    def _partition(self, rows: int, servers: int) -> HashPartition:
-        return RotatedPartition(rows, servers)
+    def _partition(self, rows: int, servers: int, device: torch.device) -> HashPartition:
+        if self._hashing == "rotation":
+            return RotatedPartition(rows, servers, self._seed)
+        key = (rows, servers, device)
+        if key not in self._tables:
+            self._tables[key] = HashedPartition(rows, servers, self._seed, device)
+        return self._tables[key]
 
 
 def _pull(own: SparseRows, partition: HashPartition, exchange: Exchange) -> SparseRows:
@@ -41,7 +58,7 @@ def _pull(own: SparseRows, partition: HashPartition, exchange: Exchange) -> Spar
     parts = torch.arange(len(counts), device=own.indices.device).repeat_interleave(torch.tensor(counts, device=own.indices.device))
     indices, (places,) = union([partition.indices(parts, torch.cat(positions))], partition.rows)
     values = torch.empty(len(indices), width, dtype=dtype, device=own.values.device)
-    rows = places.split(counts)
+    rows = torch.split(places, counts)
     for part, data in gathered:
         values.index_copy_(0, rows[part], wire.matrix(data, dtype, counts[part], width))
     return SparseRows(partition.rows, indices, values)
