@@ -61,13 +61,17 @@ class Traffic:
         """How much denser the sum is than one rank's gradient (gamma)."""
         return self.densities[self.ranks] / self.density if self.density else 1.0
 
+    def pairs(self, ranks: int) -> float:
+        """Bytes of the indices and values of the sum over so many ranks."""
+        return self.nbytes * self.densities[ranks] * (1 + self.index / self.unit)
+
     def coo(self, ranks: int) -> float:
-        """Bytes of the indices and values of the sum over so many ranks; a message never takes more than the dense tensor."""
-        return self.nbytes * min(1.0, self.densities[ranks] * (1 + self.index / self.unit))
+        """The same of a message, which is dense where that is shorter."""
+        return min(float(self.nbytes), self.pairs(ranks))
 
     def coo_part(self, ranks: int, skew: float) -> float:
         """Bytes of the fullest of n even parts of it."""
-        return self.nbytes / self.ranks * min(1.0, self.densities[ranks] * skew * (1 + self.index / self.unit))
+        return min(float(self.nbytes), self.pairs(ranks) * skew) / self.ranks
 
 
 Formula = Callable[[Traffic], tuple[float, float]]
@@ -109,13 +113,14 @@ def omnireduce(t: Traffic) -> tuple[float, float]:
 
 def balanced_parallelism_coo(t: Traffic) -> tuple[float, float]:
     """Equation 1: what Zen would cost without its bitmap."""
-    return 2 * (t.ranks - 1), (t.ranks - 1) / t.ranks * (t.coo(1) + t.coo(t.ranks))
+    return 2 * (t.ranks - 1), (t.ranks - 1) / t.ranks * (t.pairs(1) + t.pairs(t.ranks))
 
 
 def zen(t: Traffic) -> tuple[float, float]:
-    """Equation 1 with the bitmap: one bit per unit in place of the pull's indices."""
-    pull = t.nbytes * (t.densities[t.ranks] + 1 / (8 * t.unit))
-    return 2 * (t.ranks - 1), (t.ranks - 1) / t.ranks * (t.coo(1) + pull)
+    """Equation 1 with the bitmap: one bit per unit in place of the pull's indices, and of the push's where that is shorter."""
+    bitmap = t.nbytes / (8 * t.unit)
+    push = min(t.pairs(1), t.nbytes * t.density + bitmap)
+    return 2 * (t.ranks - 1), (t.ranks - 1) / t.ranks * (push + t.nbytes * t.densities[t.ranks] + bitmap)
 
 
 FORMULAS: Mapping[str, Formula] = {

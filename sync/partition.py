@@ -8,16 +8,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 
 from .hashing import group_by_part, murmur
 from .hierarchical_hashing import hierarchical_hash
 from .rows import SparseRows
+from .wire import Format
 
 
 class Partition(ABC):
     """``rows`` units in ``parts`` parts; part ``i`` has ``size(i)`` positions."""
+
+    formats: ClassVar[tuple[Format, ...]]
+    """In which parts may travel to their servers: dense if all positions are units, as a bitmap if they ascend."""
 
     def __init__(self, rows: int, parts: int) -> None:
         self.rows, self.parts = rows, parts
@@ -44,6 +49,8 @@ class HashPartition(Partition):
 
 class EvenPartition(Partition):
     """Contiguous parts of (almost) the same size: balanced only if the units that are present are."""
+
+    formats = ("coo", "dense")
 
     def size(self, part: int) -> int:
         return self._begin(part + 1) - self._begin(part)
@@ -77,6 +84,8 @@ class RotatedPartition(HashPartition):
         seed: the same on all ranks.
     """
 
+    formats = ("coo", "bitmap")
+
     def __init__(self, rows: int, parts: int, seed: int = 0) -> None:
         super().__init__(rows, parts)
         self._seed = seed
@@ -106,6 +115,8 @@ class HashedPartition(HashPartition):
         seed: the same on all ranks.
         device: where the gradients are.
     """
+
+    formats = ("coo",)
 
     def __init__(self, rows: int, parts: int, seed: int = 0, device: torch.device | None = None) -> None:
         super().__init__(rows, parts)
