@@ -36,7 +36,7 @@ class Trace:
 
     def gradient(self, rank: int, rows: int, width: int, step: int = 0) -> torch.Tensor:
         """A coalesced sparse [rows, width] float32 gradient of one rank at one step."""
-        random = np.random.default_rng([rank, step])
+        random = np.random.default_rng([rank, step])  # the rows come first: they do not depend on the width
         touched = np.flatnonzero(random.random(rows) < -np.expm1(-self.tokens(rows)))
         values = torch.from_numpy(random.standard_normal((len(touched), width), dtype=np.float32))
         indices = torch.from_numpy(touched).unsqueeze(0)
