@@ -43,13 +43,7 @@ EXAMPLE = HERE.parent / "examples" / "zen_language_model.py"
 def run_hosts(network: Network, command: Sequence[str], folder: Path, timeout: float) -> str:
     """Run it as one rank per host; the output of rank 0."""
     hosts = network.hosts
-    shared = {
-        **os.environ,
-        **one_thread(),
-        "WORLD_SIZE": str(len(hosts)),
-        "MASTER_ADDR": network.address(hosts[0]),
-        "MASTER_PORT": str(PORT),
-    }
+    meet = {"WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": network.address(hosts[0]), "MASTER_PORT": str(PORT)}
     ranks = []
     for rank, host in enumerate(hosts):
         env = {**os.environ, **one_thread(), **meet, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "eth0"}

@@ -31,7 +31,7 @@ from gemini_ft.sync.zen import Zen
 from traces import TRACES, Trace
 
 MOST_ROUNDS, LEAST_ROUNDS = 15, 3
-SETTLING = 30  # calls of Auto before it is measured
+SETTLING = 45  # calls of Auto before it is measured
 TRIES = 3  # of each way of grouping
 
 

@@ -15,7 +15,8 @@ from .rows import SparseRows
 from .schemes import SCHEMES
 
 _CLOSE = 1.5  # a scheme predicted to take so many times the best one's time may still be the best
-_TRIALS = 3  # calls of each that is tried, the first of which is not counted
+_TRIALS = 5  # calls of each that is tried, the first of which is not counted
+_GAIN = 0.95  # of the predicted best one's time, that another must stay below to be preferred
 _DRIFT = 0.25  # of the units of the sum, by which it is another regime
 _PATIENCE = 3  # calls in a row of another regime
 
@@ -44,7 +45,7 @@ class Auto(SparseScheme):
     """Profiles, predicts, tries, picks; and does so again when the gradient changes.
 
     The first call with a shape measures the gradient and, once per group, the network, and predicts every scheme's time with
-    `costs`. The next calls try those that come close, three times each, and the fastest stays. When the sum has had a quarter
+    `costs`. The next calls try those that come close, five times each, and the fastest stays. When the sum has had a quarter
     more or fewer units for three calls in a row, all of it begins anew. Whatever is decided is decided from what all ranks
     know: they always agree. Plans are kept by shape and dtype; gradients of one shape that behave differently should have an
     `Auto` each.
@@ -83,8 +84,9 @@ class Auto(SparseScheme):
         plan.measured[name].append(time.perf_counter() - begin)
         if all(len(times) == _TRIALS for times in plan.measured.values()):
             own = [statistics.median(times[1:]) for times in plan.measured.values()]
-            times = profiling.slowest(own, exchange)
-            plan.chosen = min(zip(times, plan.measured, strict=True))[1]
+            times = dict(zip(plan.measured, profiling.slowest(own, exchange), strict=True))
+            fastest, foreseen = min(times, key=times.__getitem__), min(plan.predicted, key=plan.predicted.__getitem__)
+            plan.chosen = fastest if times[fastest] < _GAIN * times[foreseen] else foreseen
         return result
 
     def _predict(self, plan: Plan, gradient: SparseRows, exchange: Exchange) -> None:

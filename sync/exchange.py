@@ -19,6 +19,7 @@ from . import wire
 from .rows import GradientError
 
 ROOM = 2**20  # bytes; what a shorter message leaves untouched takes no memory
+SHORT = 2**18  # bytes of all ranks' messages together up to which rounds cost more than bytes
 PIECE = 2**22  # bytes that are passed on together, while more is under way
 _ALIGNMENT = 16  # bytes: of messages within a message
 _DIRECT, _RING = 0x5A454E00, 0x5A454E01  # tags: ours must not be mixed up with the user's
@@ -87,16 +88,22 @@ class Exchange(ABC):
             raise GradientError(self._differences())
 
     def all_gather(self, message: torch.Tensor, lengths: Sequence[int] | None = None) -> Iterator[tuple[int, torch.Tensor]]:
-        """Send one message to all; (rank, message) of what has come, in any order, the own one first.
+        """Send one message to all; (rank, message) of what has come, in any order, the own one included.
 
-        Every rank passes on what it receives, so each link carries each message once in each direction. A rank passes on while
+        Short messages go in few rounds, as with `share`. Of long ones every rank passes on what it receives, so that each link
+        carries each message once in each direction. A rank passes on while
         it takes from the iterator, to its end.
 
         Args:
             message: uint8, with or without header.
             lengths: bytes of each rank's message. None: they are not known yet and are exchanged first.
         """
-        return self._all_gather(message, self.lengths(message) if lengths is None else lengths)
+        lengths = self.lengths(message) if lengths is None else lengths
+        if sum(lengths) > SHORT:
+            return self._all_gather(message, lengths)
+        wrapped = wire.new(len(message), self.device)
+        wire.payload(wrapped).copy_(message)
+        return enumerate(wire.payload(each) for each in self._share(wrapped))
 
     def lengths(self, message: torch.Tensor) -> list[int]:
         """Bytes of each rank's message."""

@@ -327,7 +327,7 @@ def auto_plans() -> tuple[list[str], list[bool]]:
     group = join()
     auto = Auto()
     stood, chosen = [], []
-    for count in [30] * 30 + [900] * 40:
+    for count in [30] * 45 + [900] * 50:
         auto.all_reduce(rows((2000, 4), draw(count, 2000, group.rank()), torch.float32, 0))
         [plan] = auto.plans.values()
         stood.append(plan.chosen is not None)

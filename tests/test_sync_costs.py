@@ -147,8 +147,8 @@ def test_auto_agrees_and_begins_anew_when_the_gradient_changes(tmp_path: Path) -
     chosen, stood = first
     assert set(chosen) <= set(SCHEMES)
     assert stood[0] is False
-    assert stood[29] is True
-    assert stood[30:33] == [True, True, False]  # the third call of another regime ends the plan
+    assert stood[44] is True
+    assert stood[45:48] == [True, True, False]  # the third call of another regime ends the plan
     assert stood[-1] is True
 
 
