@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from gemini_ft.sync import costs, profiling
 from gemini_ft.sync.auto import Auto
+from gemini_ft.sync.backends import open_exchange
 from gemini_ft.sync.base import Scheme
-from gemini_ft.sync.exchange import open_exchange
 from gemini_ft.sync.hashing import group_by_part, murmur
 from gemini_ft.sync.hierarchical_hashing import hierarchical_hash
 from gemini_ft.sync.partition import EvenPartition, HashedPartition, Partition, RotatedPartition

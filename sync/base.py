@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from .exchange import Exchange, open_exchange
+from .backends import open_exchange
+from .exchange import Exchange
 from .rows import GradientError, SparseRows, to_matrix, to_rows, to_tensor
 from .turns import line_of
 
@@ -81,10 +82,15 @@ class Scheme(ABC):
     @abstractmethod
     def _sum(self, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor: ...
 
+    @property
+    def _title(self) -> str:
+        """The scheme, with all that must be the same on all ranks."""
+        return self.name
+
     def _describe(self, tensor: torch.Tensor) -> str:
         """What must be the same on all ranks."""
         sparse = f" with {tensor.sparse_dim()} sparse dimensions" if tensor.layout == torch.sparse_coo else ""
-        return f"{self.name} of {tuple(tensor.shape)} {tensor.dtype} {tensor.layout}{sparse}"
+        return f"{self._title} of {tuple(tensor.shape)} {tensor.dtype} {tensor.layout}{sparse}"
 
 
 class SparseScheme(Scheme):

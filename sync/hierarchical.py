@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from .backends import open_exchange
 from .base import Dimensions, Scheme, SparseScheme, admit_dense
-from .exchange import open_exchange
 from .rows import from_dense, to_tensor
 
 
@@ -47,8 +47,9 @@ class Hierarchical(Scheme):
         whole = padded[:rows]
         return whole.reshape(tensor.shape).to(tensor.device) if tensor.layout == torch.strided else to_tensor(from_dense(whole), tensor)
 
-    def _describe(self, tensor: torch.Tensor) -> str:
-        return f"{self._inter.name} between hosts of {self._local_size}, {super()._describe(tensor)}"
+    @property
+    def _title(self) -> str:
+        return f"{self.name} with hosts of {self._local_size}, {self._inter._title} between them,"
 
     def _groups_of(self, whole: ProcessGroup) -> tuple[ProcessGroup, ProcessGroup]:
         if self._groups is None:

@@ -24,12 +24,14 @@ class _Line:
 
     def now(self, call: Callable[[], T]) -> T:
         """When all that were put in the background before are done."""
+        self._refuse_callbacks()
         self._waiting.join()
         with self._one:
             return call()
 
     def later(self, call: Callable[[], T]) -> torch.futures.Future[T]:
         """In the background, on the device stream that is current now."""
+        self._refuse_callbacks()
         future: Any = torch.futures.Future()  # its set_exception is annotated as if errors were results
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
 
@@ -48,6 +50,13 @@ class _Line:
             self._thread.start()
         result: torch.futures.Future[T] = future
         return result
+
+    def _refuse_callbacks(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "all_reduce was called from a callback of an earlier one's future: when callbacks run differs from rank to rank, and so "
+                "would the order of the calls; wait for the future, then call it"
+            )
 
     def end(self) -> None:
         self._waiting.put(None)

@@ -22,7 +22,8 @@ class Zen(SparseScheme):
     being equally long, every link carries every byte once and no link waits for another.
 
     Args:
-        hashing: "rotation" needs no memory and is the faster one; "hierarchical" is the paper's, with its tables. The same sum.
+        hashing: "rotation" needs no memory and is the faster one; "hierarchical" is the paper's, with its tables, for at most
+            2**31 units. The same sum.
         seed: of the hash that picks servers; the same on all ranks.
     """
 
@@ -38,6 +39,10 @@ class Zen(SparseScheme):
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
         partition = self._partition(gradient.rows, exchange.size, exchange.device)
         return _pull(push(gradient, partition, exchange), partition, exchange)
+
+    @property
+    def _title(self) -> str:
+        return f"{self.name} by {self._hashing}, seed {self._seed},"
 
     def _partition(self, rows: int, servers: int, device: torch.device) -> HashPartition:
         if self._hashing == "rotation":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -11,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gemini_ft.sync import exchange as exchanges
-from gemini_ft.sync import profiling
+from gemini_ft.sync import backends, profiling
 from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.base import Scheme
 from gemini_ft.sync.ddp_hook import HookState, hook
@@ -20,6 +20,7 @@ from gemini_ft.sync.hierarchical import Hierarchical
 from gemini_ft.sync.partition import HashedPartition, RotatedPartition
 from gemini_ft.sync.rows import GradientError, to_rows
 from gemini_ft.sync.schemes import SCHEMES
+from gemini_ft.sync.turns import line_of
 from gemini_ft.sync.zen import Zen
 
 IN_RANK_ORDER = {"agsparse", "ssar-split-allgather", "dsar-split-allgather", "sparse-ps", "omnireduce", "zen"}
@@ -202,13 +203,11 @@ def refusals() -> list[tuple[str, str, str]]:
     return found
 
 
-def other_schemes() -> str:
-    group = join()
-    try:
-        (Zen() if group.rank() else SCHEMES["sparse-ps"]()).all_reduce(torch.zeros(3))
-    except GradientError as error:
-        return str(error)
-    return "nothing was raised"
+def other_schemes() -> list[str]:
+    """What is said where ranks have different schemes, different seeds, different ways of hashing."""
+    rank = join().rank()
+    choices = (Zen() if rank else SCHEMES["sparse-ps"](), Zen(seed=rank), Zen("hierarchical" if rank else "rotation"))
+    return [_error(lambda scheme=scheme: scheme.all_reduce(torch.zeros(3))) for scheme in choices]
 
 
 # -- special values, order, threads
@@ -251,6 +250,11 @@ def in_the_background() -> list[str]:
                 wrong.append(scheme.name)
     if not _same(again, direct[0][0]):
         wrong.append("the one in the foreground")
+    gate = threading.Event()
+    chained = line_of(group).later(gate.wait).then(lambda _: Zen().all_reduce(torch.ones(3)))
+    gate.set()
+    if "called from a callback" not in _error(chained.wait):
+        wrong.append("a callback was not refused")
     broken = Zen().all_reduce(torch.zeros(3 + group.rank()), async_op=True)
     try:
         broken.wait()
@@ -264,7 +268,7 @@ def in_the_background() -> list[str]:
 
 def collectives() -> list[str]:
     """The cases once more, over the exchange for backends that need to know sizes."""
-    exchanges.PointToPoint = exchanges.CollectiveExchange  # type: ignore[misc, assignment]
+    backends.PointToPoint = backends.CollectiveExchange  # type: ignore[misc, assignment]
     return sums()
 
 
@@ -339,7 +343,7 @@ def auto_plans() -> tuple[list[str], list[bool]]:
 def profile() -> Any:
     """(traffic, link) as this rank sees them."""
     group = join()
-    exchange = exchanges.open_exchange(group, torch.device("cpu"), "a test")
+    exchange = backends.open_exchange(group, torch.device("cpu"), "a test")
     gradient = to_rows(rows((800, 4), draw(60, 800, group.rank(), 3.0), torch.float32, 0))
     return profiling.traffic(gradient, exchange), profiling.link(exchange)
 

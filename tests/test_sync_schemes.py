@@ -58,8 +58,11 @@ def test_what_cannot_be_summed_is_refused_by_all_with_the_same_words(world: int,
 def test_ranks_with_different_schemes_are_told(tmp_path: Path) -> None:
     first, second = on_ranks(tmp_path, 2, sync_case.other_schemes)
     assert first == second
-    assert "rank 0: sparse-ps of (3,)" in first
-    assert "rank 1: zen of (3,)" in first
+    schemes, seeds, hashes = first
+    assert "rank 0: sparse-ps of (3,)" in schemes
+    assert "rank 1: zen by rotation, seed 0, of (3,)" in schemes
+    assert "rank 1: zen by rotation, seed 1, of (3,)" in seeds
+    assert "rank 1: zen by hierarchical, seed 0, of (3,)" in hashes
 
 
 def test_nan_and_infinity_stay(tmp_path: Path) -> None:
