@@ -1,17 +1,28 @@
 """What every gradient synchronisation scheme answers to.
 
-All schemes compute the same sum; they differ in how the bytes travel. The four dimensions in which they
-differ are those of Zen (Wang et al., OSDI 2025).
+All schemes compute the same sum; they differ in how the bytes travel. The four dimensions in which they differ are those of
+Zen (Wang et al., OSDI 2025, section 2).
+
+    gradient = Zen().all_reduce(gradient)                      # over the default group
+    future = Zen().all_reduce(gradient, group, async_op=True)  # meanwhile compute; then future.wait()
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import ClassVar, Literal, TypeAlias, overload
 
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from .backends import open_exchange
+from .exchange import Exchange
+from .rows import GradientError, SparseRows, to_matrix, to_rows, to_tensor
+from .turns import line_of
+
+Result: TypeAlias = torch.Tensor | torch.futures.Future[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -24,16 +35,92 @@ class Dimensions:
     balance: Literal["balanced", "imbalanced"] | None
 
 
-class Scheme(Protocol):
+class Scheme(ABC):
     """Sums one gradient over all ranks of a group."""
 
+    name: ClassVar[str]
+
     @property
+    @abstractmethod
     def dimensions(self) -> Dimensions: ...
 
-    def reduce(self, gradient: torch.Tensor, group: ProcessGroup | None = None) -> torch.futures.Future[torch.Tensor]:
-        """Start the sum of ``gradient`` over ``group`` (None: the default group); collective.
+    @overload
+    def all_reduce(self, tensor: torch.Tensor, group: ProcessGroup | None = ..., async_op: Literal[False] = ...) -> torch.Tensor: ...
+    @overload
+    def all_reduce(
+        self, tensor: torch.Tensor, group: ProcessGroup | None = ..., *, async_op: Literal[True]
+    ) -> torch.futures.Future[torch.Tensor]: ...
+    def all_reduce(self, tensor: torch.Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Result:
+        """The sum of ``tensor`` over all ranks; collective. Every rank gets the same bits.
 
-        The future's tensor has the gradient's shape, dtype and device. ``gradient`` must not be
-        written until the future is done.
+        Calls on one group take turns in the order of the calls, which must be the same on all ranks.
+
+        Args:
+            tensor: float32, float16, bfloat16 or float64; torch.sparse_coo, uncoalesced or with dense dimensions too, or
+                torch.strided and mostly zero. The same shape, layout and dtype on all ranks. It stays unchanged, and must
+                not be written until the sum is there.
+            group: None: the default group.
+            async_op: return at once; the sum is computed in the background.
+
+        Returns:
+            A new tensor in the shape, layout, dtype and device of ``tensor``, coalesced if sparse; or a future of it.
+
+        Raises:
+            GradientError: the ranks' tensors do not fit each other, or one is not accepted. On all ranks, with the same
+                text; from the future, if async.
         """
-        ...
+        chosen = group if group is not None else dist.group.WORLD
+        if chosen is None:
+            raise RuntimeError("there is no process group: call torch.distributed.init_process_group first, or give group=")
+        if not isinstance(chosen, ProcessGroup):
+            raise RuntimeError("this rank is not a member of the group it gave; only members may call all_reduce")
+        line = line_of(chosen)
+        if async_op:
+            return line.later(lambda: self._sum(tensor, chosen))
+        return line.now(lambda: self._sum(tensor, chosen))
+
+    @abstractmethod
+    def _sum(self, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor: ...
+
+    @property
+    def _title(self) -> str:
+        """The scheme, with all that must be the same on all ranks."""
+        return self.name
+
+    def _describe(self, tensor: torch.Tensor) -> str:
+        """What must be the same on all ranks."""
+        sparse = f" with {tensor.sparse_dim()} sparse dimensions" if tensor.layout == torch.sparse_coo else ""
+        return f"{self._title} of {tuple(tensor.shape)} {tensor.dtype} {tensor.layout}{sparse}"
+
+
+class SparseScheme(Scheme):
+    """A scheme of which only the way of the units is its own."""
+
+    @abstractmethod
+    def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
+        """The sum over all ranks, indices ascending; begins with an `Exchange.all_to_all` or `Exchange.share`."""
+
+    def _sum(self, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        refused = None
+        try:
+            gradient = to_rows(tensor)
+        except GradientError as error:  # the others must hear of it: this rank takes part until all raise
+            gradient, refused = SparseRows(0, torch.zeros(0, dtype=torch.int64), torch.zeros(0, 0)), str(error)
+        exchange = open_exchange(group, tensor.device, self._describe(tensor), refused)
+        return to_tensor(self.reduce(gradient.to(exchange.device), exchange), tensor)
+
+
+def admit_dense(tensor: torch.Tensor, group: ProcessGroup, text: str) -> tuple[torch.Tensor, Exchange]:
+    """A copy of a rank's gradient as a dense matrix where messages lie, and the exchange, over which all ranks have agreed.
+
+    Raises:
+        GradientError: the ranks' tensors do not fit each other, or one is not accepted.
+    """
+    matrix, refused = torch.zeros(0, 0), None
+    try:
+        matrix = to_matrix(tensor)
+    except GradientError as error:
+        refused = str(error)
+    exchange = open_exchange(group, tensor.device, text, refused)
+    exchange.agree()
+    return matrix.to(exchange.device), exchange

@@ -90,3 +90,13 @@ def test_the_same_training_under_other_stages(tmp_path: Path, config: str) -> No
         assert ("resumed at iteration 5" in output) is (not plain)
         states.append(torch.load(tmp_path / "state", weights_only=False))
     assert_identical(*states)
+
+
+def test_an_embedding_is_trained_with_zen() -> None:
+    options = ["--steps=3", "--batch=4", "--vocabulary=3000", "--width=16", "--megabytes=0.3"]
+    output = run(sys.executable, str(EXAMPLES / "zen_language_model.py"), *options, timeout=200)
+    rows = re.findall(r"^(DDP, dense|DDP, sparse|Zen) +([\d.]+) +[\d.]+ +([\d.]+) ", output, re.MULTILINE)
+    assert [path for path, _, _ in rows] == ["DDP, dense", "DDP, sparse", "Zen"]
+    losses = [float(loss) for _, loss, _ in rows]
+    assert max(losses) - min(losses) < 1e-3
+    assert len(re.findall(r"^Zen against DDP, (?:dense|sparse): saves -?[\d.]+ MB", output, re.MULTILINE)) == 2

@@ -1,0 +1,196 @@
+"""One host of benchmarks/sparse_sync.py: every scheme on every trace, in turns; rank 0 writes what was measured as JSON.
+
+Arguments: a JSON object with rows, width, bits (per second, of the link), traces, schemes, budget (seconds per scheme), folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gemini_ft.sync import costs, profiling
+from gemini_ft.sync.auto import Auto
+from gemini_ft.sync.backends import open_exchange
+from gemini_ft.sync.base import Scheme
+from gemini_ft.sync.hashing import group_by_part, murmur
+from gemini_ft.sync.hierarchical_hashing import hierarchical_hash
+from gemini_ft.sync.partition import EvenPartition, HashedPartition, Partition, RotatedPartition
+from gemini_ft.sync.rows import SparseRows, to_rows, union
+from gemini_ft.sync.schemes import SCHEMES
+from gemini_ft.sync.zen import Zen
+from traces import TRACES, Trace
+
+MOST_ROUNDS, LEAST_ROUNDS = 15, 3
+SETTLING = 45  # calls of Auto before it is measured
+TRIES = 3  # of each way of grouping
+
+
+@dataclass
+class Point:
+    """One scheme on one trace; seconds are those of the slowest host, medians over rounds."""
+
+    trace: str
+    scheme: str
+    rounds: int
+    seconds: float
+    formula_seconds: float
+    mbytes: float  # that the busiest host sent
+    formula_mbytes: float
+    cpu: float  # share of the machine's processors that were busy
+    chosen: str = ""  # by Auto
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    job = json.loads(sys.argv[1])
+    dist.init_process_group("gloo")
+    points: list[Point] = []
+    described = {}
+    for name in job["traces"]:
+        gradient = TRACES[name].gradient(dist.get_rank(), job["rows"], job["width"])
+        traffic, found = _describe(TRACES[name], gradient)
+        described[name] = found
+        points += _measure(name, gradient, traffic, job)
+    if dist.get_rank() == 0:
+        report = {"points": [asdict(point) for point in points], "traces": described}
+        Path(job["folder"], "result.json").write_text(json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _schemes(names: list[str]) -> dict[str, Scheme]:
+    special: dict[str, Scheme] = {"auto": Auto(), "zen, paper's hashing": Zen("hierarchical")}
+    return {name: special[name] if name in special else SCHEMES[name]() for name in names}
+
+
+def _measure(trace: str, gradient: torch.Tensor, traffic: costs.Traffic, job: dict[str, Any]) -> list[Point]:
+    """In turns, so that what disturbs the machine disturbs all."""
+    link = costs.Link(0.0, 8 / job["bits"])
+    schemes = _schemes(job["schemes"])
+    formulas = {name: costs.seconds(name.partition(",")[0], traffic, link) for name in schemes if name != "auto"}
+    formulas["auto"] = min(formulas.values())
+    rounds = {name: min(MOST_ROUNDS, max(LEAST_ROUNDS, int(job["budget"] / formulas[name]))) for name in schemes}
+    for name, scheme in schemes.items():
+        for _ in range(SETTLING if name == "auto" else 1):
+            scheme.all_reduce(gradient)
+    samples: dict[str, list[list[float]]] = {name: [] for name in schemes}
+    for number in range(max(rounds.values())):
+        for name, scheme in schemes.items():
+            if number < rounds[name]:
+                samples[name].append(_one(scheme, gradient))
+    points = []
+    for name, scheme in schemes.items():
+        table = torch.tensor(samples[name], dtype=torch.float64)
+        dist.all_reduce(table, op=dist.ReduceOp.MAX)
+        seconds, sent, cpu = (statistics.median(column) for column in table.T.tolist())
+        formula = "zen" if name == "auto" else name.partition(",")[0]
+        nbytes = costs.FORMULAS[formula](traffic)[1]
+        chosen = next(iter(scheme.plans.values())).chosen or "" if isinstance(scheme, Auto) else ""
+        points.append(Point(trace, name, rounds[name], seconds, formulas[name], sent / 1e6, nbytes / 1e6, cpu, chosen))
+    return points
+
+
+def _one(scheme: Scheme, gradient: torch.Tensor) -> list[float]:
+    """Seconds, bytes sent, share of the processors."""
+    dist.barrier()
+    busy, sent, begin = _busy(), _sent(), time.perf_counter()
+    scheme.all_reduce(gradient)
+    seconds = time.perf_counter() - begin
+    used = _busy() - busy
+    dist.barrier()  # what a socket has taken has not left yet; what the others have received has
+    nbytes = _sent() - sent
+    return [seconds, nbytes, used / seconds / len(os.sched_getaffinity(0))]
+
+
+def _busy() -> float:
+    """Processor seconds of the whole machine, all but idle and waiting ones."""
+    ticks = [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def _sent() -> int:
+    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("eth0:"))
+    return int(line.split()[9])
+
+
+# -- the trace
+
+
+def _describe(trace: Trace, gradient: torch.Tensor) -> tuple[costs.Traffic, dict[str, Any]]:
+    """Its figures, and how well each way of hashing does on it."""
+    group = dist.group.WORLD
+    assert group is not None
+    own = to_rows(gradient)
+    traffic = profiling.traffic(own, open_exchange(group, torch.device("cpu"), "a trace"))
+    width = gradient.shape[1]
+    sets = [own.indices if rank == dist.get_rank() else _indices(trace, rank, own.rows) for rank in range(group.size())]
+    found = {
+        "published": trace.published,
+        "rows": own.rows,
+        "width": width,
+        "density": traffic.density,
+        "sum": traffic.densities[traffic.ranks],
+        "densification": traffic.densification,
+        "overlap": statistics.mean(profiling.overlap(one, other) for one, other in pairwise(sets)),
+        "push skew": traffic.push_skew,
+        "pull skew": traffic.pull_skew,
+        "hashing": _hashing(sets, own.rows),
+    }
+    return traffic, found
+
+
+def _indices(trace: Trace, rank: int, rows: int) -> torch.Tensor:
+    return trace.gradient(rank, rows, 0).indices()[0]
+
+
+def _hashing(sets: list[torch.Tensor], rows: int) -> dict[str, dict[str, float]]:
+    """Imbalance (section 3.1), milliseconds to group a rank's indices, bytes held, of each partition."""
+    ranks = len(sets)
+    partitions: dict[str, Partition] = {
+        "even parts": EvenPartition(rows, ranks),
+        "rotation": RotatedPartition(rows, ranks),
+        "paper's": HashedPartition(rows, ranks),
+    }
+    total = union(sets, rows)[0]
+    found = {}
+    for name, partition in partitions.items():
+        push = max(_imbalance(partition, each) for each in sets)
+        found[name] = {"push": push, "pull": _imbalance(partition, total)}
+    part = murmur(sets[0], 0) * ranks >> 32
+    grouping = hierarchical_hash(sets[0], part, ranks)
+    found["rotation"] |= {"ms": 1e3 * _fastest(lambda: group_by_part(part, ranks)), "table": 0, "slots": 0}
+    found["paper's"] |= {
+        "ms": 1e3 * _fastest(lambda: hierarchical_hash(sets[0], part, ranks)),
+        "table": 8 * rows,
+        "slots": 8 * grouping.slots,
+        "collisions": grouping.serial / len(sets[0]),
+    }
+    return found
+
+
+def _imbalance(partition: Partition, indices: torch.Tensor) -> float:
+    parts = partition.split(SparseRows(partition.rows, indices, torch.zeros(len(indices), 0)))
+    return max(len(part.indices) for part in parts) * partition.parts / len(indices)
+
+
+def _fastest(call: Any) -> float:
+    times = []
+    for _ in range(TRIES):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""All-gather of everybody's indices and values; each rank sums for itself."""
+
+from __future__ import annotations
+
+from . import wire
+from .base import Dimensions, SparseScheme
+from .exchange import Exchange
+from .rows import SparseRows, add_up
+
+
+class AGsparse(SparseScheme):
+    """What torch does with sparse gradients: simple, and its bytes grow with the number of ranks."""
+
+    name = "agsparse"
+    dimensions = Dimensions("ring", "one-shot", "centralization", None)
+
+    def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
+        gathered = sorted(exchange.all_gather(wire.encode(gradient)), key=lambda each: each[0])
+        return add_up([wire.decode(message, gradient.rows, gradient.width, gradient.values.dtype) for _, message in gathered])

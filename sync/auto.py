@@ -1,0 +1,109 @@
+"""The scheme that suits the gradient and the network, found out while training."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from . import profiling
+from .base import Dimensions, SparseScheme
+from .costs import Link, Traffic, seconds
+from .exchange import Exchange
+from .rows import SparseRows
+from .schemes import SCHEMES
+
+_CLOSE = 1.5  # a scheme predicted to take so many times the best one's time may still be the best
+_TRIALS = 5  # calls of each that is tried, the first of which is not counted
+_GAIN = 0.95  # of the predicted best one's time, that another must stay below to be preferred
+_DRIFT = 0.25  # of the units of the sum, by which it is another regime
+_PATIENCE = 3  # calls in a row of another regime
+
+
+@dataclass
+class Plan:
+    """What is known about gradients of one shape.
+
+    Attributes:
+        traffic: how they are spread, None before the profile.
+        predicted: seconds of each scheme by its formula.
+        measured: seconds of each call of those that are tried.
+        chosen: None as long as they are tried.
+        units: of the sum when the scheme was chosen; how many calls in a row it has been far from that.
+    """
+
+    traffic: Traffic | None = None
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    measured: dict[str, list[float]] = field(default_factory=dict)
+    chosen: str | None = None
+    units: int | None = None
+    strange: int = 0
+
+
+class Auto(SparseScheme):
+    """Profiles, predicts, tries, picks; and does so again when the gradient changes.
+
+    The first call with a shape measures the gradient and, once per group, the network, and predicts every scheme's time with
+    `costs`. The next calls try those that come close, five times each, and the fastest stays. When the sum has had a quarter
+    more or fewer units for three calls in a row, all of it begins anew. Whatever is decided is decided from what all ranks
+    know: they always agree. Plans are kept by shape and dtype; gradients of one shape that behave differently should have an
+    `Auto` each.
+    """
+
+    name = "auto"
+
+    def __init__(self) -> None:
+        self._schemes = {name: scheme() for name, scheme in SCHEMES.items()}
+        self._links: dict[str, Link] = {}  # by name of the group
+        self.plans: dict[tuple[object, ...], Plan] = {}
+
+    @property
+    def dimensions(self) -> Dimensions:
+        """Those of the scheme chosen last, or of Zen as long as there is none."""
+        chosen = [plan.chosen for plan in self.plans.values() if plan.chosen is not None]
+        return self._schemes[chosen[-1] if chosen else "zen"].dimensions
+
+    def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
+        key = (exchange.group.group_name, gradient.rows, gradient.width, gradient.values.dtype)
+        plan = self.plans.get(key, Plan())
+        if plan.chosen is not None:
+            result = self._schemes[plan.chosen].reduce(gradient, exchange)
+        else:
+            result = self._explore(plan, gradient, exchange)
+        self.plans[key] = Plan() if _is_over(plan, len(result.indices)) else plan
+        return result
+
+    def _explore(self, plan: Plan, gradient: SparseRows, exchange: Exchange) -> SparseRows:
+        exchange.agree()
+        if plan.traffic is None:
+            self._predict(plan, gradient, exchange)
+        name = min(plan.measured, key=lambda each: len(plan.measured[each]))
+        begin = time.perf_counter()
+        result = self._schemes[name].reduce(gradient, exchange)
+        plan.measured[name].append(time.perf_counter() - begin)
+        if all(len(times) == _TRIALS for times in plan.measured.values()):
+            own = [statistics.median(times[1:]) for times in plan.measured.values()]
+            times = dict(zip(plan.measured, profiling.slowest(own, exchange), strict=True))
+            fastest, foreseen = min(times, key=times.__getitem__), min(plan.predicted, key=plan.predicted.__getitem__)
+            plan.chosen = fastest if times[fastest] < _GAIN * times[foreseen] else foreseen
+        return result
+
+    def _predict(self, plan: Plan, gradient: SparseRows, exchange: Exchange) -> None:
+        group = exchange.group.group_name
+        if group not in self._links:
+            self._links[group] = profiling.link(exchange)
+        plan.traffic = profiling.traffic(gradient, exchange)
+        plan.predicted = {name: seconds(name, plan.traffic, self._links[group]) for name in self._schemes}
+        limit = _CLOSE * min(plan.predicted.values())
+        plan.measured = {name: [] for name, time in plan.predicted.items() if time <= limit}
+
+
+def _is_over(plan: Plan, units: int) -> bool:
+    """Take note of one more sum; whether the plan is for gradients that there are no more."""
+    if plan.chosen is None:
+        return False
+    if plan.units is None:
+        plan.units = units
+    plan.strange = plan.strange + 1 if abs(units - plan.units) > _DRIFT * plan.units else 0
+    return plan.strange >= _PATIENCE

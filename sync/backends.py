@@ -1,0 +1,190 @@
+"""The exchange over gloo, and over backends that must know every size.
+
+Gloo's receive takes any message that fits its buffer, in the order sent per tag. So a message is awaited with room for `ROOM`
+bytes; of a longer one the header comes first and says for how much more there must be room. Other backends (NCCL) need to
+know sizes first; `CollectiveExchange` sends them ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Work
+
+from . import wire
+from .exchange import Exchange
+
+ROOM = 2**20  # bytes; what a shorter message leaves untouched takes no memory
+PIECE = 2**22  # bytes that are passed on together, while more is under way
+_DIRECT, _RING = 0x5A454E00, 0x5A454E01  # tags: ours must not be mixed up with the user's
+
+
+def open_exchange(group: ProcessGroup, device: torch.device, text: str, refused: str | None = None) -> Exchange:
+    """Over the backend that ``group`` has for ``device``, or, where it has none or gloo, over CPU memory."""
+    name = _backend(group, device)
+    if name in ("gloo", None):
+        cpu = torch.device("cpu")
+        kind = PointToPoint if _backend(group, cpu) == "gloo" else CollectiveExchange
+        return kind(group, cpu, text, refused)
+    return CollectiveExchange(group, device, text, refused)
+
+
+def _backend(group: ProcessGroup, device: torch.device) -> str | None:
+    try:
+        return str(group._get_backend(device).name())
+    except RuntimeError:  # none for this type of device
+        return None
+
+
+class PointToPoint(Exchange):
+    """Over gloo. What every rank must have goes around a ring: one stream per link and direction gets nearly all of its rate,
+    which many at once do not."""
+
+    def send(self, message: torch.Tensor, peer: int) -> None:
+        _wait(self._send(message, peer))
+
+    def receive(self, peer: int) -> torch.Tensor:
+        coming = _Coming(self.group, peer)
+        coming.ask()
+        return coming.end()
+
+    def shift(self, message: torch.Tensor, to: int, source: int) -> torch.Tensor:
+        coming = _Coming(self.group, source)
+        sends = self._send(message, to)
+        coming.ask()
+        received = coming.end()
+        _wait(sends)
+        return received
+
+    def _all_to_all(self, messages: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]  # nobody is everybody's first
+        coming = {peer: _Coming(self.group, peer) for peer in peers}
+        sends = [work for peer in peers for work in self._send(messages[peer], peer)]
+
+        def collect() -> Iterator[tuple[int, torch.Tensor]]:
+            for each in coming.values():
+                each.ask()
+            for source in range(self.size):
+                yield source, messages[source] if source == self.rank else coming[source].end()
+            _wait(sends)
+
+        return collect()
+
+    def _all_gather(self, message: torch.Tensor, lengths: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        left, right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        origins = [(self.rank - step) % self.size for step in range(1, self.size)]
+        whole = {origin: torch.empty(lengths[origin], dtype=torch.uint8) for origin in origins}
+        coming = {origin: [(piece, self.group.recv([piece], left, _RING)) for piece in _pieces(whole[origin])] for origin in origins}
+        sends = [self.group.send([piece], right, _RING) for piece in _pieces(message)] if origins else []
+
+        def collect() -> Iterator[tuple[int, torch.Tensor]]:
+            yield self.rank, message
+            for origin in origins:
+                for piece, work in coming[origin]:
+                    work.wait()
+                    if origin != right:
+                        sends.append(self.group.send([piece], right, _RING))
+                yield origin, whole[origin]
+            _wait(sends)
+
+        return collect()
+
+    def _send(self, message: torch.Tensor, peer: int) -> list[Work]:
+        pieces = [message] if len(message) <= ROOM else [message[: wire.HEADER], message[wire.HEADER :]]
+        return [self.group.send([piece], peer, _DIRECT) for piece in pieces]
+
+
+class _Coming:
+    """A message of unknown length that is awaited.
+
+    Of a long one the header comes alone. Gloo asks the sender for the rest over the connection on which this rank sends too:
+    had the rest begun to flow in both directions, that question would wait behind it. So ask before anything long is awaited.
+    """
+
+    def __init__(self, group: ProcessGroup, peer: int) -> None:
+        self._group, self._peer = group, peer
+        self._message = torch.empty(ROOM, dtype=torch.uint8)
+        self._rest: Work | None = None
+        self._work = self._receive(self._message)
+
+    def ask(self) -> None:
+        """Wait for the header, and ask for the rest of a long message."""
+        self._work.wait()
+        length = wire.length(self._message)
+        if length <= ROOM:
+            self._message = self._message[:length]
+            return
+        header, self._message = self._message[: wire.HEADER], torch.empty(length, dtype=torch.uint8)
+        self._message[: wire.HEADER] = header
+        self._rest = self._receive(self._message[wire.HEADER :])
+
+    def end(self) -> torch.Tensor:
+        """The message, when it has come."""
+        if self._rest is not None:
+            self._rest.wait()
+        return self._message
+
+    def _receive(self, buffer: torch.Tensor) -> Work:
+        return self._group.recv([buffer], self._peer, _DIRECT)
+
+
+class CollectiveExchange(Exchange):
+    """Over backends that need to know every size beforehand, such as NCCL."""
+
+    def send(self, message: torch.Tensor, peer: int) -> None:
+        self._batch([(self._length_of(message), peer)], [])
+        self._batch([(message, peer)], [])
+
+    def receive(self, peer: int) -> torch.Tensor:
+        length = self._room(1, torch.int64)
+        self._batch([], [(length, peer)])
+        message = self._room(int(length))
+        self._batch([], [(message, peer)])
+        return message
+
+    def shift(self, message: torch.Tensor, to: int, source: int) -> torch.Tensor:
+        length = self._room(1, torch.int64)
+        self._batch([(self._length_of(message), to)], [(length, source)])
+        received = self._room(int(length))
+        self._batch([(message, to)], [(received, source)])
+        return received
+
+    def _all_to_all(self, messages: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+        counts = torch.tensor([len(message) for message in messages], device=self.device)
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=self.group)
+        sizes = theirs.tolist()
+        out = self._room(sum(sizes))
+        dist.all_to_all_single(out, torch.cat(list(messages)), sizes, counts.tolist(), group=self.group)
+        # Each on its own: values need an alignment that their place in the whole does not have.
+        return enumerate(piece.clone() for piece in torch.split(out, sizes))
+
+    def _all_gather(self, message: torch.Tensor, lengths: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        coming = {rank: self._room(lengths[rank]) for rank in others}
+        self._batch([(message, rank) for rank in others if len(message)], [(coming[rank], rank) for rank in others if lengths[rank]])
+        return iter([(self.rank, message), *coming.items()])
+
+    def _length_of(self, message: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([len(message)], device=self.device)
+
+    def _room(self, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=self.device)
+
+    def _batch(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
+        operations = [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=peer) for tensor, peer in sends]
+        operations += [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=peer) for tensor, peer in receives]
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
+
+def _pieces(message: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.split(message, PIECE)) if len(message) else []
+
+
+def _wait(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,152 @@
+"""What each scheme costs on a network: the formulas of Zen (OSDI 2025, section 2.4 and appendix B), with latency. Pure.
+
+The paper counts elements, whose index is as long as the value: 2 d M bytes for density d of M bytes. Here a unit of ``unit``
+bytes has an index of ``index`` bytes, so it is (1 + index / unit) d M, which for float32 elements is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a message costs a rank: ``alpha`` seconds, and ``beta`` seconds per byte in each direction."""
+
+    alpha: float
+    beta: float
+
+    def __post_init__(self) -> None:
+        if not (self.alpha >= 0 and self.beta > 0 and math.isfinite(self.alpha + self.beta)):
+            raise ValueError(f"alpha={self.alpha} s, beta={self.beta} s/byte: must be finite, alpha >= 0, beta > 0")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A gradient as it is spread over the ranks (section 2.1).
+
+    Attributes:
+        ranks: n.
+        nbytes: of the dense tensor, M.
+        unit: bytes of one unit's values: of a row, or of an element.
+        densities: for 1, 2, 4, ... and n ranks the share of units that are present in the sum over so many; of the fullest
+            rank, or set of ranks.
+        push_skew: how much more than its share of one rank's units the fullest of n even parts has, 1 to n.
+        pull_skew: the same of the units of the sum.
+        push_blocks: share of nonzero blocks in the fullest part of a rank; pull_blocks: the same of the sum.
+        index: bytes of one index.
+        block: bytes of one block.
+    """
+
+    ranks: int
+    nbytes: int
+    unit: int
+    densities: Mapping[int, float] = field(hash=False)
+    push_skew: float = 1.0
+    pull_skew: float = 1.0
+    push_blocks: float = 1.0
+    pull_blocks: float = 1.0
+    index: int = 4
+    block: int = 1024
+
+    @property
+    def density(self) -> float:
+        """Of one rank's gradient, d."""
+        return self.densities[1]
+
+    @property
+    def densification(self) -> float:
+        """How much denser the sum is than one rank's gradient (gamma)."""
+        return self.densities[self.ranks] / self.density if self.density else 1.0
+
+    def pairs(self, ranks: int) -> float:
+        """Bytes of the indices and values of the sum over so many ranks."""
+        return self.nbytes * self.densities[ranks] * (1 + self.index / self.unit)
+
+    def coo(self, ranks: int) -> float:
+        """The same of a message, which is dense where that is shorter."""
+        return min(float(self.nbytes), self.pairs(ranks))
+
+    def coo_part(self, ranks: int, skew: float) -> float:
+        """Bytes of the fullest of n even parts of it."""
+        return min(float(self.nbytes), self.pairs(ranks) * skew) / self.ranks
+
+
+Formula = Callable[[Traffic], tuple[float, float]]
+
+
+def dense(t: Traffic) -> tuple[float, float]:
+    """Ring all-reduce."""
+    return 2 * (t.ranks - 1), 2 * (t.ranks - 1) / t.ranks * t.nbytes
+
+
+def agsparse(t: Traffic) -> tuple[float, float]:
+    return t.ranks - 1, (t.ranks - 1) * t.coo(1)
+
+
+def ssar_recursive_doubling(t: Traffic) -> tuple[float, float]:
+    """Equation 2; two more messages where n is no power of two."""
+    rounds = t.ranks.bit_length() - 1
+    extra = t.coo(1) + t.coo(t.ranks) if t.ranks != 1 << rounds else 0.0
+    return rounds + 2 * bool(extra), sum(t.coo(1 << i) for i in range(rounds)) + extra
+
+
+def sparse_ps(t: Traffic) -> tuple[float, float]:
+    """Appendix B, with the skew before the sum for the push and that after it for the pull."""
+    return 2 * (t.ranks - 1), _push(t) + (t.ranks - 1) * t.coo_part(t.ranks, t.pull_skew)
+
+
+def ssar_split_allgather(t: Traffic) -> tuple[float, float]:
+    return 2 * (t.ranks - 1), _push(t) + (t.ranks - 1) / t.ranks * t.coo(t.ranks)
+
+
+def dsar_split_allgather(t: Traffic) -> tuple[float, float]:
+    return 2 * (t.ranks - 1), _push(t) + (t.ranks - 1) / t.ranks * t.nbytes
+
+
+def omnireduce(t: Traffic) -> tuple[float, float]:
+    blocks = t.push_blocks + t.pull_blocks
+    return 2 * (t.ranks - 1), (t.ranks - 1) / t.ranks * t.nbytes * blocks * (1 + t.index / t.block)
+
+
+def balanced_parallelism_coo(t: Traffic) -> tuple[float, float]:
+    """Equation 1: what Zen would cost without its bitmap."""
+    return 2 * (t.ranks - 1), (t.ranks - 1) / t.ranks * (t.pairs(1) + t.pairs(t.ranks))
+
+
+def zen(t: Traffic) -> tuple[float, float]:
+    """Equation 1 with the bitmap: one bit per unit in place of the pull's indices, and of the push's where that is shorter."""
+    bitmap = t.nbytes / (8 * t.unit)
+    push = min(t.pairs(1), t.nbytes * t.density + bitmap)
+    return 2 * (t.ranks - 1), (t.ranks - 1) / t.ranks * (push + t.nbytes * t.densities[t.ranks] + bitmap)
+
+
+FORMULAS: Mapping[str, Formula] = {
+    "dense": dense,
+    "agsparse": agsparse,
+    "ssar-recursive-doubling": ssar_recursive_doubling,
+    "ssar-split-allgather": ssar_split_allgather,
+    "dsar-split-allgather": dsar_split_allgather,
+    "sparse-ps": sparse_ps,
+    "omnireduce": omnireduce,
+    "zen": zen,
+}
+"""By scheme: (messages one after the other, bytes through the busiest rank's link in its busier direction)."""
+
+
+def seconds(scheme: str, traffic: Traffic, link: Link) -> float:
+    """Time that a scheme takes by its formula, transfers only.
+
+    Raises:
+        ValueError: there is no formula of that name.
+    """
+    if scheme not in FORMULAS:
+        raise ValueError(f"scheme {scheme!r}: there are formulas for {', '.join(FORMULAS)}")
+    messages, nbytes = FORMULAS[scheme](traffic)
+    return messages * link.alpha + nbytes * link.beta
+
+
+def _push(t: Traffic) -> float:
+    return (t.ranks - 1) * t.coo_part(1, t.push_skew)

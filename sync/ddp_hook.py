@@ -1,0 +1,38 @@
+"""A communication hook for DistributedDataParallel.
+
+ddp.register_comm_hook(HookState(sparse=Zen()), hook)
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed import ProcessGroup
+
+from .base import Scheme
+from .dense import Dense
+from .zen import Zen
+
+
+@dataclass
+class HookState:
+    """What the hook does with the two kinds of buckets.
+
+    Attributes:
+        sparse: for the gradients of modules with ``sparse=True``, each of which is a bucket of its own.
+        dense: for all others. A sparse scheme makes sense where most of a bucket is zero.
+        group: DDP's; None: the default group.
+    """
+
+    sparse: Scheme = field(default_factory=Zen)
+    dense: Scheme = field(default_factory=Dense)
+    group: ProcessGroup | None = None
+
+
+def hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket over all ranks, in the background of the backward pass."""
+    gradient = bucket.buffer()
+    gradient.div_(dist.get_world_size(state.group))  # before the sum, as DDP does: in 16 bits the sum may be too large
+    scheme = state.sparse if gradient.layout == torch.sparse_coo else state.dense
+    return scheme.all_reduce(gradient, state.group, async_op=True)

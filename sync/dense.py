@@ -1,0 +1,34 @@
+"""The backend's own all-reduce of the whole tensor: what the others are compared with."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from .base import Dimensions, SparseScheme, admit_dense
+from .exchange import Exchange
+from .rows import SparseRows, from_dense
+
+
+class Dense(SparseScheme):
+    """Ring all-reduce. A sparse gradient is made dense for it; of the sum, units that are all zero are left out again.
+
+    The order of addition is the backend's, the same on all ranks.
+    """
+
+    name = "dense"
+    dimensions = Dimensions("ring", "incremental", "parallelism", "balanced")
+
+    def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
+        exchange.agree()
+        matrix = gradient.dense()
+        dist.all_reduce(matrix, group=exchange.group)
+        return from_dense(matrix)
+
+    def _sum(self, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        if tensor.layout != torch.strided:
+            return super()._sum(tensor, group)
+        matrix, _ = admit_dense(tensor, group, self._describe(tensor))
+        dist.all_reduce(matrix, group=group)
+        return matrix.reshape(tensor.shape).to(tensor.device)

@@ -1,0 +1,66 @@
+"""Dense sums inside a host, sparse ones between hosts: what Zen runs on machines with several GPUs (section 3.3)."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from .backends import open_exchange
+from .base import Dimensions, Scheme, SparseScheme, admit_dense
+from .rows import from_dense, to_tensor
+
+
+class Hierarchical(Scheme):
+    """Reduce-scatter in the host, ``inter`` among the ranks of one place in their hosts, all-gather in the host.
+
+    Inside a host all units travel, dense, over links that are fast; of what travels between hosts each rank carries its share.
+    Units whose sum is zero are left out of the result.
+
+    Args:
+        inter: how it goes between hosts.
+        local_size: ranks per host; neighbours in rank share a host.
+
+    The groups of hosts and places are made at the first call; all later ones take the same group.
+    """
+
+    name = "hierarchical"
+    dimensions = Dimensions("hierarchy", "one-shot", "parallelism", "balanced")
+
+    def __init__(self, inter: SparseScheme, local_size: int) -> None:
+        if local_size < 1:
+            raise ValueError(f"local_size={local_size}: a host has at least one rank")
+        self._inter, self._local_size = inter, local_size
+        self._groups: tuple[ProcessGroup, ProcessGroup, ProcessGroup] | None = None  # whole, host, place
+
+    def _sum(self, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        matrix, exchange = admit_dense(tensor, group, self._describe(tensor))
+        host, place = self._groups_of(group)
+        rows, width = matrix.shape
+        share = -(-rows // host.size())
+        padded = matrix.new_zeros(share * host.size(), width)
+        padded[:rows] = matrix
+        own = padded.new_empty(share, width)
+        dist.reduce_scatter_single(own, padded, group=host)
+        between = open_exchange(place, exchange.device, self._describe(tensor))
+        dist.all_gather_single(padded, self._inter.reduce(from_dense(own), between).dense(), group=host)
+        whole = padded[:rows]
+        return whole.reshape(tensor.shape).to(tensor.device) if tensor.layout == torch.strided else to_tensor(from_dense(whole), tensor)
+
+    @property
+    def _title(self) -> str:
+        return f"{self.name} with hosts of {self._local_size}, {self._inter._title} between them,"
+
+    def _groups_of(self, whole: ProcessGroup) -> tuple[ProcessGroup, ProcessGroup]:
+        if self._groups is None:
+            ranks, at = dist.get_process_group_ranks(whole), whole.rank()
+            if len(ranks) % self._local_size:
+                raise ValueError(f"local_size={self._local_size}: {len(ranks)} ranks are no multiple of it")
+            first = at - at % self._local_size
+            members = ranks[first : first + self._local_size], ranks[at % self._local_size :: self._local_size]
+            host, place = (dist.new_group(each, use_local_synchronization=True) for each in members)
+            self._groups = whole, host, place
+        known, host, place = self._groups
+        if known is not whole:
+            raise ValueError("a hierarchical scheme serves one group, that of its first call; make another one for another group")
+        return host, place

@@ -1,0 +1,146 @@
+"""Which server sums which unit: ways to cut an index space into as many parts as there are servers.
+
+In its part a unit has a *position*, from 0; positions ascend with the indices. Units travel by position.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+
+from .hashing import group_by_part, murmur
+from .hierarchical_hashing import hierarchical_hash
+from .rows import SparseRows
+from .wire import Format
+
+
+class Partition(ABC):
+    """``rows`` units in ``parts`` parts; part ``i`` has ``size(i)`` positions."""
+
+    formats: ClassVar[tuple[Format, ...]]
+    """In which parts may travel to their servers: dense if all positions are units, as a bitmap if they ascend."""
+
+    def __init__(self, rows: int, parts: int) -> None:
+        self.rows, self.parts = rows, parts
+
+    @abstractmethod
+    def size(self, part: int) -> int: ...
+
+    @abstractmethod
+    def split(self, gradient: SparseRows) -> list[SparseRows]:
+        """What of ``gradient`` belongs to each part, by position, in any order."""
+
+
+class HashPartition(Partition):
+    """Balanced whatever units are present, as far as the hash is random."""
+
+    @abstractmethod
+    def indices(self, parts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Of the units at these positions of these parts, int64 [n]: the inverse of `split`."""
+
+    def _pieces(self, positions: torch.Tensor, values: torch.Tensor, counts: list[int]) -> list[SparseRows]:
+        pieces = zip(torch.split(positions, counts), torch.split(values, counts), strict=True)
+        return [SparseRows(self.size(part), *piece) for part, piece in enumerate(pieces)]
+
+
+class EvenPartition(Partition):
+    """Contiguous parts of (almost) the same size: balanced only if the units that are present are."""
+
+    formats = ("coo", "dense")
+
+    def size(self, part: int) -> int:
+        return self._begin(part + 1) - self._begin(part)
+
+    def split(self, gradient: SparseRows) -> list[SparseRows]:
+        begins = [self._begin(part) for part in range(self.parts + 1)]
+        cuts = torch.searchsorted(gradient.indices, torch.tensor(begins, device=gradient.indices.device)).tolist()
+        return [
+            SparseRows(self.size(part), gradient.indices[start:end] - begins[part], gradient.values[start:end])
+            for part, (start, end) in enumerate(pairwise(cuts))
+        ]
+
+    def join(self, parts: Sequence[SparseRows]) -> SparseRows:
+        """The whole, of all parts in order."""
+        indices = [each.indices + self._begin(part) for part, each in enumerate(parts)]
+        return SparseRows(self.rows, torch.cat(indices), torch.cat([each.values for each in parts]))
+
+    def _begin(self, part: int) -> int:
+        return self.rows * part // self.parts
+
+
+class RotatedPartition(HashPartition):
+    """A hash that can be inverted without a table: of every ``parts`` consecutive units each part gets one.
+
+    Group ``g`` holds the units from ``g * parts`` on. Its unit number ``j`` belongs to part ``(j + r(g)) mod parts``, where the
+    rotation ``r`` is a hash. The position is the group's number. For any set of units a part's load is a sum of independent
+    indicators, one per group, with the mean that Zen's h0 has (theorem 2) and no more variance: several units of a group are
+    never in the same part. Zen's h0 needs a table of as many integers as there are units to invert it (algorithm 2).
+
+    Args:
+        seed: the same on all ranks.
+    """
+
+    formats = ("coo", "bitmap")
+
+    def __init__(self, rows: int, parts: int, seed: int = 0) -> None:
+        super().__init__(rows, parts)
+        self._seed = seed
+
+    def size(self, part: int) -> int:
+        return -(-self.rows // self.parts)  # the last position may be nobody's
+
+    def split(self, gradient: SparseRows) -> list[SparseRows]:
+        positions = gradient.indices // self.parts
+        order, counts = group_by_part((gradient.indices + self._rotation(positions)) % self.parts, self.parts)
+        return self._pieces(positions[order], gradient.values.index_select(0, order), counts)
+
+    def indices(self, parts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        first = positions * self.parts
+        return first + (parts - first - self._rotation(positions)) % self.parts
+
+    def _rotation(self, groups: torch.Tensor) -> torch.Tensor:
+        return murmur(groups, self._seed) * self.parts >> 32
+
+
+class HashedPartition(HashPartition):
+    """The paper's: h0 is MurmurHash, inverted by a table (algorithm 2), and units are grouped by hierarchical hashing.
+
+    The table and its inverse take 8 bytes per unit of the index space.
+
+    Args:
+        seed: the same on all ranks.
+        device: where the gradients are.
+    """
+
+    formats = ("coo",)
+
+    def __init__(self, rows: int, parts: int, seed: int = 0, device: torch.device | None = None) -> None:
+        super().__init__(rows, parts)
+        if rows > 2**31:
+            raise ValueError(f"{rows} units: the table holds 32-bit indices; a RotatedPartition needs no table")
+        part = self._part(torch.arange(rows, device=device), seed)
+        order, self._counts = group_by_part(part, parts)
+        self._begins = torch.tensor([0, *self._counts], device=device).cumsum(0)
+        self._units = order.to(torch.int32)  # of part 0 in ascending order, of part 1, ...
+        self._positions = torch.empty(rows, dtype=torch.int32, device=device)
+        self._positions[order] = (torch.arange(rows, device=device) - self._begins[part[order]]).to(torch.int32)
+        self._seed = seed
+
+    def size(self, part: int) -> int:
+        return self._counts[part]
+
+    def split(self, gradient: SparseRows) -> list[SparseRows]:
+        grouping = hierarchical_hash(gradient.indices, self._part(gradient.indices, self._seed), self.parts)
+        positions = self._positions[gradient.indices[grouping.order]].long()
+        values = gradient.values.index_select(0, grouping.order)
+        return self._pieces(positions, values, grouping.counts)
+
+    def indices(self, parts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self._units[self._begins[parts] + positions].long()
+
+    def _part(self, indices: torch.Tensor, seed: int) -> torch.Tensor:
+        return murmur(indices, seed) * self.parts >> 32

@@ -1,0 +1,118 @@
+"""What `costs` needs to know, measured by all ranks together; every rank gets the same figures."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from . import wire
+from .costs import Link, Traffic
+from .exchange import Exchange
+from .omnireduce import BLOCK
+from .partition import EvenPartition
+from .rows import SparseRows, union
+
+_PROBE = 2**18  # bytes
+_PROBES = 5
+
+
+def traffic(gradient: SparseRows, exchange: Exchange) -> Traffic:
+    """Density, densification, and skew, from everybody's indices: an all-gather of them, without values."""
+    bare = wire.encode(SparseRows(gradient.rows, gradient.indices, gradient.values[:, :0]), ("coo", "bitmap"))
+    gathered = dict(exchange.all_gather(bare))
+    dtype = gradient.values.dtype
+    sets = [wire.decode(gathered[rank], gradient.rows, 0, dtype).indices for rank in range(exchange.size)]
+    return describe(sets, gradient.rows, gradient.width, dtype.itemsize)
+
+
+def describe(sets: Sequence[torch.Tensor], rows: int, width: int, itemsize: int) -> Traffic:
+    """Of the indices of each rank, [n] ascending each, in an index space of ``rows`` units of ``width`` values."""
+    ranks, unit = len(sets), max(1, width * itemsize)
+    densities, groups = {}, list(sets)
+    for size in _sizes(ranks):
+        groups = [_together(sets[first : first + size], rows) for first in range(0, ranks, size)]
+        densities[size] = max(len(each) for each in groups) / max(1, rows)
+    parts = EvenPartition(rows, ranks)
+    pushed = torch.tensor([[len(part.indices) for part in parts.split(_bare(each, rows))] for each in sets])
+    pulled = torch.tensor([len(part.indices) for part in parts.split(_bare(groups[0], rows))])
+    block = BLOCK * itemsize
+    blocks = -(-rows * width // BLOCK)
+    return Traffic(
+        ranks,
+        rows * unit,
+        unit,
+        densities,
+        push_skew=_ratio(int(pushed.sum(0).max()), max(map(len, sets))),
+        pull_skew=_ratio(ranks * int(pulled.max()), len(groups[0])),
+        push_blocks=max(_fullest(_blocks(each, width, blocks), blocks, ranks) for each in sets),
+        pull_blocks=_fullest(_blocks(groups[0], width, blocks), blocks, ranks),
+        index=wire.index_bytes(rows),
+        block=block,
+    )
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> float:
+    """How much of the smaller of two index sets the other one has (section 2.1)."""
+    return _ratio(int(torch.isin(one, other).sum()), min(len(one), len(other)))
+
+
+def link(exchange: Exchange) -> Link:
+    """Latency, and time per byte of a single stream with everybody sending at once: of the slowest rank."""
+    if exchange.size == 1:
+        return Link(0.0, 1.0)  # nothing will travel
+    neighbours = (exchange.rank + 1) % exchange.size, (exchange.rank - 1) % exchange.size
+
+    def shift(message: torch.Tensor) -> Callable[[], object]:
+        return lambda: exchange.shift(message, *neighbours)
+
+    short, long = (_seconds(shift(wire.new(size, exchange.device)), exchange) for size in (0, _PROBE))
+    return Link(short, max(long - short, 1e-12) / _PROBE)
+
+
+def slowest(seconds: Sequence[float], exchange: Exchange) -> list[float]:
+    """Of each time, that of the rank where it was longest. Collective."""
+    own = wire.new(8 * len(seconds), exchange.device)
+    wire.payload(own).view(torch.float64).copy_(torch.tensor(seconds, dtype=torch.float64))
+    everybody = torch.stack([wire.payload(each).view(torch.float64) for each in exchange.share(own)])
+    return [float(each) for each in everybody.amax(0)]
+
+
+def _seconds(call: Callable[[], object], exchange: Exchange) -> float:
+    times = []
+    for _ in range(_PROBES):
+        exchange.agree()
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return slowest([statistics.median(times)], exchange)[0]
+
+
+def _sizes(ranks: int) -> list[int]:
+    return [*(1 << power for power in range((ranks - 1).bit_length())), ranks]
+
+
+def _together(sets: Sequence[torch.Tensor], rows: int) -> torch.Tensor:
+    return union(sets, rows)[0]
+
+
+def _bare(indices: torch.Tensor, rows: int) -> SparseRows:
+    return SparseRows(rows, indices, indices.new_zeros(len(indices), 0))
+
+
+def _blocks(indices: torch.Tensor, width: int, rows: int) -> torch.Tensor:
+    """Numbers of the blocks, of ``rows``, that units reach into, ascending."""
+    first, last = indices * width // BLOCK, (indices * width + max(0, width - 1)) // BLOCK
+    reach = torch.arange(width // BLOCK + 2, device=indices.device)
+    return union([torch.minimum(first.unsqueeze(1) + reach, last.unsqueeze(1)).flatten()], rows)[0]
+
+
+def _fullest(blocks: torch.Tensor, count: int, parts: int) -> float:
+    pieces = EvenPartition(count, parts).split(_bare(blocks, count))
+    return max(_ratio(len(piece.indices), piece.rows) for piece in pieces)
+
+
+def _ratio(top: int, bottom: int) -> float:
+    return top / bottom if bottom else 0.0

@@ -1,0 +1,32 @@
+"""All schemes by name, and where they stand in Zen's design space."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from .agsparse import AGsparse
+from .base import Dimensions, Scheme, SparseScheme
+from .dense import Dense
+from .hierarchical import Hierarchical
+from .omnireduce import OmniReduce
+from .parameter_server import SparsePS
+from .sparcml import DSARSplitAllgather, SSARRecursiveDoubling, SSARSplitAllgather
+from .zen import Zen
+
+SCHEMES: Mapping[str, type[SparseScheme]] = {
+    scheme.name: scheme
+    for scheme in (Dense, AGsparse, SSARRecursiveDoubling, SSARSplitAllgather, DSARSplitAllgather, SparsePS, OmniReduce, Zen)
+}
+"""Those that need no arguments."""
+
+
+def dimensions_table() -> str:
+    """The four dimensions of every scheme, as a Markdown table."""
+    rows = ["| scheme | class | communication | aggregation | partition | balance |", "|" + "---|" * 6]
+    schemes: list[type[Scheme]] = [*SCHEMES.values(), Hierarchical]
+    for scheme in schemes:
+        place = cast(Dimensions, scheme.dimensions)  # a property of the base class, a plain value in these
+        cells = (place.communication, place.aggregation, place.partition, place.balance or "n/a")
+        rows.append(f"| {scheme.name} | `{scheme.__module__.rpartition('.')[2]}.{scheme.__name__}` | {' | '.join(cells)} |")
+    return "\n".join(rows)

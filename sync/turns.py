@@ -1,0 +1,92 @@
+"""One after the other: what a group's schemes send must be sent in the same order on all ranks."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+
+class _Line:
+    """The calls of one group. Those in the background share a thread, which ends when the group is gone."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._one = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def now(self, call: Callable[[], T]) -> T:
+        """When all that were put in the background before are done."""
+        self._refuse_callbacks()
+        self._waiting.join()
+        with self._one:
+            return call()
+
+    def later(self, call: Callable[[], T]) -> torch.futures.Future[T]:
+        """In the background, on the device stream that is current now."""
+        self._refuse_callbacks()
+        future: Any = torch.futures.Future()  # its set_exception is annotated as if errors were results
+        stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+
+        def run() -> None:
+            try:
+                with self._one:
+                    value = _on(stream, call)
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(value)
+
+        self._waiting.put(run)
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._waiting,), name="gradient synchronisation", daemon=True)
+            self._thread.start()
+        result: torch.futures.Future[T] = future
+        return result
+
+    def _refuse_callbacks(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "all_reduce was called from a callback of an earlier one's future: when callbacks run differs from rank to rank, and so "
+                "would the order of the calls; wait for the future, then call it"
+            )
+
+    def end(self) -> None:
+        self._waiting.put(None)
+
+
+_lines: weakref.WeakKeyDictionary[ProcessGroup, _Line] = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def line_of(group: ProcessGroup) -> _Line:
+    """The one line of a group."""
+    with _making:
+        if group not in _lines:
+            _lines[group] = line = _Line()
+            weakref.finalize(group, line.end)
+        return _lines[group]
+
+
+def _serve(waiting: queue.Queue[Callable[[], None] | None]) -> None:
+    while (run := waiting.get()) is not None:
+        run()
+        waiting.task_done()
+        del run  # it holds the gradient
+
+
+def _on(stream: torch.cuda.Stream | None, call: Callable[[], T]) -> T:
+    """On the caller's stream, so after what it has put there; what has been returned is there for other streams too."""
+    if stream is None:
+        return call()
+    with torch.cuda.stream(stream):
+        result = call()
+        stream.synchronize()
+    return result

@@ -1,0 +1,69 @@
+"""Zen: balanced parallelism (Wang et al., OSDI 2025, section 3)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from . import wire
+from .base import Dimensions, SparseScheme
+from .exchange import Exchange
+from .parameter_server import push
+from .partition import HashedPartition, HashPartition, RotatedPartition
+from .rows import SparseRows, union
+
+
+class Zen(SparseScheme):
+    """Hash partition, push of indices and values, pull of a hash bitmap and values.
+
+    Every server gets about the same number of units, however skewed the gradient is, both before and after the sum. The
+    pull's indices are one bit per unit of the server's own part (algorithm 2), and its values go around a ring: all parts
+    being equally long, every link carries every byte once and no link waits for another.
+
+    Args:
+        hashing: "rotation" needs no memory and is the faster one; "hierarchical" is the paper's, with its tables, for at most
+            2**31 units. The same sum.
+        seed: of the hash that picks servers; the same on all ranks.
+    """
+
+    name = "zen"
+    dimensions = Dimensions("point-to-point", "one-shot", "parallelism", "balanced")
+
+    def __init__(self, hashing: Literal["rotation", "hierarchical"] = "rotation", seed: int = 0) -> None:
+        if hashing not in ("rotation", "hierarchical"):
+            raise ValueError(f"hashing={hashing!r}: must be 'rotation' or 'hierarchical'")
+        self._hashing, self._seed = hashing, seed
+        self._tables: dict[tuple[int, int, torch.device], HashedPartition] = {}
+
+    def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
+        partition = self._partition(gradient.rows, exchange.size, exchange.device)
+        return _pull(push(gradient, partition, exchange), partition, exchange)
+
+    @property
+    def _title(self) -> str:
+        return f"{self.name} by {self._hashing}, seed {self._seed},"
+
+    def _partition(self, rows: int, servers: int, device: torch.device) -> HashPartition:
+        if self._hashing == "rotation":
+            return RotatedPartition(rows, servers, self._seed)
+        key = (rows, servers, device)
+        if key not in self._tables:
+            self._tables[key] = HashedPartition(rows, servers, self._seed, device)
+        return self._tables[key]
+
+
+def _pull(own: SparseRows, partition: HashPartition, exchange: Exchange) -> SparseRows:
+    """First everybody's indices, which are short: where each unit lies in the result is known before its values come."""
+    width, dtype = own.width, own.values.dtype
+    bitmaps = exchange.share(wire.encode(SparseRows(own.rows, own.indices, own.values[:, :0]), ("bitmap", "coo")))
+    positions = [wire.decode(message, partition.size(part), 0, dtype).indices for part, message in enumerate(bitmaps)]
+    counts = [len(each) for each in positions]
+    gathered = exchange.all_gather(wire.as_bytes(own.values), [count * width * dtype.itemsize for count in counts])
+    parts = torch.arange(len(counts), device=own.indices.device).repeat_interleave(torch.tensor(counts, device=own.indices.device))
+    indices, (places,) = union([partition.indices(parts, torch.cat(positions))], partition.rows)
+    values = torch.empty(len(indices), width, dtype=dtype, device=own.values.device)
+    rows = torch.split(places, counts)
+    for part, data in gathered:
+        values.index_copy_(0, rows[part], wire.matrix(data, dtype, counts[part], width))
+    return SparseRows(partition.rows, indices, values)

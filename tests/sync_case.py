@@ -1,0 +1,374 @@
+"""What ranks do in the tests of gradient synchronisation: every scheme on every case, in one process per rank."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gemini_ft.sync import backends, profiling
+from gemini_ft.sync.auto import Auto
+from gemini_ft.sync.base import Scheme
+from gemini_ft.sync.ddp_hook import HookState, hook
+from gemini_ft.sync.hierarchical import Hierarchical
+from gemini_ft.sync.partition import HashedPartition, RotatedPartition
+from gemini_ft.sync.rows import GradientError, to_rows
+from gemini_ft.sync.schemes import SCHEMES
+from gemini_ft.sync.turns import line_of
+from gemini_ft.sync.zen import Zen
+
+IN_RANK_ORDER = {"agsparse", "ssar-split-allgather", "dsar-split-allgather", "sparse-ps", "omnireduce", "zen"}
+"""Schemes that add in rank order, 16-bit values in 32 bits: their sum is that of `expected`, bit for bit."""
+
+
+def join() -> dist.ProcessGroup:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def schemes(world: int) -> list[Scheme]:
+    local = next(size for size in (2, 3, 1) if world % size == 0)
+    return [*(scheme() for scheme in SCHEMES.values()), Zen("hierarchical"), Hierarchical(Zen(), local), Auto()]
+
+
+# -- gradients: make(rank) is that of a rank, so that every rank knows what all have
+
+
+Make = Callable[[int], torch.Tensor]
+
+
+def rows(shape: tuple[int, ...], touched: torch.Tensor, dtype: torch.dtype, seed: int, sparse_dim: int = 1) -> torch.Tensor:
+    """Uncoalesced, with every index that ``touched`` has twice twice."""
+    values = torch.randn(len(touched), *shape[sparse_dim:], generator=torch.Generator().manual_seed(seed)).to(dtype)
+    indices = torch.stack(torch.unravel_index(touched, shape[:sparse_dim]))
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True)
+
+
+def draw(count: int, limit: int, rank: int, skew: float = 1.0) -> torch.Tensor:
+    """Indices below ``limit``, with duplicates; the more ``skew``, the more of them small."""
+    return (torch.rand(count, generator=torch.Generator().manual_seed(100 + rank)) ** skew * limit).long()
+
+
+def cases(world: int) -> Iterator[tuple[str, Make]]:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        yield f"rows {dtype}", lambda rank, dtype=dtype: rows((1009, 12), draw(150, 1009, rank), dtype, rank)
+    yield "rows skewed", lambda rank: rows((5000, 4), draw(400, 5000, rank, 6.0), torch.float32, rank)
+    yield "rows of 256", lambda rank: rows((300, 256), draw(40, 300, rank), torch.float32, rank)
+    yield "rows of two dimensions", lambda rank: rows((70, 3, 5), draw(20, 70, rank), torch.float32, rank)
+    yield "two sparse dimensions", lambda rank: rows((40, 50, 3), draw(90, 2000, rank), torch.float32, rank, 2)
+    yield "elements", lambda rank: rows((37, 41), draw(80, 37 * 41, rank), torch.float32, rank, 2)
+    yield "no overlap", lambda rank: rows((64 * world, 3), torch.arange(64) * world + rank, torch.float32, rank)
+    yield "full overlap", lambda rank: rows((500, 3), draw(100, 500, 0), torch.float32, rank)
+    yield "one rank has all", lambda rank: rows((90, 3), torch.arange(90 if rank == world - 1 else 0), torch.float32, rank)
+    yield "empty", lambda rank: rows((90, 3), torch.arange(0), torch.float32, rank)
+    yield "full", lambda rank: rows((90, 3), torch.arange(90), torch.float32, rank)
+    yield "one row", lambda rank: rows((1, 7), torch.zeros(2, dtype=torch.int64), torch.float32, rank)
+    yield "no rows", lambda rank: rows((0, 7), torch.arange(0), torch.float32, rank)
+    yield "values of no width", lambda rank: rows((9, 0), torch.arange(0), torch.float32, rank)
+    yield "above 2**31", lambda rank: rows((2**20, 2**14), draw(60, 2**34, rank), torch.float32, rank, 2)
+    yield "strided", lambda rank: rows((33, 65), draw(200, 33 * 65, rank), torch.float32, rank, 2).to_dense()
+    yield "strided bfloat16", lambda rank: rows((33, 65), draw(200, 33 * 65, rank), torch.bfloat16, rank, 2).to_dense()
+    yield "strided, transposed", lambda rank: rows((33, 65), draw(200, 33 * 65, rank), torch.float32, rank, 2).to_dense().t()
+    yield "scalar", lambda rank: torch.tensor(1.5 + rank)
+    yield "strided, nothing", lambda rank: torch.zeros(3, 0)
+    many = 9000 // world  # in a world of two, longer than what is received, and passed on, at once
+    yield "long messages", lambda rank: rows((many, 512), torch.arange(rank % 2, many, 2), torch.float32, rank)
+
+
+HUGE = "above 2**31"
+SPARSE = {"agsparse", "ssar-recursive-doubling", "ssar-split-allgather", "sparse-ps", "omnireduce", "zen"}
+"""Schemes that do not make the gradient dense, which takes 64 GiB for the huge one."""
+
+
+def expected(make: Make, world: int) -> torch.Tensor:
+    """The sum in rank order, dense, wide where values are of 16 bits; exact to one rounding per addition of the dtype it has."""
+    gradients = [make(rank) for rank in range(world)]
+    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    total = torch.zeros(gradients[0].shape, dtype=wide)
+    for gradient in gradients:
+        dense = gradient.coalesce().to_dense() if gradient.is_sparse else gradient
+        total = total + dense.to(wide)
+    return total
+
+
+def bound(make: Make, world: int) -> torch.Tensor:
+    """How far a sum in another order may be off: one unit in the last place of the sum of magnitudes per addition."""
+    gradients = [make(rank) for rank in range(world)]
+    dense = [gradient.coalesce().to_dense() if gradient.is_sparse else gradient for gradient in gradients]
+    return world * torch.finfo(dense[0].dtype).eps * sum(each.double().abs() for each in dense)
+
+
+def sums(third: int | None = None) -> list[str]:
+    """Every scheme on every case, or on every third one; what is wrong."""
+    group = join()
+    world, wrong = group.size(), []
+    tried = dict(itertools.islice(cases(world), third or 0, None, 3 if third is not None else 1))
+    enormous = tried.pop(HUGE, None)
+    huge = [(HUGE, enormous, SCHEMES[name]()) for name in sorted(SPARSE)] if enormous else []
+    small = [(case, make, scheme) for (case, make), scheme in itertools.product(tried.items(), schemes(world))]
+    for case, make, scheme in small + huge:
+        own = make(group.rank())
+        kept = own.clone()
+        result = scheme.all_reduce(own)
+        problem = _problem_huge(make, result, world) if case == HUGE else _problem(make, result, world, scheme.name)
+        if problem or not _same(own, kept):
+            wrong.append(f"{scheme.name}, {case}: {problem or 'the input was changed'}")
+        elif not _alike(result, group):
+            wrong.append(f"{scheme.name}, {case}: ranks differ")
+    dist.destroy_process_group()
+    return wrong
+
+
+def _problem(make: Make, result: torch.Tensor, world: int, scheme: str) -> str:
+    like, total = make(0), expected(make, world)
+    if (result.shape, result.dtype, result.layout) != (like.shape, like.dtype, like.layout):
+        return f"{result.shape} {result.dtype} {result.layout}"
+    if result.is_sparse and not (result.is_coalesced() and _ascending(result)):
+        return "is not coalesced"
+    dense = result.to_dense()
+    if scheme in IN_RANK_ORDER:
+        return "" if torch.equal(dense, total.to(dense.dtype)) else f"off by {(dense - total).abs().max()}"
+    off = (dense.double() - total.double()).abs()
+    return "" if bool((off <= bound(make, world)).all()) else f"off by up to {float(off.max())}"
+
+
+def _problem_huge(make: Make, result: torch.Tensor, world: int) -> str:
+    total = sum((make(rank).coalesce().double() for rank in range(1, world)), make(0).coalesce().double()).coalesce()
+    if not _same(result.indices(), total.indices()):
+        return "other indices"
+    off = float((result.values().double() - total.values()).abs().max())
+    return "" if off < 1e-5 else f"off by {off}"
+
+
+def _ascending(result: torch.Tensor) -> bool:
+    flat = torch.zeros(result.indices().shape[1], dtype=torch.int64)
+    for size, each in zip(result.shape, result.indices(), strict=False):
+        flat = flat * size + each
+    return bool((flat.diff() > 0).all())
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(_parts(one), _parts(other), strict=True))
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
+
+
+def _alike(result: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks have the same bits."""
+    parts = [part.contiguous().flatten().view(torch.uint8) for part in _parts(result)]
+    own = hash(tuple(bytes(part.numpy()) for part in parts))
+    first = torch.tensor([own])
+    dist.broadcast(first, 0, group=group)  # forked from one process, ranks have one hash seed
+    return int(first) == own
+
+
+# -- what is refused
+
+
+def refusals() -> list[tuple[str, str, str]]:
+    """(scheme, case, error) of every scheme on what cannot be summed; the last of each scheme is a sum after all that."""
+    group = join()
+    rank, last = group.rank(), group.rank() == group.size() - 1
+    outside = torch.sparse_coo_tensor(torch.tensor([[9 if last else 1]]), torch.ones(1, 2), (9, 2), check_invariants=False)
+    outside._coalesced_(True)
+    wrong = {
+        "shape": torch.zeros(4 if last else 3),
+        "same size, other shape": torch.zeros(*((2, 6) if last else (3, 4))),
+        "dtype": torch.zeros(3, dtype=torch.float64 if last else torch.float32),
+        "layout": torch.zeros(3).to_sparse_coo() if last else torch.zeros(3),
+        "integers": torch.zeros(3, dtype=torch.int64) if last else torch.zeros(3),
+        "csr": torch.eye(3).to_sparse_coo() if rank else torch.eye(3),
+        "index": outside,
+    }
+    found = []
+    for scheme in schemes(group.size()):
+        for case, tensor in wrong.items():
+            try:
+                scheme.all_reduce(tensor)
+            except GradientError as error:
+                found.append((scheme.name, case, str(error)))
+            else:
+                found.append((scheme.name, case, "nothing was raised"))
+        found.append((scheme.name, "afterwards", str(scheme.all_reduce(torch.ones(3)).tolist())))
+    return found
+
+
+def other_schemes() -> list[str]:
+    """What is said where ranks have different schemes, different seeds, different ways of hashing."""
+    rank = join().rank()
+    choices = (Zen() if rank else SCHEMES["sparse-ps"](), Zen(seed=rank), Zen("hierarchical" if rank else "rotation"))
+    return [_error(lambda scheme=scheme: scheme.all_reduce(torch.zeros(3))) for scheme in choices]
+
+
+# -- special values, order, threads
+
+
+def special_values() -> list[str]:
+    """Schemes that lose a NaN or an infinity, or let one spread."""
+    group = join()
+    own = torch.zeros(2000)
+    own[group.rank()] = math.nan
+    own[100] = math.inf
+    own[200] = math.inf if group.rank() else -math.inf
+    own[300] = 1e38 * 3  # the sum overflows
+    own[400] = 1e-45
+    wrong = []
+    for scheme in schemes(group.size()):
+        for tensor in (own, own.to_sparse_coo()):
+            result = scheme.all_reduce(tensor).to_dense()
+            marks = [*range(group.size()), 200]
+            good = result[marks].isnan().all() and result.isnan().sum() == len(marks)
+            good = good and result[100] == math.inf and result[300] == math.inf and result[400] == group.size() * torch.tensor(1e-45)
+            if not good:
+                wrong.append(f"{scheme.name} {tensor.layout}")
+    return wrong
+
+
+def in_the_background() -> list[str]:
+    """Many at once, of all schemes, in one order; some waited for late, some followed by one in the foreground."""
+    group = join()
+    wrong, all_schemes = [], schemes(group.size())
+    makes = [make for case, make in cases(group.size()) if case in ("rows torch.float32", "elements", "strided")]
+    direct = [[scheme.all_reduce(make(group.rank())) for make in makes] for scheme in all_schemes]
+    futures = [[scheme.all_reduce(make(group.rank()), async_op=True) for make in makes] for scheme in all_schemes]
+    again = all_schemes[0].all_reduce(makes[0](group.rank()))
+    for scheme, waiting, results in zip(all_schemes, futures, direct, strict=True):
+        for future, result in zip(waiting, results, strict=True):
+            value = future.wait()
+            close = torch.allclose(value.to_dense(), result.to_dense(), atol=1e-5)
+            if not (close if scheme.name == "auto" else _same(value, result)):
+                wrong.append(scheme.name)
+    if not _same(again, direct[0][0]):
+        wrong.append("the one in the foreground")
+    gate = threading.Event()
+    chained = line_of(group).later(gate.wait).then(lambda _: Zen().all_reduce(torch.ones(3)))
+    gate.set()
+    if "called from a callback" not in _error(chained.wait):
+        wrong.append("a callback was not refused")
+    broken = Zen().all_reduce(torch.zeros(3 + group.rank()), async_op=True)
+    try:
+        broken.wait()
+    except Exception as error:
+        if "cannot be summed" not in str(error):
+            wrong.append(f"error: {error!r}")
+    else:
+        wrong.append("no error")
+    return wrong
+
+
+def collectives() -> list[str]:
+    """The cases once more, over the exchange for backends that need to know sizes."""
+    backends.PointToPoint = backends.CollectiveExchange  # type: ignore[misc, assignment]
+    return sums()
+
+
+def subgroups() -> list[str]:
+    """Each half of the world sums for itself, both at once."""
+    world = join()
+    halves = [list(range(world.size()))[start::2] for start in (0, 1)]
+    groups = [dist.new_group(half) for half in halves]
+    wrong = []
+    for name, kind in SCHEMES.items():
+        for half, group in zip(halves, groups, strict=True):
+            if world.rank() in half:
+                total = kind().all_reduce(torch.full((50,), float(world.rank())), group)
+                if total.tolist() != [float(sum(half))] * 50:
+                    wrong.append(name)
+            elif "not a member" not in _error(lambda kind=kind, group=group: kind().all_reduce(torch.zeros(3), group)):
+                wrong.append(f"{name}: a stranger was let in")
+    return wrong
+
+
+def _error(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+# -- zen, whatever the indices
+
+
+def of_one_server(rotated: bool, server: int, size: int) -> list[int]:
+    """All that one of three servers gets."""
+    partition = RotatedPartition(size, 3) if rotated else HashedPartition(size, 3)
+    positions = torch.arange(size // 4)
+    return [int(index) for index in partition.indices(torch.full_like(positions, server), positions) if index < size]
+
+
+def zen_on(sets: list[list[list[int]]], size: int) -> list[bool]:
+    """Whether Zen's sum is exact, for each choice of indices, by rank; with both ways of hashing."""
+    group = join()
+    good = []
+    for choice in sets:
+        for zen in (Zen(), Zen("hierarchical")):
+
+            def make(rank: int, choice: list[list[int]] = choice) -> torch.Tensor:
+                indices = torch.tensor(choice[rank % len(choice)], dtype=torch.int64)
+                values = torch.randn(len(indices), 2, generator=torch.Generator().manual_seed(rank))
+                return torch.sparse_coo_tensor(indices[None], values, (size, 2), check_invariants=False)
+
+            good.append(torch.equal(zen.all_reduce(make(group.rank())).to_dense(), expected(make, group.size())))
+    return good
+
+
+# -- auto
+
+
+def auto_plans() -> tuple[list[str], list[bool]]:
+    """What was chosen before and after the gradient changed, and whether the plan stood at each call."""
+    group = join()
+    auto = Auto()
+    stood, chosen = [], []
+    for count in [30] * 45 + [900] * 50:
+        auto.all_reduce(rows((2000, 4), draw(count, 2000, group.rank()), torch.float32, 0))
+        [plan] = auto.plans.values()
+        stood.append(plan.chosen is not None)
+        if plan.chosen is not None:
+            chosen.append(plan.chosen)
+    return chosen, stood
+
+
+def profile() -> Any:
+    """(traffic, link) as this rank sees them."""
+    group = join()
+    exchange = backends.open_exchange(group, torch.device("cpu"), "a test")
+    gradient = to_rows(rows((800, 4), draw(60, 800, group.rank(), 3.0), torch.float32, 0))
+    return profiling.traffic(gradient, exchange), profiling.link(exchange)
+
+
+# -- DDP
+
+
+def ddp_gradients() -> list[float]:
+    """How far the averaged gradients are from DDP's own, with a dense embedding: of each parameter."""
+    group = join()
+
+    def gradients(sparse: bool, dtype: torch.dtype) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        embed = torch.nn.Embedding(300, 8, sparse=sparse)
+        model = torch.nn.Sequential(embed, torch.nn.Flatten(), torch.nn.Linear(32, 200), torch.nn.Linear(200, 3)).to(dtype)
+        ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
+        if sparse:
+            ddp.register_comm_hook(HookState(group=group), hook)
+        for step in range(3):  # DDP sorts its buckets anew after the first
+            ddp.zero_grad()
+            ddp(draw(24, 300, 10 * step + group.rank()).view(6, 4)).square().sum().backward()
+        return [parameter.grad.to_dense() for parameter in model.parameters() if parameter.grad is not None]
+
+    return [
+        float((one - other).abs().max() / other.abs().max())
+        for dtype in (torch.float32, torch.bfloat16)
+        for one, other in zip(gradients(True, dtype), gradients(False, dtype), strict=True)
+    ]

@@ -1,0 +1,111 @@
+"""Every scheme computes the same sum, on every rank, or every rank raises the same error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sync_case
+import torch
+from agent_kit import preload
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rank_kit import World
+
+from gemini_ft.sync.schemes import SCHEMES
+
+preload("sync_case")
+
+
+def on_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What each rank returned; an exception of one is raised."""
+    with World(folder, size) as world:
+        results = world.outcome(function, *arguments)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_the_sum_is_right_and_the_same_everywhere(world: int, tmp_path: Path) -> None:
+    third = None if world <= 4 else world % 3
+    assert on_ranks(tmp_path, world, sync_case.sums, third) == [[]] * world
+
+
+def test_also_over_backends_that_need_to_know_sizes(tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, 3, sync_case.collectives) == [[]] * 3
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_cannot_be_summed_is_refused_by_all_with_the_same_words(world: int, tmp_path: Path) -> None:
+    first, *others = on_ranks(tmp_path, world, sync_case.refusals)
+    assert others == [first] * (world - 1)
+    said = {(scheme, case): text for scheme, case, text in first}
+    for scheme in {scheme for scheme, _ in said}:
+        assert f"rank {world - 1}: " in said[scheme, "shape"]
+        assert "(4,)" in said[scheme, "shape"]
+        assert "(2, 6)" in said[scheme, "same size, other shape"]
+        assert "torch.float64" in said[scheme, "dtype"]
+        assert "torch.sparse_coo" in said[scheme, "layout"]
+        assert f"rank {world - 1}: dtype torch.int64: must be one of torch.float32" in said[scheme, "integers"]
+        assert f"rank {world - 1}: indices 9 to 9 in dimension 0: must be from 0 to 8" in said[scheme, "index"]
+        assert said[scheme, "afterwards"] == str([float(world)] * 3)
+
+
+def test_ranks_with_different_schemes_are_told(tmp_path: Path) -> None:
+    first, second = on_ranks(tmp_path, 2, sync_case.other_schemes)
+    assert first == second
+    schemes, seeds, hashes = first
+    assert "rank 0: sparse-ps of (3,)" in schemes
+    assert "rank 1: zen by rotation, seed 0, of (3,)" in schemes
+    assert "rank 1: zen by rotation, seed 1, of (3,)" in seeds
+    assert "rank 1: zen by hierarchical, seed 0, of (3,)" in hashes
+
+
+def test_nan_and_infinity_stay(tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, 3, sync_case.special_values) == [[]] * 3
+
+
+def test_in_the_background_they_take_turns(tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, 4, sync_case.in_the_background) == [[]] * 4
+
+
+def test_groups_do_not_disturb_each_other(tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, 5, sync_case.subgroups) == [[]] * 5
+
+
+MOST = 400  # rows of the gradients on which Zen must be lossless
+
+
+def adversarial() -> st.SearchStrategy[list[list[int]]]:
+    """Indices of up to three ranks: any, consecutive, strided, Zipf, or all those that one server gets by either hash."""
+    some = st.lists(st.integers(0, MOST - 1), max_size=80)
+    consecutive = st.builds(
+        lambda start, count: list(range(start, min(MOST, start + count))), st.integers(0, MOST - 1), st.integers(0, 150)
+    )
+    strided = st.builds(lambda start, step: list(range(start, MOST, step)), st.integers(0, 20), st.integers(1, 20))
+    zipf = st.builds(lambda ranks: [int(MOST * (rank / 1000) ** 5) for rank in ranks], st.lists(st.integers(0, 999), max_size=80))
+    one_server = st.builds(sync_case.of_one_server, st.booleans(), st.integers(0, 2), st.just(MOST))
+    return st.lists(st.one_of(some, consecutive, strided, zipf, one_server), min_size=3, max_size=3)
+
+
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.data_too_large])
+@given(choices=st.lists(adversarial(), min_size=10, max_size=25))
+def test_zen_is_lossless_whatever_the_indices(choices: list[list[list[int]]], tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, 3, sync_case.zen_on, choices, MOST) == [[True] * (2 * len(choices))] * 3
+
+
+def test_the_hook_averages_as_ddp_does(tmp_path: Path) -> None:
+    first, *others = on_ranks(tmp_path, 3, sync_case.ddp_gradients)
+    assert others == [first] * 2
+    assert len(first) == 10
+    assert max(first[:5]) < 1e-5
+    assert max(first[5:]) < 2e-2
+
+
+def test_without_a_group_it_is_said_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match=r"call torch\.distributed\.init_process_group first"):
+        SCHEMES["zen"]().all_reduce(torch.zeros(3))
