@@ -6,7 +6,7 @@ once made, stands. If the leader's agent restarts, the others repeat their repor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gemini_ft.protocol import Completed, Report, Skipped
@@ -139,12 +139,21 @@ class Ledger:
             decisions += self._overtaken(report.owner, report.version)
         return decisions + self._judge(report.version, current, now)
 
-    def tick(self, now: float) -> list[Decision]:
-        """Leave out holders that let everybody wait; the owner's own copy always counts."""
+    def tick(self, now: float, absent: Collection[str] = ()) -> list[Decision]:
+        """Leave out holders that let everybody wait; the owner's own copy always counts.
+
+        Args:
+            now: seconds of a monotonic clock.
+            absent: hosts of which nothing is heard. An owner's own copy there may be lost: then its replicas are still waited for, and
+                what was committed before stays where it is.
+        """
         for version, current in sorted(self._rounds.items()):
             if current.own_copies_since is None or now - current.own_copies_since < self._timeout:
                 continue
-            late = frozenset(self._expected() - current.acks.keys())
+            missing = self._expected() - current.acks.keys()
+            late = frozenset((owner, host) for owner, host in missing if self.holders[owner][0] not in absent)
+            if not late and missing:
+                continue
             self.excluded |= late
             return [*([self._epoch(late)] if late else []), *self._try_commit(version, now)]
         return []

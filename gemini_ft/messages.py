@@ -615,6 +615,12 @@ class ReportFinished(_Message):
     rank: int
 
 
+class Heartbeat(_Message):
+    """A host is there, though it has nothing to report."""
+
+    kind: Literal["heartbeat"] = "heartbeat"
+
+
 class ReportNeed(_Message):
     """How many steps the idle network of a host needs to carry one snapshot."""
 
@@ -711,8 +717,8 @@ Message = Annotated[
     | Inject | Welcome | Inventory | Opened | Reserved | Granted | Committed | Aborted | Failed | Notice | Travelled
     | Dispatch | Collect | Mapped | Custody | Status | Visited | Challenge | Proof | Accepted | Offer | Ready | Refused
     | Begin | End | Drop | Ack | Resend | Parcel | Astray | Unchanged | ReportCompleted | ReportSkipped | ReportUploaded
-    | ReportFinished | ReportNeed | Paced | Rejoin | HoldersChanged | Thawed | AllFinished | Fetch | Describe | Description
-    | Data,
+    | ReportFinished | Heartbeat | ReportNeed | Paced | Rejoin | HoldersChanged | Thawed | AllFinished | Fetch | Describe
+    | Description | Data,
     Field(discriminator="kind"),
 ]  # fmt: skip
 _adapter: TypeAdapter[Message] = TypeAdapter(Message)

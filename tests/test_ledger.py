@@ -156,6 +156,18 @@ def test_the_owners_own_copy_is_never_left_out() -> None:
     assert report(book, version(1), (1, "b"), now=1000.0 * TIMEOUT) == [Commit(version(1), freeze=False)]
 
 
+def test_a_replica_is_not_given_up_while_the_owner_itself_may_be_lost() -> None:
+    """Section 7: the committed version "is overwritten only when i is complete everywhere"; the last copy may be gone with its host."""
+    book = ledger()
+    owner, (home, other) = 0, book.holders[0]
+    others = [pair for pair in PAIRS if pair != (owner, other)]
+    report(book, version(1), *others, now=10.0)
+    assert book.tick(10.0 + TIMEOUT, absent=[home]) == []
+    assert book.committed is None
+    late = frozenset({(owner, other)})
+    assert book.tick(11.0 + TIMEOUT) == [Holders(1, late, late), Commit(version(1), freeze=False)]  # it is there after all
+
+
 def test_the_set_grows_back_when_the_late_one_has_caught_up() -> None:
     """Section 7: "and grows back when the late one has caught up"; from then on it is waited for again."""
     book = without_peer()

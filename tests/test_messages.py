@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from gemini_ft import messages
 from gemini_ft.errors import PeerError
-from gemini_ft.messages import Chunk, Committed, End, HoldersChanged, Proof, Rejoin, SessionSpec, pack, unpack
+from gemini_ft.messages import PROTOCOL_VERSION, Chunk, Committed, End, HoldersChanged, Proof, Rejoin, SessionSpec, pack, unpack
 from gemini_ft.versions import Incarnation, Version
 
 incarnations = st.builds(Incarnation, st.integers(0, 2**31), st.text(max_size=8))
@@ -53,13 +53,13 @@ def test_a_message_comes_back_as_it_was(message: Any) -> None:
 
 @given(st.binary(max_size=200))
 def test_noise_is_refused(noise: bytes) -> None:
-    with pytest.raises(PeerError, match="not a message of protocol 1"):
+    with pytest.raises(PeerError, match=f"not a message of protocol {PROTOCOL_VERSION}"):
         unpack(noise)
 
 
 @pytest.mark.parametrize("noise", [b"", b"\xc1", b"\x81\x90\xc0", b"\x91" * 5000, b"\xdf\xff\xff\xff\xff", b"\xa4\xff\xff\xff\xff"])
 def test_noise_that_msgpack_stumbles_over_is_refused(noise: bytes) -> None:
-    with pytest.raises(PeerError, match="not a message of protocol 1"):
+    with pytest.raises(PeerError, match=f"not a message of protocol {PROTOCOL_VERSION}"):
         unpack(noise)
 
 
@@ -68,7 +68,7 @@ kinds = st.sampled_from(["chunk", "hello", "proof", "open_session", "fetch", "re
 
 @given(kinds, st.dictionaries(st.text(max_size=9), anything))
 def test_maps_that_are_no_message_are_refused(kind: str, fields: dict[str, Any]) -> None:
-    with pytest.raises(PeerError, match="not a message of protocol 1"):
+    with pytest.raises(PeerError, match=f"not a message of protocol {PROTOCOL_VERSION}"):
         unpack(msgpack.packb(fields | {"kind": kind}))
 
 

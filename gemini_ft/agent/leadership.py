@@ -7,6 +7,7 @@ the same messages. A connection that broke is dialled again and everything undec
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -19,6 +20,7 @@ from gemini_ft.messages import (
     AllFinished,
     Committed,
     Failed,
+    Heartbeat,
     HoldersChanged,
     Message,
     Notice,
@@ -38,6 +40,8 @@ from gemini_ft.transport.tcp import Address, Connection, dial
 from gemini_ft.versions import Version
 
 _TICK = 0.25  # seconds between looks at who is late
+_HEARTBEAT = 1.0  # seconds
+_SILENCE = 2.5  # seconds after which a host of which nothing is heard may be lost
 _SLOW_UPLOAD = 600.0  # seconds
 _AHEAD = 8  # steps that a change of pace is announced before it counts; who hears it later loses a snapshot
 
@@ -67,6 +71,7 @@ class Leader:
     def __init__(self, stream: Stream, book: Ledger, world_size: int) -> None:
         self._stream, self.book, self._world_size = stream, book, world_size
         self._members: set[Connection] = set()
+        self._heard: dict[str, float] = {}  # host -> when it last said something
         self._finished: set[int] = set()
         self._pace: Pace | None = None  # begins with what the first to report knows: this leader may have been restarted
         self._paced: Paced | None = None  # the last change
@@ -80,9 +85,14 @@ class Leader:
         for member in list(self._members):
             member.abort("the session is over")
 
-    def join(self, connection: Connection) -> MemberPort:
+    def join(self, connection: Connection, host: str) -> MemberPort:
         self._members.add(connection)
-        return MemberPort(self, connection)
+        self.hear(host)
+        return MemberPort(self, connection, host)
+
+    def hear(self, host: str) -> None:
+        """A host has said something."""
+        self._heard[host] = time.monotonic()
 
     def leave(self, connection: Connection) -> None:
         self._members.discard(connection)
@@ -132,7 +142,8 @@ class Leader:
         while True:
             await asyncio.sleep(_TICK)
             now = time.monotonic()
-            self._apply(self.book.tick(now))
+            absent = [host for host, heard in self._heard.items() if now - heard > _SILENCE]
+            self._apply(self.book.tick(now, absent))
             self._watch_upload(now)
 
     def _watch_upload(self, now: float) -> None:
@@ -187,11 +198,13 @@ def _announcement(decision: Decision) -> Message:
 class MemberPort:
     """The leader's end of another host's connection."""
 
-    def __init__(self, leader: Leader, connection: Connection) -> None:
-        self._leader, self._connection = leader, connection
+    def __init__(self, leader: Leader, connection: Connection, host: str) -> None:
+        self._leader, self._connection, self._host = leader, connection, host
 
     def on_message(self, message: Message) -> memoryview | None:
-        self._leader.take(message)
+        self._leader.hear(self._host)
+        if not isinstance(message, Heartbeat):
+            self._leader.take(message)
         return None
 
     def on_bytes(self, message: Message) -> None:
@@ -239,7 +252,7 @@ class MemberLink:
         while True:
             self._lost.clear()
             try:
-                self._connection = await dial(self._address, self._claims, self._secret(), self, self._tls)
+                connection = self._connection = await dial(self._address, self._claims, self._secret(), self, self._tls)
             except GeminiError as error:
                 if delay == 0.05:
                     self._stream.log(f"leader: {error}")
@@ -248,5 +261,8 @@ class MemberLink:
                 continue
             delay = 0.05
             for message in [*self._stream.rejoin_reports(), *(ReportFinished(rank=rank) for rank in self._finished)]:
-                self._connection.send(message)
-            await self._lost.wait()
+                connection.send(message)
+            while not self._lost.is_set():
+                connection.send(Heartbeat())
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._lost.wait(), _HEARTBEAT)

@@ -209,7 +209,7 @@ class Stream:
         if proof.role == "report":
             if self._leader is None:
                 raise PeerError(f"host {self.host.name!r} does not lead this run")
-            return self._leader.join(connection)
+            return self._leader.join(connection, proof.host)
         return self._tracked(connection, Receiver(self.inbound, connection, proof.host))
 
     def _tracked(self, connection: Connection, handler: Handler) -> Handler:
