@@ -1,0 +1,57 @@
+"""AdaQ, adaptive threshold quantisation (Dryden et al., MLHPC 2016): the largest elements of each sign, as one mean per sign.
+
+Payload per tensor: mean of its positive and of its negative elements (float32), how many there are of each (int32); then the indices
+(int32) of all, positive ones of a tensor before its negative ones.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn, cut, join
+from .sparse import check_ratio, kept, largest
+
+
+class AdaQ(Compressor):
+    """The ``ratio`` largest positive and the ``ratio`` largest negative elements of each tensor, sent as their means.
+
+    Two thresholds, because gradients need not be symmetric. A biased method: use it with error feedback.
+    """
+
+    primitive = Primitive.ALL_GATHER_V
+
+    def __init__(self, ratio: float = 0.01) -> None:
+        self.ratio = check_ratio(ratio)
+
+    def compress(self, bundle: Bundle, turn: Turn) -> Payload:
+        layout = bundle.layout
+        parts = [part for view, at in zip(bundle.views, layout.starts, strict=True) for part in self._sides(view, at)]
+        indices = [part[0] for part in parts]
+        means = torch.stack([part[1] for part in parts])
+        counts = torch.tensor([part.numel() for part in indices], dtype=torch.int32, device=means.device)
+        return Payload(layout, join(means, counts, torch.cat(indices).int()))
+
+    def _sides(self, view: Tensor, at: int) -> list[tuple[Tensor, Tensor]]:
+        sides = []
+        for side in (view.clamp(min=0), view.clamp(max=0)):
+            nonzero = kept(int(torch.count_nonzero(side)), self.ratio)
+            picked = largest(side.abs(), nonzero) if nonzero else torch.empty(0, dtype=torch.int64, device=view.device)
+            mean = side.index_select(0, picked).mean() if nonzero else side.new_zeros(())
+            sides.append((picked + at, mean))
+        return sides
+
+    def decompress(self, payload: Payload) -> Bundle:
+        layout = payload.layout
+        sides = 2 * len(layout.names)
+        count = payload.data.numel() // 4 - 2 * sides
+        means, counts, indices = cut(payload.data, (torch.float32, sides), (torch.int32, sides), (torch.int32, count))
+        flat = torch.zeros(layout.total, device=payload.data.device)
+        # A NaN is on both sides, so that its index may come twice: the mean is NaN both times.
+        flat.index_copy_(0, indices.long(), torch.repeat_interleave(means, counts))
+        return Bundle(layout, flat)
+
+    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+        if selected is None:
+            raise ValueError("AdaQ: how many elements travel depends on the data; give selected=")
+        return 16 * len(layout.names) + 4 * selected
