@@ -84,7 +84,8 @@ def atoms(matrix: Tensor) -> tuple[Tensor, Tensor]:
     however well the decomposition has converged.
     """
     wide = matrix.shape[0] <= matrix.shape[1]
-    gram = matrix @ matrix.t() if wide else matrix.t() @ matrix
+    scaled = matrix / matrix.abs().max().clamp(min=torch.finfo(matrix.dtype).tiny)  # squares neither overflow nor vanish
+    gram = scaled @ scaled.t() if wide else scaled.t() @ scaled
     basis = torch.linalg.eigh(gram).eigenvectors.t().contiguous()
     return (basis, basis @ matrix) if wide else (basis @ matrix.t(), basis)
 

@@ -14,7 +14,7 @@ class Identity(Summed):
     unbiased = True
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
-        return Payload(bundle.layout, bundle.flat.to(self.dtype))
+        return Payload(bundle.layout, bundle.flat.to(self.dtype, copy=True))
 
     def decompress(self, payload: Payload) -> Bundle:
         return Bundle(payload.layout, payload.data.to(torch.float32, copy=True))

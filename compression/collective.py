@@ -22,6 +22,7 @@ from .base import Bundle, Exchange, Reducer, Request, Turn
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_LARGEST = 8  # bytes of an element that payloads are made of
 _SMALL = 16 * 1024  # bytes; below, a sum gathers everything: one round in place of two
 
 
@@ -125,7 +126,7 @@ def _max(tensors: Sequence[Tensor]) -> Tensor:
 def _gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
     gathered = tensor.new_empty(dist.get_world_size(group), tensor.numel())
     dist.all_gather_into_tensor(_bytes(gathered.view(-1)), _bytes(tensor), group=group)
-    return list(gathered.unbind())
+    return _rows(gathered)
 
 
 def _gather_v(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
@@ -153,7 +154,13 @@ def _all_to_all(tensor: Tensor, lengths: Sequence[int], received: int, group: Pr
     size = tensor.element_size()
     incoming, outgoing = [received * size] * len(lengths), [length * size for length in lengths]
     dist.all_to_all_single(_bytes(answers.view(-1)), _bytes(tensor), incoming, outgoing, group=group)
-    return list(answers.unbind())
+    return _rows(answers)
+
+
+def _rows(table: Tensor) -> list[Tensor]:
+    """Each rank's; what cannot be read as larger elements where it lies is copied."""
+    aligned = table.shape[1] * table.element_size() % _LARGEST == 0
+    return [row if aligned else row.clone() for row in table]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
