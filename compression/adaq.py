@@ -9,14 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import kernels
 from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn, cut, join
-from .sparse import check_ratio, kept, largest
+from .sparse import check_ratio, kept
+
+_SAMPLE = 65536  # elements of a tensor that are looked at for a border
+_LEAST = 2.0**-149  # the smallest float32: zeros are on neither side
 
 
 class AdaQ(Compressor):
-    """The ``ratio`` largest positive and the ``ratio`` largest negative elements of each tensor, sent as their means.
+    """About ``ratio`` of the positive and of the negative elements of each tensor, the largest, sent as their means.
 
-    Two thresholds, because gradients need not be symmetric. A biased method: use it with error feedback.
+    Two thresholds, because gradients need not be symmetric; large tensors are sampled for them. Biased: use it with error feedback.
     """
 
     primitive = Primitive.ALL_GATHER_V
@@ -33,13 +37,15 @@ class AdaQ(Compressor):
         return Payload(layout, join(means, counts, torch.cat(indices).int()))
 
     def _sides(self, view: Tensor, at: int) -> list[tuple[Tensor, Tensor]]:
-        sides = []
-        for side in (view.clamp(min=0), view.clamp(max=0)):
-            nonzero = kept(int(torch.count_nonzero(side)), self.ratio)
-            picked = largest(side.abs(), nonzero) if nonzero else torch.empty(0, dtype=torch.int64, device=view.device)
-            mean = side.index_select(0, picked).mean() if nonzero else side.new_zeros(())
-            sides.append((picked + at, mean))
-        return sides
+        sample = view[:: max(1, view.numel() // _SAMPLE)]
+        above = kernels.indices(view.lt(self._border(sample)).logical_not_())
+        below = kernels.indices(view.gt(-self._border(-sample)).logical_not_())
+        return [(picked + at, view.index_select(0, picked).sum() / max(1, picked.numel())) for picked in (above, below)]
+
+    def _border(self, sample: Tensor) -> float:
+        """What ``ratio`` of the sample's positive elements reach."""
+        positive = kept(int((sample > 0).sum()), self.ratio)
+        return max(_LEAST, float(sample.topk(positive).values[-1])) if positive else _LEAST
 
     def decompress(self, payload: Payload) -> Bundle:
         layout = payload.layout

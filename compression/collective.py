@@ -50,6 +50,12 @@ def turn(step: int, group: ProcessGroup | None = None, lr: float | None = None) 
     return Turn(step, dist.get_rank(group), dist.get_world_size(group), lr)
 
 
+def slowest(seconds: float, group: ProcessGroup | None = None) -> float:
+    """The longest of all ranks' times, so that decisions on it agree. Collective."""
+    (longest,) = answer(Request("max", torch.tensor([seconds], dtype=torch.float64)), group)
+    return float(longest)
+
+
 def run(exchange: Exchange, group: ProcessGroup | None = None) -> Bundle:
     """What the exchange comes to over ``group`` (None: the default group, or one rank where there is none). Collective."""
     try:

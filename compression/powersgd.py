@@ -102,7 +102,7 @@ class PowerSGD(Reducer):
         rights: list[Tensor],
     ) -> None:
         """E and Q for the next step; those of a tensor that is not finite on some rank stay as they were."""
-        finite = [bool(torch.isfinite(right.sum())) for right in rights]
+        finite = torch.isfinite(torch.stack(torch._foreach_norm(rights))).tolist() if rights else []
         for (number, _), right, good in zip(matrices, rights, finite, strict=True):
             if good:
                 self.factors[left.layout.names[number]] = right

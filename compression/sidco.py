@@ -24,7 +24,7 @@ _FIRST_RATIO = 0.25  # of the first stage
 _EVERY = 5  # steps between two decisions of the controller
 _TOLERANCE = 0.2
 _FLAT = 1e-6  # a shape parameter below is that of an exponential distribution
-_NEWTON_STEPS = 8
+_NEWTON_STEPS = 12
 
 
 def exponential(values: Tensor, at: float, ratio: float) -> float:
@@ -46,7 +46,7 @@ def generalized_pareto(values: Tensor, at: float, ratio: float) -> float:
 
 def gamma(values: Tensor, at: float, ratio: float) -> float:
     """The same for a gamma distribution from 0 on (first stage of SIDCo-GP); its quantile by Newton's method."""
-    positive = values[values > 0]
+    positive = values if bool(values.all()) else values[values != 0]
     if positive.numel() == 0:
         return 0.0
     mean = float(positive.mean())
@@ -58,12 +58,14 @@ def gamma(values: Tensor, at: float, ratio: float) -> float:
 
 
 def _gamma_quantile(shape: float, upper: float) -> float:
-    """x with Q(shape, x) = upper, the regularised upper incomplete gamma function; from Wilson and Hilferty's approximation on."""
+    """x with Q(shape, x) = upper, the regularised upper incomplete gamma function; from Wilson and Hilferty's
+    approximation on, or that for small x.
+    """
     if upper >= 1:
         return 0.0
     normal = -math.sqrt(2) * float(torch.erfinv(torch.tensor(2 * upper - 1, dtype=torch.float64)))
     cube = 1 - 1 / (9 * shape) + normal / (3 * math.sqrt(shape))
-    x = max(shape * cube**3, 1e-8)
+    x = shape * cube**3 if cube > 0.5 else ((1 - upper) * math.gamma(1 + shape)) ** (1 / shape)
     alpha = torch.tensor(shape, dtype=torch.float64)
     for _ in range(_NEWTON_STEPS):
         above = float(torch.special.gammaincc(alpha, torch.tensor(x, dtype=torch.float64)))
@@ -83,21 +85,40 @@ _FITS: dict[str, tuple[Fit, Fit]] = {  # of the first stage, and of the later on
 
 @dataclass
 class Stages:
-    """The controller of one tensor: how many stages, and what they have selected since the last decision."""
+    """The controller of one tensor: how many stages, and what they have selected since the last decision.
+
+    Algorithm 1 (Adapt_Stages) takes a stage away where too much is selected and adds one where it is too little. That is the first
+    move here. But whether more stages select more depends on the distribution, and one stage that selects too much cannot become
+    fewer: a move that has made it worse is taken back, and the ends of the range turn round.
+    """
 
     stages: int = 1
     steps: int = 0
     achieved: float = 0.0  # sum of selected / target over these steps
+    direction: int = 0  # of the last move; 0: none yet
+    error: float = 0.0  # that led to it: how far selected / target was from 1, as a logarithm
 
     def observe(self, achieved: float, most: int) -> None:
-        """One step's result; every fifth decides (algorithm 1, Adapt_Stages)."""
+        """One step's result; every fifth decides."""
         self.steps += 1
         self.achieved += achieved
-        if self.steps == _EVERY:
-            mean = self.achieved / _EVERY
-            step = -1 if mean > 1 + _TOLERANCE else 1 if mean < 1 - _TOLERANCE else 0
-            self.stages = min(max(1, self.stages + step), most)
-            self.steps, self.achieved = 0, 0.0
+        if self.steps < _EVERY:
+            return
+        mean = self.achieved / _EVERY
+        self.steps, self.achieved = 0, 0.0
+        if not 1 - _TOLERANCE <= mean <= 1 + _TOLERANCE:
+            self._move(mean, most)
+
+    def _move(self, mean: float, most: int) -> None:
+        error = abs(math.log(max(mean, 1e-9)))
+        if self.direction == 0:
+            self.direction = -1 if mean > 1 else 1
+        elif error > self.error:
+            self.direction = -self.direction
+        if not 1 <= self.stages + self.direction <= most:
+            self.direction = -self.direction
+        self.error = error
+        self.stages = min(max(1, self.stages + self.direction), most)
 
 
 class SIDCo(Sparsifier):

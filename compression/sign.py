@@ -23,7 +23,7 @@ class ScaledSign(Compressor):
     primitive = Primitive.ALL_GATHER
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
-        sums = torch.stack(torch._foreach_norm(bundle.views, 1))
+        sums = torch.stack([view.sum() for view in bundle.layout.views(bundle.flat.abs())])
         sizes = torch.tensor(bundle.layout.sizes, device=sums.device).clamp_(min=1)
         return Payload(bundle.layout, join(sums / sizes, kernels.pack_signs(bundle.flat)))
 
@@ -50,7 +50,7 @@ class OneBit(Compressor):
         layout = bundle.layout
         bits = kernels.pack_signs(bundle.flat)
         # From sums over all elements, without taking the signs apart: sum|x| + sum x is twice the sum of the positive ones.
-        absolute = torch.stack(torch._foreach_norm(bundle.views, 1))
+        absolute = torch.stack([view.sum() for view in layout.views(bundle.flat.abs())])
         total = torch.stack([view.sum() for view in bundle.views])
         below = torch.stack([torch.count_nonzero(view < 0) for view in bundle.views])
         sizes = torch.tensor(layout.sizes, device=total.device)

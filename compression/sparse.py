@@ -17,7 +17,8 @@ from . import kernels
 from .base import Bundle, Compressor, Layout, Payload, Primitive, Summed, Turn, cut, divided, join
 from .randomness import SHARED, generator
 
-_FEW = 8192  # elements; below, looking for candidates first costs more than it saves
+_FEW = 4096  # elements; below, looking for candidates first costs more than it saves
+_HITS = 16  # of the sample are expected to be among the largest
 
 
 class Sparsifier(Compressor):
@@ -82,7 +83,7 @@ def largest(magnitudes: Tensor, count: int) -> Tensor:
     size = magnitudes.numel()
     if magnitudes.is_cuda or size <= _FEW or count * 4 > size:
         return magnitudes.topk(count, sorted=False).indices
-    sample = magnitudes[:: max(1, size // max(_FEW, 64 * size // count))]
+    sample = magnitudes[:: max(1, count // _HITS)]
     expected = count / size * sample.numel()
     low = sample.topk(min(sample.numel(), int(1.1 * expected + 4 * expected**0.5) + 1), sorted=True).values[-1]
     candidates = kernels.indices(magnitudes.lt(low).logical_not_())
