@@ -131,7 +131,7 @@ def _max(tensors: Sequence[Tensor]) -> Tensor:
 
 def _gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
     gathered = tensor.new_empty(dist.get_world_size(group), tensor.numel())
-    dist.all_gather_into_tensor(_bytes(gathered.view(-1)), _bytes(tensor), group=group)
+    dist.all_gather_single(_bytes(gathered.view(-1)), _bytes(tensor), group=group)
     return _rows(gathered)
 
 
@@ -165,7 +165,7 @@ def _all_to_all(tensor: Tensor, lengths: Sequence[int], received: int, group: Pr
 
 def _rows(table: Tensor) -> list[Tensor]:
     """Each rank's; what cannot be read as larger elements where it lies is copied."""
-    aligned = table.shape[1] * table.element_size() % _LARGEST == 0
+    aligned = table.shape[1] > 0 and table.shape[1] * table.element_size() % _LARGEST == 0
     return [row if aligned else row.clone() for row in table]
 
 

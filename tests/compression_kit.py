@@ -106,6 +106,8 @@ def run_every(steps: int, world: int) -> dict[str, str]:
             time.sleep(pauses.random() * 0.01)
             means = reduce(each, gradients(1000 * step + dist.get_rank()), step)
         found[name] = "".join(bits(tensor).hex() for tensor in means.values())
+    nothing = reduce(create("threshold"), {"w": torch.zeros(9)}, 0)["w"]  # payloads of no bytes, from all ranks
+    assert torch.equal(nothing, torch.zeros(9))
     assert turn(0).world == world
     dist.destroy_process_group()
     return found
