@@ -38,8 +38,8 @@ class AdaQ(Compressor):
 
     def _sides(self, view: Tensor, at: int) -> list[tuple[Tensor, Tensor]]:
         sample = view[:: max(1, view.numel() // _SAMPLE)]
-        above = kernels.indices(view.lt(self._border(sample)).logical_not_())
-        below = kernels.indices(view.gt(-self._border(-sample)).logical_not_())
+        above = kernels.not_below(view, self._border(sample))
+        below = kernels.not_below(-view, self._border(-sample))
         return [(picked + at, view.index_select(0, picked).sum() / max(1, picked.numel())) for picked in (above, below)]
 
     def _border(self, sample: Tensor) -> float:

@@ -156,10 +156,14 @@ def layout_of(names: tuple[str, ...], shapes: tuple[Shape, ...], dtypes: tuple[t
 
 @dataclass(frozen=True)
 class Bundle:
-    """A group of tensors in one flat float32 buffer (layout.total,). Nobody writes into a bundle that was given to him."""
+    """A group of tensors in one flat float32 buffer (layout.total,).
+
+    Nobody writes into a bundle that was given to him, unless it is ``own``: then the buffer is nobody else's and is given up with it.
+    """
 
     layout: Layout
     flat: Tensor
+    own: bool = False
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], align: int = 8) -> Bundle:
@@ -183,7 +187,12 @@ class Bundle:
             return cls(layout, first.view(-1))
         flat = torch.empty(layout.total, device=first.device)
         torch._foreach_copy_([view.view(shape) for view, shape in zip(layout.views(flat), layout.shapes, strict=True)], given)
-        return cls(layout, layout.clear_padding(flat))
+        return cls(layout, layout.clear_padding(flat), own=True)
+
+    def plus(self, other: Tensor, alpha: float = 1.0) -> Bundle:
+        """``self + alpha other``, in memory that may be written."""
+        flat = self.flat.add_(other, alpha=alpha) if self.own else torch.add(self.flat, other, alpha=alpha)
+        return Bundle(self.layout, flat, own=True)
 
     @cached_property
     def views(self) -> list[Tensor]:
@@ -234,7 +243,7 @@ class Reducer(ABC):
 
     @abstractmethod
     def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
-        """Average over ranks: ask for collectives, return the mean, the same bits on all ranks. One call per bundle and step."""
+        """Average over ranks: ask for collectives, return the mean, the same bits on all ranks. One call per group and step."""
 
     @abstractmethod
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
@@ -306,7 +315,8 @@ def divided(bundle: Bundle, world: int) -> Bundle:
 
 def join(*parts: Tensor) -> Tensor:
     """One payload of several tensors, uint8. Those of larger elements come first, so that each can be read where it lies."""
-    return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts]) if len(parts) > 1 else parts[0].view(torch.uint8)
+    full = [part.reshape(-1).view(torch.uint8) for part in parts if part.numel()]  # empty ones may have strides that have no view
+    return torch.cat(full) if full else torch.empty(0, dtype=torch.uint8, device=parts[0].device)
 
 
 def cut(data: Tensor, *parts: tuple[torch.dtype, int]) -> list[Tensor]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from .base import Bundle, Compressor, Exchange, Layout, Reducer, State, Turn
 from .memory import Memory, non_finite
 
@@ -42,7 +40,7 @@ class ErrorFeedback(Reducer):
     def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
         layout = bundle.layout
         kept = self.residuals.flat(layout, bundle.flat.device)
-        compensated = Bundle(layout, torch.add(bundle.flat, kept, alpha=self.beta * self._rescaled(layout, turn)))
+        compensated = bundle.plus(kept, self.beta * self._rescaled(layout, turn))
         bad = non_finite(compensated)
         payload = self.inner.compress(compensated, turn)
         left = self.inner.residual(compensated, payload)

@@ -43,7 +43,7 @@ class Natural8(Natural):
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         exponents = kernels.natural(bundle.flat, bundle.layout, self.seed, turn)
         codes = exponents.clamp(_LOW, _LOW + _INFINITE - 1).sub_(_LOW).masked_fill_(exponents == 255, _INFINITE)
-        return Payload(bundle.layout, codes | (bundle.flat < 0).to(torch.uint8) << 7)
+        return Payload(bundle.layout, codes | kernels.negative(bundle.flat).view(torch.uint8) << 7)
 
     def decompress(self, payload: Payload) -> Bundle:
         return Bundle(payload.layout, _table(payload.data.device).index_select(0, payload.data.int()))

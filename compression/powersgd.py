@@ -47,23 +47,25 @@ class PowerSGD(Reducer):
         layout, device = bundle.layout, bundle.flat.device
         matrices, whole = split(layout, self.rank, self.least_rate)
         before = self.errors.flat(layout, device) if self.error_feedback else None
-        left = Bundle(layout, bundle.flat + before if before is not None else bundle.flat)
+        left = bundle if before is None else bundle.plus(before)
         targets = [left.views[number].view(shape) for number, shape in matrices]
         qs = self._warm([(layout.names[number], shape) for number, shape in matrices], device, turn)
 
         products = [_product(target, q) for target, q in zip(targets, qs, strict=True)]
-        means = yield from _Collected([*products, *(left.views[number] for number in whole)]).averaged(turn)
-        lefts = [mean.view(q.shape[0], -1) for mean, q in zip(means, qs, strict=False)]
-        orthonormalise(lefts)
-        means[: len(lefts)] = yield from _Collected([torch.mm(p, target) for p, target in zip(lefts, targets, strict=True)]).averaged(turn)
-        rights = [mean.view(q.shape) for mean, q in zip(means, qs, strict=False)]
+        means = yield from _averaged([*products, *(left.views[number] for number in whole)], turn)
+        ps = [mean.view(q.shape[0], -1) for mean, q in zip(means, qs, strict=False)]
+        orthonormalise(ps)
+        projections = yield from _averaged([_projection(target, p) for target, p in zip(targets, ps, strict=True)], turn)
+        qs = [mean.view(q.shape) for mean, q in zip(projections, qs, strict=True)]
 
         result = Bundle(layout, layout.clear_padding(torch.empty_like(left.flat)))
-        for (number, shape), p, q in zip(matrices, lefts, rights, strict=True):
-            torch.mm(p.t(), q, out=result.views[number].view(shape))
+        for (number, shape), p, q in zip(matrices, ps, qs, strict=True):
+            (torch.mul if p.shape[0] == 1 else torch.mm)(p.t(), q, out=result.views[number].view(shape))
         for number, mean in zip(whole, means[len(matrices) :], strict=True):
             result.views[number].copy_(mean)
-        self._remember(left, before, result, matrices, whole, rights)
+        bad = self._keep_factors([layout.names[number] for number, _ in matrices], qs)
+        if before is not None:
+            self._keep_errors(left, result, before, whole, [matrices[place][0] for place in bad])
         return result
 
     def _warm(self, matrices: Sequence[tuple[str, Shape]], device: torch.device, turn: Turn) -> list[Tensor]:
@@ -92,28 +94,21 @@ class PowerSGD(Reducer):
         zero = torch.linalg.vector_norm(factor, dim=1, keepdim=True) == 0
         factor.copy_(torch.where(zero, torch.from_numpy(fresh).to(factor.device), factor))
 
-    def _remember(
-        self,
-        left: Bundle,
-        before: Tensor | None,
-        result: Bundle,
-        matrices: list[tuple[int, tuple[int, int]]],
-        whole: list[int],
-        rights: list[Tensor],
-    ) -> None:
-        """E and Q for the next step; those of a tensor that is not finite on some rank stay as they were."""
-        finite = torch.isfinite(torch.stack(torch._foreach_norm(rights))).tolist() if rights else []
-        for (number, _), right, good in zip(matrices, rights, finite, strict=True):
-            if good:
-                self.factors[left.layout.names[number]] = right
-        if before is None:
-            return
+    def _keep_factors(self, names: Sequence[str], qs: Sequence[Tensor]) -> list[int]:
+        """Q' for the next step; which ones are not finite, on all ranks alike. Those are not kept."""
+        bad = []
+        if qs and not bool(torch.isfinite(torch.cat([q.view(-1) for q in qs]).sum())):
+            bad = [place for place, q in enumerate(qs) if not bool(torch.isfinite(q).all())]
+        self.factors.update((name, q) for place, (name, q) in enumerate(zip(names, qs, strict=True)) if place not in bad)
+        return bad
+
+    def _keep_errors(self, left: Bundle, result: Bundle, before: Tensor, whole: Sequence[int], bad: Sequence[int]) -> None:
+        """E for the next step: nothing of what travelled whole, and what it was before where a result is not finite."""
         left.flat.sub_(result.flat)
         for number in whole:
             left.views[number].zero_()
-        for (number, _), good in zip(matrices, finite, strict=True):
-            if not good:
-                left.views[number].copy_(left.layout.views(before)[number])
+        for number in bad:
+            left.views[number].copy_(left.layout.views(before)[number])
         self.errors.replace(left.layout, left.flat)
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
@@ -143,26 +138,24 @@ def split(layout: Layout, rank: int, least_rate: float) -> tuple[list[tuple[int,
     return matrices, whole
 
 
-class _Collected:
-    """Tensors side by side in one flat buffer, so that one collective takes them all."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._lengths = [tensor.numel() for tensor in tensors]
-        self._flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.empty(0)
-
-    def averaged(self, turn: Turn) -> Generator[Request, list[Tensor], list[Tensor]]:
-        """The means over ranks, flat; no collective for no tensors."""
-        if not self._lengths:
-            return []
-        (total,) = yield Request("sum", self._flat)
-        if turn.world > 1:
-            total.div_(turn.world)
-        return list(total.split_with_sizes(self._lengths))
+def _averaged(tensors: Sequence[Tensor], turn: Turn) -> Generator[Request, list[Tensor], list[Tensor]]:
+    """The means over ranks, flat, by one collective; by none for no tensors."""
+    if not tensors:
+        return []
+    (total,) = yield Request("sum", torch.cat([tensor.view(-1) for tensor in tensors]))
+    if turn.world > 1:
+        total.div_(turn.world)
+    return list(total.split_with_sizes([tensor.numel() for tensor in tensors]))
 
 
 def _product(target: Tensor, q: Tensor) -> Tensor:
     """(M Q)', (rank, m): rows are what has to be orthonormal, and rows lie together in memory."""
-    return torch.mm(target, q.t()).t().contiguous() if q.shape[0] > 1 else torch.mv(target, q[0])
+    return torch.mm(target, q.t()).t().contiguous() if q.shape[0] > 1 else torch.mv(target, q.view(-1))
+
+
+def _projection(target: Tensor, p: Tensor) -> Tensor:
+    """(M' P)', (rank, n)."""
+    return torch.mm(p, target) if p.shape[0] > 1 else torch.mv(target.t(), p.view(-1))
 
 
 def orthonormalise(factors: Sequence[Tensor]) -> None:
@@ -172,7 +165,7 @@ def orthonormalise(factors: Sequence[Tensor]) -> None:
         taken = [(factor, norms) for factor, norms in zip(factors, first, strict=True) if factor.shape[0] > place]
         rows = [factor[place] for factor, _ in taken]
         norms = torch.stack(torch._foreach_norm(rows))
-        least = torch.stack([norms.new_zeros(()) if before is None else before[place] * _DEPENDENT for _, before in taken])
+        least = torch.stack([before[place] for _, before in taken if before is not None]) * _DEPENDENT if place else 0.0
         torch._foreach_mul_(rows, list(torch.where(norms <= least, 0.0, 1 / norms).unbind()))
         for factor, _ in taken:
             if factor.shape[0] > place + 1:

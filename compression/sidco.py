@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from . import kernels
 from .base import Bundle, State, Turn
 from .sparse import Sparsifier, above, check_ratio, kept
 
@@ -155,7 +154,7 @@ class SIDCo(Sparsifier):
         threshold = self._first(magnitudes, 0.0, _FIRST_RATIO)
         ratio = (self.ratio / _FIRST_RATIO) ** (1 / (stages - 1))
         for _ in range(stages - 1):
-            magnitudes = magnitudes.index_select(0, kernels.indices(magnitudes > threshold))
+            magnitudes = magnitudes.index_select(0, above(magnitudes, threshold))
             if magnitudes.numel() == 0:
                 break
             threshold = self._later(magnitudes, float(magnitudes.min()), ratio)

@@ -52,7 +52,7 @@ class OneBit(Compressor):
         # From sums over all elements, without taking the signs apart: sum|x| + sum x is twice the sum of the positive ones.
         absolute = torch.stack([view.sum() for view in layout.views(bundle.flat.abs())])
         total = torch.stack([view.sum() for view in bundle.views])
-        below = torch.stack([torch.count_nonzero(view < 0) for view in bundle.views])
+        below = torch.stack([torch.count_nonzero(part) for part in layout.views(kernels.negative(bundle.flat))])
         sizes = torch.tensor(layout.sizes, device=total.device)
         low = (total - absolute) / 2 / below.clamp(min=1)
         high = (total + absolute) / 2 / (sizes - below).clamp(min=1)
@@ -136,9 +136,8 @@ class MajorityVote(Reducer):
 def signs(flat: Tensor, coin: Tensor) -> Tensor:
     """Packed signs, with the coin's bit where an element is zero."""
     bits = kernels.pack_signs(flat)
-    if bool((flat == 0).any()):
-        bits &= ~kernels.pack(flat == 0)
-        bits |= kernels.pack(flat == 0) & coin
+    if (zeros := kernels.zeros(flat)) is not None:
+        bits ^= kernels.pack(zeros) & ~coin
     return bits
 
 

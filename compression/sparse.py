@@ -18,6 +18,7 @@ from .base import Bundle, Compressor, Layout, Payload, Primitive, Summed, Turn, 
 from .randomness import SHARED, generator
 
 _FEW = 4096  # elements; below, looking for candidates first costs more than it saves
+_LEAST = 2.0**-149  # the smallest float32
 _HITS = 16  # of the sample are expected to be among the largest
 
 
@@ -86,7 +87,7 @@ def largest(magnitudes: Tensor, count: int) -> Tensor:
     sample = magnitudes[:: max(1, count // _HITS)]
     expected = count / size * sample.numel()
     low = sample.topk(min(sample.numel(), int(1.1 * expected + 4 * expected**0.5) + 1), sorted=True).values[-1]
-    candidates = kernels.indices(magnitudes.lt(low).logical_not_())
+    candidates = kernels.not_below(magnitudes, float(low))
     if not count <= candidates.numel() <= size // 2:  # the sample misled, or most are equal
         return magnitudes.topk(count, sorted=False).indices
     return candidates[magnitudes.index_select(0, candidates).topk(count, sorted=False).indices]
@@ -94,7 +95,7 @@ def largest(magnitudes: Tensor, count: int) -> Tensor:
 
 def above(magnitudes: Tensor, threshold: float) -> Tensor:
     """Indices of what is not below a threshold, int64; zeros never are among them, NaN always is."""
-    return kernels.indices(magnitudes.lt(threshold).logical_not_() if threshold > 0 else magnitudes.ne(0))
+    return kernels.not_below(magnitudes, threshold if threshold > 0 else _LEAST)
 
 
 class TopK(Sparsifier):

@@ -59,7 +59,7 @@ class TwoPhase(Reducer):
         """The payload for each owner; what they leave out stays here."""
         layout = bundle.layout
         kept = self.sender.flat(layout, bundle.flat.device) if self.error_feedback else None
-        compensated = bundle if kept is None else Bundle(layout, bundle.flat + kept)
+        compensated = bundle if kept is None else bundle.plus(kept)
         left = torch.zeros_like(bundle.flat)
         sent = []
         for part in parts:
@@ -84,7 +84,7 @@ class TwoPhase(Reducer):
         if not self.error_feedback:
             return self.inner.compress(mean, turn).data
         kept = self.owner.flat(part.means, mean.flat.device)
-        compensated = Bundle(part.means, mean.flat + kept)
+        compensated = Bundle(part.means, mean.flat.add_(kept))
         bad = non_finite(compensated)
         payload = self.inner.compress(compensated, turn)
         self._keep(self.owner, part.means, self.inner.residual(compensated, payload), kept, bad)

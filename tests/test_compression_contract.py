@@ -64,11 +64,12 @@ def test_nothing_is_lost_over_many_steps(name: str) -> None:
     bound = torch.zeros_like(total)
     for step in range(20):
         bundle = Bundle.of(gradients(step), each.align)
-        before = each.residuals.flat(bundle.layout, bundle.flat.device).clone()
+        given = bundle.flat.clone()
+        before = each.residuals.flat(bundle.layout, given.device).clone()
         (sent,) = simulate([each.exchange(bundle, Turn(step))])
-        total += bundle.flat.double() - sent.flat
-        left = each.residuals.flat(bundle.layout, bundle.flat.device)
-        bound += HALF_ULP * ((bundle.flat + before).abs() + left.abs()).double()
+        total += given.double() - sent.flat
+        left = each.residuals.flat(bundle.layout, given.device)
+        bound += HALF_ULP * ((given + before).abs() + left.abs()).double()
     views = zip(bundle.layout.views(total - left), bundle.layout.views(bound), strict=True)
     assert all((wrong.abs() <= limit + 1e-30).all() for wrong, limit in views)
 
