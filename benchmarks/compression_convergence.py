@@ -55,7 +55,7 @@ RUNS = [
     Run("fp16", bare=None),
     Run("bf16", bare=None),
     Run("topk", {"ratio": 0.01}),
-    Run("randomk", {"ratio": 0.05}),
+    Run("randomk", {"ratio": 0.1}, rate=0.05),
     Run("threshold", {"value": 0.01}),
     Run("hard_threshold", {"count": 1100}),
     Run("dgc", {"ratio": 0.01, "warmup_steps": 200}, momentum=0.0, bare=None),
@@ -79,7 +79,7 @@ RUNS = [
     Run("sketch"),
     Run("powersgd", {"rank": 1}, bare={"error_feedback": False}),
     Run("powersgd", {"rank": 4}, bare={"error_feedback": False}),
-    Run("atomo", {"atoms": 4}, bare=None),
+    Run("atomo", {"atoms": 4}, rate=0.1, momentum=0.0, bare=None),
 ]
 
 

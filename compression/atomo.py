@@ -34,11 +34,12 @@ class Atomo(Compressor):
         self.atoms, self.seed = atoms, seed
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
-        matrices, whole = split(bundle.layout, self.atoms, 1.0)
+        runs, whole = split(bundle.layout, self.atoms, 1.0)
         parts: list[Tensor] = []
-        for number, shape in matrices:
-            stream = generator(bundle.layout.names[number], self.seed, turn, turn.rank)
-            parts += self._drawn(bundle.views[number].view(shape), float(stream.random()))
+        for run in runs:
+            for number, matrix in zip(run.numbers, run.matrices(bundle.flat).unbind(), strict=True):
+                stream = generator(bundle.layout.names[number], self.seed, turn, turn.rank)
+                parts += self._drawn(matrix, float(stream.random()))
         return Payload(
             bundle.layout, torch.cat([*(part.reshape(-1) for part in parts), *(bundle.views[n] for n in whole)]).view(torch.uint8)
         )
@@ -58,22 +59,23 @@ class Atomo(Compressor):
 
     def decompress(self, payload: Payload) -> Bundle:
         layout, data = payload.layout, payload.data.view(torch.float32)
-        matrices, whole = split(layout, self.atoms, 1.0)
+        runs, whole = split(layout, self.atoms, 1.0)
         result = Bundle(layout, torch.zeros(layout.total, device=data.device))
         at = 0
-        for number, (rows, columns) in matrices:
-            count = min(self.atoms, rows, columns)
-            lefts, rights = data[at : at + count * (rows + columns)].split_with_sizes([count * rows, count * columns])
-            torch.mm(lefts.view(count, rows).t(), rights.view(count, columns), out=result.views[number].view(rows, columns))
-            at += count * (rows + columns)
+        for run in runs:
+            sides = [run.rank * run.rows, run.rank * run.columns]
+            for matrix in run.matrices(result.flat).unbind():
+                lefts, rights = data[at : at + sum(sides)].split_with_sizes(sides)
+                torch.mm(lefts.view(run.rank, run.rows).t(), rights.view(run.rank, run.columns), out=matrix)
+                at += sum(sides)
         for number in whole:
             result.views[number].copy_(data[at : at + layout.sizes[number]])
             at += layout.sizes[number]
         return result
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
-        matrices, whole = split(layout, self.atoms, 1.0)
-        drawn = sum(min(self.atoms, m, n) * (m + n) for _, (m, n) in matrices)
+        runs, whole = split(layout, self.atoms, 1.0)
+        drawn = sum(len(run.numbers) * run.rank * (run.rows + run.columns) for run in runs)
         return 4 * (drawn + sum(layout.sizes[number] for number in whole))
 
 
@@ -85,8 +87,8 @@ def atoms(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = matrix.shape[0] <= matrix.shape[1]
     scaled = matrix / matrix.abs().max().clamp(min=torch.finfo(matrix.dtype).tiny)  # squares neither overflow nor vanish
-    gram = scaled @ scaled.t() if wide else scaled.t() @ scaled
-    basis = torch.linalg.eigh(gram).eigenvectors.t().contiguous()
+    scaled = (scaled if wide else scaled.t()).double()
+    basis = torch.linalg.eigh(scaled @ scaled.t()).eigenvectors.t().to(matrix.dtype).contiguous()
     return (basis, basis @ matrix) if wide else (basis @ matrix.t(), basis)
 
 

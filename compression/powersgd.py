@@ -5,14 +5,16 @@ A gradient M of m x n becomes P of m x r and Q of n x r; both are averaged, so b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from .base import Bundle, Exchange, Layout, Primitive, Reducer, Request, Shape, State, Turn
+from .base import Bundle, Exchange, Layout, Primitive, Reducer, Request, State, Turn
 from .memory import Memory
 from .randomness import SHARED, generator
 
@@ -45,41 +47,47 @@ class PowerSGD(Reducer):
 
     def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
         layout, device = bundle.layout, bundle.flat.device
-        matrices, whole = split(layout, self.rank, self.least_rate)
+        runs, whole = split(layout, self.rank, self.least_rate)
         before = self.errors.flat(layout, device) if self.error_feedback else None
         left = bundle if before is None else bundle.plus(before)
-        targets = [left.views[number].view(shape) for number, shape in matrices]
-        qs = self._warm([(layout.names[number], shape) for number, shape in matrices], device, turn)
+        matrices = [run.matrices(left.flat) for run in runs]
+        qs = [self._warm(run, layout.names, device, turn) for run in runs]
 
-        products = [_product(target, q) for target, q in zip(targets, qs, strict=True)]
-        means = yield from _averaged([*products, *(left.views[number] for number in whole)], turn)
-        ps = [mean.view(q.shape[0], -1) for mean, q in zip(means, qs, strict=False)]
-        orthonormalise(ps)
-        projections = yield from _averaged([_projection(target, p) for target, p in zip(targets, ps, strict=True)], turn)
-        qs = [mean.view(q.shape) for mean, q in zip(projections, qs, strict=True)]
+        dense = [left.views[number] for number in whole]
+        products = _stacks(runs, "rows", device, sum(view.numel() for view in dense))
+        for run_of, q, p in zip(matrices, qs, products.parts, strict=True):
+            _multiply(run_of, q, p)
+        if dense:
+            torch.cat(dense, out=products.rest)
+        yield from products.average(turn)
+        orthonormalise(products.parts)
+
+        projections = _stacks(runs, "columns", device)
+        for run_of, p, q in zip(matrices, products.parts, projections.parts, strict=True):
+            _multiply(run_of.transpose(1, 2), p, q)
+        if runs:
+            yield from projections.average(turn)
 
         result = Bundle(layout, layout.clear_padding(torch.empty_like(left.flat)))
-        for (number, shape), p, q in zip(matrices, ps, qs, strict=True):
-            (torch.mul if p.shape[0] == 1 else torch.mm)(p.t(), q, out=result.views[number].view(shape))
-        for number, mean in zip(whole, means[len(matrices) :], strict=True):
+        for run, p, q in zip(runs, products.parts, projections.parts, strict=True):
+            _expand(p, q, run.matrices(result.flat))
+        for number, mean in zip(whole, products.rest.split_with_sizes([view.numel() for view in dense]), strict=True):
             result.views[number].copy_(mean)
-        bad = self._keep_factors([layout.names[number] for number, _ in matrices], qs)
+        bad = self._keep_factors(layout.names, runs, projections)
         if before is not None:
-            self._keep_errors(left, result, before, whole, [matrices[place][0] for place in bad])
+            self._keep_errors(left, result, before, whole, bad)
         return result
 
-    def _warm(self, matrices: Sequence[tuple[str, Shape]], device: torch.device, turn: Turn) -> list[Tensor]:
-        """Each matrix's Q' of the last step with rows of length 1. A row that has come to zero would stay so: it is drawn anew."""
-        qs = [self._kept(name, min(self.rank, *shape), shape[1], device) for name, shape in matrices]
-        rows = [row for q in qs for row in q.unbind()]
-        norms = torch._foreach_norm(rows) if rows else ()
-        if rows and not bool(torch.stack(norms).all()):
-            for (name, _), q in zip(matrices, qs, strict=True):
-                self._draw(name, q, turn)
-            norms = torch._foreach_norm(rows)
-        if rows:
-            torch._foreach_div_(rows, list(norms))
-        return qs
+    def _warm(self, run: Run, names: Sequence[str], device: torch.device, turn: Turn) -> Tensor:
+        """Q' of the last step of each matrix, (count, rank, columns), rows of length 1. One that has come to zero is drawn anew."""
+        kept = [self._kept(names[number], run.rank, run.columns, device) for number in run.numbers]
+        rows = [row for q in kept for row in q.unbind()]
+        norms = torch.stack(torch._foreach_norm(rows))
+        if not bool(norms.all()):
+            for number, q in zip(run.numbers, kept, strict=True):
+                self._draw(names[number], q, turn)
+            norms = torch.stack(torch._foreach_norm(rows))
+        return torch.stack(kept).div_(norms.view(-1, run.rank, 1))
 
     def _kept(self, name: str, rank: int, columns: int, device: torch.device) -> Tensor:
         factor = self.factors.get(name)
@@ -94,12 +102,16 @@ class PowerSGD(Reducer):
         zero = torch.linalg.vector_norm(factor, dim=1, keepdim=True) == 0
         factor.copy_(torch.where(zero, torch.from_numpy(fresh).to(factor.device), factor))
 
-    def _keep_factors(self, names: Sequence[str], qs: Sequence[Tensor]) -> list[int]:
-        """Q' for the next step; which ones are not finite, on all ranks alike. Those are not kept."""
+    def _keep_factors(self, names: Sequence[str], runs: Sequence[Run], projections: _Stacks) -> list[int]:
+        """Q' for the next step; numbers of the tensors whose one is not finite, on all ranks alike. Those are not kept."""
+        finite = bool(torch.isfinite(projections.flat.sum()))
         bad = []
-        if qs and not bool(torch.isfinite(torch.cat([q.view(-1) for q in qs]).sum())):
-            bad = [place for place, q in enumerate(qs) if not bool(torch.isfinite(q).all())]
-        self.factors.update((name, q) for place, (name, q) in enumerate(zip(names, qs, strict=True)) if place not in bad)
+        for run, stack in zip(runs, projections.parts, strict=True):
+            for number, q in zip(run.numbers, stack.unbind(), strict=True):
+                if finite or bool(torch.isfinite(q).all()):
+                    self.factors[names[number]] = q
+                else:
+                    bad.append(number)
         return bad
 
     def _keep_errors(self, left: Bundle, result: Bundle, before: Tensor, whole: Sequence[int], bad: Sequence[int]) -> None:
@@ -112,8 +124,8 @@ class PowerSGD(Reducer):
         self.errors.replace(left.layout, left.flat)
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
-        matrices, whole = split(layout, self.rank, self.least_rate)
-        factors = sum(min(self.rank, m, n) * (m + n) for _, (m, n) in matrices)
+        runs, whole = split(layout, self.rank, self.least_rate)
+        factors = sum(len(run.numbers) * run.rank * (run.rows + run.columns) for run in runs)
         return 4 * (factors + sum(layout.sizes[number] for number in whole))
 
     def state_dict(self) -> State:
@@ -124,50 +136,108 @@ class PowerSGD(Reducer):
         self.factors = {name: factor.clone() for name, factor in state["factors"].items()}
 
 
+@dataclass(frozen=True)
+class Run:
+    """Tensors that follow each other in a layout and are matrices of one shape: what can be done for all at once is.
+
+    Products are not: how a batch of products is rounded depends on its size, and a group must give what its tensors give.
+
+    Attributes:
+        numbers: of the tensors.
+        rows, columns: of each matrix.
+        rank: of its factors.
+        start, span: elements from the layout's begin to the first, and from each to the next.
+    """
+
+    numbers: tuple[int, ...]
+    rows: int
+    columns: int
+    rank: int
+    start: int
+    span: int
+
+    def matrices(self, flat: Tensor) -> Tensor:
+        """Their elements of a flat buffer, (count, rows, columns)."""
+        return flat.as_strided(
+            (len(self.numbers), self.rows, self.columns), (self.span, self.columns, 1), flat.storage_offset() + self.start
+        )
+
+
 @lru_cache(maxsize=1024)
-def split(layout: Layout, rank: int, least_rate: float) -> tuple[list[tuple[int, tuple[int, int]]], list[int]]:
-    """Numbers and matrix shapes of the tensors that are worth factoring, and the numbers of the others."""
-    matrices, whole = [], []
+def split(layout: Layout, rank: int, least_rate: float) -> tuple[tuple[Run, ...], tuple[int, ...]]:
+    """Runs of the tensors that are worth factoring, and the numbers of the others."""
+    runs: list[Run] = []
+    whole = []
     for number, (shape, size) in enumerate(zip(layout.shapes, layout.sizes, strict=True)):
         rows = shape[0] if len(shape) > 1 else 1
         columns = size // rows
-        if min(rank, rows, columns) * (rows + columns) * least_rate < size:
-            matrices.append((number, (rows, columns)))
-        else:
+        low = min(rank, rows, columns)
+        if low * (rows + columns) * least_rate >= size:
             whole.append(number)
-    return matrices, whole
+            continue
+        run = Run((number,), rows, columns, low, layout.starts[number], layout.spans[number])
+        if runs and runs[-1].numbers[-1] == number - 1 and (runs[-1].rows, runs[-1].columns) == (rows, columns):
+            last = runs.pop()
+            run = replace(last, numbers=(*last.numbers, number))
+        runs.append(run)
+    return tuple(runs), tuple(whole)
 
 
-def _averaged(tensors: Sequence[Tensor], turn: Turn) -> Generator[Request, list[Tensor], list[Tensor]]:
-    """The means over ranks, flat, by one collective; by none for no tensors."""
-    if not tensors:
-        return []
-    (total,) = yield Request("sum", torch.cat([tensor.view(-1) for tensor in tensors]))
-    if turn.world > 1:
-        total.div_(turn.world)
-    return list(total.split_with_sizes([tensor.numel() for tensor in tensors]))
+class _Stacks:
+    """Factors of all runs side by side in one flat buffer, so that one collective takes them all; and what travels with them."""
+
+    def __init__(self, shapes: Sequence[tuple[int, int, int]], rest: int, device: torch.device) -> None:
+        self._shapes = shapes
+        self._rest = rest
+        self._use(torch.empty(sum(math.prod(shape) for shape in shapes) + rest, device=device))
+
+    def _use(self, flat: Tensor) -> None:
+        self.flat = flat
+        *parts, self.rest = flat.split_with_sizes([*(math.prod(shape) for shape in self._shapes), self._rest])
+        self.parts = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def average(self, turn: Turn) -> Generator[Request, list[Tensor], None]:
+        """Over ranks."""
+        (total,) = yield Request("sum", self.flat)
+        self._use(total.div_(turn.world) if turn.world > 1 else total)
 
 
-def _product(target: Tensor, q: Tensor) -> Tensor:
-    """(M Q)', (rank, m): rows are what has to be orthonormal, and rows lie together in memory."""
-    return torch.mm(target, q.t()).t().contiguous() if q.shape[0] > 1 else torch.mv(target, q.view(-1))
+def _stacks(runs: Sequence[Run], side: Literal["rows", "columns"], device: torch.device, rest: int = 0) -> _Stacks:
+    return _Stacks([(len(run.numbers), run.rank, getattr(run, side)) for run in runs], rest, device)
 
 
-def _projection(target: Tensor, p: Tensor) -> Tensor:
-    """(M' P)', (rank, n)."""
-    return torch.mm(p, target) if p.shape[0] > 1 else torch.mv(target.t(), p.view(-1))
+def _multiply(matrices: Tensor, factors: Tensor, out: Tensor) -> None:
+    """(M Q)' of each matrix: (count, m, n) and (count, rank, n) to (count, rank, m). Rows are what has to be orthonormal later."""
+    for matrix, factor, result in zip(matrices.unbind(), factors.unbind(), out.unbind(), strict=True):
+        if factor.shape[0] == 1:
+            torch.mv(matrix, factor.view(-1), out=result.view(-1))
+        else:
+            torch.mm(factor, matrix.t(), out=result)
 
 
-def orthonormalise(factors: Sequence[Tensor]) -> None:
-    """Rows of each (rank, m) matrix in place, by Gram and Schmidt; a row that depends on those before it becomes zero."""
-    first = [torch.linalg.vector_norm(factor, dim=1) if factor.shape[0] > 1 else None for factor in factors]
-    for place in range(max((factor.shape[0] for factor in factors), default=0)):
-        taken = [(factor, norms) for factor, norms in zip(factors, first, strict=True) if factor.shape[0] > place]
-        rows = [factor[place] for factor, _ in taken]
-        norms = torch.stack(torch._foreach_norm(rows))
-        least = torch.stack([before[place] for _, before in taken if before is not None]) * _DEPENDENT if place else 0.0
-        torch._foreach_mul_(rows, list(torch.where(norms <= least, 0.0, 1 / norms).unbind()))
-        for factor, _ in taken:
-            if factor.shape[0] > place + 1:
-                rest = factor[place + 1 :]
-                rest.addr_(torch.mv(rest, factor[place]), factor[place], alpha=-1)
+def _expand(lefts: Tensor, rights: Tensor, out: Tensor) -> None:
+    """P Q' of each matrix."""
+    if lefts.shape[1] == 1:  # one rounding an element, however many at once
+        torch.mul(lefts.transpose(1, 2), rights, out=out)
+        return
+    for left, right, result in zip(lefts.unbind(), rights.unbind(), out.unbind(), strict=True):
+        torch.mm(left.t(), right, out=result)
+
+
+def orthonormalise(stacks: Sequence[Tensor]) -> None:
+    """Rows of each matrix of each (count, rank, m) stack in place, by Gram and Schmidt; one that depends on others becomes zero."""
+    for stack in stacks:
+        first = _norms(stack) if stack.shape[1] > 1 else None
+        for place in range(stack.shape[1]):
+            rows = stack[:, place]
+            norms = _norms(rows)
+            least = 0.0 if place == 0 or first is None else _DEPENDENT * first.view(stack.shape[:2])[:, place]
+            rows.mul_(torch.where(norms <= least, 0.0, 1 / norms).unsqueeze(1))
+            for matrix in stack.unbind() if place + 1 < stack.shape[1] else ():
+                rest = matrix[place + 1 :]
+                rest.addr_(torch.mv(rest, matrix[place]), matrix[place], alpha=-1)
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """Of each row, one by one: (rows,) for (..., m)."""
+    return torch.stack(torch._foreach_norm(list(rows.reshape(-1, rows.shape[-1]).unbind())))

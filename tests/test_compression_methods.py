@@ -370,11 +370,11 @@ def test_powersgd_warms_up() -> None:
 def test_every_matrix_is_made_orthonormal_by_itself() -> None:
     """Public code divides matrices of one shape by a norm over all of them."""
     stream = torch.Generator().manual_seed(1)
-    factors = [torch.randn(4, 50, generator=stream) * 10.0**scale for scale in (-3, 0, 3)] + [torch.randn(1, 50, generator=stream)]
+    factors = [torch.randn(4, 50, generator=stream) * 10.0**scale for scale in (-3, 0, 3)]
     dependent = torch.randn(1, 50, generator=stream).repeat(3, 1) * torch.tensor([[1.0], [2.0], [-7.0]])
-    factors.append(dependent)
-    powersgd.orthonormalise(factors)
-    for factor in factors[:-1]:
+    stack, row = torch.stack(factors), torch.randn(1, 1, 50, generator=stream)
+    powersgd.orthonormalise([stack, row, dependent.unsqueeze(0)])
+    for factor in [*stack, *row]:
         torch.testing.assert_close(factor @ factor.t(), torch.eye(factor.shape[0]), rtol=0, atol=1e-5)
     assert dependent[0].norm() == pytest.approx(1)
     assert (dependent[1:] == 0).all()
