@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import common
-from gemini_ft.compression.base import Bundle, Reducer, Turn
+from gemini_ft.compression.base import Bundle, Exchange, Reducer, Turn
 from gemini_ft.compression.collective import simulate
 from gemini_ft.compression.methods import create
 
@@ -55,14 +55,14 @@ RUNS = [
     Run("fp16", bare=None),
     Run("bf16", bare=None),
     Run("topk", {"ratio": 0.01}),
-    Run("randomk", {"ratio": 0.1}, rate=0.05),
+    Run("randomk", {"ratio": 0.1}, rate=1.0, momentum=0.0),
     Run("threshold", {"value": 0.01}),
     Run("hard_threshold", {"count": 1100}),
     Run("dgc", {"ratio": 0.01, "warmup_steps": 200}, momentum=0.0, bare=None),
     Run("sidco_e", {"ratio": 0.01}),
     Run("sidco_p", {"ratio": 0.01}),
     Run("sidco_gp", {"ratio": 0.01}),
-    Run("adaq", {"ratio": 0.01}),
+    Run("adaq", {"ratio": 0.01}, rate=1.0, momentum=0.0),
     Run("signsgd", rate=0.001, momentum=0.0, bare=None),
     Run("signum", rate=0.002, momentum=0.0, bare=None),
     Run("efsignsgd", rate=1.0, momentum=0.0),
@@ -79,7 +79,7 @@ RUNS = [
     Run("sketch"),
     Run("powersgd", {"rank": 1}, bare={"error_feedback": False}),
     Run("powersgd", {"rank": 4}, bare={"error_feedback": False}),
-    Run("atomo", {"atoms": 4}, rate=0.1, momentum=0.0, bare=None),
+    Run("atomo", {"atoms": 4}, rate=0.5, momentum=0.0, bare=None),
 ]
 
 
@@ -117,37 +117,56 @@ def train(make: Callable[[], Reducer], rate: float, momentum: float, steps: int 
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50, 1.0 - step / steps))
-    methods = [make() for _ in range(WORLD)]
-    sources = [torch.Generator().manual_seed(rank) for rank in range(WORLD)]
-    nbytes = 0
+    workers = Workers([make() for _ in range(WORLD)])
     for step in range(steps):
-        ranks = [_gradients(model, source) for source in sources]
-        bundles = [Bundle.of(each, method.align) for each, method in zip(ranks, methods, strict=True)]
-        counted = [[0] for _ in ranks]
-        exchanges = [
-            _counted(method.exchange(bundle, Turn(step, rank, WORLD, schedule.get_last_lr()[0])), count)
-            for rank, (method, bundle, count) in enumerate(zip(methods, bundles, counted, strict=True))
-        ]
+        workers.step(model, optimizer, step)
+        schedule.step()
+    return *_evaluate(model), workers.nbytes / (4 * steps * sum(parameter.numel() for parameter in model.parameters()))
+
+
+def together(name: str, options: Mapping[str, Any], steps: int) -> Model:
+    """The model after so many steps at a constant rate."""
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    workers = Workers([create(name, **options) for _ in range(WORLD)])
+    for step in range(steps):
+        workers.step(model, optimizer, step)
+    return model
+
+
+class Workers:
+    """All workers of a job, one after the other; their replicas are equal, so there is one."""
+
+    def __init__(self, methods: list[Reducer]) -> None:
+        self._methods = methods
+        self._sources = [torch.Generator().manual_seed(rank) for rank in range(len(methods))]
+        self.nbytes = 0  # that the first has handed to collectives
+
+    def step(self, model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+        exchanges = []
+        for rank, (method, source) in enumerate(zip(self._methods, self._sources, strict=True)):
+            turn = Turn(step, rank, len(self._methods), optimizer.param_groups[0]["lr"])
+            exchange = method.exchange(Bundle.of(gradients(model, source), method.align), turn)
+            exchanges.append(exchange if rank else self._counted(exchange))
         means = simulate(exchanges)[0].tensors()
-        nbytes += counted[0][0]
         for name, parameter in model.named_parameters():
             parameter.grad = means[name]
         optimizer.step()
-        schedule.step()
-    return *_evaluate(model), nbytes / (4 * steps * sum(parameter.numel() for parameter in model.parameters()))
+
+    def _counted(self, exchange: Exchange) -> Exchange:
+        request = next(exchange)
+        while True:
+            self.nbytes += request.tensor.nbytes
+            try:
+                request = exchange.send((yield request))
+            except StopIteration as done:
+                bundle: Bundle = done.value
+                return bundle
 
 
-def _counted(exchange: Any, count: list[int]) -> Any:
-    request = next(exchange)
-    while True:
-        count[0] += request.tensor.nbytes
-        try:
-            request = exchange.send((yield request))
-        except StopIteration as done:
-            return done.value
-
-
-def _gradients(model: Model, source: torch.Generator) -> dict[str, Tensor]:
+def gradients(model: Model, source: torch.Generator) -> dict[str, Tensor]:
+    """Of one worker's next batch."""
     text, _ = texts()
     context, following = batch(text, torch.randint(len(text) - CONTEXT, (BATCH,), generator=source))
     loss = F.cross_entropy(model(context), following)

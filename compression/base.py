@@ -131,10 +131,10 @@ class Layout:
     def _wrong(self, flat: Tensor) -> list[Tensor]:
         raise ValueError(f"a flat buffer of {flat.numel()} elements: this layout has {self.total}")
 
-    def segments(self, device: torch.device, unit: int = 8) -> Tensor:
-        """Number of the tensor that each run of ``unit`` elements belongs to, int32 (total / unit,)."""
+    def segments(self, device: torch.device) -> Tensor:
+        """Number of the tensor that each run of eight elements belongs to, int32 (total / 8,)."""
         if device not in self._segments:
-            runs = torch.tensor([span // unit for span in self.spans])
+            runs = torch.tensor([span // 8 for span in self.spans])
             self._segments[device] = torch.repeat_interleave(torch.arange(len(self.spans), dtype=torch.int32), runs).to(device)
         return self._segments[device]
 

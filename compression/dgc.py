@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .base import Bundle, Exchange, Layout, Payload, Reducer, State, Turn, join
-from .memory import Memory, non_finite
+from .memory import Memory, non_finite, put_back
 from .sparse import Sparsifier, above, check_ratio, kept, largest
 
 _WARMUP_STAGES = 5
@@ -96,7 +96,7 @@ class MomentumCorrection(Reducer):
         layout, device = bundle.layout, bundle.flat.device
         velocity, residual = self.velocities.flat(layout, device), self.residuals.flat(layout, device)
         bad = non_finite(bundle)
-        undo = [(view, view.clone()) for memory in (velocity, residual) for view in _of(layout, memory, bad)]
+        before = [memory.clone() if bad else None for memory in (velocity, residual)]
         gradient = self._clipped(bundle, turn)
         velocity.mul_(self.momentum).add_(gradient, alpha=self.momentum if self.nesterov else 1.0)
         residual.add_(velocity)
@@ -107,8 +107,8 @@ class MomentumCorrection(Reducer):
         payload = Payload(layout, join(residual.index_select(0, indices), indices))
         residual.index_fill_(0, indices.long(), 0)
         velocity.index_fill_(0, picked.long(), 0)
-        for view, before in undo:
-            view.copy_(before)
+        for memory, saved in zip((velocity, residual), before, strict=True):
+            put_back(layout, memory, saved, bad)
         return (yield from self.inner.share(payload, turn))
 
     def _pick(self, bundle: Bundle, turn: Turn) -> tuple[Tensor, Tensor]:
@@ -137,11 +137,6 @@ class MomentumCorrection(Reducer):
         self.velocities.load_state_dict(state["velocities"])
         self.residuals.load_state_dict(state["residuals"])
         self.inner.load_state_dict(state["inner"])
-
-
-def _of(layout: Layout, flat: Tensor, numbers: list[int]) -> list[Tensor]:
-    views = layout.views(flat)
-    return [views[number] for number in numbers]
 
 
 @lru_cache(maxsize=1024)

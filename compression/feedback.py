@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .base import Bundle, Compressor, Exchange, Layout, Reducer, State, Turn
-from .memory import Memory, non_finite
+from .memory import Memory, non_finite, put_back
 
 
 class ErrorFeedback(Reducer):
@@ -40,12 +40,12 @@ class ErrorFeedback(Reducer):
     def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
         layout = bundle.layout
         kept = self.residuals.flat(layout, bundle.flat.device)
-        compensated = bundle.plus(kept, self.beta * self._rescaled(layout, turn))
+        scale = self._rescaled(layout, turn)
+        compensated = bundle.plus(kept, self.beta * scale)
         bad = non_finite(compensated)
         payload = self.inner.compress(compensated, turn)
         left = self.inner.residual(compensated, payload)
-        for number in bad:
-            layout.views(left)[number].copy_(layout.views(kept)[number])
+        put_back(layout, left, kept if scale == 1 else kept * scale, bad)
         self.residuals.replace(layout, left)
         return (yield from self.inner.share(payload, turn))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,13 @@ class Memory:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._flat.clear()
         self._waiting = {name: value.clone() for name, value in state.items()}
+
+
+def put_back(layout: Layout, flat: Tensor, before: Tensor | None, numbers: Sequence[int]) -> None:
+    """Give the tensors of these numbers the values they had in ``before``, which may be None for no numbers."""
+    for number in numbers:
+        assert before is not None
+        layout.views(flat)[number].copy_(layout.views(before)[number])
 
 
 def non_finite(bundle: Bundle) -> list[int]:

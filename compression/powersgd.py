@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .base import Bundle, Exchange, Layout, Primitive, Reducer, Request, State, Turn
-from .memory import Memory
+from .memory import Memory, put_back
 from .randomness import SHARED, generator
 
 _DEPENDENT = 1e-5  # of a row's length: what is left of it beside rounding, if it depends on the rows before it
@@ -119,8 +119,7 @@ class PowerSGD(Reducer):
         left.flat.sub_(result.flat)
         for number in whole:
             left.views[number].zero_()
-        for number in bad:
-            left.views[number].copy_(left.layout.views(before)[number])
+        put_back(left.layout, left.flat, before, bad)
         self.errors.replace(left.layout, left.flat)
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:

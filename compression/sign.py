@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import kernels
 from .base import Bundle, Compressor, Exchange, Layout, Payload, Primitive, Reducer, Request, State, Turn, cut, join
-from .memory import Memory, non_finite
+from .memory import Memory, non_finite, put_back
 from .randomness import random_bytes
 
 
@@ -116,10 +116,9 @@ class MajorityVote(Reducer):
         if self.momentum == 0:
             return bundle.flat
         average = self.averages.flat(bundle.layout, bundle.flat.device)
-        before = [(number, bundle.layout.views(average)[number].clone()) for number in bad]
+        before = average.clone() if bad else None
         average.lerp_(bundle.flat, 1 - self.momentum)
-        for number, kept in before:
-            bundle.layout.views(average)[number].copy_(kept)
+        put_back(bundle.layout, average, before, bad)
         return average
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .base import Bundle, Compressor, Exchange, Layout, Payload, Primitive, Reducer, Request, State, Turn, layout_of
-from .memory import Memory, non_finite
+from .memory import Memory, non_finite, put_back
 
 
 class TwoPhase(Reducer):
@@ -91,8 +91,7 @@ class TwoPhase(Reducer):
         return payload.data
 
     def _keep(self, memory: Memory, layout: Layout, left: Tensor, before: Tensor, bad: Sequence[int]) -> None:
-        for number in bad:
-            layout.views(left)[number].copy_(layout.views(before)[number])
+        put_back(layout, left, before, bad)
         memory.replace(layout, left)
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:

@@ -13,8 +13,8 @@ from compression_kit import EVERY, OPTIONS, SHAPES, gradients, measured, method,
 from rank_kit import World
 from torch import Tensor
 
-from gemini_ft.compression.base import Bundle, Compressor, Primitive, Reducer, Turn
-from gemini_ft.compression.collective import reduce, simulate
+from gemini_ft.compression.base import Bundle, Compressor, Payload, Primitive, Reducer, Turn
+from gemini_ft.compression.collective import reduce, run, simulate
 from gemini_ft.compression.dgc import MomentumCorrection
 from gemini_ft.compression.feedback import ErrorFeedback
 from gemini_ft.compression.methods import COMPRESSORS, create
@@ -195,8 +195,6 @@ def _selected(each: Reducer, bundle: Bundle, requests: list[Tensor]) -> int | No
     assert isinstance(inner, Compressor)
     if isinstance(inner, ThreeLC):
         return requests[0].numel() - 4 * len(bundle.layout.names)
-    from gemini_ft.compression.base import Payload
-
     return int(torch.count_nonzero(inner.decompress(Payload(bundle.layout, requests[0])).flat))
 
 
@@ -350,6 +348,12 @@ def test_strides_do_not_matter_and_inputs_are_only_read(name: str) -> None:
 def test_what_cannot_be_compressed_is_refused(tensors: dict[str, Tensor], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         reduce(method("topk"), tensors, 0)
+
+
+def test_a_turn_of_another_group_is_refused() -> None:
+    each = method("signsgd")
+    with pytest.raises(ValueError, match=r"an exchange among 2 ranks on a group of 1; make its Turn with turn\(step, group\)"):
+        run(each.exchange(Bundle.of(gradients(1)), Turn(0, 0, 2)))
 
 
 def test_entries_are_unique() -> None:

@@ -8,11 +8,12 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 
 import pytest
 import torch
-from compression_kit import SHAPES, gradients
+from compression_kit import EVERY, SHAPES, gradients, method, same
 from torch import Tensor
 
 from gemini_ft.compression import kernels
 from gemini_ft.compression.base import Bundle, Layout, Turn
+from gemini_ft.compression.collective import reduce
 
 pytest.importorskip("triton", reason="needs triton, which has no build for this platform or is not installed")
 from gemini_ft.compression import triton_kernels
@@ -101,3 +102,17 @@ def test_on_a_device_as_on_a_cpu(bundle: Bundle) -> None:
     thresholds = torch.ones(len(bundle.layout.names), device="cuda")
     assert torch.equal(kernels.select(flat, bundle.layout, thresholds).cpu(), kernels.select(bundle.flat, bundle.layout, thresholds.cpu()))
     assert torch.equal(kernels.pack_signs(flat).cpu(), kernels.pack_signs(bundle.flat))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", EVERY)
+def test_every_method_runs_on_a_device(name: str) -> None:
+    fused, single = method(name), method(name)
+    for step in range(4):
+        given = {key: value.cuda() for key, value in gradients(step).items()}
+        means = reduce(fused, given, step)
+        assert all(mean.is_cuda and bool(torch.isfinite(mean).all()) for mean in means.values())
+        for key in SHAPES:
+            alone = reduce(single, {key: given[key]}, step)
+            assert same({key: alone[key].cpu()}, {key: means[key].cpu()}), key
