@@ -18,7 +18,7 @@ from .base import Bundle, Compressor, Layout, Payload, Primitive, Summed, Turn, 
 from .randomness import SHARED, generator
 
 _FEW = 4096  # elements; below, looking for candidates first costs more than it saves
-_LEAST = 2.0**-149  # the smallest float32
+_LEAST = 2.0**-126  # the smallest normal float32: below, a processor that flushes subnormals to zero does not compare rightly
 _HITS = 16  # of the sample are expected to be among the largest
 
 
@@ -95,7 +95,7 @@ def largest(magnitudes: Tensor, count: int) -> Tensor:
 
 def above(magnitudes: Tensor, threshold: float) -> Tensor:
     """Indices of what is not below a threshold, int64; zeros never are among them, NaN always is."""
-    return kernels.not_below(magnitudes, threshold if threshold > 0 else _LEAST)
+    return kernels.not_below(magnitudes, threshold) if threshold >= _LEAST else kernels.indices(magnitudes.ne(0))
 
 
 class TopK(Sparsifier):

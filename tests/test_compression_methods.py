@@ -410,6 +410,23 @@ def test_the_atoms_of_a_matrix_add_up_to_it() -> None:
         torch.testing.assert_close(lefts.t() @ rights, matrix, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["sampled_threshold", "sidco_e", "adaq", "dgc", "signsgd"])
+def test_zeros_are_not_picked_where_subnormals_are_flushed(name: str) -> None:
+    values = torch.zeros(1000)
+    values[::50] = 1.0
+    torch.set_flush_denormal(True)
+    try:
+        found = reduce(create(name), {"w": values.view(20, 50)}, 0)["w"].view(-1)
+    finally:
+        torch.set_flush_denormal(False)
+    if name == "signsgd":
+        assert (found[::50] == 1).all()
+        assert (found < 0).any()
+    else:
+        assert (found[values == 0] == 0).all()
+        assert found.abs().sum() > 0
+
+
 # -- by name
 
 
