@@ -67,5 +67,8 @@ def random_words(layout: Layout, seed: int, turn: Turn) -> npt.NDArray[np.uint32
 
 def random_bytes(layout: Layout, device: torch.device, seed: int, turn: Turn) -> Tensor:
     """Bytes for each eight elements of a layout, the same on all ranks, uint8 (layout.total / 8,)."""
-    parts = [generator(name, seed, turn, SHARED).bytes(span // 8) for name, span in zip(layout.names, layout.spans, strict=True)]
-    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8).to(device)
+    data = np.empty(layout.total // 8, dtype=np.uint8)
+    for name, at, span in zip(layout.names, layout.starts, layout.spans, strict=True):
+        raw: npt.NDArray[np.uint64] = generator(name, seed, turn, SHARED).bit_generator.random_raw(-(-span // 64))
+        data[at // 8 : (at + span) // 8] = raw.view(np.uint8)[: span // 8]
+    return torch.from_numpy(data).to(device)

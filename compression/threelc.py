@@ -15,6 +15,7 @@ from .quantise import inverse, magnitudes
 _ZEROS = 121  # a byte of five zeros
 _RUN = 243  # stands for two of them
 _LONGEST = 14
+_WEIGHTS = torch.tensor([81, 27, 9, 3, 1])  # of the digits of a byte
 
 
 class ThreeLC(Compressor):
@@ -38,9 +39,8 @@ class ThreeLC(Compressor):
         scales = magnitudes(bundle).mul_(self.sparsity)
         ternary = bundle.flat.clone()
         torch._foreach_mul_(bundle.layout.views(ternary), list(inverse(scales).unbind()))
-        digits = ternary.nan_to_num_(0.0).round_().add_(1).to(torch.uint8).view(-1, 5)
-        quartic = digits[:, 0] * 81 + digits[:, 1] * 27 + digits[:, 2] * 9 + digits[:, 3] * 3 + digits[:, 4]
-        return Payload(bundle.layout, join(scales, shorten(quartic)))
+        quartic = torch.mv(ternary.round_().view(-1, 5), _WEIGHTS.to(ternary)).nan_to_num_(0.0).add_(_ZEROS)
+        return Payload(bundle.layout, join(scales, shorten(quartic.to(torch.uint8))))
 
     def decompress(self, payload: Payload) -> Bundle:
         layout = payload.layout
@@ -59,21 +59,24 @@ class ThreeLC(Compressor):
 
 def _digits(device: torch.device) -> Tensor:
     """The five values of each byte, float32 (243, 5)."""
-    weights = torch.tensor([81, 27, 9, 3, 1])
-    return (torch.arange(_RUN).unsqueeze(1) // weights % 3 - 1).float().to(device)
+    return (torch.arange(_RUN).unsqueeze(1) // _WEIGHTS % 3 - 1).float().to(device)
 
 
 def shorten(quartic: Tensor) -> Tensor:
     """Runs of `_ZEROS` as one byte each, the longer ones in pieces; uint8 in, uint8 out."""
     zero = quartic == _ZEROS
-    # Place within a run: how far from the last byte that is not zero.
-    places = torch.arange(quartic.numel(), device=quartic.device, dtype=torch.int32)
-    last = torch.where(zero, -1, places).cummax(0).values
-    within = (places - last - 1) % _LONGEST
-    begins = kernels.indices(~zero | (within == 0))
-    following = torch.cat([begins[1:], begins.new_tensor([quartic.numel()])]) if begins.numel() else begins
-    lengths = following - begins
-    return torch.where(lengths > 1, lengths + (_RUN - 2), quartic[begins]).to(torch.uint8)
+    border = zero.new_zeros(1)
+    first = kernels.indices(zero & ~torch.cat([border, zero[:-1]]))
+    lengths = kernels.indices(zero & ~torch.cat([zero[1:], border])) + 1 - first
+    pieces = (lengths + _LONGEST - 1) // _LONGEST
+    # Number of each piece within its run.
+    numbers = torch.arange(int(pieces.sum()), device=first.device) - torch.repeat_interleave(pieces.cumsum(0) - pieces, pieces)
+    kept = ~zero
+    kept[torch.repeat_interleave(first, pieces) + _LONGEST * numbers] = True
+    short = quartic[kept]
+    taken = (torch.repeat_interleave(lengths, pieces) - _LONGEST * numbers).clamp_(max=_LONGEST)
+    short[short == _ZEROS] = torch.where(taken > 1, taken + (_RUN - 2), _ZEROS).to(torch.uint8)
+    return short
 
 
 def lengthen(runs: Tensor) -> Tensor:
