@@ -1,35 +1,331 @@
-"""What every gradient compressor answers to."""
+"""What every gradient compressor answers to, and the few words all of them speak.
+
+A group of named tensors lies in one flat float32 buffer (`Bundle`, described by its `Layout`), is compressed in one call and
+travels in one payload. Statistics and random numbers are per tensor, so a group gives exactly what its tensors give one by one.
+
+    means = reduce(method, {"weight": gradient, "bias": other}, step, group)     # gemini_ft.compression.collective
+
+`Reducer` is the whole surface: it averages a bundle over ranks. It never communicates itself: ``exchange`` is a generator that
+asks for collectives and is given their results, so the same code runs on a process group and, rank beside rank, in one process.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeVar
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Literal, TypeAlias
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch import Tensor
 
-Payload = TypeVar("Payload")
+Shape: TypeAlias = tuple[int, ...]
+State: TypeAlias = dict[str, Any]  # of tensors, numbers, strings and dicts of them
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_MOST = 2**31 - 1  # elements of a group: indices travel as int32
 
 
-class Compressor(Protocol[Payload]):
-    """Turns one gradient into fewer bytes and back.
+class Primitive(enum.Enum):
+    """The communication a method needs."""
 
-    Error feedback is not the compressor's affair: whoever calls it keeps
-    ``residual = input - decompress(compress(input))`` where that is wanted.
+    ALL_REDUCE = "all-reduce"
+    TWO_ALL_REDUCES = "two all-reduces"
+    ALL_GATHER = "all-gather"
+    ALL_GATHER_V = "all-gather of lengths that differ"
+    ALL_TO_ALL = "all-to-all and all-gather"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One synchronisation: which step, of which rank among how many. ``step`` and ``world`` are the same on all ranks.
+
+    ``lr`` is the learning rate of the step, for error feedback that follows it.
     """
 
+    step: int = 0
+    rank: int = 0
+    world: int = 1
+    lr: float | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A collective that is asked for.
+
+    sum, max: over ranks, elementwise, in rank order; the answer is one tensor. Floats are added in float32 and rounded once.
+    gather: tensors of one length; gather_v: of lengths that differ. The answer has every rank's.
+    all_to_all: ``lengths[i]`` elements for rank i follow each other in ``tensor``; the answer has what each rank sent to this one,
+    ``received`` elements from each.
+    """
+
+    kind: Literal["sum", "max", "gather", "gather_v", "all_to_all"]
+    tensor: Tensor
+    lengths: Sequence[int] = ()
+    received: int = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor of a group lies in a flat buffer: one after the other, each from a multiple of ``align`` elements on.
+
+    What lies between them is zero. Equal groups share one object.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[torch.dtype, ...]
+    align: int
+
+    def __post_init__(self) -> None:
+        for name, dtype in zip(self.names, self.dtypes, strict=True):
+            if dtype not in _FLOATS:
+                raise TypeError(f"gradient {name!r} is {dtype}: must be float32, float16 or bfloat16; convert it first")
+        if 0 in self.sizes:
+            raise ValueError(f"gradient {self.names[self.sizes.index(0)]!r} has no elements; leave it out")
+        if self.total > _MOST:
+            raise ValueError(f"{self.total} elements in one group: at most {_MOST}; make more groups of them")
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Elements of each tensor."""
+        return [int(torch.Size(shape).numel()) for shape in self.shapes]
+
+    @cached_property
+    def spans(self) -> list[int]:
+        """Elements that each tensor takes, padding included."""
+        return [-(-size // self.align) * self.align for size in self.sizes]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each tensor begins."""
+        starts, at = [], 0
+        for span in self.spans:
+            starts.append(at)
+            at += span
+        return starts
+
+    @cached_property
+    def total(self) -> int:
+        """Elements of the flat buffer."""
+        return sum(self.spans)
+
+    @cached_property
+    def _cuts(self) -> list[int]:
+        return [part for size, span in zip(self.sizes, self.spans, strict=True) for part in (size, span - size)]
+
+    @cached_property
+    def _segments(self) -> dict[torch.device, Tensor]:
+        return {}
+
+    @cached_property
+    def _padding(self) -> dict[torch.device, Tensor]:
+        return {}
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Each tensor's elements of a flat buffer, padding left out."""
+        return list(flat.split_with_sizes(self._cuts)[::2]) if flat.numel() == self.total else self._wrong(flat)
+
+    def _wrong(self, flat: Tensor) -> list[Tensor]:
+        raise ValueError(f"a flat buffer of {flat.numel()} elements: this layout has {self.total}")
+
+    def segments(self, device: torch.device) -> Tensor:
+        """Number of the tensor that each run of eight elements belongs to, int32 (total / 8,)."""
+        if device not in self._segments:
+            runs = torch.tensor([span // 8 for span in self.spans])
+            self._segments[device] = torch.repeat_interleave(torch.arange(len(self.spans), dtype=torch.int32), runs).to(device)
+        return self._segments[device]
+
+    def clear_padding(self, flat: Tensor) -> Tensor:
+        """Make zero what lies between tensors; returns ``flat``."""
+        if self.total == sum(self.sizes):
+            return flat
+        if flat.device not in self._padding:
+            gaps = [torch.arange(at + size, at + span) for at, size, span in zip(self.starts, self.sizes, self.spans, strict=True)]
+            self._padding[flat.device] = torch.cat(gaps).to(flat.device)
+        return flat.index_fill_(0, self._padding[flat.device], 0)
+
+
+@lru_cache(maxsize=4096)
+def layout_of(names: tuple[str, ...], shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...], align: int) -> Layout:
+    """The layout of a group; see `Layout`."""
+    return Layout(names, shapes, dtypes, align)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A group of tensors in one flat float32 buffer (layout.total,).
+
+    Nobody writes into a bundle that was given to him, unless it is ``own``: then the buffer is nobody else's and is given up with it.
+    """
+
+    layout: Layout
+    flat: Tensor
+    own: bool = False
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], align: int = 8) -> Bundle:
+        """Lay tensors out one after the other.
+
+        Args:
+            tensors: float32, float16 or bfloat16, of any shapes and strides, on one device. They are only read; a single float32
+                tensor that needs no padding is not even copied.
+            align: what the method's ``align`` says.
+
+        Raises:
+            TypeError: another dtype.
+            ValueError: no tensors, an empty one, or more than 2**31 - 1 elements.
+        """
+        if not tensors:
+            raise ValueError("a group of no tensors: give at least one")
+        given = [tensor.detach() for tensor in tensors.values()]
+        layout = layout_of(tuple(tensors), tuple(tuple(t.shape) for t in given), tuple(t.dtype for t in given), align)
+        first = given[0]
+        if len(given) == 1 and first.dtype == torch.float32 and first.is_contiguous() and first.numel() == layout.total:
+            return cls(layout, first.view(-1))
+        flat = torch.empty(layout.total, device=first.device)
+        torch._foreach_copy_([view.view(shape) for view, shape in zip(layout.views(flat), layout.shapes, strict=True)], given)
+        return cls(layout, layout.clear_padding(flat), own=True)
+
+    def plus(self, other: Tensor, alpha: float = 1.0) -> Bundle:
+        """``self + alpha other``, in memory that may be written."""
+        flat = self.flat.add_(other, alpha=alpha) if self.own else torch.add(self.flat, other, alpha=alpha)
+        return Bundle(self.layout, flat, own=True)
+
+    @cached_property
+    def views(self) -> list[Tensor]:
+        """Each tensor's elements, float32 (size,)."""
+        return self.layout.views(self.flat)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors in their own shapes and dtypes; float32 ones share the buffer's memory."""
+        kept = zip(self.layout.names, self.views, self.layout.shapes, self.layout.dtypes, strict=True)
+        return {name: view.view(shape).to(dtype) for name, view, shape, dtype in kept}
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What one rank sends for a bundle.
+
+    ``data`` is flat: bytes (uint8), or elements that a sum adds. ``shared`` is what an earlier collective has made the same on all
+    ranks, so that it does not travel.
+    """
+
+    layout: Layout
+    data: Tensor
+    shared: Tensor | None = None
+
     @property
-    def unbiased(self) -> bool:
-        """Whether the expectation of ``decompress(compress(x))`` is ``x``."""
-        ...
+    def nbytes(self) -> int:
+        """Bytes that travel."""
+        return self.data.nbytes
 
-    def wire_bytes(self, elements: int) -> int:
-        """Bytes that travel for a gradient of ``elements`` elements, by the method's formula."""
-        ...
 
-    def compress(self, gradient: torch.Tensor) -> Payload:
-        """What travels in place of ``gradient`` (any shape, floating dtype); ``gradient`` stays unchanged."""
-        ...
+Exchange: TypeAlias = Generator[Request, list[Tensor], Bundle]
 
-    def decompress(self, payload: Payload) -> torch.Tensor:
-        """The gradient that ``payload`` stands for, in the shape, dtype and device of the original."""
-        ...
+
+class Reducer(ABC):
+    """Averages a bundle over all ranks.
+
+    Non-finite gradients stay visible: a tensor that has a NaN or an infinity on any rank comes out with one on all ranks.
+
+    Attributes:
+        primitive: the communication it needs.
+        unbiased: whether the expectation of the average is the average of the gradients.
+        align: multiple at which tensors begin in its bundles; a multiple of 8.
+    """
+
+    primitive: Primitive
+    unbiased: bool = False
+    align: int = 8
+
+    @abstractmethod
+    def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
+        """Average over ranks: ask for collectives, return the mean, the same bits on all ranks. One call per group and step."""
+
+    @abstractmethod
+    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+        """Bytes that one rank hands to collectives for one bundle, by the method's formula.
+
+        Args:
+            layout: of the bundle.
+            world: ranks.
+            selected: elements that were picked, for the methods in which the data decide; others ignore it.
+        """
+
+    def state_dict(self) -> State:
+        """What the next step depends on: tensors (not copied), numbers and dicts. Ranks have different ones."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there as if never interrupted; tensors are copied."""
+        if state:
+            raise ValueError(f"{type(self).__name__} has no state; given {sorted(state)}: was it another method's?")
+
+
+class Compressor(Reducer):
+    """A reducer whose payload can be made and read alone, without other ranks."""
+
+    @abstractmethod
+    def compress(self, bundle: Bundle, turn: Turn) -> Payload:
+        """What travels in place of ``bundle``."""
+
+    @abstractmethod
+    def decompress(self, payload: Payload) -> Bundle:
+        """The bundle that ``payload`` stands for, in memory of its own."""
+
+    def aggregate(self, payloads: Sequence[Payload]) -> Bundle:
+        """The mean of what ranks have sent, added up in rank order."""
+        total = self.decompress(payloads[0])
+        for payload in payloads[1:]:
+            total.flat.add_(self.decompress(payload).flat)
+        return divided(total, len(payloads))
+
+    def residual(self, bundle: Bundle, payload: Payload) -> Tensor:
+        """What ``payload`` leaves out of ``bundle``, whose buffer is given up for it."""
+        return bundle.layout.clear_padding(bundle.flat.sub_(self.decompress(payload).flat))
+
+    def share(self, payload: Payload, turn: Turn) -> Exchange:
+        """The collective part of ``exchange``."""
+        answers = yield Request("gather" if self.primitive is Primitive.ALL_GATHER else "gather_v", payload.data)
+        return self.aggregate([Payload(payload.layout, data, payload.shared) for data in answers])
+
+    def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
+        return (yield from self.share(self.compress(bundle, turn), turn))
+
+
+class Summed(Compressor):
+    """A compressor whose payloads are added up under way, by an all-reduce."""
+
+    primitive = Primitive.ALL_REDUCE
+
+    def share(self, payload: Payload, turn: Turn) -> Exchange:
+        (total,) = yield Request("sum", payload.data)
+        return divided(self.decompress(Payload(payload.layout, total, payload.shared)), turn.world)
+
+
+def divided(bundle: Bundle, world: int) -> Bundle:
+    """In place; one rank changes nothing."""
+    if world > 1:
+        bundle.flat.div_(world)
+    return bundle
+
+
+def join(*parts: Tensor) -> Tensor:
+    """One payload of several tensors, uint8. Those of larger elements come first, so that each can be read where it lies."""
+    full = [part.reshape(-1).view(torch.uint8) for part in parts if part.numel()]  # empty ones may have strides that have no view
+    return torch.cat(full) if full else torch.empty(0, dtype=torch.uint8, device=parts[0].device)
+
+
+def cut(data: Tensor, *parts: tuple[torch.dtype, int]) -> list[Tensor]:
+    """Undo `join`: the dtype and the number of elements of each part."""
+    found, at = [], 0
+    for dtype, count in parts:
+        nbytes = count * dtype.itemsize
+        found.append(data[at : at + nbytes].view(dtype))
+        at += nbytes
+    if at != data.numel():
+        raise ValueError(f"a payload of {data.numel()} bytes where {at} were expected: was it made by another method or layout?")
+    return found

@@ -1,0 +1,37 @@
+"""Casts to 16 bits, added up under way: the baseline that every other method has to beat."""
+
+from __future__ import annotations
+
+import torch
+
+from .base import Bundle, Layout, Payload, Summed, Turn
+
+
+class Identity(Summed):
+    """Nothing is left out: float32 as it is."""
+
+    dtype = torch.float32
+    unbiased = True
+
+    def compress(self, bundle: Bundle, turn: Turn) -> Payload:
+        return Payload(bundle.layout, bundle.flat.to(self.dtype, copy=True))
+
+    def decompress(self, payload: Payload) -> Bundle:
+        return Bundle(payload.layout, payload.data.to(torch.float32, copy=True))
+
+    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+        return self.dtype.itemsize * layout.total
+
+
+class Fp16(Identity):
+    """To float16, to the nearest. What is above 65504 becomes an infinity, as under AMP."""
+
+    dtype = torch.float16
+    unbiased = False
+
+
+class Bf16(Identity):
+    """To bfloat16, to the nearest: float32's range, 8 bits of precision."""
+
+    dtype = torch.bfloat16
+    unbiased = False

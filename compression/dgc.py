@@ -1,0 +1,147 @@
+"""Deep Gradient Compression (Lin et al., ICLR 2018): momentum before compression, and a threshold from a sample.
+
+    method = MomentumCorrection(SampledThreshold(ratio=0.001, warmup_steps=5 * steps_per_epoch), momentum=0.9)
+
+What comes out holds the momentum already: the optimizer must have none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import Bundle, Exchange, Layout, Payload, Reducer, State, Turn, join
+from .memory import Memory, non_finite, put_back
+from .sparse import Sparsifier, above, check_ratio, kept, largest
+
+_WARMUP_STAGES = 5
+_ADAPTATIONS = 10
+
+
+class SampledThreshold(Sparsifier):
+    """About ``ratio`` of each tensor, above a threshold that is estimated from a sample of it.
+
+    The estimate is corrected until between 0.8 and 1.3 of the target pass; of more, exactly the largest are taken.
+
+    Args:
+        ratio: the target, 0.001 in the paper.
+        sample: part of a tensor that is looked at.
+        warmup_steps: steps in which the ratio falls to the target in five stages: 0.25, 0.063, ... for 0.001.
+    """
+
+    low, high = 0.8, 1.3
+
+    def __init__(self, ratio: float = 0.001, sample: float = 0.01, warmup_steps: int = 0) -> None:
+        self.ratio, self.sample, self.warmup_steps = check_ratio(ratio), check_ratio(sample), warmup_steps
+
+    def ratio_at(self, step: int) -> float:
+        """The target of one step (section 3.3, warm-up training)."""
+        if step >= self.warmup_steps:
+            return self.ratio
+        stage = step * _WARMUP_STAGES // self.warmup_steps
+        return max(self.ratio, math.pow(self.ratio, (stage + 1) / (_WARMUP_STAGES + 1)))
+
+    def pick(self, bundle: Bundle, turn: Turn) -> Tensor:
+        layout, ratio = bundle.layout, self.ratio_at(turn.step)
+        magnitudes = layout.views(bundle.flat.abs())
+        picked = [self._pick(view, ratio) + at for view, at in zip(magnitudes, layout.starts, strict=True)]
+        return torch.cat(picked).int()
+
+    def _pick(self, magnitudes: Tensor, ratio: float) -> Tensor:
+        target = kept(magnitudes.numel(), ratio)
+        threshold = self._estimate(magnitudes, ratio)
+        for _ in range(_ADAPTATIONS):
+            found = above(magnitudes, threshold)
+            if found.numel() > self.high * target:
+                return found[largest(magnitudes.index_select(0, found), target)]
+            if found.numel() >= self.low * target:
+                return found
+            threshold *= self.low
+        return largest(magnitudes, target)
+
+    def _estimate(self, magnitudes: Tensor, ratio: float) -> float:
+        size = magnitudes.numel()
+        wanted = max(self.sample * size, 2 / ratio)
+        stride = max(1, int(size / wanted))
+        sample = magnitudes[:: stride - (stride > 2 and stride % 2 == 0)]  # odd: not in step with rows of even length
+        return float(sample.topk(kept(sample.numel(), ratio), sorted=True).values[-1])
+
+
+class MomentumCorrection(Reducer):
+    """DGC's memory: momentum is accumulated before compression (3.1), and what is sent leaves both memories (masking, 3.2).
+
+    ``u = m u + g``, ``v = v + u``, send some of ``v``, and zero ``u`` and ``v`` there. Tensors of one dimension are sent whole, with
+    ordinary momentum.
+
+    Args:
+        inner: picks what is sent.
+        momentum: m.
+        nesterov: ``u = m (u + g)``, ``v = v + u + g``.
+        clip_norm: each tensor's gradient is scaled to at most this L2 norm divided by sqrt(ranks) first; None: not at all.
+    """
+
+    def __init__(self, inner: Sparsifier, momentum: float = 0.9, nesterov: bool = False, clip_norm: float | None = None) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum={momentum}: must be at least 0 and below 1")
+        self.inner, self.momentum, self.nesterov, self.clip_norm = inner, momentum, nesterov, clip_norm
+        self.primitive, self.align = inner.primitive, inner.align
+        self.velocities, self.residuals = Memory(), Memory()
+
+    def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
+        layout, device = bundle.layout, bundle.flat.device
+        velocity, residual = self.velocities.flat(layout, device), self.residuals.flat(layout, device)
+        bad = non_finite(bundle)
+        before = [memory.clone() if bad else None for memory in (velocity, residual)]
+        gradient = self._clipped(bundle, turn)
+        velocity.mul_(self.momentum).add_(gradient, alpha=self.momentum if self.nesterov else 1.0)
+        residual.add_(velocity)
+        if self.nesterov:
+            residual.add_(gradient)
+        whole, picked = self._pick(Bundle(layout, residual), turn)
+        indices = torch.cat([whole, picked])
+        payload = Payload(layout, join(residual.index_select(0, indices), indices))
+        residual.index_fill_(0, indices.long(), 0)
+        velocity.index_fill_(0, picked.long(), 0)
+        for memory, saved in zip((velocity, residual), before, strict=True):
+            put_back(layout, memory, saved, bad)
+        return (yield from self.inner.share(payload, turn))
+
+    def _pick(self, bundle: Bundle, turn: Turn) -> tuple[Tensor, Tensor]:
+        """Indices of all elements of vectors, and of what is picked from the other tensors; int32."""
+        whole, is_vector = _vectors(bundle.layout, bundle.flat.device)
+        picked = self.inner.pick(bundle, turn)
+        segments = bundle.layout.segments(bundle.flat.device)
+        return whole, picked[~is_vector[segments[(picked // 8).long()].long()]]
+
+    def _clipped(self, bundle: Bundle, turn: Turn) -> Tensor:
+        if self.clip_norm is None:
+            return bundle.flat
+        limit = self.clip_norm / turn.world**0.5
+        flat = bundle.flat.clone()
+        for view, norm in zip(bundle.layout.views(flat), torch._foreach_norm(bundle.views), strict=True):
+            view.mul_((limit / norm).clamp_(max=1.0))
+        return flat
+
+    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+        return self.inner.wire_bytes(layout, world=world, selected=selected)
+
+    def state_dict(self) -> State:
+        return {"velocities": self.velocities.state_dict(), "residuals": self.residuals.state_dict(), "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.velocities.load_state_dict(state["velocities"])
+        self.residuals.load_state_dict(state["residuals"])
+        self.inner.load_state_dict(state["inner"])
+
+
+@lru_cache(maxsize=1024)
+def _vectors(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Indices of all elements of tensors of at most one dimension, int32; and which tensors these are, bool (tensors,)."""
+    are = [len(shape) < 2 for shape in layout.shapes]
+    spans = [torch.arange(at, at + size) for at, size, yes in zip(layout.starts, layout.sizes, are, strict=True) if yes]
+    return torch.cat([torch.empty(0), *spans]).int().to(device), torch.tensor(are, device=device)

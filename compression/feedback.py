@@ -1,0 +1,74 @@
+"""Error feedback: what a step leaves out is added to the next gradient.
+
+The sum of all that was sent, plus the residual, is the sum of all gradients: exactly per step for sparsifiers, up to rounding for
+the others. Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .base import Bundle, Compressor, Exchange, Layout, Reducer, State, Turn
+from .memory import Memory, non_finite, put_back
+
+
+class ErrorFeedback(Reducer):
+    """A residual per tensor around a compressor: ``p = g + beta e``, send ``C(p)``, keep ``e = p - C(p)``.
+
+    A tensor with a NaN or an infinity is sent as it is and leaves its residual alone, so that a skipped step (as under AMP) costs
+    nothing that later steps need.
+
+    Args:
+        inner: the compressor.
+        beta: part of the residual that is kept. Below 1.0 it leaks: the sum of what is sent is not that of the gradients any more.
+        follow_lr: EF-signSGD's memory, ``p = lr g + e`` in units of the parameters: when ``turn.lr`` changes, the residual is
+            scaled by the old rate over the new one. Otherwise residuals are in units of the gradients.
+
+    Raises:
+        ValueError: beta is not in (0, 1].
+    """
+
+    def __init__(self, inner: Compressor, beta: float = 1.0, follow_lr: bool = False) -> None:
+        if not 0 < beta <= 1:
+            raise ValueError(f"beta={beta}: must be above 0 and at most 1; use the compressor alone for no error feedback")
+        self.inner, self.beta, self.follow_lr = inner, beta, follow_lr
+        self.primitive, self.align = inner.primitive, inner.align
+        self.residuals = Memory()
+        self._lr: dict[str, float] = {}  # of the step that each residual is from
+
+    def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
+        layout = bundle.layout
+        kept = self.residuals.flat(layout, bundle.flat.device)
+        scale = self._rescaled(layout, turn)
+        compensated = bundle.plus(kept, self.beta * scale)
+        bad = non_finite(compensated)
+        payload = self.inner.compress(compensated, turn)
+        left = self.inner.residual(compensated, payload)
+        put_back(layout, left, kept if scale == 1 else kept * scale, bad)
+        self.residuals.replace(layout, left)
+        return (yield from self.inner.share(payload, turn))
+
+    def _rescaled(self, layout: Layout, turn: Turn) -> float:
+        if not self.follow_lr:
+            return 1.0
+        if turn.lr is None or turn.lr <= 0:
+            raise ValueError(f"lr={turn.lr}: error feedback that follows the learning rate needs it in Turn, above 0")
+        before = {self._lr.get(name, turn.lr) for name in layout.names}
+        if len(before) > 1:
+            raise ValueError(
+                f"residuals of one group are from steps of different learning rates {sorted(before)}; keep groups as they were"
+            )
+        self._lr.update(dict.fromkeys(layout.names, turn.lr))
+        return before.pop() / turn.lr
+
+    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+        return self.inner.wire_bytes(layout, world=world, selected=selected)
+
+    def state_dict(self) -> State:
+        return {"residuals": self.residuals.state_dict(), "lr": dict(sorted(self._lr.items())), "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.residuals.load_state_dict(state["residuals"])
+        self._lr = dict(state["lr"])
+        self.inner.load_state_dict(state["inner"])

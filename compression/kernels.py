@@ -1,0 +1,169 @@
+"""The inner loops of the methods, per device: vectorised numpy and torch on CPUs, fused Triton kernels on CUDA.
+
+Both give the same bits, random ones excepted. ``flat`` is float32 (layout.total,) throughout.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .base import Layout, Turn
+from .randomness import random_words, stream_seed, uniform
+
+
+@cache
+def _triton() -> ModuleType:
+    try:
+        from . import triton_kernels
+    except ImportError as error:
+        raise ImportError("gradient compression on a GPU needs triton: pip install triton, or compress on the CPU") from error
+    kernels: ModuleType = triton_kernels
+    return kernels
+
+
+def stream_seeds(layout: Layout, device: torch.device, seed: int, turn: Turn) -> Tensor:
+    """The seed of each tensor's random numbers in a kernel, int32 (tensors,)."""
+    seeds = [stream_seed(name, seed, turn, turn.rank) & 0x7FFFFFFF for name in layout.names]
+    return torch.tensor(seeds, dtype=torch.int32, device=device)
+
+
+def select(flat: Tensor, layout: Layout, thresholds: Tensor) -> Tensor:
+    """Ascending indices of the elements that are not below their tensor's threshold in magnitude, int32; NaN is never below.
+
+    Padding is left out if thresholds are above zero. ``thresholds`` is float32 (tensors,).
+    """
+    if flat.is_cuda:
+        found: Tensor = _triton().select(flat, layout, thresholds)
+        return found
+    below = np.empty(layout.total, dtype=bool)
+    magnitudes = flat.abs().numpy()
+    for at, span, threshold in zip(layout.starts, layout.spans, thresholds.numpy(), strict=True):
+        np.less(magnitudes[at : at + span], threshold, out=below[at : at + span])
+    return torch.from_numpy(np.flatnonzero(np.logical_not(below, out=below)).astype(np.int32))
+
+
+def not_below(values: Tensor, limit: float) -> Tensor:
+    """Ascending indices of the elements that are not below a limit, NaN among them; int64. numpy compares five times as fast as torch."""
+    if values.is_cuda:
+        return values.lt(limit).logical_not_().nonzero().view(-1)
+    below = np.less(values.numpy(), np.float32(limit))
+    return torch.from_numpy(np.flatnonzero(np.logical_not(below, out=below)))
+
+
+def negative(flat: Tensor) -> Tensor:
+    """Which elements are below zero, bool."""
+    return flat < 0 if flat.is_cuda else torch.from_numpy(flat.numpy() < 0)
+
+
+def zeros(flat: Tensor) -> Tensor | None:
+    """Which elements are zero, bool; None where none is."""
+    if flat.is_cuda:
+        return flat == 0
+    return None if flat.numpy().all() else torch.from_numpy(flat.numpy() == 0)
+
+
+def indices(mask: Tensor) -> Tensor:
+    """Where a bool tensor is set, ascending, int64."""
+    return mask.nonzero().view(-1) if mask.is_cuda else torch.from_numpy(np.flatnonzero(mask.numpy()))
+
+
+def pack(mask: Tensor) -> Tensor:
+    """Bits of a bool tensor, eight a byte, the first in the lowest bit: uint8 (elements / 8,)."""
+    if mask.is_cuda:
+        shifts = torch.arange(8, device=mask.device, dtype=torch.uint8)
+        packed: Tensor = (mask.view(-1, 8).to(torch.uint8) << shifts).sum(1, dtype=torch.uint8)
+        return packed
+    return torch.from_numpy(np.packbits(mask.numpy(), bitorder="little"))
+
+
+def pack_signs(flat: Tensor) -> Tensor:
+    """One bit an element, set where it is zero or above: uint8 (total / 8,)."""
+    if flat.is_cuda:
+        packed: Tensor = _triton().pack_signs(flat)
+        return packed
+    return torch.from_numpy(np.packbits(flat.numpy() >= 0, bitorder="little"))
+
+
+@cache
+def _bit_table(device: torch.device, low: float) -> Tensor:
+    """The eight values that each byte stands for, float32 (256, 8)."""
+    bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
+    return torch.where(bits.bool(), 1.0, low).to(device)
+
+
+def unpack_signs(packed: Tensor, low: float = -1.0) -> Tensor:
+    """1.0 where a bit is set, ``low`` elsewhere: float32 (8 * bytes,)."""
+    return _bit_table(packed.device, low).index_select(0, packed.int()).view(-1)
+
+
+def pack_small(codes: Tensor, bits: int) -> Tensor:
+    """Codes of 2 or 4 bits, the first in the lowest bits: uint8 (elements * bits / 8,). ``codes`` is uint8."""
+    per = 8 // bits
+    rows = codes.view(-1, per)
+    packed = rows[:, 0].clone()
+    for place in range(1, per):
+        packed |= rows[:, place] << (place * bits)
+    return packed
+
+
+@cache
+def _small_table(device: torch.device, bits: int, offset: int) -> Tensor:
+    shifts = torch.arange(0, 8, bits)
+    values = (torch.arange(256).unsqueeze(1) >> shifts & (2**bits - 1)) - offset
+    table: Tensor = values.float().to(device)
+    return table
+
+
+def unpack_small(packed: Tensor, bits: int, offset: int) -> Tensor:
+    """Codes minus ``offset``: float32 (bytes * 8 / bits,)."""
+    return _small_table(packed.device, bits, offset).index_select(0, packed.int()).view(-1)
+
+
+def stochastic_round(flat: Tensor, layout: Layout, scales: Tensor, limit: int, seed: int, turn: Turn, bucket: int = 0) -> Tensor:
+    """``scale x`` rounded to one of the integers around it, at random so that the expectation is ``scale x``: int8 (total,).
+
+    Args:
+        flat: what to round.
+        layout: whose names seed the random numbers.
+        scales: one per tensor, or per bucket, float32; what is not finite there or in ``flat`` becomes 0.
+        limit: the largest magnitude of a result, at most 127.
+        bucket: elements of a bucket, which divides ``layout.align``; 0: scales are per tensor.
+    """
+    if flat.is_cuda:
+        rounded: Tensor = _triton().stochastic_round(flat, layout, scales, limit, stream_seeds(layout, flat.device, seed, turn), bucket)
+        return rounded
+    scaled = uniform(layout, flat.device, seed, turn)
+    if not bucket:
+        for part, values, scale in zip(
+            scaled.split_with_sizes(layout.spans), flat.split_with_sizes(layout.spans), scales.unbind(), strict=True
+        ):
+            part.addcmul_(values, scale)
+    else:
+        scaled.view(-1, bucket).addcmul_(flat.view(-1, bucket), scales.unsqueeze(1))
+    return scaled.floor_().clamp_(-limit, limit).nan_to_num_(0.0).to(torch.int8)
+
+
+def natural(flat: Tensor, layout: Layout, seed: int, turn: Turn) -> Tensor:
+    """Biased exponents after natural rounding, to the power of two below or above: uint8 (total,).
+
+    The one above is taken with a probability of the mantissa's fraction. 0 stands for zero, 255 for infinities and NaN.
+    """
+    if flat.is_cuda:
+        rounded: Tensor = _triton().natural(flat, layout, stream_seeds(layout, flat.device, seed, turn))
+        return rounded
+    random = random_words(layout, seed, turn)
+    bits = flat.numpy().view(np.uint32)
+    # A carry out of the mantissa rounds up: it comes with a probability of mantissa / 2^23. From an exponent of 254 it
+    # would make an infinity, so the largest power of two is the last.
+    random >>= 9
+    random += bits & np.uint32(0x7FFFFFFF)
+    random >>= 23
+    if random.max(initial=0) >= 255:
+        own = bits >> 23 & 255
+        np.copyto(random, own, where=own >= 254)
+    return torch.from_numpy(random.astype(np.uint8))

@@ -1,0 +1,73 @@
+"""Per-tensor memories of a method, kept flat per group so that a step touches each of them once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import Bundle, Layout, State
+
+
+class Memory:
+    """One float32 tensor per name, zero at first. Tensors of a group lie in one flat buffer; groups may change at any time."""
+
+    def __init__(self) -> None:
+        self._flat: dict[tuple[str, ...], tuple[Layout, Tensor]] = {}
+        self._waiting: dict[str, Tensor] = {}  # loaded, or of a group that is no more: not in any group yet
+
+    def flat(self, layout: Layout, device: torch.device) -> Tensor:
+        """The group's buffer, (layout.total,); it may be written in place, padding stays zero.
+
+        Raises:
+            ValueError: a tensor of that name has had another number of elements.
+        """
+        found = self._flat.get(layout.names)
+        if found is not None and (found[0] is layout or (found[0].spans == layout.spans and found[0].sizes == layout.sizes)):
+            return found[1]
+        return self._regroup(layout, device)
+
+    def replace(self, layout: Layout, flat: Tensor) -> None:
+        """Make ``flat`` the group's buffer."""
+        self._flat[layout.names] = (layout, flat)
+
+    def _regroup(self, layout: Layout, device: torch.device) -> Tensor:
+        ours = set(layout.names)
+        for names in [names for names in self._flat if not ours.isdisjoint(names)]:
+            old, flat = self._flat.pop(names)
+            self._waiting.update(zip(old.names, old.views(flat), strict=True))
+        fresh = torch.zeros(layout.total, device=device)
+        for name, view in zip(layout.names, layout.views(fresh), strict=True):
+            if (kept := self._waiting.pop(name, None)) is not None:
+                if kept.numel() != view.numel():
+                    raise ValueError(f"{name!r} has {view.numel()} elements, its memory {kept.numel()}: start with a fresh method")
+                view.copy_(kept)
+        self.replace(layout, fresh)
+        return fresh
+
+    def state_dict(self) -> State:
+        """By name, float32 (elements,); not copied."""
+        state: State = dict(self._waiting)
+        for layout, flat in self._flat.values():
+            state.update(zip(layout.names, layout.views(flat), strict=True))
+        return dict(sorted(state.items()))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._flat.clear()
+        self._waiting = {name: value.clone() for name, value in state.items()}
+
+
+def put_back(layout: Layout, flat: Tensor, before: Tensor | None, numbers: Sequence[int]) -> None:
+    """Give the tensors of these numbers the values they had in ``before``, which may be None for no numbers."""
+    for number in numbers:
+        assert before is not None
+        layout.views(flat)[number].copy_(layout.views(before)[number])
+
+
+def non_finite(bundle: Bundle) -> list[int]:
+    """Numbers of the tensors that have a NaN or an infinity."""
+    if bool(torch.isfinite(bundle.flat.sum())):  # a sum of finite values may overflow, one with a NaN or infinity is never finite
+        return []
+    return [number for number, view in enumerate(bundle.views) if not bool(torch.isfinite(view).all())]

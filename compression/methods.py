@@ -1,0 +1,94 @@
+"""Every method by name, with the error feedback it is meant to be used with.
+
+method = create("topk", ratio=0.01)             # ErrorFeedback(TopK(0.01))
+method = create("qsgd", levels=7)               # unbiased: none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .adaq import AdaQ
+from .atomo import Atomo
+from .base import Compressor, Reducer
+from .cast import Bf16, Fp16, Identity
+from .dgc import MomentumCorrection, SampledThreshold
+from .dynamic import Dynamic8
+from .feedback import ErrorFeedback
+from .natural import Natural, Natural8
+from .powersgd import PowerSGD
+from .quantise import QSGD, GlobalInt8, TernGrad
+from .sidco import SIDCo
+from .sign import MajorityVote, OneBit, ScaledSign
+from .sketch import Sketch
+from .sparse import RandomK, Threshold, TopK
+from .threelc import ThreeLC
+from .twophase import TwoPhase
+
+COMPRESSORS: dict[str, Callable[..., Compressor]] = {
+    "none": Identity,
+    "fp16": Fp16,
+    "bf16": Bf16,
+    "topk": TopK,
+    "randomk": RandomK,
+    "threshold": Threshold,
+    "hard_threshold": Threshold.hard,
+    "sampled_threshold": SampledThreshold,
+    "sidco_e": lambda ratio=0.001: SIDCo(ratio, "exponential"),
+    "sidco_p": lambda ratio=0.001: SIDCo(ratio, "pareto"),
+    "sidco_gp": lambda ratio=0.001: SIDCo(ratio, "gamma"),
+    "adaq": AdaQ,
+    "efsignsgd": ScaledSign,
+    "onebit": OneBit,
+    "qsgd": QSGD,
+    "terngrad": TernGrad,
+    "natural": Natural,
+    "natural8": Natural8,
+    "dynamic8": Dynamic8,
+    "threelc": ThreeLC,
+    "sketch": Sketch,
+    "atomo": Atomo,
+}
+
+REDUCERS: dict[str, Callable[..., Reducer]] = {  # with a memory of their own, or none that could be apart
+    "dgc": lambda momentum=0.9, nesterov=False, clip_norm=None, **options: MomentumCorrection(
+        SampledThreshold(**options), momentum, nesterov, clip_norm
+    ),
+    "signsgd": MajorityVote,
+    "signum": lambda momentum=0.9, seed=0: MajorityVote(momentum, seed),
+    "powersgd": PowerSGD,
+    "int8": GlobalInt8,
+}
+
+METHODS = (*COMPRESSORS, *REDUCERS)
+
+# Without error feedback: exact, nearly exact, or unbiased.
+_NO_FEEDBACK = {"none", "fp16", "bf16", "qsgd", "terngrad", "natural", "natural8", "atomo"}
+
+
+def create(name: str, *, feedback: float | None = None, two_phase: bool = False, **options: Any) -> Reducer:
+    """A method ready for use.
+
+    Args:
+        name: one of `METHODS`.
+        feedback: beta of the residual; None: 1.0 for a method that needs error feedback, else none; 0: none.
+        two_phase: aggregate by owners of parts, see `TwoPhase`; its two residuals take the place of one, and do not leak.
+        options: the method's own.
+
+    Raises:
+        ValueError: no such method, or a combination that makes no sense.
+    """
+    if name in REDUCERS:
+        if feedback is not None or two_phase:
+            raise ValueError(f"{name!r} has its own memory and aggregation: feedback and two_phase cannot be given")
+        return REDUCERS[name](**options)
+    if name not in COMPRESSORS:
+        raise ValueError(f"compression {name!r}: must be one of {', '.join(METHODS)}")
+    compressor = COMPRESSORS[name](**options)
+    beta = feedback if feedback is not None else 0.0 if name in _NO_FEEDBACK or compressor.unbiased else 1.0
+    if two_phase:
+        if beta not in (0.0, 1.0):
+            raise ValueError(f"feedback={feedback}: with two_phase it must be 0 or 1")
+        return TwoPhase(compressor, error_feedback=beta == 1.0)
+    return ErrorFeedback(compressor, beta) if beta else compressor

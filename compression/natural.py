@@ -1,0 +1,60 @@
+"""Natural compression (Horvath et al., MSML 2022): to one of the two powers of two around each element, unbiased.
+
+The variance is at most an eighth of the squared norm.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import kernels
+from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn, cut, join
+
+_LOW = 18  # below the smallest biased exponent that seven bits tell, 19; they also tell zero (0) and what is not finite (127)
+_INFINITE = 127
+
+
+class Natural(Compressor):
+    """Sign and exponent: 9 bits. Infinities and NaN come out as infinities; above 2^127 there is no power to round up to."""
+
+    primitive = Primitive.ALL_GATHER
+    unbiased = True
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    def compress(self, bundle: Bundle, turn: Turn) -> Payload:
+        exponents = kernels.natural(bundle.flat, bundle.layout, self.seed, turn)
+        return Payload(bundle.layout, join(exponents, kernels.pack_signs(bundle.flat)))
+
+    def decompress(self, payload: Payload) -> Bundle:
+        total = payload.layout.total
+        exponents, bits = cut(payload.data, (torch.uint8, total), (torch.uint8, total // 8))
+        powers = (exponents.int() << 23).view(torch.float32)
+        return Bundle(payload.layout, powers.mul_(kernels.unpack_signs(bits)))
+
+    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+        return layout.total + layout.total // 8
+
+
+class Natural8(Natural):
+    """Sign and seven bits of exponent: from 2^-108 to 2^17. What is below becomes zero, what is above 2^17: unbiased in between."""
+
+    def compress(self, bundle: Bundle, turn: Turn) -> Payload:
+        exponents = kernels.natural(bundle.flat, bundle.layout, self.seed, turn)
+        codes = exponents.clamp(_LOW, _LOW + _INFINITE - 1).sub_(_LOW).masked_fill_(exponents == 255, _INFINITE)
+        return Payload(bundle.layout, codes | kernels.negative(bundle.flat).view(torch.uint8) << 7)
+
+    def decompress(self, payload: Payload) -> Bundle:
+        return Bundle(payload.layout, _table(payload.data.device).index_select(0, payload.data.int()))
+
+    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+        return layout.total
+
+
+def _table(device: torch.device) -> torch.Tensor:
+    """The value of each code, float32 (256,)."""
+    codes = torch.arange(128)
+    powers = torch.where(codes == 0, 0.0, torch.exp2((codes + _LOW - 127).double())).float()
+    powers[_INFINITE] = torch.inf
+    return torch.cat([powers, -powers]).to(device)

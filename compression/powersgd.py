@@ -1,0 +1,242 @@
+"""PowerSGD (Vogels et al., NeurIPS 2019): one step of power iteration per training step, warm-started from the last.
+
+A gradient M of m x n becomes P of m x r and Q of n x r; both are averaged, so both travel in an all-reduce.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .base import Bundle, Exchange, Layout, Primitive, Reducer, Request, State, Turn
+from .memory import Memory, put_back
+from .randomness import SHARED, generator
+
+_DEPENDENT = 1e-5  # of a row's length: what is left of it beside rounding, if it depends on the rows before it
+
+
+class PowerSGD(Reducer):
+    """Low-rank averages with error feedback (algorithms 1 and 2).
+
+    ``M += E; P = M Q, averaged, orthonormal; Q = M' P, averaged; E = M - P Q'``
+
+    A tensor is the matrix of its first dimension by all others. One that would not get smaller by ``least_rate`` travels whole,
+    in the first all-reduce. Momentum belongs after this, in the optimizer.
+
+    Args:
+        rank: r; the paper's best are 2 for convolutional networks and 4 for LSTMs.
+        least_rate: how many times fewer elements than a matrix its factors must have.
+        error_feedback: keep E; without it accuracy suffers.
+        seed: of the first Q; must be equal on all ranks.
+    """
+
+    primitive = Primitive.TWO_ALL_REDUCES
+
+    def __init__(self, rank: int = 1, least_rate: float = 2.0, error_feedback: bool = True, seed: int = 0) -> None:
+        if rank < 1 or least_rate < 1:
+            raise ValueError(f"rank={rank}, least_rate={least_rate}: both must be at least 1")
+        self.rank, self.least_rate, self.error_feedback, self.seed = rank, least_rate, error_feedback, seed
+        self.errors = Memory()
+        self.factors: dict[str, Tensor] = {}  # name -> Q', (rank, n)
+
+    def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
+        layout, device = bundle.layout, bundle.flat.device
+        runs, whole = split(layout, self.rank, self.least_rate)
+        before = self.errors.flat(layout, device) if self.error_feedback else None
+        left = bundle if before is None else bundle.plus(before)
+        matrices = [run.matrices(left.flat) for run in runs]
+        qs = [self._warm(run, layout.names, device, turn) for run in runs]
+
+        dense = [left.views[number] for number in whole]
+        products = _stacks(runs, "rows", device, sum(view.numel() for view in dense))
+        for run_of, q, p in zip(matrices, qs, products.parts, strict=True):
+            _multiply(run_of, q, p)
+        if dense:
+            torch.cat(dense, out=products.rest)
+        yield from products.average(turn)
+        orthonormalise(products.parts)
+
+        projections = _stacks(runs, "columns", device)
+        for run_of, p, q in zip(matrices, products.parts, projections.parts, strict=True):
+            _multiply(run_of.transpose(1, 2), p, q)
+        if runs:
+            yield from projections.average(turn)
+
+        result = Bundle(layout, layout.clear_padding(torch.empty_like(left.flat)))
+        for run, p, q in zip(runs, products.parts, projections.parts, strict=True):
+            _expand(p, q, run.matrices(result.flat))
+        for number, mean in zip(whole, products.rest.split_with_sizes([view.numel() for view in dense]), strict=True):
+            result.views[number].copy_(mean)
+        bad = self._keep_factors(layout.names, runs, projections)
+        if before is not None:
+            self._keep_errors(left, result, before, whole, bad)
+        return result
+
+    def _warm(self, run: Run, names: Sequence[str], device: torch.device, turn: Turn) -> Tensor:
+        """Q' of the last step of each matrix, (count, rank, columns), rows of length 1. One that has come to zero is drawn anew."""
+        kept = [self._kept(names[number], run.rank, run.columns, device) for number in run.numbers]
+        rows = [row for q in kept for row in q.unbind()]
+        norms = torch.stack(torch._foreach_norm(rows))
+        if not bool(norms.all()):
+            for number, q in zip(run.numbers, kept, strict=True):
+                self._draw(names[number], q, turn)
+            norms = torch.stack(torch._foreach_norm(rows))
+        return torch.stack(kept).div_(norms.view(-1, run.rank, 1))
+
+    def _kept(self, name: str, rank: int, columns: int, device: torch.device) -> Tensor:
+        factor = self.factors.get(name)
+        if factor is None:
+            factor = self.factors[name] = torch.zeros(rank, columns, device=device)
+        if factor.shape != (rank, columns):
+            raise ValueError(f"{name!r} had a factor of {tuple(factor.shape)}, now {(rank, columns)}: start with a fresh method")
+        return factor
+
+    def _draw(self, name: str, factor: Tensor, turn: Turn) -> None:
+        fresh = generator(name, self.seed, turn, SHARED).standard_normal(tuple(factor.shape), dtype="float32")
+        zero = torch.linalg.vector_norm(factor, dim=1, keepdim=True) == 0
+        factor.copy_(torch.where(zero, torch.from_numpy(fresh).to(factor.device), factor))
+
+    def _keep_factors(self, names: Sequence[str], runs: Sequence[Run], projections: _Stacks) -> list[int]:
+        """Q' for the next step; numbers of the tensors whose one is not finite, on all ranks alike. Those are not kept."""
+        finite = bool(torch.isfinite(projections.flat.sum()))
+        bad = []
+        for run, stack in zip(runs, projections.parts, strict=True):
+            for number, q in zip(run.numbers, stack.unbind(), strict=True):
+                if finite or bool(torch.isfinite(q).all()):
+                    self.factors[names[number]] = q
+                else:
+                    bad.append(number)
+        return bad
+
+    def _keep_errors(self, left: Bundle, result: Bundle, before: Tensor, whole: Sequence[int], bad: Sequence[int]) -> None:
+        """E for the next step: nothing of what travelled whole, and what it was before where a result is not finite."""
+        left.flat.sub_(result.flat)
+        for number in whole:
+            left.views[number].zero_()
+        put_back(left.layout, left.flat, before, bad)
+        self.errors.replace(left.layout, left.flat)
+
+    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+        runs, whole = split(layout, self.rank, self.least_rate)
+        factors = sum(len(run.numbers) * run.rank * (run.rows + run.columns) for run in runs)
+        return 4 * (factors + sum(layout.sizes[number] for number in whole))
+
+    def state_dict(self) -> State:
+        return {"errors": self.errors.state_dict(), "factors": dict(sorted(self.factors.items()))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.errors.load_state_dict(state["errors"])
+        self.factors = {name: factor.clone() for name, factor in state["factors"].items()}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tensors that follow each other in a layout and are matrices of one shape: what can be done for all at once is.
+
+    Products are not: how a batch of products is rounded depends on its size, and a group must give what its tensors give.
+
+    Attributes:
+        numbers: of the tensors.
+        rows, columns: of each matrix.
+        rank: of its factors.
+        start, span: elements from the layout's begin to the first, and from each to the next.
+    """
+
+    numbers: tuple[int, ...]
+    rows: int
+    columns: int
+    rank: int
+    start: int
+    span: int
+
+    def matrices(self, flat: Tensor) -> Tensor:
+        """Their elements of a flat buffer, (count, rows, columns)."""
+        return flat.as_strided(
+            (len(self.numbers), self.rows, self.columns), (self.span, self.columns, 1), flat.storage_offset() + self.start
+        )
+
+
+@lru_cache(maxsize=1024)
+def split(layout: Layout, rank: int, least_rate: float) -> tuple[tuple[Run, ...], tuple[int, ...]]:
+    """Runs of the tensors that are worth factoring, and the numbers of the others."""
+    runs: list[Run] = []
+    whole = []
+    for number, (shape, size) in enumerate(zip(layout.shapes, layout.sizes, strict=True)):
+        rows = shape[0] if len(shape) > 1 else 1
+        columns = size // rows
+        low = min(rank, rows, columns)
+        if low * (rows + columns) * least_rate >= size:
+            whole.append(number)
+            continue
+        run = Run((number,), rows, columns, low, layout.starts[number], layout.spans[number])
+        if runs and runs[-1].numbers[-1] == number - 1 and (runs[-1].rows, runs[-1].columns) == (rows, columns):
+            last = runs.pop()
+            run = replace(last, numbers=(*last.numbers, number))
+        runs.append(run)
+    return tuple(runs), tuple(whole)
+
+
+class _Stacks:
+    """Factors of all runs side by side in one flat buffer, so that one collective takes them all; and what travels with them."""
+
+    def __init__(self, shapes: Sequence[tuple[int, int, int]], rest: int, device: torch.device) -> None:
+        self._shapes = shapes
+        self._rest = rest
+        self._use(torch.empty(sum(math.prod(shape) for shape in shapes) + rest, device=device))
+
+    def _use(self, flat: Tensor) -> None:
+        self.flat = flat
+        *parts, self.rest = flat.split_with_sizes([*(math.prod(shape) for shape in self._shapes), self._rest])
+        self.parts = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def average(self, turn: Turn) -> Generator[Request, list[Tensor], None]:
+        """Over ranks."""
+        (total,) = yield Request("sum", self.flat)
+        self._use(total.div_(turn.world) if turn.world > 1 else total)
+
+
+def _stacks(runs: Sequence[Run], side: Literal["rows", "columns"], device: torch.device, rest: int = 0) -> _Stacks:
+    return _Stacks([(len(run.numbers), run.rank, getattr(run, side)) for run in runs], rest, device)
+
+
+def _multiply(matrices: Tensor, factors: Tensor, out: Tensor) -> None:
+    """(M Q)' of each matrix: (count, m, n) and (count, rank, n) to (count, rank, m). Rows are what has to be orthonormal later."""
+    for matrix, factor, result in zip(matrices.unbind(), factors.unbind(), out.unbind(), strict=True):
+        if factor.shape[0] == 1:
+            torch.mv(matrix, factor.view(-1), out=result.view(-1))
+        else:
+            torch.mm(factor, matrix.t(), out=result)
+
+
+def _expand(lefts: Tensor, rights: Tensor, out: Tensor) -> None:
+    """P Q' of each matrix."""
+    if lefts.shape[1] == 1:  # one rounding an element, however many at once
+        torch.mul(lefts.transpose(1, 2), rights, out=out)
+        return
+    for left, right, result in zip(lefts.unbind(), rights.unbind(), out.unbind(), strict=True):
+        torch.mm(left.t(), right, out=result)
+
+
+def orthonormalise(stacks: Sequence[Tensor]) -> None:
+    """Rows of each matrix of each (count, rank, m) stack in place, by Gram and Schmidt; one that depends on others becomes zero."""
+    for stack in stacks:
+        first = _norms(stack) if stack.shape[1] > 1 else None
+        for place in range(stack.shape[1]):
+            rows = stack[:, place]
+            norms = _norms(rows)
+            least = 0.0 if place == 0 or first is None else _DEPENDENT * first.view(stack.shape[:2])[:, place]
+            rows.mul_(torch.where(norms <= least, 0.0, 1 / norms).unsqueeze(1))
+            for matrix in stack.unbind() if place + 1 < stack.shape[1] else ():
+                rest = matrix[place + 1 :]
+                rest.addr_(torch.mv(rest, matrix[place]), matrix[place], alpha=-1)
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """Of each row, one by one: (rows,) for (..., m)."""
+    return torch.stack(torch._foreach_norm(list(rows.reshape(-1, rows.shape[-1]).unbind())))

@@ -1,0 +1,135 @@
+"""Stochastic quantisers: each element becomes a small integer, at random so that its expectation is the element."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .base import Bundle, Compressor, Exchange, Layout, Payload, Primitive, Reducer, Request, Turn, cut, divided, join
+
+
+def magnitudes(bundle: Bundle) -> Tensor:
+    """The largest magnitude of each tensor, float32 (tensors,); NaN where one is in it."""
+    ends = [torch.aminmax(view) for view in bundle.views]
+    return torch.stack([torch.maximum(-end.min, end.max) for end in ends])
+
+
+def inverse(scales: Tensor, levels: float = 1.0) -> Tensor:
+    """``levels / scales``; 0 where that is not finite: of zeros, of what is nearly as small, and of what is not finite itself."""
+    return (levels / scales).nan_to_num_(0.0, 0.0, 0.0)
+
+
+class QSGD(Compressor):
+    """Per bucket its L2 norm and, for each element, one of ``2 levels + 1`` multiples of a fraction of it. Alistarh et al., NeurIPS 2017.
+
+    The variance is at most min(b / s^2, sqrt(b) / s) times the squared norm, for buckets of b elements and s levels. Finite values whose
+    norm overflows float32 come out as NaN. Payload: norms (float32), then codes of 4 bits (up to 7 levels) or 8 (up to 127).
+
+    Args:
+        levels: s.
+        bucket: elements that share a norm, a multiple of 8; tensors begin with a bucket of their own.
+        seed: of the rounding.
+    """
+
+    primitive = Primitive.ALL_GATHER
+    unbiased = True
+
+    def __init__(self, levels: int = 127, bucket: int = 128, seed: int = 0) -> None:
+        if not 1 <= levels <= 127:
+            raise ValueError(f"levels={levels}: must be from 1 to 127; up to 7 take half the bytes")
+        if bucket < 8 or bucket % 8:
+            raise ValueError(f"bucket={bucket}: must be a multiple of 8")
+        self.levels, self.align, self.seed = levels, bucket, seed
+        self._bits = 4 if levels <= 7 else 8
+
+    def compress(self, bundle: Bundle, turn: Turn) -> Payload:
+        norms = torch.linalg.vector_norm(bundle.flat.view(-1, self.align), dim=1)
+        codes = kernels.stochastic_round(bundle.flat, bundle.layout, inverse(norms, self.levels), self.levels, self.seed, turn, self.align)
+        packed = codes if self._bits == 8 else kernels.pack_small((codes + 8).view(torch.uint8), 4)
+        return Payload(bundle.layout, join(norms, packed))
+
+    def decompress(self, payload: Payload) -> Bundle:
+        layout = payload.layout
+        buckets = layout.total // self.align
+        norms, packed = cut(payload.data, (torch.float32, buckets), (torch.int8, layout.total * self._bits // 8))
+        flat = packed.float() if self._bits == 8 else kernels.unpack_small(packed.view(torch.uint8), 4, 8)
+        flat.view(buckets, -1).mul_((norms / self.levels).unsqueeze(1))
+        return Bundle(layout, flat)
+
+    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+        return layout.total * self._bits // 8 + 4 * (layout.total // self.align)
+
+
+class TernGrad(Compressor):
+    """-1, 0 or 1 times the largest magnitude of each tensor, in 2 bits. Wen et al., NeurIPS 2017.
+
+    Args:
+        clip: magnitudes above so many standard deviations of the tensor are clipped to that, which bounds the variance and is
+            a bias. None: unbiased.
+        seed: of the rounding.
+    """
+
+    primitive = Primitive.ALL_GATHER
+
+    def __init__(self, clip: float | None = 2.5, seed: int = 0) -> None:
+        if clip is not None and clip <= 0:
+            raise ValueError(f"clip={clip}: must be above 0, in standard deviations, or None")
+        self.clip, self.seed = clip, seed
+        self.unbiased = clip is None
+
+    def compress(self, bundle: Bundle, turn: Turn) -> Payload:
+        scales = magnitudes(bundle)
+        if self.clip is not None:
+            scales = torch.minimum(scales, self.clip * deviations(bundle))
+        codes = kernels.stochastic_round(bundle.flat, bundle.layout, inverse(scales), 1, self.seed, turn)
+        return Payload(bundle.layout, join(scales, kernels.pack_small((codes + 1).view(torch.uint8), 2)))
+
+    def decompress(self, payload: Payload) -> Bundle:
+        layout = payload.layout
+        scales, packed = cut(payload.data, (torch.float32, len(layout.names)), (torch.uint8, layout.total // 4))
+        flat = kernels.unpack_small(packed, 2, 1)
+        torch._foreach_mul_(layout.views(flat), list(scales.unbind()))
+        return Bundle(layout, flat)
+
+    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+        return layout.total // 4 + 4 * len(layout.names)
+
+
+def deviations(bundle: Bundle) -> Tensor:
+    """Standard deviation of each tensor, float32 (tensors,); of a single element, its magnitude, so that it is not clipped away."""
+    squares = torch.stack(torch._foreach_norm(bundle.views)).square_()
+    sums = torch.stack([view.sum() for view in bundle.views])
+    sizes = torch.tensor(bundle.layout.sizes, device=sums.device)
+    variance = (squares / sizes - (sums / sizes).square()).clamp_(min=0)
+    # Of equal elements only rounding would be left: their scale is their magnitude.
+    return torch.where(variance > 1e-6 * squares / sizes, variance.sqrt(), squares.sqrt())
+
+
+class GlobalInt8(Reducer):
+    """Integers that add up under way: all ranks share each tensor's scale, and round so finely that the sum of all fits int8.
+
+    The cleanest path to a quarter of the bytes of an all-reduce: unbiased, no error feedback. After Global-QSGD (Xin et al., 2023).
+    A first all-reduce (max) agrees on the scales, a second (sum) adds the integers: exactly, in any order.
+    """
+
+    primitive = Primitive.TWO_ALL_REDUCES
+    unbiased = True
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
+        layout = bundle.layout
+        levels = 127 // turn.world
+        if levels == 0:
+            raise ValueError(f"GlobalInt8 on {turn.world} ranks: their sum fits int8 on at most 127; reduce hierarchically or use QSGD")
+        (scales,) = yield Request("max", magnitudes(bundle))
+        codes = kernels.stochastic_round(bundle.flat, layout, inverse(scales, levels), levels, self.seed, turn)
+        (total,) = yield Request("sum", codes)
+        flat = total.float()
+        torch._foreach_mul_(layout.views(flat), list((scales / levels).unbind()))
+        return divided(Bundle(layout, flat), turn.world)
+
+    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+        return layout.total + 4 * len(layout.names)

@@ -1,0 +1,183 @@
+"""One bit an element."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .base import Bundle, Compressor, Exchange, Layout, Payload, Primitive, Reducer, Request, State, Turn, cut, join
+from .memory import Memory, non_finite, put_back
+from .randomness import random_bytes
+
+
+class ScaledSign(Compressor):
+    """EF-signSGD: the mean magnitude of each tensor and one sign bit an element; zero counts as positive.
+
+    Needs error feedback. Karimireddy et al., ICML 2019. Payload: scales (float32), then the bits.
+    """
+
+    primitive = Primitive.ALL_GATHER
+
+    def compress(self, bundle: Bundle, turn: Turn) -> Payload:
+        sums = torch.stack([view.sum() for view in bundle.layout.views(bundle.flat.abs())])
+        sizes = torch.tensor(bundle.layout.sizes, device=sums.device).clamp_(min=1)
+        return Payload(bundle.layout, join(sums / sizes, kernels.pack_signs(bundle.flat)))
+
+    def decompress(self, payload: Payload) -> Bundle:
+        layout = payload.layout
+        scales, bits = cut(payload.data, (torch.float32, len(layout.names)), (torch.uint8, layout.total // 8))
+        flat = kernels.unpack_signs(bits)
+        torch._foreach_mul_(layout.views(flat), list(scales.unbind()))
+        return Bundle(layout, layout.clear_padding(flat))
+
+    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+        return layout.total // 8 + 4 * len(layout.names)
+
+
+class OneBit(Compressor):
+    """1-bit SGD: the mean of each tensor's negative and of its other elements, and one bit an element saying which.
+
+    Needs error feedback. Seide et al., Interspeech 2014. Payload: both means of each tensor (float32), then the bits.
+    """
+
+    primitive = Primitive.ALL_GATHER
+
+    def compress(self, bundle: Bundle, turn: Turn) -> Payload:
+        layout = bundle.layout
+        bits = kernels.pack_signs(bundle.flat)
+        # From sums over all elements, without taking the signs apart: sum|x| + sum x is twice the sum of the positive ones.
+        absolute = torch.stack([view.sum() for view in layout.views(bundle.flat.abs())])
+        total = torch.stack([view.sum() for view in bundle.views])
+        below = torch.stack([torch.count_nonzero(part) for part in layout.views(kernels.negative(bundle.flat))])
+        sizes = torch.tensor(layout.sizes, device=total.device)
+        low = (total - absolute) / 2 / below.clamp(min=1)
+        high = (total + absolute) / 2 / (sizes - below).clamp(min=1)
+        return Payload(layout, join(low, high, bits))
+
+    def decompress(self, payload: Payload) -> Bundle:
+        layout, count = payload.layout, len(payload.layout.names)
+        low, high, bits = cut(payload.data, (torch.float32, count), (torch.float32, count), (torch.uint8, payload.layout.total // 8))
+        flat = kernels.unpack_signs(bits, low=0.0)
+        views = layout.views(flat)
+        torch._foreach_mul_(views, list((high - low).unbind()))
+        torch._foreach_add_(views, list(low.unbind()))
+        return Bundle(layout, layout.clear_padding(flat))
+
+    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+        return layout.total // 8 + 8 * len(layout.names)
+
+
+class MajorityVote(Reducer):
+    """signSGD: the sign that most ranks have, +1 or -1. Bernstein et al., ICLR 2019.
+
+    One bit an element each way: every rank counts the votes on its part of the elements. A tie, and a gradient that is zero, is
+    decided by a coin that all ranks see alike, so that neither drifts. Signs have no scale: the learning rate is that of a sign
+    method (about 1e-4), and there is no error feedback.
+
+    What travels per rank: a block for each rank, of sign bits and of one bit a tensor that says whether all of it is finite.
+
+    Args:
+        momentum: Signum's beta; 0: signSGD. Votes are on the momentum ``m = beta m + (1 - beta) g``.
+        seed: of the coin; must be equal on all ranks.
+    """
+
+    primitive = Primitive.ALL_TO_ALL
+
+    def __init__(self, momentum: float = 0.0, seed: int = 0) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum={momentum}: must be at least 0 and below 1; 0.9 is Signum's")
+        self.momentum, self.seed = momentum, seed
+        self.averages = Memory()
+
+    def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
+        layout, device = bundle.layout, bundle.flat.device
+        bad = non_finite(bundle)
+        coin = random_bytes(layout, device, self.seed, turn)
+        bits = signs(self._averaged(bundle, bad), coin)
+        block = -(-bits.numel() // turn.world)
+        flags = torch.zeros(len(layout.names), dtype=torch.uint8, device=device)
+        flags[bad] = 1
+        ballots = [join(part, _packed(flags)) for part in _blocks(bits, block, turn.world)]
+        sent = torch.cat(ballots)
+        length = ballots[0].numel()
+        votes = yield Request("all_to_all", sent, [length] * turn.world, length)
+        mine = _blocks(coin, block, turn.world)[turn.rank]
+        counted = yield Request("gather", majority([vote[:block] for vote in votes], mine))
+        flat = kernels.unpack_signs(torch.cat(counted)[: bits.numel()])
+        for number in _flagged([vote[block:] for vote in votes], len(layout.names)):
+            layout.views(flat)[number].fill_(torch.nan)
+        return Bundle(layout, layout.clear_padding(flat))
+
+    def _averaged(self, bundle: Bundle, bad: Sequence[int]) -> Tensor:
+        if self.momentum == 0:
+            return bundle.flat
+        average = self.averages.flat(bundle.layout, bundle.flat.device)
+        before = average.clone() if bad else None
+        average.lerp_(bundle.flat, 1 - self.momentum)
+        put_back(bundle.layout, average, before, bad)
+        return average
+
+    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+        block = -(-(layout.total // 8) // world)
+        return world * (block + -(-len(layout.names) // 8)) + block
+
+    def state_dict(self) -> State:
+        return {"averages": self.averages.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.averages.load_state_dict(state["averages"])
+
+
+def signs(flat: Tensor, coin: Tensor) -> Tensor:
+    """Packed signs, with the coin's bit where an element is zero."""
+    bits = kernels.pack_signs(flat)
+    if (zeros := kernels.zeros(flat)) is not None:
+        bits ^= kernels.pack(zeros) & ~coin
+    return bits
+
+
+def majority(votes: Sequence[Tensor], coin: Tensor) -> Tensor:
+    """Bitwise majority of packed bits; a tie takes the coin's bit. uint8 in, uint8 out.
+
+    Counted without unpacking: adders of one bit work on all bits of a byte at once, one plane for each binary digit of the count.
+    """
+    planes: list[Tensor] = []
+    for vote in votes:
+        carry = vote
+        for place, plane in enumerate(planes):
+            planes[place], carry = plane ^ carry, plane & carry
+        if (1 << len(planes)) <= len(votes):
+            planes.append(carry)
+    above, equal = torch.zeros_like(coin), torch.full_like(coin, 255)
+    half = len(votes) // 2
+    for place in reversed(range(len(planes))):
+        if half >> place & 1:
+            equal = equal & planes[place]
+        else:
+            above = above | (equal & planes[place])
+            equal = equal & ~planes[place]
+    return above | (equal & coin) if len(votes) % 2 == 0 else above
+
+
+def _blocks(data: Tensor, length: int, count: int) -> list[Tensor]:
+    """Blocks of one length; the last ones are filled up with zeros."""
+    padded = data.new_zeros(length * count)
+    padded[: data.numel()] = data
+    return list(padded.view(count, length).unbind())
+
+
+def _packed(flags: Tensor) -> Tensor:
+    padded = flags.new_zeros(-(-flags.numel() // 8) * 8)
+    padded[: flags.numel()] = flags
+    return kernels.pack(padded.bool())
+
+
+def _flagged(packed: Sequence[Tensor], count: int) -> list[int]:
+    either = packed[0]
+    for other in packed[1:]:
+        either = either | other
+    return kernels.indices(kernels.unpack_signs(either, low=0.0)[:count] > 0).tolist()

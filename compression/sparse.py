@@ -1,0 +1,186 @@
+"""Sparsifiers: some elements travel as they are, with their indices; the others wait in the residual.
+
+Payload of all but random-k: the values (float32), then their indices (int32) in the group's flat buffer. What several ranks send
+for one element is added, rank by rank.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import kernels
+from .base import Bundle, Compressor, Layout, Payload, Primitive, Summed, Turn, cut, divided, join
+from .randomness import SHARED, generator
+
+_FEW = 4096  # elements; below, looking for candidates first costs more than it saves
+_LEAST = 2.0**-126  # the smallest normal float32: below, a processor that flushes subnormals to zero does not compare rightly
+_HITS = 16  # of the sample are expected to be among the largest
+
+
+class Sparsifier(Compressor):
+    """Sends the elements that `pick` picks."""
+
+    primitive = Primitive.ALL_GATHER_V
+
+    @abstractmethod
+    def pick(self, bundle: Bundle, turn: Turn) -> Tensor:
+        """Indices in ``bundle.flat`` of what is to be sent, int32, none twice. What is not finite is always picked."""
+
+    def compress(self, bundle: Bundle, turn: Turn) -> Payload:
+        indices = self.pick(bundle, turn)
+        return Payload(bundle.layout, join(bundle.flat.index_select(0, indices), indices))
+
+    def decompress(self, payload: Payload) -> Bundle:
+        return self._summed([payload])
+
+    def aggregate(self, payloads: Sequence[Payload]) -> Bundle:
+        return divided(self._summed(payloads), len(payloads))
+
+    def residual(self, bundle: Bundle, payload: Payload) -> Tensor:
+        return bundle.flat.index_fill_(0, entries(payload)[1].long(), 0)
+
+    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+        if selected is None:
+            raise ValueError(f"{type(self).__name__}: how many elements travel depends on the data; give selected=")
+        return 8 * selected
+
+    def _summed(self, payloads: Sequence[Payload]) -> Bundle:
+        layout, data = payloads[0].layout, payloads[0].data
+        total = torch.zeros(layout.total, device=data.device)
+        for payload in payloads:
+            values, indices = entries(payload)
+            total.index_add_(0, indices, values)
+        return Bundle(layout, total)
+
+
+def entries(payload: Payload) -> tuple[Tensor, Tensor]:
+    """The values, float32, and their indices, int32, in a sparsifier's payload."""
+    count = payload.data.numel() // 8
+    values, indices = cut(payload.data, (torch.float32, count), (torch.int32, count))
+    return values, indices
+
+
+def kept(size: int, ratio: float) -> int:
+    """Elements that a ratio keeps of so many: at least one, where there is any."""
+    return min(size, max(1, int(ratio * size)))
+
+
+def check_ratio(ratio: float) -> float:
+    if not 0 < ratio <= 1:
+        raise ValueError(f"ratio={ratio}: must be above 0 and at most 1, for example 0.01 for one element of a hundred")
+    return ratio
+
+
+def largest(magnitudes: Tensor, count: int) -> Tensor:
+    """Indices of the ``count`` largest of a tensor, int64, in no order; NaN is the largest of all.
+
+    Large tensors are not sorted: a sample tells a threshold that a little more than ``count`` pass, and only those are compared.
+    """
+    size = magnitudes.numel()
+    if magnitudes.is_cuda or size <= _FEW or count * 4 > size:
+        return magnitudes.topk(count, sorted=False).indices
+    sample = magnitudes[:: max(1, count // _HITS)]
+    expected = count / size * sample.numel()
+    low = sample.topk(min(sample.numel(), int(1.1 * expected + 4 * expected**0.5) + 1), sorted=True).values[-1]
+    candidates = kernels.not_below(magnitudes, float(low))
+    if not count <= candidates.numel() <= size // 2:  # the sample misled, or most are equal
+        return magnitudes.topk(count, sorted=False).indices
+    return candidates[magnitudes.index_select(0, candidates).topk(count, sorted=False).indices]
+
+
+def above(magnitudes: Tensor, threshold: float) -> Tensor:
+    """Indices of what is not below a threshold, int64; zeros never are among them, NaN always is."""
+    return kernels.not_below(magnitudes, threshold) if threshold >= _LEAST else kernels.indices(magnitudes.ne(0))
+
+
+class TopK(Sparsifier):
+    """The k = max(1, floor(ratio d)) largest magnitudes of each tensor. Stich et al., NeurIPS 2018."""
+
+    primitive = Primitive.ALL_GATHER
+
+    def __init__(self, ratio: float = 0.01) -> None:
+        self.ratio = check_ratio(ratio)
+
+    def pick(self, bundle: Bundle, turn: Turn) -> Tensor:
+        layout = bundle.layout
+        magnitudes = layout.views(bundle.flat.abs())
+        picked = [
+            largest(view, kept(size, self.ratio)) + at for view, size, at in zip(magnitudes, layout.sizes, layout.starts, strict=True)
+        ]
+        return torch.cat(picked).int()
+
+    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+        return 8 * sum(kept(size, self.ratio) for size in layout.sizes)
+
+
+class Threshold(Sparsifier):
+    """Everything that is at least ``value`` in magnitude, an absolute compressor. Sahu et al., NeurIPS 2021 (hard threshold).
+
+    The paper's choice is one value for all layers and steps: ``Threshold.hard(k)`` for k elements per step of the whole model.
+    """
+
+    def __init__(self, value: float = 0.01) -> None:
+        if not value > 0:
+            raise ValueError(f"value={value}: must be above 0, in units of the gradient")
+        self.value = value
+
+    @classmethod
+    def hard(cls, count: int) -> Threshold:
+        """With lambda = 1 / (2 sqrt(k)), k elements of the whole model per step."""
+        if count < 1:
+            raise ValueError(f"count={count}: give how many elements of the model may travel per step, at least 1")
+        return cls(1 / (2 * count**0.5))
+
+    def pick(self, bundle: Bundle, turn: Turn) -> Tensor:
+        return kernels.select(bundle.flat, bundle.layout, torch.full((len(bundle.layout.names),), self.value, device=bundle.flat.device))
+
+
+class RandomK(Summed):
+    """k = max(1, floor(ratio d)) elements of each tensor, drawn without replacement, the same on all ranks: indices do not travel.
+
+    Args:
+        ratio: part of each tensor that travels.
+        seed: of the draws; must be equal on all ranks.
+        scaled: multiply by d / k, which makes it unbiased. Not with error feedback: there the residual does that.
+    """
+
+    def __init__(self, ratio: float = 0.01, seed: int = 0, scaled: bool = False) -> None:
+        self.ratio, self.seed, self.scaled = check_ratio(ratio), seed, scaled
+        self.unbiased = scaled
+
+    def compress(self, bundle: Bundle, turn: Turn) -> Payload:
+        layout = bundle.layout
+        indices = self._drawn(layout, turn).to(bundle.flat.device)
+        values = bundle.flat.index_select(0, indices)
+        counts = [kept(size, self.ratio) for size in layout.sizes]
+        if not bool(torch.isfinite(bundle.flat.sum())):  # what was not drawn must be seen too
+            for part, view in zip(values.split_with_sizes(counts), bundle.views, strict=True):
+                part.add_(view.sub(view).sum())
+        if self.scaled:
+            for part, size, count in zip(values.split_with_sizes(counts), layout.sizes, counts, strict=True):
+                part.mul_(size / max(1, count))
+        return Payload(layout, values, shared=indices)
+
+    def _drawn(self, layout: Layout, turn: Turn) -> Tensor:
+        drawn = []
+        for name, size, at in zip(layout.names, layout.sizes, layout.starts, strict=True):
+            stream = generator(name, self.seed, turn, SHARED)
+            drawn.append(stream.choice(size, kept(size, self.ratio), replace=False, shuffle=False) + at)
+        return torch.from_numpy(np.concatenate(drawn))
+
+    def decompress(self, payload: Payload) -> Bundle:
+        assert payload.shared is not None
+        flat = torch.zeros(payload.layout.total, device=payload.data.device)
+        return Bundle(payload.layout, flat.index_copy_(0, payload.shared, payload.data))
+
+    def residual(self, bundle: Bundle, payload: Payload) -> Tensor:
+        assert payload.shared is not None
+        return bundle.flat.index_fill_(0, payload.shared, 0) if not self.scaled else super().residual(bundle, payload)
+
+    def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
+        return 4 * sum(kept(size, self.ratio) for size in layout.sizes)

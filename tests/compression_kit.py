@@ -1,0 +1,113 @@
+"""Gradients, methods and rounds for the tests of gradient compression; worker functions for real process groups."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gemini_ft.compression.base import Bundle, Exchange, Reducer, Turn
+from gemini_ft.compression.collective import answer, reduce, simulate, turn
+from gemini_ft.compression.methods import COMPRESSORS, METHODS, create
+
+Gradients = dict[str, Tensor]
+
+# Chosen so that something is left out of the small tensors of the tests.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "topk": {"ratio": 0.1},
+    "randomk": {"ratio": 0.1},
+    "threshold": {"value": 1.0},
+    "hard_threshold": {"count": 1},
+    "sampled_threshold": {"ratio": 0.1, "warmup_steps": 3},
+    "sidco_e": {"ratio": 0.05},
+    "sidco_p": {"ratio": 0.05},
+    "sidco_gp": {"ratio": 0.05},
+    "adaq": {"ratio": 0.1},
+    "dgc": {"ratio": 0.1, "warmup_steps": 3},
+    "powersgd": {"rank": 2},
+    "atomo": {"atoms": 2},
+}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embed": (40, 24),
+    "conv": (12, 4, 3, 3),
+    "norm": (24,),
+    "odd": (13, 17),
+    "scalar": (1,),
+    "zero_d": (),
+}
+EVERY = [*METHODS, *(f"{name}+two_phase" for name in ("efsignsgd", "topk", "qsgd", "sketch", "powersgd") if name in COMPRESSORS)]
+
+
+def method(name: str, **more: Any) -> Reducer:
+    """A fresh method by its name in `EVERY`."""
+    bare, _, suffix = name.partition("+")
+    return create(bare, **({"two_phase": True} if suffix else {}), **OPTIONS.get(bare, {}), **more)
+
+
+def gradients(seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Gradients:
+    """Normal values whose scale differs from tensor to tensor, float32."""
+    stream = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=stream) * 10.0 ** (number % 3 - 1) for number, (name, shape) in enumerate(shapes.items())}
+
+
+def together(methods: Sequence[Reducer], ranks: Sequence[Mapping[str, Tensor]], step: int, lr: float | None = None) -> Gradients:
+    """One step of all ranks in this process; their results must be the same bits."""
+    bundles = [Bundle.of(tensors, each.align) for each, tensors in zip(methods, ranks, strict=True)]
+    turns = [Turn(step, rank, len(ranks), lr) for rank in range(len(ranks))]
+    results = simulate([each.exchange(bundle, at) for each, bundle, at in zip(methods, bundles, turns, strict=True)])
+    for other in results[1:]:
+        assert same(results[0].tensors(), other.tensors())
+    return results[0].tensors()
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether names, shapes, dtypes and all bits are equal."""
+    return one.keys() == other.keys() and all(
+        one[name].shape == other[name].shape and one[name].dtype == other[name].dtype and bits(one[name]) == bits(other[name])
+        for name in one
+    )
+
+
+def bits(tensor: Tensor) -> bytes:
+    raw: np.ndarray[Any, Any] = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return raw.tobytes()
+
+
+def measured(exchange: Exchange) -> tuple[Bundle, int]:
+    """Run an exchange of one rank among itself; what it comes to, and the bytes it has handed to collectives."""
+    nbytes = 0
+    try:
+        request = next(exchange)
+        while True:
+            nbytes += request.tensor.nbytes
+            request = exchange.send(answer(request, None))
+    except StopIteration as done:
+        return done.value, nbytes
+
+
+# -- on a process group
+
+
+def run_every(steps: int, world: int) -> dict[str, str]:
+    """Each method for some steps on this rank, with pauses so that ranks arrive in every order; its results as hex."""
+    dist.init_process_group("gloo")
+    pauses = random.Random(int(os.environ["RANK"]))
+    found = {}
+    for name in EVERY:
+        each = method(name)
+        for step in range(steps):
+            time.sleep(pauses.random() * 0.01)
+            means = reduce(each, gradients(1000 * step + dist.get_rank()), step)
+        found[name] = "".join(bits(tensor).hex() for tensor in means.values())
+    nothing = reduce(create("threshold"), {"w": torch.zeros(9)}, 0)["w"]  # payloads of no bytes, from all ranks
+    assert torch.equal(nothing, torch.zeros(9))
+    assert turn(0).world == world
+    dist.destroy_process_group()
+    return found
