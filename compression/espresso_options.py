@@ -1,0 +1,224 @@
+"""The ways in which one tensor can be exchanged: Espresso's decision tree as a grammar. Pure.
+
+Espresso (Wang et al., EuroSys 2023), section 3 and figure 8. An option is a sequence of operations: compressing and
+decompressing, each on the GPU or on the CPU, and collectives, flat over all ranks or hierarchical (within machines, between
+them, within machines), in one step (indivisible) or two (divisible). The grammar, with first and second steps that belong
+together, gives 4341 options, of which 174 use the GPU only: the numbers of the paper.
+
+"GPU" is the device on which the backward pass runs, whatever it is.
+
+What an executor does with an option, beginning with a dense gradient:
+
+- `Codec` COMPRESS: what the rank holds becomes one payload; DECOMPRESS: all payloads of the rank are decompressed and added up;
+- `Collective`, WHOLE: everybody gets everybody's (all-reduce, or an all-gather of payloads);
+- FIRST: every rank gets one part of everybody's (reduce-scatter, all-to-all), or one rank all of it (reduce, gather);
+- SECOND: parts are brought together again (all-gather), or sent out by the one rank (broadcast).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cache
+from itertools import chain, product
+
+
+class Processor(Enum):
+    """Who compresses or decompresses."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+
+
+class Scope(Enum):
+    """Whom a collective connects: all ranks, those of one machine, or those of the same place in each machine."""
+
+    FLAT = "flat"
+    INTRA = "intra"
+    INTER = "inter"
+
+
+class Routine(Enum):
+    """A collective."""
+
+    ALL_REDUCE = "all-reduce"
+    REDUCE_SCATTER = "reduce-scatter"
+    REDUCE = "reduce"
+    ALL_GATHER = "all-gather"
+    BROADCAST = "broadcast"
+    ALL_TO_ALL = "all-to-all"
+    GATHER = "gather"
+
+
+class Step(Enum):
+    """Which part of an exchange a collective is."""
+
+    WHOLE = "whole"
+    FIRST = "first"
+    SECOND = "second"
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Compress, or decompress, on a processor."""
+
+    compress: bool
+    processor: Processor
+
+    def __str__(self) -> str:
+        return f"{'compress' if self.compress else 'decompress'}@{self.processor.value}"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective; ``compressed``: it carries payloads, otherwise dense values."""
+
+    routine: Routine
+    scope: Scope
+    step: Step
+    compressed: bool
+
+    @property
+    def sharded(self) -> bool:
+        """Of two steps, that every rank has its part in between, and not one rank all."""
+        return self.routine not in (Routine.REDUCE, Routine.GATHER, Routine.BROADCAST)
+
+    def __str__(self) -> str:
+        return f"{self.routine.value}@{self.scope.value}{' of payloads' if self.compressed else ''}"
+
+
+Operation = Codec | Collective
+Operations = tuple[Operation, ...]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to exchange a tensor: its operations, in their order."""
+
+    operations: Operations
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.operations))
+
+    @property
+    def compressed(self) -> bool:
+        """Whether anything is compressed."""
+        return any(isinstance(operation, Codec) for operation in self.operations)
+
+    @property
+    def processors(self) -> frozenset[Processor]:
+        """Who compresses and decompresses."""
+        return frozenset(operation.processor for operation in self.operations if isinstance(operation, Codec))
+
+    @property
+    def hierarchical(self) -> bool:
+        """Whether it goes within machines, between them, and within machines again."""
+        return any(isinstance(operation, Collective) and operation.scope is not Scope.FLAT for operation in self.operations)
+
+    @property
+    def divisible(self) -> bool:
+        """Whether the exchange over all ranks, or between machines, has two steps."""
+        return any(
+            isinstance(operation, Collective) and operation.scope is not Scope.INTRA and operation.step is Step.FIRST
+            for operation in self.operations
+        )
+
+    def on(self, processor: Processor) -> Option:
+        """The same option with all compressing and decompressing on one processor."""
+        moved = (replace(step, processor=processor) if isinstance(step, Codec) else step for step in self.operations)
+        return Option(tuple(moved))
+
+
+UNCOMPRESSED = Option((Collective(Routine.ALL_REDUCE, Scope.FLAT, Step.WHOLE, compressed=False),))
+
+
+@cache
+def options(processors: Sequence[Processor] = (Processor.GPU,), *, flat_only: bool = False) -> tuple[Option, ...]:
+    """Every option of the decision tree whose codecs run on ``processors``; the first is `UNCOMPRESSED`.
+
+    Args:
+        processors: a tuple.
+        flat_only: leave hierarchical options out: there is one machine, or one rank in each.
+
+    Raises:
+        ValueError: no processor, or one twice.
+    """
+    if not processors or len(set(processors)) != len(processors):
+        raise ValueError(f"processors {processors}: give Processor.GPU, Processor.CPU, or both once")
+    grammar = _Grammar(processors)
+    return tuple(Option(operations) for operations in chain(grammar.flat(), () if flat_only else grammar.hierarchical()))
+
+
+def _then(*parts: Iterable[Operations]) -> Iterator[Operations]:
+    """Every sequence that takes one of each."""
+    for picked in product(*parts):
+        yield tuple(chain.from_iterable(picked))
+
+
+def _whole(scope: Scope, compressed: bool) -> list[Operations]:
+    return [(Collective(Routine.ALL_GATHER if compressed else Routine.ALL_REDUCE, scope, Step.WHOLE, compressed),)]
+
+
+def _first(scope: Scope, compressed: bool, sharded: bool) -> list[Operations]:
+    dense, payloads = (Routine.REDUCE_SCATTER, Routine.ALL_TO_ALL) if sharded else (Routine.REDUCE, Routine.GATHER)
+    return [(Collective(payloads if compressed else dense, scope, Step.FIRST, compressed),)]
+
+
+def _second(scope: Scope, compressed: bool, sharded: bool) -> list[Operations]:
+    return [(Collective(Routine.ALL_GATHER if sharded else Routine.BROADCAST, scope, Step.SECOND, compressed),)]
+
+
+class _Grammar:
+    """Figure 8. The methods ``t1`` to ``t5`` are the paper's tasks 1 to 5; ``inner`` says how the first step within machines was
+    done (sharded or by one rank), because the last one has to match it."""
+
+    def __init__(self, processors: Sequence[Processor]) -> None:
+        self.comp: list[Operations] = [(Codec(True, processor),) for processor in processors]
+        self.decomp: list[Operations] = [(Codec(False, processor),) for processor in processors]
+
+    def flat(self) -> Iterator[Operations]:
+        scope = Scope.FLAT
+        yield from _whole(scope, False)
+        yield from _then(self.comp, _whole(scope, True), self.decomp)
+        for sharded in (True, False):
+            yield from _then(_first(scope, False, sharded), self.t1(scope, sharded))
+            yield from _then(self.comp, _first(scope, True, sharded), self.t2(scope, sharded))
+
+    def hierarchical(self) -> Iterator[Operations]:
+        for inner in (True, False):
+            yield from _then(_first(Scope.INTRA, False, inner), self.between(inner))
+            yield from _then(self.comp, _first(Scope.INTRA, True, inner), self.t4(inner))
+            yield from _then(self.comp, _first(Scope.INTRA, True, inner), self.decomp, self.between(inner))
+
+    def between(self, inner: bool) -> list[Operations]:
+        """From dense values in each machine on."""
+        return [*self.t3(inner), *_then(self.comp, self.t4(inner))]
+
+    def t1(self, scope: Scope, sharded: bool) -> list[Operations]:
+        """The second step of dense values."""
+        return [*_second(scope, False, sharded), *_then(self.comp, _second(scope, True, sharded), self.decomp)]
+
+    def t2(self, scope: Scope, sharded: bool) -> list[Operations]:
+        """The second step of payloads."""
+        return [*_then(_second(scope, True, sharded), self.decomp), *_then(self.decomp, self.t1(scope, sharded))]
+
+    def t3(self, inner: bool) -> Iterator[Operations]:
+        """Between machines, of dense values, and the rest."""
+        yield from _then(_whole(Scope.INTER, False), self.t1(Scope.INTRA, inner))
+        for outer in (True, False):
+            yield from _then(_first(Scope.INTER, False, outer), self.t5(inner, outer))
+
+    def t4(self, inner: bool) -> list[Operations]:
+        """Between machines, of payloads, and the rest."""
+        found = list(_then(_whole(Scope.INTER, True), self.t2(Scope.INTRA, inner)))
+        for outer in (True, False):
+            first = _first(Scope.INTER, True, outer)
+            found += _then(first, _second(Scope.INTER, True, outer), self.t2(Scope.INTRA, inner))
+            found += _then(first, self.decomp, self.t5(inner, outer))
+        return found
+
+    def t5(self, inner: bool, outer: bool) -> list[Operations]:
+        """The second step between machines, of dense values, and the rest."""
+        dense = _then(_second(Scope.INTER, False, outer), self.t1(Scope.INTRA, inner))
+        return [*dense, *_then(self.comp, _second(Scope.INTER, True, outer), self.t2(Scope.INTRA, inner))]
