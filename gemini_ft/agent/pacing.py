@@ -92,12 +92,14 @@ class Pacing:
 
     def status(self) -> dict[str, object]:
         """What ``gemini status`` shows."""
-        link, profiles = self._gate.link, self._gate.profiles
+        link, profiles = self._gate.link, list(self._gate.profiles.values())
+        profile = common(profiles) if profiles else None
         return {
             "interval": self._gate.interval,
             "bandwidth": link.bandwidth if link is not None else None,
             "step_seconds": self._gate.step_seconds,
-            "idle_seconds": common(list(profiles.values())).idle if profiles else None,
+            "idle_seconds": profile.idle if profile is not None else None,
+            "idle_spread_seconds": max(profile.spread) if profile is not None else None,
             **self._totals,
         }
 
