@@ -77,9 +77,9 @@ def choose(exchange: Exchange, nbytes: Sequence[int], *, skip: bool = True) -> N
         nbytes: of each tensor.
         skip: leave out tensors that are exchanged before a bubble, as the paper does; the result is the same without.
     """
-    seconds, done_before = exchange.seconds(), exchange.last_bubble()
+    seconds, done_before = exchange.seconds(), exchange.last_bubble() if skip else 0
     for tensor in sorted(range(len(nbytes)), key=lambda index: (-nbytes[index], -index)):
-        if skip and tensor < done_before:
+        if tensor < done_before:
             continue
         with_each = exchange.seconds_with(tensor)
         least = float(with_each.min())
@@ -87,7 +87,7 @@ def choose(exchange: Exchange, nbytes: Sequence[int], *, skip: bool = True) -> N
             continue
         work = np.where(with_each <= least / _BETTER, exchange.sums(tensor), math.inf)
         exchange.assign(tensor, int(work.argmin()))
-        seconds, done_before = exchange.seconds(), max(done_before, exchange.last_bubble())
+        seconds, done_before = least, exchange.last_bubble() if skip else 0
 
 
 def offload(exchange: Exchange, nbytes: Sequence[int], exhaustive: int) -> None:
@@ -106,8 +106,11 @@ def offload(exchange: Exchange, nbytes: Sequence[int], exhaustive: int) -> None:
         for group, count in zip(groups, counts, strict=True):
             group.move(count)
         return
-    while any([group.improve() for group in groups]):
-        pass
+    improving = True
+    while improving:
+        improving = False
+        for group in groups:
+            improving |= group.improve()
 
 
 def _alike(exchange: Exchange, nbytes: Sequence[int]) -> Iterator[list[int]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from operator import add
 
 import numpy as np
 
@@ -45,7 +46,8 @@ class OptionTable:
         self._loads: dict[Load, int] = {}
         self._queues = [tuple(_queues(option, costs.topology.machines == 1)) for option in self.options]
         self._ids = [
-            [self._loads.setdefault(load, len(self._loads)) for load in loads(option, costs.topology, costs.adds)] for option in self.options
+            [self._loads.setdefault(load, len(self._loads)) for load in loads(option, costs.topology, costs.adds)]
+            for option in self.options
         ]
         steps = max(map(len, self._ids))
         lengths = [len(ids) for ids in self._ids[: self.choices]]
@@ -66,22 +68,27 @@ class OptionTable:
                 raise ValueError(f"a tensor of {nbytes} bytes: is not a whole number of elements of {self._costs.itemsize} bytes")
             seconds = [self._costs.seconds(load, elements) for load in self._loads]
             durations = np.array([*seconds, 0.0])[self._padded]
-            works = [tuple(zip(q, (seconds[load] for load in ids), strict=True)) for q, ids in zip(self._queues, self._ids, strict=True)]
-            self._sizes[nbytes] = Size(works, durations[:, : self.choices], (durations * self._uses).sum(axis=1).T)
+            self._sizes[nbytes] = Size(durations, self.choices, (durations * self._uses).sum(axis=1).T)
         return self._sizes[nbytes]
+
+    def work(self, nbytes: int, number: int) -> Work:
+        """What one option asks for a tensor of ``nbytes`` dense bytes: queue and seconds of each operation."""
+        queues = self._queues[number]
+        return tuple(zip(queues, self.size(nbytes).of_each[: len(queues), number].tolist(), strict=True))
 
 
 class Size:
-    """What the options of a table take for tensors of one size.
+    """What the options of a table take for tensors of one size, in seconds (float64).
 
     Attributes:
-        works: of each option: queue and seconds of every operation.
-        durations: seconds (float64), by step and candidate.
-        totals: seconds (float64), by option and resource.
+        of_each: by step and option; 0 where an option has no such step.
+        candidates: the same of the candidates only.
+        totals: by option and resource.
+        sums: by option.
     """
 
-    def __init__(self, works: Sequence[Work], durations: Floats, totals: Floats) -> None:
-        self.works, self.durations, self.totals = works, np.ascontiguousarray(durations), totals
+    def __init__(self, of_each: Floats, choices: int, totals: Floats) -> None:
+        self.of_each, self.candidates, self.totals = of_each, np.ascontiguousarray(of_each[:, :choices]), totals
         self.sums: Floats = totals.sum(axis=1)
 
 
@@ -104,13 +111,15 @@ class Exchange:
         if len(options) != len(backward):
             raise ValueError(f"{len(options)} options for {len(backward)} tensors: there must be one for each")
         self._seconds, self.table, self._forward_pass = backward.seconds, table, backward.forward
-        self._sizes = [table.size(nbytes) for nbytes in backward.nbytes]
+        self._nbytes, self._sizes = backward.nbytes, [table.size(nbytes) for nbytes in backward.nbytes]
         self.numbers = [table.number[option] for option in options]
+        self._works = [table.work(nbytes, number) for nbytes, number in zip(self._nbytes, self.numbers, strict=True)]
         tensors = len(backward)
         self._states = [[0.0] * _QUEUES for _ in range(tensors + 1)]  # before each tensor: when each queue is done
         self._weights = [[0.0] * _QUEUES for _ in range(tensors + 1)]  # from each tensor on: from a queue being done to the end
         self._bubbles = [False] * tensors  # whether all links are idle when the tensor's first collective begins
         self._states_to, self._weights_from = 0, tensors  # these are up to date, and all before or after them
+        self._last = 0  # assigned: the next one is likely to be near
         self._totals = sum((size.totals[number] for size, number in zip(self._sizes, self.numbers, strict=True)), np.zeros(4))
         self._totals[_GPU] += math.fsum(backward.seconds)
 
@@ -124,20 +133,27 @@ class Exchange:
         totals = self._sizes[tensor].totals
         self._totals = self._totals + totals[number] - totals[self.numbers[tensor]]
         self.numbers[tensor] = number
+        self._works[tensor] = self.table.work(self._nbytes[tensor], number)
         self._states_to = min(self._states_to, tensor)
         self._weights_from = max(self._weights_from, tensor + 1)
+        self._last = tensor
 
     def seconds(self) -> float:
         """F, with the forward pass."""
-        self._update_states(len(self.numbers))
-        return self._forward_pass + max(*self._states[-1], float(self._totals.max()))
+        self._update_states(self._last)
+        self._update_weights(self._last)
+        end = max(map(add, self._states[self._last], self._weights[self._last]))
+        return self._forward_pass + max(end, float(self._totals.max()))
 
     def last_bubble(self) -> int:
         """The last tensor whose first collective begins when all links have been idle; 0: there is none.
 
-        What is exchanged before it is done before it: to compress it cannot help (property 1 of the paper).
+        What is exchanged before it is done before it: to compress it cannot help (property 1 of the paper), unless F is the
+        total work of a link. Then less work helps wherever it is, and there is no bubble in that sense.
         """
         self._update_states(len(self.numbers))
+        if max(self._states[-1]) <= self._totals.max():
+            return 0
         return max((tensor for tensor, bubble in enumerate(self._bubbles) if bubble), default=0)
 
     def seconds_with(self, tensor: int) -> Floats:
@@ -148,7 +164,7 @@ class Exchange:
         queues = np.tile(self._states[tensor], choices)
         queues[::_QUEUES] += self._seconds[tensor]
         now = queues[::_QUEUES].copy()
-        for cells, durations in zip(self.table.cells, size.durations, strict=False):
+        for cells, durations in zip(self.table.cells, size.candidates, strict=False):
             active = len(cells)
             ends = np.maximum(now[:active], queues[cells]) + durations[:active]
             queues[cells] = now[:active] = ends
@@ -161,18 +177,23 @@ class Exchange:
         """Seconds of all operations of each candidate together (float64, by number), whatever they overlap with."""
         return self._sizes[tensor].sums[: self.table.choices]
 
+    # What follows is most of the time that planning takes: no calls in the innermost loops.
+
     def _update_states(self, tensor: int) -> None:
+        links = 2 * _INTRA
         for index in range(self._states_to, tensor):
             queues = self._states[index].copy()
-            busy = max(queues[2 * _INTRA :])
+            busy = max(queues[links:])
             now = queues[0] = queues[0] + self._seconds[index]
-            first = math.nan
-            for queue, seconds in self._sizes[index].works[self.numbers[index]]:
-                start = max(now, queues[queue])
-                if first != first and queue >= 2 * _INTRA:
+            first = None
+            for queue, seconds in self._works[index]:
+                start = queues[queue]
+                if start < now:
+                    start = now
+                if first is None and queue >= links:
                     first = start
                 now = queues[queue] = start + seconds
-            self._bubbles[index] = first > busy
+            self._bubbles[index] = first is not None and first > busy
             self._states[index + 1] = queues
         self._states_to = max(self._states_to, tensor)
 
@@ -180,10 +201,11 @@ class Exchange:
         for index in range(self._weights_from - 1, tensor - 1, -1):
             weights = self._weights[index + 1].copy()
             now = -math.inf
-            for queue, seconds in reversed(self._sizes[index].works[self.numbers[index]]):
-                now = weights[queue] = max(now, weights[queue]) + seconds
+            for queue, seconds in reversed(self._works[index]):
+                later = weights[queue]
+                if now < later:
+                    now = later
+                now = weights[queue] = now + seconds
             weights[0] = max(now, weights[0]) + self._seconds[index]
             self._weights[index] = weights
         self._weights_from = min(self._weights_from, tensor)
-
-
