@@ -142,7 +142,7 @@ class Exchange:
         """F, with the forward pass."""
         self._update_states(self._last)
         self._update_weights(self._last)
-        end = max(map(add, self._states[self._last], self._weights[self._last]))
+        end = float(max(map(add, self._states[self._last], self._weights[self._last])))
         return self._forward_pass + max(end, float(self._totals.max()))
 
     def last_bubble(self) -> int:
