@@ -16,7 +16,7 @@ from agent_kit import WAIT, Job, eventually, exactly, open_fds, stopped, version
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.errors import AgentError, AgentTimeoutError, ConfigError, MemoryBudgetError, PeerError, SecretError
-from gemini_ft.messages import MAX_MESSAGE, Challenge, Failed, GetInventory, Hello, Request, pack, unpack
+from gemini_ft.messages import MAX_MESSAGE, PROTOCOL_VERSION, Challenge, Failed, GetInventory, Hello, Request, pack, unpack
 from gemini_ft.transport.wire import BlockingWire, make_proof
 
 SECRET = b"s" * 16  # of the kit's ranks
@@ -90,7 +90,7 @@ print(answer)
         assert "of uid 65534: this agent serves uid 0 only" in job.log("a")
 
     def test_a_worker_of_another_version_is_told_so(self, job: Job) -> None:
-        with pytest.raises(AgentError, match=r"this agent speaks protocol 1, the worker 0: .*; end it with `gemini leave"):
+        with pytest.raises(AgentError, match=rf"this agent speaks protocol {PROTOCOL_VERSION}, the worker 0: .*; end it with `gemini leave"):
             job.rank("a", 0, protocol=0)
 
     def test_nothing_is_answered_before_hello(self, job: Job) -> None:
