@@ -90,7 +90,9 @@ print(answer)
         assert "of uid 65534: this agent serves uid 0 only" in job.log("a")
 
     def test_a_worker_of_another_version_is_told_so(self, job: Job) -> None:
-        with pytest.raises(AgentError, match=rf"this agent speaks protocol {PROTOCOL_VERSION}, the worker 0: .*; end it with `gemini leave"):
+        with pytest.raises(
+            AgentError, match=rf"this agent speaks protocol {PROTOCOL_VERSION}, the worker 0: .*; end it with `gemini leave"
+        ):
             job.rank("a", 0, protocol=0)
 
     def test_nothing_is_answered_before_hello(self, job: Job) -> None:
