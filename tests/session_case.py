@@ -100,7 +100,7 @@ def memfds() -> int:
     found = set()
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if "memfd:" in os.readlink(entry.path):
+            if "memfd:gemini:" in os.readlink(entry.path):
                 found.add(os.stat(entry.path).st_ino)
     return len(found)
 
