@@ -94,6 +94,7 @@ def test_a_host_that_is_killed_in_the_middle_of_a_commit(network: Network, tmp_p
     assert_identical(torch.load(tmp_path / "final.pt"), undisturbed)
 
 
+@pytest.mark.soak
 def test_a_worker_that_hangs_makes_replicas_late_and_breaks_nothing(network: Network, tmp_path: Path, undisturbed: Any) -> None:
     """What its threads do not receive in time, its agent does."""
     with EmulatedHosts(2, program(tmp_path, **options("collective")), tmp_path, network=network) as hosts:

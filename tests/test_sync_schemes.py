@@ -29,7 +29,7 @@ def on_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments: 
     return results
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, *(pytest.param(world, marks=pytest.mark.soak) for world in (5, 6, 7)), 8])
 def test_the_sum_is_right_and_the_same_everywhere(world: int, tmp_path: Path) -> None:
     third = None if world <= 4 else world % 3
     assert on_ranks(tmp_path, world, sync_case.sums, third) == [[]] * world

@@ -23,7 +23,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", [pytest.param(name, marks=pytest.mark.soak if name == "at once" else ()) for name in VARIANTS])
+@pytest.mark.parametrize("variant", [pytest.param(name, marks=() if name == "pieces" else pytest.mark.soak) for name in VARIANTS])
 def test_killed_and_resumed_with_the_same_bits(tmp_path: Path, variant: str) -> None:
     """Replicas that workers have carried are what a lost host is restored from."""
     case = Case(width=4096, options={"on_late": "wait", "traffic": VARIANTS[variant]})
