@@ -40,7 +40,7 @@ def test_the_drill_survives_three_ways_of_being_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("launcher", ["gemini_ft.cli run", "torch.distributed.run"])
+@pytest.mark.parametrize("launcher", ["gemini_ft.cli run", pytest.param("torch.distributed.run", marks=pytest.mark.soak)])
 def test_a_plain_loop_survives_under_either_launcher(tmp_path: Path, launcher: str) -> None:
     command = [
         sys.executable,
@@ -76,7 +76,8 @@ def test_zero_3_survives_the_same_drill(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("config", ["deepspeed_zero1", pytest.param("deepspeed_zero2_offload", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("config", ["deepspeed_zero1", "deepspeed_zero2_offload"])
 def test_the_same_training_under_other_stages(tmp_path: Path, config: str) -> None:
     pytest.importorskip("deepspeed", reason="needs deepspeed")
     script = [str(EXAMPLES / "deepspeed_zero3.py"), "--train", "--steps=12", "--width=32", "--layers=1"]

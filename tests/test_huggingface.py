@@ -64,6 +64,7 @@ def test_a_trainer_with_the_callback_ends_with_the_very_bits(undisturbed: Run, t
     assert run.ends[0][0]["end"] == 18
 
 
+@pytest.mark.soak
 def test_what_is_newer_than_a_checkpoint_wins(undisturbed: Run, tmp_path: Path) -> None:
     """The first start follows ``resume_from_checkpoint``, as without gemini-ft; the restart goes on from memory."""
     checkpoint = str(undisturbed.folder / "checkpoints" / "checkpoint-8")

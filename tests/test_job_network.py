@@ -131,6 +131,7 @@ def test_the_interval_follows_the_network(permitted: None, tmp_path: Path) -> No
         assert newest(hosts, "committed") > slow[0]["iteration"]
 
 
+@pytest.mark.soak
 def test_a_forced_interval_keeps_every_step_and_reports_what_that_costs(network: Network, tmp_path: Path) -> None:
     traffic = {"profile_steps": 5}
     case = program(tmp_path, pause=0.05, interval=1, traffic=traffic)

@@ -131,7 +131,7 @@ class TestRestarts:
     def _loop(self, tmp_path: Path) -> None:
         (tmp_path / "loop.py").write_text(LOOP)
 
-    @pytest.mark.parametrize("workers", [2, 4])
+    @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.soak), 4])
     @pytest.mark.parametrize("kind", ["static", "standalone", "c10d"])
     def test_ten_in_a_row_come_up(self, kind: str, workers: int, launch: Callable[..., Job]) -> None:
         job = launch(*rendezvous_arguments(kind), "--nproc-per-node", str(workers), "loop.py", "10")
@@ -450,6 +450,7 @@ def host_arguments(hosts: int, endpoint: str) -> list[str]:
     return [f"--nnodes={hosts}:{hosts}", *rendezvous, "--local-addr=127.0.0.1"]
 
 
+@pytest.mark.soak  # in short: test_elastic.py
 def test_a_spare_host_takes_the_place_of_a_lost_one(endpoint: str, tmp_path: Path, launch: Callable[..., Job]) -> None:
     """The lost one is rank 0's, which is where torch's own shared store would have been."""
     (tmp_path / "host.py").write_text(HOST)

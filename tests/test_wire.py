@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_ft.errors import ConfigError, PeerError, SecretError
-from gemini_ft.messages import MAX_MESSAGE, Accepted, Challenge, Data, Proof, pack
+from gemini_ft.messages import MAX_MESSAGE, PROTOCOL_VERSION, Accepted, Challenge, Data, Proof, pack
 from gemini_ft.transport.wire import BlockingWire, check_accepted, check_proof, fingerprint, frame_length, make_proof, tls_context
 from gemini_ft.versions import Incarnation
 
@@ -61,7 +61,9 @@ class TestProof:
             check_accepted(b"secret", Accepted(mac=proof.mac), proof, CHALLENGE.nonce)
 
     def test_is_not_made_for_another_protocol(self) -> None:
-        with pytest.raises(PeerError, match="the peer speaks protocol 99, this side 1; run the same gemini-ft on all hosts"):
+        with pytest.raises(
+            PeerError, match=f"the peer speaks protocol 99, this side {PROTOCOL_VERSION}; run the same gemini-ft on all hosts"
+        ):
             make_proof(b"secret", CLAIMS, Challenge(protocol=99, nonce=b"n"))
 
     def test_fingerprints_tell_secrets_apart_and_show_nothing(self) -> None:
