@@ -108,8 +108,7 @@ class Holder(nn.Module):
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
-        self.state = nn.Parameter(torch.arange(nbytes // 4, dtype=torch.float32), requires_grad=False)
-        self.state.requires_grad_(True)  # frozen parameters would travel once only
+        self.state = nn.Parameter(torch.arange(nbytes // 4, dtype=torch.float32))
 
     @torch.no_grad()
     def update(self) -> None:

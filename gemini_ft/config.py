@@ -132,9 +132,14 @@ class GeminiConfig(_Model):
     max_retries: int = Field(3, ge=1, description="Failures without progress after which a snapshot is given up for an older one.")
 
     @property
+    def fixed_interval(self) -> int | None:
+        """Steps between snapshots, whatever they cost; None: as the network allows."""
+        return self.interval if isinstance(self.interval, int) else None
+
+    @property
     def waits(self) -> bool:
         """Whether an update waits for a late snapshot."""
-        return self.on_late == "wait" or (self.on_late is None and self.interval != "auto")
+        return self.on_late == "wait" or (self.on_late is None and self.fixed_interval is not None)
 
     @model_validator(mode="after")
     def _relations(self) -> GeminiConfig:

@@ -94,7 +94,7 @@ class Recorder:
         self._ended: dict[int, float] = {}  # iteration -> when it ended, until its fate is known
         self._newest = 0  # iteration of the last snapshot
         self._at = 0  # iteration that ended last
-        self._paces = [(0, config.interval if config.interval != "auto" else 1)]  # (from iteration, steps between snapshots)
+        self._paces = [(0, config.fixed_interval or 1)]  # (from iteration, steps between snapshots)
         self._observation: Observation | None = None
         self._courier: Courier | None = None
         self._suspended = 0

@@ -152,15 +152,18 @@ def arrival(begins: Sequence[float], spans: Sequence[float], period: float, tran
     Returns:
         None: the spans of many steps cannot carry it.
     """
-    for step in range(steps_per_snapshot(spans, transfer, link)):
-        plan = schedule(spans, transfer, link)
-        if not plan.chunks:
-            return step * period
-        if not plan.overflow_bytes:
-            last = plan.chunks[-1].span
-            return step * period + begins[last] + plan.used[last]
-        transfer = replace(transfer, nbytes=plan.overflow_bytes, copies=1)
-    return None
+    steps = steps_per_snapshot(spans, transfer, link)
+    plan = schedule(spans, transfer, link)
+    if steps > 1:  # the first ones carry as much as they can, the last one the rest
+        total = transfer.nbytes * transfer.copies
+        rest = max(0, total - (steps - 1) * (total - plan.overflow_bytes))
+        plan = schedule(spans, replace(transfer, nbytes=rest, copies=1), link)
+    if plan.overflow_bytes:
+        return None
+    if not plan.chunks:
+        return (steps - 1) * period
+    last = plan.chunks[-1].span
+    return (steps - 1) * period + begins[last] + plan.used[last]
 
 
 class _Waiting:

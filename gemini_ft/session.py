@@ -263,7 +263,7 @@ def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], 
         hang_timeout=config.hang_timeout,
         chunk_bytes=config.chunk_bytes,
         storage=config.storage.model_dump() if config.storage is not None and storage is not None else None,
-        interval=config.interval if config.interval != "auto" else None,
+        interval=config.fixed_interval,
         traffic=config.traffic,
     )
 

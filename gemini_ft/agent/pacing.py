@@ -92,8 +92,7 @@ class Pacing:
 
     def status(self) -> dict[str, object]:
         """What ``gemini status`` shows."""
-        link, profiles = self._gate.link, list(self._gate.profiles.values())
-        profile = common(profiles) if profiles else None
+        link, profile = self._gate.link, self._profile
         return {
             "interval": self._gate.interval,
             "bandwidth": link.bandwidth if link is not None else None,
@@ -115,31 +114,35 @@ class Pacing:
         self._gate.link = Link(min(self._delays), rates[3 * len(rates) // 4])
 
     @property
+    def _profile(self) -> Profile | None:
+        """Of this host; None: its workers have none."""
+        profiles = list(self._gate.profiles.values())
+        return common(profiles) if profiles else None
+
+    @property
     def _transfer(self) -> Transfer:
         traffic = self._traffic
         return Transfer(sum(self._nbytes.values()), 1, traffic.buffer_bytes, traffic.sub_buffers, traffic.gamma)
 
     def _expected(self) -> float | None:
         """Seconds by the cost model until everything that a snapshot sends from here has arrived."""
-        gate = self._gate
-        if gate.link is None or not gate.profiles:
+        link, profile = self._gate.link, self._profile
+        if link is None or profile is None:
             return None
-        profile = common(list(gate.profiles.values()))
-        return arrival(profile.begins, profile.gaps, profile.seconds, self._transfer, gate.link)
+        return arrival(profile.begins, profile.gaps, profile.seconds, self._transfer, link)
 
     def _judge(self) -> None:
         """Whether the idle network carries a snapshot per step; if not, how many steps it takes."""
-        gate = self._gate
-        if gate.link is None or not gate.profiles or not self._nbytes:
+        link, profile, transfer = self._gate.link, self._profile, self._transfer
+        if link is None or profile is None or not self._nbytes:
             return
-        profile, transfer = common(list(gate.profiles.values())), self._transfer
-        steps = steps_per_snapshot(profile.gaps, transfer, gate.link)
-        carried = transfer.nbytes - schedule(profile.gaps, transfer, gate.link).overflow_bytes
+        steps = steps_per_snapshot(profile.gaps, transfer, link)
+        carried = transfer.nbytes - schedule(profile.gaps, transfer, link).overflow_bytes
         why = (
-            f"host {self._host} sends {transfer.nbytes:,} bytes per snapshot at {gate.link.bandwidth / 1e6:,.1f} MB/s; "
+            f"host {self._host} sends {transfer.nbytes:,} bytes per snapshot at {link.bandwidth / 1e6:,.1f} MB/s; "
             f"a step of {profile.seconds:.3f} s leaves {profile.idle:.3f} s of idle network, which carry {carried:,} bytes"
         )
-        before, self.need = self.need, ReportNeed(host=self._host, steps=steps, interval=gate.interval, why=why)
+        before, self.need = self.need, ReportNeed(host=self._host, steps=steps, interval=self._gate.interval, why=why)
         if self._fixed is None:
             self._report(self.need)
         elif steps > self._fixed and (before is None or steps != before.steps):
