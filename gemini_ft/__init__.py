@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gemini_ft.checkpointer import Checkpointer
     from gemini_ft.config import GeminiConfig
     from gemini_ft.errors import GeminiError
+    from gemini_ft.pipeline import GradientSynchronizer
     from gemini_ft.rendezvous import init_process_group
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "Checkpointer",
     "GeminiConfig",
     "GeminiError",
+    "GradientSynchronizer",
     "__version__",
     "errors",
     "huggingface",
@@ -42,6 +44,7 @@ _LAZY = {
     "Checkpointer": "gemini_ft.checkpointer",
     "GeminiConfig": "gemini_ft.config",
     "GeminiError": "gemini_ft.errors",
+    "GradientSynchronizer": "gemini_ft.pipeline",
     "errors": "gemini_ft.errors",
     "huggingface": "gemini_ft.huggingface",
     "init_process_group": "gemini_ft.rendezvous",

@@ -10,8 +10,9 @@ Zen (Wang et al., OSDI 2025, section 2).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias, overload
+from typing import Any, ClassVar, Literal, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
@@ -81,6 +82,15 @@ class Scheme(ABC):
 
     @abstractmethod
     def _sum(self, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next sum depends on beside the gradient, as plain data: nothing, but in schemes that adapt themselves."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        if state:
+            raise ValueError(f"{self.name} has no state; given {sorted(state)}: was it another scheme's?")
 
     @property
     def _title(self) -> str:

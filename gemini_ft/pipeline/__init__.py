@@ -1,0 +1,7 @@
+"""Gradient pipelines: rules say how which gradients are added up, compressed and grouped. The one place that knows sync and compression."""
+
+from gemini_ft.pipeline.rules import Rule, Rules, load_rules
+from gemini_ft.pipeline.synchronizer import GradientSynchronizer
+from gemini_ft.pipeline.telemetry import Step, Traffic
+
+__all__ = ["GradientSynchronizer", "Rule", "Rules", "Step", "Traffic", "load_rules"]

@@ -1,0 +1,91 @@
+"""Which parameter has which rule, and whether the rule can be applied to it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from gemini_ft.errors import ConfigError
+from gemini_ft.pipeline.plan import NO_RULE, Tensor
+from gemini_ft.pipeline.rules import Rule, Rules, payload_of_one_length
+from gemini_ft.sources import clean, unwrap_model
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that have gradients, by name, without what DDP, torch.compile and Fabric put before it."""
+    return {clean(name): param for name, param in unwrap_model(model).named_parameters() if param.requires_grad}
+
+
+def assign(model: nn.Module, rules: Rules) -> list[Tensor]:
+    """The parameters of a model with their rules, the last one first: about the order in which gradients become ready.
+
+    Raises:
+        ConfigError: a rule matches no parameter, or cannot be applied to one that it matches; named, with the way out.
+    """
+    sparse, found = _sparse(model), []
+    for name, param in trained(model).items():
+        number = next((number for number, rule in enumerate(rules) if rule.matches(name)), NO_RULE)
+        found.append(Tensor(name, tuple(param.shape), param.element_size(), number, name in sparse))
+        if number != NO_RULE:
+            _check_parameter(number, rules[number], name, param, name in sparse)
+    if not found:
+        raise ConfigError(
+            "the model has no parameter that requires a gradient; build the pipeline after the model, and before freezing all"
+        )
+    for number, rule in enumerate(rules):
+        _check_rule(number, rule, found, rules)
+    return found[::-1]
+
+
+def _sparse(model: nn.Module) -> set[str]:
+    """Names of parameters whose gradients are sparse tensors."""
+    inner = unwrap_model(model)
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {
+        clean(f"{name}.weight" if name else "weight") for name, part in inner.named_modules() if isinstance(part, kinds) and part.sparse
+    }
+
+
+def _check_parameter(number: int, rule: Rule, name: str, param: nn.Parameter, sparse: bool) -> None:
+    if rule.compress is None:
+        return
+    what = f"gradient_pipeline: rule {number + 1} ({rule})"
+    if sparse:
+        raise ConfigError(
+            f"{what} would compress {name}, whose gradient is a sparse tensor (its module has sparse=True); put a rule with "
+            f"params: {name!r} and sync: zen before it"
+        )
+    if param.dtype not in _FLOATS:
+        raise ConfigError(f"{what} would compress {name}, which is {param.dtype}: only float32, float16 and bfloat16 can be; exclude it")
+
+
+def _check_rule(number: int, rule: Rule, tensors: Sequence[Tensor], rules: Rules) -> None:
+    what = f"gradient_pipeline: rule {number + 1} ({rule})"
+    own = [tensor for tensor in tensors if tensor.rule == number]
+    if not own:
+        matched = [tensor for tensor in tensors if rule.matches(tensor.name)]
+        if matched and "*" not in rule.params:
+            first = rules[matched[0].rule]
+            raise ConfigError(
+                f"{what} never applies: the rules before it take all it matches, {matched[0].name} for example by ({first}); move it up"
+            )
+        if not matched:
+            names = [tensor.name for tensor in tensors]
+            near = difflib.get_close_matches(rule.params[0].strip("*"), names, 3, 0.3) or names[:3]
+            raise ConfigError(f"{what} matches no parameter; there are {len(names)}, for example {', '.join(near)}")
+        return
+    if rule.compress is not None and rule.compress.method == "powersgd" and all(len(tensor.shape) < 2 for tensor in own):
+        raise ConfigError(
+            f"{what}: powersgd factors matrices, and {own[0].name} is a vector like all that the rule matches; they would travel "
+            "whole: leave compress out for them, or take another method"
+        )
+    if rule.fusion == "espresso" and rule.compress is not None and payload_of_one_length(rule.compress.make()) is None:
+        raise ConfigError(
+            f"{what}: fusion espresso needs payloads of one length that anybody can add up, as topk, randomk, efsignsgd, onebit and qsgd "
+            f"make; {rule.compress.method} makes none: take one of these, or fusion cupcake"
+        )

@@ -1,0 +1,258 @@
+"""Averages named gradients over ranks, group by group, as they become ready.
+
+The heart of every integration: `GradientSynchronizer` hands it the gradients of a backward pass one by one, DeepSpeed's reduction
+hands it buckets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gemini_ft.compression.base import Turn
+from gemini_ft.compression.cast import Bf16
+from gemini_ft.errors import ConfigError, StateError
+from gemini_ft.pipeline.lanes import Job, Lanes
+from gemini_ft.pipeline.plan import NO_RULE, Group, Plan, first_plan, rule_at
+from gemini_ft.pipeline.plan import Tensor as Described
+from gemini_ft.pipeline.routes import Compressed, Gradients, Plain, Route, Sparse, route_of
+from gemini_ft.pipeline.rules import Rules
+from gemini_ft.pipeline.telemetry import Telemetry
+from gemini_ft.sync.dense import Dense
+
+Take: TypeAlias = Callable[[Tensor], None]
+"""What is done with an average, on another thread, as soon as it is there."""
+
+
+class Routes:
+    """The routes of all rules, made when they are needed.
+
+    Besides a rule's own there are other ways: "plain" (all-reduce), "bf16" (all-reduce in bfloat16), and "sparse" (all-reduce of
+    gradients that are sparse tensors).
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._routes: dict[tuple[int, str], Route] = {}
+
+    def of(self, group: Group) -> Route:
+        """The route that a group takes."""
+        key = group.rule, group.way
+        if key not in self._routes:
+            self._routes[key] = self.fresh(*key)
+        return self._routes[key]
+
+    def fresh(self, rule: int, way: str) -> Route:
+        """One without any memory."""
+        match way:
+            case "rule":
+                return route_of(rule_at(self._rules, rule))
+            case "plain":
+                return Plain()
+            case "bf16":
+                return Compressed(Bf16())
+            case "sparse":
+                return Sparse(Dense)
+            case _:
+                raise ValueError(f"way {way!r} of rule {rule + 1}: must be rule, plain, bf16 or sparse")
+
+    def state_dict(self) -> dict[str, Any]:
+        """By "rule/way"; rules without state are left out."""
+        states = {f"{rule}/{way}": route.state_dict() for (rule, way), route in sorted(self._routes.items())}
+        return {key: state for key, state in states.items() if state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._routes.clear()
+        for key, saved in state.items():
+            rule, _, way = key.partition("/")
+            route = self._routes[int(rule), way] = self.fresh(int(rule), way)
+            route.load_state_dict(saved)
+
+
+@dataclass
+class _Arrival:
+    gradient: Tensor
+    take: Take
+
+
+class Averager:
+    """See the module.
+
+    Args:
+        tensors: what there is, in an order in which gradients may become ready; the same on all ranks.
+        rules: how they travel.
+        group: of the ranks; None: there is one rank only. Nobody else may use it.
+        device: of the gradients.
+
+    Attributes:
+        plan: groups in their order; a new one takes effect with the next step.
+        step: steps that are over, the same on all ranks.
+    """
+
+    def __init__(self, tensors: Sequence[Described], rules: Rules, group: Any, device: torch.device) -> None:
+        self.tensors, self.rules, self.group = tensors, rules, group
+        self.world, self.rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
+        self._agree()
+        self.plan = first_plan(tensors, rules)
+        self.routes = Routes(rules)
+        self.telemetry = Telemetry(tensors, rules)
+        self.step = 0
+        self._rounds = 0  # of averaging; more than one per step where buckets come one by one
+        self._lanes = Lanes(device)
+        self._arrived: dict[str, _Arrival] = {}
+        self._launched = 0  # groups of the plan
+        self._jobs: list[tuple[Group, Job]] = []
+        self._ready_at = 0.0  # the last gradient of the step
+        self._scale = 1.0
+        self.scale: Callable[[], float] | None = None  # of the loss, as a scaler has it at the moment
+        self.on_failure: Callable[[BaseException], None] | None = None  # called on another thread
+
+    # -- gradients one by one
+
+    def ready(self, name: str, gradient: Tensor, take: Take) -> None:
+        """A gradient is final; ``take`` is called with its average.
+
+        Raises:
+            StateError: it came before, and the step is not over yet.
+        """
+        if name in self._arrived:
+            raise StateError(
+                f"the gradient of {name} is ready a second time in one step: run all but the last backward of a step inside no_sync(), "
+                "and call synchronize() before the next step"
+            )
+        if not self._arrived:
+            self._scale = self.scale() if self.scale is not None else 1.0
+        self._arrived[name], self._ready_at = _Arrival(gradient, take), time.perf_counter()
+        while self._launched < len(self.plan.groups) and self._is_complete(self.plan.groups[self._launched]):
+            self._launch(self.plan.groups[self._launched])
+            self._launched += 1
+
+    def missing(self) -> list[str]:
+        """Tensors whose gradients have not come in this step."""
+        return [tensor.name for tensor in self.tensors if tensor.name not in self._arrived]
+
+    def wait(self) -> None:
+        """Return when everything that is under way has been averaged; raise what went wrong."""
+        for _, job in self._jobs:
+            self._lanes.wait(job)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether gradients of a step have come that is not over."""
+        return bool(self._arrived)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all gradients of the step have come and have been averaged."""
+        return self.is_busy and self._launched == len(self.plan.groups) and all(job.done.done() for _, job in self._jobs)
+
+    def step_over(self) -> None:
+        """All gradients of a step have been averaged."""
+        last = max((job.ended for _, job in self._jobs), default=self._ready_at)
+        self.telemetry.add(self.step, max(0.0, last - self._ready_at), [(group, job.figures) for group, job in self._jobs])
+        self._arrived, self._launched, self._jobs = {}, 0, []
+        self.step += 1
+        self._rounds += 1
+
+    def beside(self, gradients: Gradients, take: Callable[[dict[str, Tensor]], None]) -> None:
+        """Average gradients that are not part of the plan, by all-reduce; the same ones, at the same point, on all ranks."""
+        self._jobs.append(self._submitted(Group(NO_RULE, tuple(gradients), "plain"), gradients, take))
+
+    # -- all that somebody has gathered
+
+    def average(self, gradients: Gradients) -> dict[str, Tensor]:
+        """The averages of some gradients, in the groups of the plan as far as they are there. Collective.
+
+        Args:
+            gradients: the same names on all ranks. They are only read.
+        """
+        means: dict[str, Tensor] = {}
+        groups = [replace(group, names=tuple(name for name in group.names if name in gradients)) for group in self.plan.groups]
+        self._scale = self.scale() if self.scale is not None else 1.0
+        jobs = [self._submitted(group, {name: gradients[name] for name in group.names}, means.update) for group in groups if group.names]
+        for _, job in jobs:
+            self._lanes.wait(job)
+        self._jobs, self._ready_at = self._jobs + jobs, time.perf_counter()
+        self._rounds += 1
+        return means
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Memories of all rules, plan and counters; tensors are not copied."""
+        order = [tensor.name for tensor in self.tensors]
+        return {"step": self.step, "rounds": self._rounds, "order": order, "plan": self.plan.pack(), "routes": self.routes.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            StateError: it is of other parameters.
+        """
+        known = {tensor.name: tensor for tensor in self.tensors}
+        if known.keys() != set(state["order"]):
+            odd = sorted(known.keys() ^ set(state["order"]))
+            raise StateError(f"the gradient pipeline's state is of other parameters: {', '.join(odd[:5])} are on one side only")
+        self.tensors = [known[name] for name in state["order"]]
+        self.step, self._rounds, self.plan = state["step"], state["rounds"], Plan.unpack(state["plan"])
+        self.routes.load_state_dict(state["routes"])
+
+    def close(self) -> None:
+        """End the threads."""
+        self._lanes.close()
+
+    # -- inside
+
+    def _is_complete(self, group: Group) -> bool:
+        return all(name in self._arrived for name in group.names)
+
+    def _launch(self, group: Group) -> None:
+        arrivals = {name: self._arrived[name] for name in group.names}
+
+        def take(means: Mapping[str, Tensor]) -> None:
+            for name, mean in means.items():
+                arrivals[name].take(mean)
+
+        self._jobs.append(self._submitted(group, {name: arrival.gradient for name, arrival in arrivals.items()}, take))
+
+    def _submitted(self, group: Group, gradients: Gradients, take: Callable[[dict[str, Tensor]], None]) -> tuple[Group, Job]:
+        route, turn = self.routes.of(group), Turn(self._rounds, self.rank, self.world)
+        job = Job(route.average(gradients, turn, self.group, self._scale), route.single and self.world > 1, take)
+        job.done.add_done_callback(self._ended)
+        self._lanes.submit(job)
+        return group, job
+
+    def _ended(self, done: Future[None]) -> None:
+        if self.on_failure is not None and (error := done.exception()) is not None:
+            self.on_failure(error)
+
+    def _agree(self) -> None:
+        """Compare what all ranks were given.
+
+        Raises:
+            ConfigError: they differ; the first difference is named. On all ranks.
+        """
+        if self.world == 1:
+            return
+        own = [repr(rule) for rule in self.rules], [(t.name, t.shape, t.itemsize, t.sparse) for t in self.tensors]
+        everybody: list[Any] = [None] * self.world
+        dist.all_gather_object(everybody, own, group=self.group)
+        for rank, (rules, tensors) in enumerate(everybody):
+            if rules != everybody[0][0]:
+                raise ConfigError(f"gradient_pipeline differs between ranks: rank 0 has {everybody[0][0]}, rank {rank} has {rules}")
+            if tensors != everybody[0][1]:
+                raise ConfigError(f"parameters differ between ranks: {_first_difference(rank, everybody[0][1], tensors)}")
+
+
+def _first_difference(rank: int, first: Sequence[Any], other: Sequence[Any]) -> str:
+    for one, two in zip(first, other, strict=False):
+        if one != two:
+            return f"rank 0 has {one[0]} of shape {one[1]} where rank {rank} has {two[0]} of shape {two[1]}"
+    return f"rank 0 has {len(first)} of them, rank {rank} {len(other)}"

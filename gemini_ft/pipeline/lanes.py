@@ -1,0 +1,180 @@
+"""Two threads beside the backward pass: one computes (compress, decompress), one communicates.
+
+Groups pass through both in the order in which they are submitted, the same on all ranks. While one group is on the network, the
+next one is compressed and the one before decompressed; nobody else uses the process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective that is to be carried out on the network's thread.
+
+    Attributes:
+        run: carries it out.
+        nbytes: that this rank hands over.
+        density: of a sparse gradient: share of its units that are present.
+    """
+
+    run: Callable[[], Any]
+    nbytes: int
+    density: float | None = None
+
+
+Work: TypeAlias = Generator[Call, Any, dict[str, Tensor]]
+"""Computes, asks for collectives, is given what they return, and comes to the averages of named gradients."""
+
+
+@dataclass
+class Figures:
+    """What one group has cost: seconds, and bytes handed to collectives."""
+
+    encode: float = 0.0
+    communicate: float = 0.0
+    decode: float = 0.0
+    nbytes: int = 0
+    densities: list[float] = field(default_factory=list)
+
+
+class Job:
+    """One group on its way.
+
+    Args:
+        work: what there is to do.
+        single: it asks for one collective only, so that the network need not wait for what it does with the answer.
+        then: called with the averages on the computing thread.
+    """
+
+    def __init__(self, work: Work, single: bool, then: Callable[[dict[str, Tensor]], None]) -> None:
+        self.work, self.single, self.then = work, single, then
+        self.figures = Figures()
+        self.done: Future[None] = Future()
+        self.ended = 0.0  # time.perf_counter()
+        self.asked: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self.ready: Any = None  # CUDA event: the gradients are final
+        self.finished: Any = None  # CUDA event: the averages are
+
+    def step(self, answer: Any) -> bool:
+        """Compute until the next collective is asked for, or until the end (True)."""
+        begin = time.perf_counter()
+        try:
+            call = self.work.send(answer)
+        except StopIteration as end:
+            self.then(end.value)
+            self.figures.decode += time.perf_counter() - begin
+            return True
+        if self.single and self.figures.nbytes:
+            raise AssertionError("a group that was to need one collective asks for a second one")
+        self.figures.encode += time.perf_counter() - begin
+        self.figures.nbytes += call.nbytes
+        if call.density is not None:
+            self.figures.densities.append(call.density)
+        self.asked.put(call)
+        return False
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Say so to those who wait."""
+        self.ended = time.perf_counter()
+        if error is not None:
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(None)
+        self.asked.put(None)
+
+
+class Lanes:
+    """The two threads.
+
+    Args:
+        device: of the gradients. On CUDA the work is queued on a stream of its own, after what the job waits for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._computing: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._communicating: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._broken: BaseException | None = None
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._threads = [
+            threading.Thread(target=loop, name=f"gradients-{name}", daemon=True)
+            for name, loop in (("codec", self._compute), ("network", self._communicate))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Put a group on its way; the same groups in the same order on all ranks."""
+        if self._stream is not None:
+            job.ready = torch.cuda.current_stream(self._device).record_event()
+        self._communicating.put(job)
+        self._computing.put(partial(self._advance, job))
+
+    def wait(self, job: Job) -> None:
+        """Return when the averages are there; raise what went wrong."""
+        job.done.result()
+        if job.finished is not None:
+            torch.cuda.current_stream(self._device).wait_event(job.finished)
+
+    def close(self) -> None:
+        """End both threads, after what was submitted."""
+        self._communicating.put(None)  # first: it hands work to the other one
+        self._threads[1].join()
+        self._computing.put(None)
+        self._threads[0].join()
+
+    def _advance(self, job: Job, answer: Any = None) -> None:
+        if job.done.done():
+            return
+        if self._broken is not None:
+            job.end(self._broken)
+            return
+        try:
+            if self._stream is not None:
+                self._stream.wait_event(job.ready)
+            if job.step(answer):
+                job.finished = self._stream.record_event() if self._stream is not None else None
+                job.end()
+        except BaseException as error:
+            self._broken = error
+            job.end(error)
+
+    def _compute(self) -> None:
+        with self._on_stream():
+            while (act := self._computing.get()) is not None:
+                act()
+
+    def _communicate(self) -> None:
+        with self._on_stream():
+            while (job := self._communicating.get()) is not None:
+                self._carry(job)
+
+    def _carry(self, job: Job) -> None:
+        while (call := job.asked.get()) is not None:
+            begin = time.perf_counter()
+            try:
+                answer = call.run()
+            except BaseException as error:
+                self._broken = error
+                self._computing.put(partial(self._advance, job))  # where jobs end
+                return
+            job.figures.communicate += time.perf_counter() - begin
+            self._computing.put(partial(self._advance, job, answer))
+            if job.single:
+                return
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()

@@ -1,0 +1,132 @@
+"""What compressing, communicating and decompressing take on this machine and network, measured by all ranks together."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gemini_ft.compression.base import Turn
+from gemini_ft.compression.costs import Affine, Cost, Fit, Sample, fit_line, interpolate
+from gemini_ft.compression.timeline import GroupCosts
+from gemini_ft.pipeline.lanes import Figures, Job
+from gemini_ft.pipeline.plan import Tensor
+from gemini_ft.pipeline.routes import Gradients, Route
+
+_ROUNDS = 3  # that are counted, after one that is not
+_LARGEST = 16 * 2**20  # dense bytes of what is tried; larger groups are extrapolated
+_LINE = 0.1  # worst relative error up to which a line is good enough
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of groups of one rule, by dense bytes, each with its error; the same figures on all ranks."""
+
+    encode: Fit
+    communicate: Fit
+    decode: Fit
+
+    @property
+    def group(self) -> GroupCosts:
+        """For the timeline: both threads run beside the backward pass."""
+        return GroupCosts(self.encode.cost, self.communicate.cost, self.decode.cost, "beside")
+
+    @property
+    def worst(self) -> float:
+        """The largest relative error of the three that matters: of what takes longest."""
+        return max((self.encode, self.communicate, self.decode), key=lambda fit: fit.cost(_LARGEST)).worst
+
+
+def measure(make: Callable[[], Route], tensors: Sequence[Tensor], group: Any, device: torch.device) -> Costs:
+    """Costs of groups of consecutive tensors. Collective; the group must be idle.
+
+    Args:
+        make: a route without memory.
+        tensors: of one rule, in their order, at least two.
+        group: of the ranks.
+        device: of the gradients.
+    """
+    found = []
+    for run in _runs(tensors):
+        gradients = _gradients(run, device)
+        figures = [_timed(make(), gradients, group) for _ in range(1 + _ROUNDS)][1:]
+        typical = [statistics.median(each) for each in zip(*[(f.encode, f.communicate, f.decode) for f in figures], strict=True)]
+        found.append((sum(tensor.nbytes for tensor in run), _agreed(typical, group)))
+    encode, communicate, decode = ([Sample(nbytes, times[stage]) for nbytes, times in found] for stage in range(3))
+    return Costs(fitted(encode), fitted(communicate), fitted(decode))
+
+
+def fitted(samples: Sequence[Sample]) -> Fit:
+    """A line where one fits, else straight pieces."""
+    if len({sample.nbytes for sample in samples}) < 2:
+        return Fit(Affine(statistics.median(sample.seconds for sample in samples), 0.0), 0.0, 0.0)
+    line = fit_line(samples)
+    return line if line.worst <= _LINE else interpolate(samples)
+
+
+def scaled(cost: Cost, times: float) -> Cost:
+    """``times`` repetitions."""
+    return cost.scaled(times=times)
+
+
+def _runs(tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """Groups to try: the smallest and the largest tensor, and about 1, 2, 4, ... of the middle, up to all."""
+    order = sorted(range(len(tensors)), key=lambda number: tensors[number].nbytes)
+    spans = [(order[0], 1), (order[-1], 1)]
+    count = 1
+    while count < len(tensors):
+        spans.append(((len(tensors) - count) // 2, count))
+        count *= 2
+    spans.append((0, len(tensors)))
+    runs = {tuple(tensors[first : first + count]) for first, count in spans}
+    smallest = tensors[order[0]].nbytes
+    fitting = [run for run in runs if sum(tensor.nbytes for tensor in run) <= max(_LARGEST, 2 * smallest)]
+    fitting = fitting if len({_nbytes(run) for run in fitting}) > 1 else sorted(runs, key=_nbytes)[:2]
+    return sorted(fitting, key=lambda run: (_nbytes(run), run[0].name))
+
+
+def _nbytes(run: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in run)
+
+
+def _gradients(run: Sequence[Tensor], device: torch.device) -> Gradients:
+    """Normally distributed; training's own random numbers stay what they are."""
+    source = torch.Generator().manual_seed(0)
+    dtypes = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+    return {t.name: torch.randn(t.shape, generator=source).to(device, dtypes[t.itemsize]) for t in run}
+
+
+def _timed(route: Route, gradients: Gradients, group: Any) -> Figures:
+    world, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
+    job = Job(route.average(gradients, Turn(0, rank, world), group, 1.0), False, lambda _: None)
+    over = job.step(None)
+    while not over:
+        call = job.asked.get()
+        assert call is not None
+        if group is not None:
+            dist.barrier(group)  # nobody's compression is charged to the network
+        begin = time.perf_counter()
+        answer = call.run()
+        job.figures.communicate += time.perf_counter() - begin
+        over = job.step(answer)
+    return job.figures
+
+
+def _agreed(seconds: Sequence[float], group: Any) -> list[float]:
+    """Of each time, that of the slowest rank."""
+    floor = [max(each, 1e-9) for each in seconds]
+    return floor if group is None else slowest(floor, group)
+
+
+def slowest(seconds: Sequence[float], group: Any) -> list[float]:
+    """Of each time, that of the rank where it was longest. Collective."""
+    if group is None:
+        return list(seconds)
+    everybody: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everybody, list(seconds), group=group)
+    return [max(each) for each in zip(*everybody, strict=True)]

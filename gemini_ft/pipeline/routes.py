@@ -1,0 +1,197 @@
+"""How the gradients of one rule travel: as they are, added up by a sparse scheme, or compressed.
+
+A route turns a group of named gradients into their averages over ranks. It computes, and yields every collective as a `Call`;
+`gemini_ft.pipeline.lanes` carries both out.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gemini_ft.compression.base import Bundle, Layout, Payload, Primitive, Reducer, Request, Turn, join
+from gemini_ft.compression.collective import answer
+from gemini_ft.compression.sparse import entries
+from gemini_ft.errors import ConfigError, StateError
+from gemini_ft.pipeline.lanes import Call, Work
+from gemini_ft.pipeline.rules import Rule
+from gemini_ft.sync.base import Scheme
+
+Gradients: TypeAlias = Mapping[str, Tensor]
+_ONE_COLLECTIVE = (Primitive.ALL_REDUCE, Primitive.ALL_GATHER, Primitive.ALL_GATHER_V)
+
+
+class Route(ABC):
+    """Averages groups of gradients, and keeps what the next step needs.
+
+    Attributes:
+        single: whether every group needs exactly one collective.
+    """
+
+    single: bool = True
+
+    @abstractmethod
+    def average(self, gradients: Gradients, turn: Turn, group: Any, scale: float) -> Work:
+        """Of one group.
+
+        Args:
+            gradients: in the order that all ranks have agreed on. They are only read.
+            turn: the step, the same on all ranks.
+            group: the process group; None: one rank.
+            scale: of the loss; what is kept for later steps is kept without it.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        if state:
+            raise StateError(f"a {type(self).__name__.lower()} route has no state; given {sorted(state)}: was it another rule's?")
+
+
+class Plain(Route):
+    """All-reduce, as DDP does it: divided first, because in 16 bits the sum may be too large."""
+
+    def __init__(self) -> None:
+        self._flats: dict[tuple[str, ...], list[Tensor]] = {}
+
+    def average(self, gradients: Gradients, turn: Turn, group: Any, scale: float) -> Work:
+        kinds = [
+            {name: gradient for name, gradient in gradients.items() if gradient.dtype == dtype}
+            for dtype in dict.fromkeys(gradient.dtype for gradient in gradients.values())
+        ]
+        flats = self._flat(tuple(gradients), kinds)
+        for flat, kind in zip(flats, kinds, strict=True):
+            torch.cat([gradient.reshape(-1) for gradient in kind.values()], out=flat)
+            flat.div_(turn.world)
+        if turn.world > 1:
+            yield Call(partial(_all_reduce, flats, group), sum(flat.nbytes for flat in flats))
+        means: dict[str, Tensor] = {}
+        for flat, kind in zip(flats, kinds, strict=True):
+            parts = flat.split_with_sizes([gradient.numel() for gradient in kind.values()])
+            means.update({name: part.view(kind[name].shape) for name, part in zip(kind, parts, strict=True)})
+        return means
+
+    def _flat(self, names: tuple[str, ...], kinds: Sequence[Gradients]) -> list[Tensor]:
+        """Buffers that stay: fresh memory costs more than what is done with it."""
+        wanted = [(sum(gradient.numel() for gradient in kind.values()), next(iter(kind.values()))) for kind in kinds]
+        kept = self._flats.get(names, [])
+        if [(flat.numel(), flat.dtype) for flat in kept] != [(size, like.dtype) for size, like in wanted]:
+            kept = self._flats[names] = [like.new_empty(size) for size, like in wanted]
+        return kept
+
+
+def _all_reduce(flats: Sequence[Tensor], group: Any) -> None:
+    for flat in flats:
+        dist.all_reduce(flat, group=group)
+
+
+class Sparse(Route):
+    """Every gradient for itself, by a sparse scheme. Dense-stored matrices are taken row by row.
+
+    Args:
+        make: a scheme; every gradient has its own, so that one that adapts itself can.
+    """
+
+    single = False
+
+    def __init__(self, make: Callable[[], Scheme]) -> None:
+        self._make = make
+        self._schemes: dict[str, Scheme] = {}
+
+    def average(self, gradients: Gradients, turn: Turn, group: Any, scale: float) -> Work:
+        means = {}
+        for name, gradient in gradients.items():
+            scheme = self._schemes.setdefault(name, self._make())
+            sparse = _by_rows(gradient) / turn.world
+            if turn.world > 1:
+                units = max(1, gradient.shape[: sparse.sparse_dim()].numel())
+                found = sparse._indices().shape[1]
+                nbytes = sparse._values().nbytes + 4 * found
+                sparse = yield Call(partial(scheme.all_reduce, sparse, group), nbytes, found / units)
+            means[name] = sparse if gradient.is_sparse else sparse.to_dense()
+        return means
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {name: scheme.state_dict() for name, scheme in sorted(self._schemes.items())}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, saved in state.items():
+            self._schemes.setdefault(name, self._make()).load_state_dict(saved)
+
+
+def _by_rows(gradient: Tensor) -> Tensor:
+    """As a sparse tensor; of a dense-stored one the rows that hold anything but zeros (NaN is no zero)."""
+    if gradient.is_sparse:
+        return gradient
+    matrix = gradient.reshape(gradient.shape[0], -1) if gradient.dim() else gradient.reshape(1, 1)
+    present = matrix.ne(0).any(1).nonzero().flatten()
+    if gradient.dim() < 2:
+        return torch.sparse_coo_tensor(
+            present.unsqueeze(0), gradient.reshape(-1)[present], (matrix.shape[0],), is_coalesced=True, check_invariants=False
+        )
+    return torch.sparse_coo_tensor(present.unsqueeze(0), gradient[present], gradient.shape, is_coalesced=True, check_invariants=False)
+
+
+class Compressed(Route):
+    """By a method of `gemini_ft.compression`.
+
+    Args:
+        reducer: the method, with its memory.
+        scheme: adds up what a sparsifier has picked, in place of an all-gather.
+    """
+
+    def __init__(self, reducer: Reducer, scheme: Scheme | None = None) -> None:
+        self.reducer, self._scheme = reducer, scheme
+        self.single = reducer.primitive in _ONE_COLLECTIVE
+
+    def average(self, gradients: Gradients, turn: Turn, group: Any, scale: float) -> Work:
+        if sparse := next((name for name, gradient in gradients.items() if gradient.is_sparse), None):
+            raise ConfigError(
+                f"the gradient of {sparse} is a sparse tensor, which cannot be compressed; give the parameter a rule with sync: zen "
+                "(or agsparse, auto, ...) and without compress, before the one that matches it now"
+            )
+        bundle = Bundle.of(gradients, self.reducer.align)
+        if scale != 1:
+            bundle = Bundle(bundle.layout, bundle.flat / scale, own=True)
+        exchange = self.reducer.exchange(bundle, turn)
+        answers = None
+        while True:
+            try:
+                request = exchange.send(answers) if answers is not None else next(exchange)
+            except StopIteration as end:
+                mean: Bundle = end.value
+                return (mean if scale == 1 else Bundle(mean.layout, mean.flat * scale, own=True)).tensors()
+            answers = yield Call(partial(self._answer, request, bundle.layout, turn, group), request.tensor.nbytes)
+
+    def _answer(self, request: Request, layout: Layout, turn: Turn, group: Any) -> list[Tensor]:
+        if self._scheme is None or turn.world == 1:
+            return answer(request, group)
+        # The sum is given in one rank's place, and nothing in the others': adding up what all have sent comes to the same.
+        values, indices = entries(Payload(layout, request.tensor))
+        picked = torch.sparse_coo_tensor(indices.long().unsqueeze(0), values, (layout.total,), check_invariants=False)
+        total = self._scheme.all_reduce(picked, group).coalesce()
+        data = join(total.values(), total.indices()[0].int())
+        return [data, *[data[:0]] * (turn.world - 1)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.reducer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.reducer.load_state_dict(state)
+
+
+def route_of(rule: Rule) -> Route:
+    """A fresh route for a rule."""
+    if rule.compress is not None:
+        return Compressed(rule.compress.make(), rule.sync.make() if rule.is_sparse else None)
+    return Sparse(rule.sync.make) if rule.is_sparse else Plain()

@@ -1,0 +1,259 @@
+"""What a user writes: a list of rules, of which the first that matches a parameter's name decides how its gradient travels.
+
+gradient_pipeline:
+  - {params: "*embed*", sync: zen}
+  - {params: "*", compress: {method: dgc, ratio: 0.01}, fusion: cupcake}
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+
+from gemini_ft.compression.base import Compressor, Reducer
+from gemini_ft.compression.methods import COMPRESSORS, METHODS, REDUCERS, create
+from gemini_ft.compression.sparse import Sparsifier
+from gemini_ft.config import Bytes
+from gemini_ft.errors import ConfigError
+from gemini_ft.sync.auto import Auto
+from gemini_ft.sync.base import Scheme
+from gemini_ft.sync.hierarchical import Hierarchical
+from gemini_ft.sync.schemes import SCHEMES
+
+SYNCS = (*SCHEMES, "auto", "hierarchical")
+PLANNED = ("cupcake", "espresso", "auto")  # fusions for which training is observed first
+_OURS = ("feedback", "two_phase")  # options of compress that are not the method's own
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Buckets(_Model):
+    """Groups of so many bytes, as those of DDP."""
+
+    bucket: Bytes = Field(description="Dense bytes at which a group is closed.")
+
+
+class Groups(_Model):
+    """So many groups of about as many tensors each."""
+
+    groups: int = Field(ge=1, description="Groups; fewer where there are fewer tensors.")
+
+
+Fusion = Literal["layer-wise", "cupcake", "espresso", "auto"] | Buckets | Groups
+DEFAULT_FUSION = Buckets(bucket=25 * 2**20)
+
+
+def _call(what: str, make: Any, options: Mapping[str, Any]) -> Any:
+    try:
+        return make(**options)
+    except TypeError:
+        known = ", ".join(_parameters(make) or ()) or "none"
+        raise ValueError(f"{what}: options {sorted(options)}; it has {known}") from None
+
+
+def _parameters(function: Any) -> list[str] | None:
+    """Names of its arguments; None where it takes any."""
+    found = inspect.signature(function).parameters.values()
+    return None if any(each.kind is each.VAR_KEYWORD for each in found) else [each.name for each in found]
+
+
+class Sync(BaseModel):
+    """A scheme, and its own options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    scheme: str = Field(description=f"One of {', '.join(SYNCS)}.")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The scheme's own."""
+        return dict(self.model_extra or {})
+
+    @model_validator(mode="after")
+    def _exists(self) -> Sync:
+        if self.scheme not in SYNCS:
+            raise ValueError(f"sync {self.scheme!r}: must be one of {', '.join(SYNCS)}")
+        self.make()
+        return self
+
+    def make(self) -> Scheme:
+        """A scheme ready for use."""
+        if self.scheme == "hierarchical":
+            options = {"inter": "zen"} | self.options
+            inter = options.pop("inter")
+            if inter not in SCHEMES:
+                raise ValueError(f"inter={inter!r}: must be one of {', '.join(SCHEMES)}")
+            scheme: Scheme = _call("sync hierarchical", Hierarchical, {"inter": SCHEMES[inter](), **options})
+            return scheme
+        scheme = _call(f"sync {self.scheme}", Auto if self.scheme == "auto" else SCHEMES[self.scheme], self.options)
+        return scheme
+
+
+class Compression(BaseModel):
+    """A method, its error feedback, and the method's own options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    method: str = Field(description=f"One of {', '.join(METHODS)}.")
+    feedback: float | None = Field(
+        None, description="Part of the residual that is kept; default: 1 where the method needs it, else none; 0: none."
+    )
+    two_phase: bool = Field(False, description="Whether owners of parts aggregate, so that bytes do not grow with the world size.")
+
+    @model_validator(mode="after")
+    def _exists(self) -> Compression:
+        if self.method not in METHODS:
+            near = difflib.get_close_matches(self.method, METHODS, 1)
+            raise ValueError(f"compress {self.method!r}: must be one of {', '.join(METHODS)}" + (f"; is it {near[0]!r}?" if near else ""))
+        self.make()
+        return self
+
+    def make(self) -> Reducer:
+        """A method ready for use, without any memory yet."""
+        options = dict(self.model_extra or {})
+        known = _parameters({**COMPRESSORS, **REDUCERS}[self.method])
+        if unknown := [name for name in options if known is not None and name not in known]:
+            allowed = ", ".join((*_OURS, *(known or ())))
+            raise ValueError(f"compress {self.method} has no option {unknown[0]!r}; it has {allowed}")
+        try:
+            return create(self.method, feedback=self.feedback, two_phase=self.two_phase, **options)
+        except TypeError as error:
+            raise ValueError(f"compress {self.method}: {error}") from None
+
+
+def _named(key: str) -> BeforeValidator:
+    """``"zen"`` stands for ``{"scheme": "zen"}``."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
+
+
+class Rule(_Model):
+    """How the gradients of some parameters travel."""
+
+    params: Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)] = Field(
+        description="Glob, or globs, on the names of parameters (as in model.named_parameters())."
+    )
+    sync: Annotated[Sync, _named("scheme")] = Field(Sync(scheme="dense"), description="Scheme that adds gradients up.")
+    compress: Annotated[Compression | None, _named("method")] = Field(None, description="Compression; default: none.")
+    fusion: Fusion = Field(
+        DEFAULT_FUSION,
+        description="Which gradients travel together: layer-wise, {bucket: 25MB}, {groups: 4}, or planned by cupcake, espresso, or auto.",
+    )
+
+    @field_validator("params")
+    @classmethod
+    def _some(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value or not all(value):
+            raise ValueError("must be a glob such as '*embed*', or a list of globs; '*' matches every parameter")
+        return value
+
+    @model_validator(mode="after")
+    def _relations(self) -> Rule:
+        if self.is_sparse and self.compress is not None and sparsifier_of(self.compress.make()) is None:
+            raise ValueError(
+                f"sync {self.sync.scheme} adds up what a sparsifier has picked, such as topk, sidco_e or dgc; "
+                f"{self.compress.method} is none: leave one of the two out"
+            )
+        if self.is_sparse and self.compress is None and self.fusion not in (DEFAULT_FUSION, "layer-wise"):
+            raise ValueError(
+                f"fusion {self.fusion!r}: sync {self.sync.scheme} takes gradients one by one; leave fusion out, or add compress"
+            )
+        if self.fusion in ("espresso", "auto") and self.compress is None:
+            raise ValueError(f"fusion {self.fusion} chooses between compressing and not; add compress")
+        return self
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether a sparse scheme adds up."""
+        return self.sync.scheme != "dense"
+
+    def matches(self, name: str) -> bool:
+        """Whether the rule is for a parameter of that name."""
+        return any(fnmatchcase(name, glob) for glob in self.params)
+
+    def __str__(self) -> str:
+        parts = [f"params={list(self.params) if len(self.params) > 1 else self.params[0]!r}", f"sync={self.sync.scheme}"]
+        parts += [f"compress={self.compress.method}"] if self.compress is not None else []
+        return ", ".join(parts)
+
+
+Rules = tuple[Rule, ...]
+PLAIN = Rule.model_validate({"params": "*"})
+"""What holds where no rule matches: dense all-reduce in buckets."""
+_ADAPTER = TypeAdapter(tuple[Rule, ...])
+
+
+def load_rules(source: str | Path | Sequence[Any] | Mapping[str, Any] | None) -> Rules:
+    """Rules from a list, from a mapping that has them under ``gradient_pipeline``, or from a YAML or JSON file with either.
+
+    Raises:
+        ConfigError: something in it is wrong; all faults are listed at once.
+    """
+    where, found = "gradient_pipeline", source
+    if isinstance(source, str | Path):
+        where, found = str(source), _read(Path(source))
+    if isinstance(found, Mapping):
+        if "gradient_pipeline" not in found:
+            there = ", ".join(map(str, found)) or "nothing"
+            raise ConfigError(f"{where}: has no gradient_pipeline, only {there}; it must be a list of rules under that name")
+        found = found["gradient_pipeline"]
+    if isinstance(found, tuple) and all(isinstance(rule, Rule) for rule in found):
+        return found
+    if not isinstance(found, Sequence | None) or isinstance(found, str):
+        raise ConfigError(f"{where}={found!r}: must be a list of rules, for example [{{'params': '*', 'compress': 'bf16'}}]")
+    try:
+        return _ADAPTER.validate_python(list(found or ()))
+    except ValidationError as error:
+        raise ConfigError(_explain(where, error)) from None
+
+
+def sparsifier_of(reducer: Reducer) -> Sparsifier | None:
+    """The sparsifier inside a method, if its payload is that of one."""
+    inner = getattr(reducer, "inner", reducer)
+    return inner if isinstance(inner, Sparsifier) and not hasattr(reducer, "owner") else None
+
+
+def payload_of_one_length(reducer: Reducer) -> Compressor | None:
+    """The compressor inside a method, if its payloads can be made, sent and added by anybody: what Espresso's options need."""
+    inner = getattr(reducer, "inner", reducer)
+    return inner if isinstance(inner, Compressor) and inner.primitive.value in ("all-gather", "all-reduce") else None
+
+
+def _read(path: Path) -> Any:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give a JSON or YAML file with a gradient_pipeline") from None
+    try:
+        if path.suffix in (".yaml", ".yml"):
+            import yaml
+
+            return yaml.safe_load(text)
+        return json.loads(text)
+    except Exception as error:
+        raise ConfigError(f"{path}: not valid {path.suffix or 'JSON'}: {error}") from None
+
+
+def _explain(where: str, error: ValidationError) -> str:
+    lines: list[str] = []
+    for item in error.errors():
+        number, *path = item["loc"] or (0,)
+        place = f"rule {int(number) + 1}" if isinstance(number, int) else str(number)
+        text = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden" and len(path) == 1:
+            text = f"unknown option; a rule has {', '.join(Rule.model_fields)}"
+        if path and path[0] == "fusion":
+            text = "must be layer-wise, cupcake, espresso, auto, {bucket: bytes} or {groups: number}"
+            path = path[:1]
+            if any(f"{place}, fusion=" in line for line in lines):  # one kind of fusion after the other has been tried
+                continue
+        line = f"{place}{', ' + '.'.join(map(str, path)) if path else ''}={item.get('input')!r}: {text}" if path else f"{place}: {text}"
+        if line not in lines:
+            lines.append(line)
+    return f"{where}: " + "; ".join(lines)

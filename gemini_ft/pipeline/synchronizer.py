@@ -1,0 +1,227 @@
+"""Averages the gradients of a model while the backward pass still runs.
+
+    synchronizer = gemini_ft.GradientSynchronizer(model, [{"params": "*", "compress": "powersgd", "fusion": "cupcake"}])
+    for batch in batches:
+        loss(model(batch)).backward()
+        synchronizer.synchronize()       # now param.grad is the average; clip here
+        optimizer.step()
+
+Gradients are handed over by ``register_post_accumulate_grad_hook``. A model in DistributedDataParallel keeps it for buffers,
+unused parameters and accumulation: then the synchronizer is its communication hook, and `synchronize` is not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gemini_ft.errors import ConfigError, StateError
+from gemini_ft.pipeline.assignment import assign, trained
+from gemini_ft.pipeline.averager import Averager
+from gemini_ft.pipeline.ddp_buckets import DdpBuckets, communication_hook
+from gemini_ft.pipeline.rules import load_rules
+from gemini_ft.pipeline.telemetry import Step
+from gemini_ft.pipeline.tuner import Tuner
+from gemini_ft.pipeline.watch import Watch
+
+
+class GradientSynchronizer:
+    """Averages a model's gradients over ranks by the rules of a pipeline. Constructing it is collective.
+
+    Args:
+        model: the same on all ranks; its parameters and buffers are sent from rank 0. A DDP model has done that itself.
+        pipeline: rules, or the YAML or JSON file that has them (``gradient_pipeline``); see `gemini_ft.pipeline.rules`.
+        group: of the ranks; None: the default group, or one rank where there is none.
+        find_unused_parameters: whether a backward pass may leave parameters out. A small collective per step then finds out which
+            ones have no gradient on any rank; those keep None.
+        scaler: of mixed precision (``torch.amp.GradScaler``): residuals are kept without its scale.
+        profile_steps: steps that are watched before a planned fusion is planned.
+        otherwise: of a DDP model: state and communication hook for buckets without any parameter that a rule matches.
+
+    Attributes:
+        averager: what does it; its ``plan`` says what travels together.
+
+    Raises:
+        ConfigError: the rules are wrong, do not fit the model, or differ between ranks; on all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pipeline: str | Path | Sequence[Any] | Mapping[str, Any] | None = None,
+        *,
+        group: Any = None,
+        find_unused_parameters: bool = False,
+        scaler: Any = None,
+        profile_steps: int = 5,
+        otherwise: tuple[Any, Any] | None = None,
+    ) -> None:
+        rules = load_rules(pipeline)
+        tensors = assign(model, rules)
+        self._parameters = trained(model)
+        self._names = {id(param): name for name, param in self._parameters.items()}
+        self._sparse = {tensor.name for tensor in tensors if tensor.sparse}
+        self._is_ddp = isinstance(model, DistributedDataParallel)
+        self._find_unused, self._paused = find_unused_parameters, False
+        devices = {param.device for param in self._parameters.values()}
+        if len(devices) > 1:
+            raise ConfigError(f"parameters lie on {', '.join(sorted(map(str, devices)))}: they must all be on one device")
+        self._device = devices.pop()
+        ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
+        # A group of its own: threads of ours use it beside the training thread's collectives.
+        own = dist.new_group(ranks, use_local_synchronization=True) if len(ranks) > 1 else None
+        self.averager = Averager(tensors, rules, own, self._device)
+        self._watch = Watch(model)
+        self._tuner = Tuner(self.averager, self._watch, profile_steps, self._device)
+        self._touched: set[str] = set()  # have got a gradient in this step
+        self._handles: list[Any] = []
+        if scaler is not None and scaler.is_enabled():
+            self.averager.scale = scaler.get_scale
+        if isinstance(model, DistributedDataParallel):
+            self._buckets = DdpBuckets(self, otherwise)
+            model.register_comm_hook(self._buckets, communication_hook)
+        else:
+            self._handles = [param.register_post_accumulate_grad_hook(self._ready) for param in self._parameters.values()]  # type: ignore[no-untyped-call]
+            if own is not None:
+                _broadcast(model, own)
+
+    # -- a step
+
+    def synchronize(self) -> None:
+        """Return when every gradient is the average over all ranks. Collective; after the last backward of a step.
+
+        Raises:
+            StateError: parameters have no gradient, and ``find_unused_parameters`` is not set; the averages are there all the same, with
+                zeros for what is missing, so that other ranks need not wait for this one.
+        """
+        if self._is_ddp:
+            raise StateError("DistributedDataParallel waits for its communication hook by itself: leave synchronize() out")
+        missing = self.averager.missing()
+        untouched = [name for name in missing if name not in self._touched]
+        used = self._used_elsewhere(untouched) if self._find_unused else set(untouched)
+        for name in missing:
+            param = self._parameters[name]
+            gradient = param.grad if param.grad is not None else self._nothing(name)
+            unused = name in untouched and name not in used and param.grad is None
+            self.averager.ready(name, gradient, _drop if unused else partial(_fill, param))
+        self.averager.wait()
+        self.step_over()
+        if untouched and not self._find_unused:
+            raise StateError(
+                f"no gradient for {', '.join(untouched[:5])}{' and others' if len(untouched) > 5 else ''} ({len(untouched)} of "
+                f"{len(self._parameters)}): the backward pass left them out. Give find_unused_parameters=True, or use them in the loss"
+            )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients are only accumulated inside: for all but the last backward of a step."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def step_over(self) -> None:
+        """Everything has been averaged: `synchronize` says so, or the integration that does without it. Collective at some steps."""
+        self.averager.step_over()
+        self._watch.step_over()
+        self._touched.clear()
+        self._tuner.step_over()
+
+    def ready(self, name: str) -> None:
+        """Note that a gradient is final."""
+        self._watch.ready(name)
+
+    def name_of(self, param: Tensor) -> str:
+        """The name that rules know a parameter by."""
+        return self._names[id(param)]
+
+    def _ready(self, param: Tensor) -> None:
+        name = self._names[id(param)]
+        self._touched.add(name)
+        if self._paused:
+            return
+        self._watch.ready(name)
+        assert param.grad is not None
+        self.averager.ready(name, param.grad, partial(_fill, param))
+
+    def _nothing(self, name: str) -> Tensor:
+        """What a parameter adds whose gradient is missing."""
+        param = self._parameters[name]
+        if name not in self._sparse:
+            return torch.zeros_like(param)
+        return torch.sparse_coo_tensor(
+            torch.empty(1, 0, dtype=torch.int64), param.new_empty(0, *param.shape[1:]), param.shape, check_invariants=False
+        ).to(param.device)
+
+    def _used_elsewhere(self, missing: Sequence[str]) -> set[str]:
+        """Those of the missing ones that have a gradient on another rank. Collective."""
+        if self.averager.group is None:
+            return set()
+        self.averager.wait()  # its threads leave the group to this one
+        names = list(self._parameters)
+        absent = torch.tensor([name in set(missing) for name in names], dtype=torch.uint8, device=self._device)
+        dist.all_reduce(absent, dist.ReduceOp.MIN, group=self.averager.group)
+        return {name for name in missing if not absent[names.index(name)]}
+
+    # -- what it knows
+
+    @property
+    def last_step(self) -> Step | None:
+        """What the last step has cost, by rule."""
+        return self.averager.telemetry.last
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """The same as plain data."""
+        return self.averager.telemetry.summary()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals and all else that the next step depends on, between two steps; tensors are not copied. Ranks have different ones."""
+        self._catch_up()
+        return {"averager": self.averager.state_dict(), "tuner": self._tuner.state_dict()}
+
+    def _catch_up(self) -> None:
+        """DDP has nobody say that a step is over; between steps it is seen."""
+        if self._is_ddp and self.averager.is_done:
+            self.averager.step_over()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there as if never interrupted.
+
+        Raises:
+            StateError: it is of other parameters or rules.
+        """
+        self.averager.load_state_dict(state["averager"])
+        self._tuner.load_state_dict(state["tuner"])
+
+    def close(self) -> None:
+        """Leave the model alone, and end the threads."""
+        for handle in self._handles:
+            handle.remove()
+        self._watch.close()
+        self.averager.close()
+
+
+def _fill(param: Tensor, mean: Tensor) -> None:
+    if param.grad is None or mean.is_sparse:
+        param.grad = mean
+    else:
+        param.grad.copy_(mean)
+
+
+def _drop(mean: Tensor) -> None:
+    """Nobody has used the parameter: its gradient stays None."""
+
+
+def _broadcast(model: nn.Module, group: Any) -> None:
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), group=group, group_src=0)

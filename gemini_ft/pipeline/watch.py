@@ -1,0 +1,70 @@
+"""When gradients become ready: what the planners need to know of a backward pass."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+_KEPT = 16  # steps
+
+
+@dataclass(frozen=True)
+class Ready:
+    """One backward pass, in seconds.
+
+    Attributes:
+        forward: of the forward pass before it.
+        at: name -> from the end of the forward pass until the gradient was ready.
+    """
+
+    forward: float
+    at: Mapping[str, float]
+
+
+class Watch:
+    """Notes the times of each step. Without a forward pass of the model itself, times count from the first gradient on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.steps: deque[Ready] = deque(maxlen=_KEPT)
+        self._begun = self._forward = 0.0
+        self._end: float | None = None
+        self._at: dict[str, float] = {}
+        self._handles: list[Any] = [model.register_forward_pre_hook(self._begin), model.register_forward_hook(self._ended)]
+
+    def _begin(self, *_: Any) -> None:
+        self._begun = time.perf_counter()
+
+    def _ended(self, *_: Any) -> None:
+        self._end = time.perf_counter()
+        self._forward = self._end - self._begun
+        self._at = {}  # of a forward pass without a step: evaluation
+
+    def ready(self, name: str) -> None:
+        """A gradient is final."""
+        now = time.perf_counter()
+        if self._end is None:
+            self._end = now
+        self._at[name] = now - self._end
+
+    def step_over(self) -> None:
+        """The backward pass is over."""
+        if self._at:
+            self.steps.append(Ready(self._forward, self._at))
+        self._at, self._end, self._forward = {}, None, 0.0
+
+    def typical(self, names: list[str]) -> list[float]:
+        """Medians over the last steps: of the forward pass, then until each gradient was ready (infinite: it never was)."""
+        found = list(self.steps)[1:] or list(self.steps)  # the first step is unlike all others
+        ready = [statistics.median([step.at[name] for step in found if name in step.at] or [float("inf")]) for name in names]
+        return [statistics.median([step.forward for step in found] or [0.0]), *ready]
+
+    def close(self) -> None:
+        """Leave the model alone."""
+        for handle in self._handles:
+            handle.remove()
