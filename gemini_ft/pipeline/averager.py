@@ -153,10 +153,15 @@ class Averager:
         """Whether all gradients of the step have come and have been averaged."""
         return self.is_busy and self._launched == len(self.plan.groups) and all(job.done.done() for _, job in self._jobs)
 
-    def step_over(self) -> None:
-        """All gradients of a step have been averaged."""
+    def step_over(self, begun: float | None = None) -> None:
+        """All gradients of a step have been averaged.
+
+        Args:
+            begun: when the step's forward pass began (``time.perf_counter()``); None: nobody knows.
+        """
         last = max((job.ended for _, job in self._jobs), default=self._ready_at)
-        self.telemetry.add(self.step, max(0.0, last - self._ready_at), [(group, job.figures) for group, job in self._jobs])
+        seconds = last - begun if begun is not None else 0.0
+        self.telemetry.add(self.step, seconds, max(0.0, last - self._ready_at), [(group, job.figures) for group, job in self._jobs])
         self._arrived, self._launched, self._jobs = {}, 0, []
         self.step += 1
         self._rounds += 1

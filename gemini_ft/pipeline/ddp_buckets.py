@@ -38,8 +38,7 @@ class DdpBuckets:
 
     def ready(self, bucket: GradBucket) -> Future[Tensor]:
         """A bucket's gradients are final."""
-        if self._averager.is_done:
-            self._synchronizer.step_over()
+        self._synchronizer.next_step()
         names = [self._synchronizer.name_of(param) for param in bucket.parameters()]
         if self._otherwise is not None and self._ours.isdisjoint(names):
             state, hook = self._otherwise

@@ -79,17 +79,18 @@ class GradientSynchronizer:
         # A group of its own: threads of ours use it beside the training thread's collectives.
         own = dist.new_group(ranks, use_local_synchronization=True) if len(ranks) > 1 else None
         self.averager = Averager(tensors, rules, own, self._device)
+        self._handles: list[Any] = [model.register_forward_pre_hook(lambda *_: self._catch_up())]  # before the watch's own
         self._watch = Watch(model)
         self._tuner = Tuner(self.averager, self._watch, profile_steps, self._device)
         self._touched: set[str] = set()  # have got a gradient in this step
-        self._handles: list[Any] = []
+        self._untuned = False  # a step is over of which the tuner does not know
         if scaler is not None and scaler.is_enabled():
             self.averager.scale = scaler.get_scale
         if isinstance(model, DistributedDataParallel):
             self._buckets = DdpBuckets(self, otherwise)
             model.register_comm_hook(self._buckets, communication_hook)
         else:
-            self._handles = [param.register_post_accumulate_grad_hook(self._ready) for param in self._parameters.values()]  # type: ignore[no-untyped-call]
+            self._handles += [param.register_post_accumulate_grad_hook(self._ready) for param in self._parameters.values()]  # type: ignore[no-untyped-call]
             if own is not None:
                 _broadcast(model, own)
 
@@ -130,11 +131,28 @@ class GradientSynchronizer:
             self._paused = before
 
     def step_over(self) -> None:
-        """Everything has been averaged: `synchronize` says so, or the integration that does without it. Collective at some steps."""
-        self.averager.step_over()
+        """Everything has been averaged. Collective at some steps."""
+        self._note_end()
+        self._untuned = False
+        self._tuner.step_over()
+
+    def next_step(self) -> None:
+        """The same for DDP, which does not say when a step is over: at the first gradient of the next one."""
+        self._catch_up()
+        if self._untuned:
+            self._untuned = False
+            self._tuner.step_over()
+
+    def _catch_up(self) -> None:
+        """What need not be done by all ranks together, as soon as somebody asks for the state after the step."""
+        if self._is_ddp and self.averager.is_done:
+            self._note_end()
+            self._untuned = True
+
+    def _note_end(self) -> None:
+        self.averager.step_over(self._watch.begun)
         self._watch.step_over()
         self._touched.clear()
-        self._tuner.step_over()
 
     def ready(self, name: str) -> None:
         """Note that a gradient is final."""
@@ -175,6 +193,11 @@ class GradientSynchronizer:
     # -- what it knows
 
     @property
+    def settled(self) -> bool:
+        """Whether the plan stays as it is: nothing is to be found out any more."""
+        return self._tuner.settled
+
+    @property
     def last_step(self) -> Step | None:
         """What the last step has cost, by rule."""
         return self.averager.telemetry.last
@@ -187,12 +210,6 @@ class GradientSynchronizer:
         """Residuals and all else that the next step depends on, between two steps; tensors are not copied. Ranks have different ones."""
         self._catch_up()
         return {"averager": self.averager.state_dict(), "tuner": self._tuner.state_dict()}
-
-    def _catch_up(self) -> None:
-        """DDP has nobody say that a step is over; between steps it is seen."""
-        if self._is_ddp and self.averager.is_done:
-            self.averager.step_over()
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there as if never interrupted.
 
@@ -208,6 +225,8 @@ class GradientSynchronizer:
             handle.remove()
         self._watch.close()
         self.averager.close()
+        if self.averager.group is not None:
+            dist.destroy_process_group(self.averager.group)
 
 
 def _fill(param: Tensor, mean: Tensor) -> None:

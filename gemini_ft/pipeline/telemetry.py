@@ -36,11 +36,13 @@ class Step:
 
     Attributes:
         number: of the step.
+        seconds: from the beginning of the forward pass until the last average was there; 0 where nobody knows.
         blocked: seconds that training waited for gradients after the backward pass.
         rules: by the rule's name.
     """
 
     number: int
+    seconds: float
     blocked: float
     rules: Mapping[str, Traffic]
 
@@ -64,12 +66,12 @@ class Telemetry:
         self._names = {NO_RULE: "no rule"} | {number: f"{number + 1}: {rule}" for number, rule in enumerate(rules)}
         self.last: Step | None = None
 
-    def add(self, number: int, blocked: float, groups: Sequence[tuple[Group, Figures]]) -> None:
+    def add(self, number: int, seconds: float, blocked: float, groups: Sequence[tuple[Group, Figures]]) -> None:
         """A step is over."""
         by_rule: dict[int, list[tuple[Group, Figures]]] = {}
         for group, figures in groups:
             by_rule.setdefault(group.rule, []).append((group, figures))
-        self.last = Step(number, blocked, {self._names[rule]: self._traffic(found) for rule, found in sorted(by_rule.items())})
+        self.last = Step(number, seconds, blocked, {self._names[rule]: self._traffic(found) for rule, found in sorted(by_rule.items())})
 
     def _traffic(self, groups: Sequence[tuple[Group, Figures]]) -> Traffic:
         densities = [density for _, figures in groups for density in figures.densities]
@@ -86,5 +88,5 @@ class Telemetry:
         """The last step as plain data: rule -> figure -> value; what belongs to no rule is under "step"."""
         if self.last is None:
             return {}
-        step = {"number": self.last.number, "blocked": self.last.blocked, "overlap": self.last.overlap}
+        step = {"number": self.last.number, "seconds": self.last.seconds, "blocked": self.last.blocked, "overlap": self.last.overlap}
         return {"step": step, **{name: asdict(traffic) for name, traffic in self.last.rules.items()}}

@@ -32,17 +32,18 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self.steps: deque[Ready] = deque(maxlen=_KEPT)
-        self._begun = self._forward = 0.0
+        self.begun: float | None = None  # the forward pass of this step
+        self._forward = 0.0
         self._end: float | None = None
         self._at: dict[str, float] = {}
         self._handles: list[Any] = [model.register_forward_pre_hook(self._begin), model.register_forward_hook(self._ended)]
 
     def _begin(self, *_: Any) -> None:
-        self._begun = time.perf_counter()
+        self.begun = time.perf_counter()
 
     def _ended(self, *_: Any) -> None:
         self._end = time.perf_counter()
-        self._forward = self._end - self._begun
+        self._forward = self._end - (self.begun if self.begun is not None else self._end)
         self._at = {}  # of a forward pass without a step: evaluation
 
     def ready(self, name: str) -> None:
@@ -56,7 +57,7 @@ class Watch:
         """The backward pass is over."""
         if self._at:
             self.steps.append(Ready(self._forward, self._at))
-        self._at, self._end, self._forward = {}, None, 0.0
+        self._at, self._end, self._forward, self.begun = {}, None, 0.0, None
 
     def typical(self, names: list[str]) -> list[float]:
         """Medians over the last steps: of the forward pass, then until each gradient was ready (infinite: it never was)."""
