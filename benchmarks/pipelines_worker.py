@@ -3,8 +3,6 @@
 Arguments: a JSON object with model, rows, rounds, steps (per round), learn (steps towards the target loss, 0: none), folder.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys
@@ -14,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ import gemini_ft
 from pipelines_models import MODELS, loss_of
 
 SETTLING = 120  # steps in which a plan must have been found
-SMOOTH = 10  # steps over which a loss is averaged
+ONE_BUCKET = 2**30  # bytes
 
 
 @dataclass
@@ -59,9 +58,13 @@ class Trainer:
         if "pipeline" in row:
             self.synchronizer = gemini_ft.GradientSynchronizer(module, row["pipeline"])
             return module
-        model = DistributedDataParallel(module)
+        if row["hook"] == "powersgd":  # callbacks of two buckets end in any order on gloo, and their collectives would be mixed up
+            with patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", ONE_BUCKET):
+                model = DistributedDataParallel(module, bucket_cap_mb=ONE_BUCKET / 2**20)
+        else:
+            model = DistributedDataParallel(module)
         if row["hook"] == "bf16":
-            model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+            model.register_comm_hook(None, bf16_hook)
         elif row["hook"] == "powersgd":
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -82,6 +85,11 @@ class Trainer:
             self.step()
             if number >= 2 and (self.synchronizer is None or self.synchronizer.settled):
                 return
+
+
+def bf16_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's, under another name: DDP refuses it by name on CPUs, where it works."""
+    return default_hooks.bf16_compress_hook(state, bucket)
 
 
 def slowest(seconds: float) -> float:

@@ -75,9 +75,7 @@ class GradientSynchronizer:
         if len(devices) > 1:
             raise ConfigError(f"parameters lie on {', '.join(sorted(map(str, devices)))}: they must all be on one device")
         self._device = devices.pop()
-        ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
-        # A group of its own: threads of ours use it beside the training thread's collectives.
-        own = dist.new_group(ranks, use_local_synchronization=True) if len(ranks) > 1 else None
+        own = _group_like(group)
         self.averager = Averager(tensors, rules, own, self._device)
         self._handles: list[Any] = [model.register_forward_pre_hook(lambda *_: self._catch_up())]  # before the watch's own
         self._watch = Watch(model)
@@ -227,6 +225,15 @@ class GradientSynchronizer:
         self.averager.close()
         if self.averager.group is not None:
             dist.destroy_process_group(self.averager.group)
+
+
+def _group_like(group: Any) -> Any:
+    """A group of the same ranks: threads of ours use it beside the training thread's collectives. None: one rank."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return None
+    if group is None:
+        return dist.new_group()
+    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
 
 
 def _fill(param: Tensor, mean: Tensor) -> None:

@@ -1,0 +1,173 @@
+"""Gradient pipelines on shaped links, beside DDP, its own hooks, layer-wise compression and tuned buckets. See README.md.
+
+python benchmarks/pipelines.py --quick
+python benchmarks/pipelines.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import HERE, clean_up_on_sigterm, print_result, ratio, table, versions, write_report
+from gemini_ft.testing import Network
+from sparse_sync import run_hosts
+
+METHODS: dict[str, dict[str, Any]] = {
+    "topk 1 %": {"method": "topk", "ratio": 0.01},
+    "efsignsgd": {"method": "efsignsgd"},
+}
+BUCKETS = ("64KiB", "256KiB", "1MiB", "4MiB", "25MiB")
+PEERS = {"DDP fp32": "none", "DDP bf16 hook": "bf16", "DDP PowerSGD hook": "powersgd"}
+TIMEOUT = 1800.0
+PACKAGES = ("torch", "numpy", "gemini-ft")
+PAPER = "Cupcake, MLSys 2023: up to 2.30 over layer-wise compression (8 V100, PCIe), at most 1.12 over the best bucket size"
+
+
+def rows_of(model: str, methods: Sequence[str], buckets: Sequence[str]) -> list[dict[str, Any]]:
+    """Everything that is compared on one network, by name."""
+    rows: list[dict[str, Any]] = [{"name": name, "hook": hook} for name, hook in PEERS.items()]
+    rows.append(_row("bf16, cupcake", "*", {"compress": "bf16", "fusion": "cupcake"}))
+    rows.append(_row("PowerSGD, cupcake", "*", {"compress": {"method": "powersgd", "rank": 2}, "fusion": "cupcake"}))
+    for name in methods:
+        compress = METHODS[name]
+        rows.append(_row(f"{name}, layer-wise", "*", {"compress": compress, "fusion": "layer-wise"}))
+        rows += [_row(f"{name}, buckets of {size}", "*", {"compress": compress, "fusion": {"bucket": size}}) for size in buckets]
+        rows += [_row(f"{name}, {fusion}", "*", {"compress": compress, "fusion": fusion}) for fusion in ("cupcake", "auto")]
+    if model == "transformer":
+        for name in methods:
+            rest = {"params": "*", "compress": METHODS[name], "fusion": "cupcake"}
+            rows.append({"name": f"Zen + {name}, cupcake", "pipeline": [{"params": "embedding*", "sync": "zen"}, rest]})
+    return rows
+
+
+def _row(name: str, params: str, rule: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": name, "pipeline": [{"params": params, **rule}]}
+
+
+def run(hosts: int, rate: str | None, job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What `pipelines_worker` measures on one network, by row."""
+    with Network(hosts, rate=rate) as network, tempfile.TemporaryDirectory() as folder:
+        run_hosts(network, [str(HERE / "pipelines_worker.py"), json.dumps({**job, "folder": folder})], Path(folder), TIMEOUT)
+        return {row["name"]: row for row in json.loads(Path(folder, "result.json").read_text())}
+
+
+Instance = tuple[str, int, str]  # model, hosts, rate
+
+
+def ratios(found: Mapping[Instance, Mapping[str, Mapping[str, Any]]], methods: Sequence[str]) -> dict[str, float | None]:
+    """Above 1: better than what it is compared with."""
+    out: dict[str, float | None] = {}
+    best: dict[str, list[float | None]] = {"cupcake_vs_layerwise": [], "cupcake_vs_best_bucket": [], "auto_vs_bf16": []}
+    for (model, hosts, rate), rows in found.items():
+        where = f"{model}_{hosts}_{rate}"
+        bf16 = rows["DDP bf16 hook"]["seconds"]
+        for name in methods:
+            key = f"{name.partition(' ')[0]}_{where}"
+            cupcake = rows[f"{name}, cupcake"]["seconds"]
+            bucket = min(row["seconds"] for label, row in rows.items() if label.startswith(f"{name}, buckets"))
+            for kind, value in (
+                ("cupcake_vs_layerwise", ratio(rows[f"{name}, layer-wise"]["seconds"], cupcake)),
+                ("cupcake_vs_best_bucket", ratio(bucket, cupcake)),
+                ("auto_vs_bf16", ratio(bf16, rows[f"{name}, auto"]["seconds"])),
+            ):
+                out[f"{kind}_{key}"] = value
+                best[kind].append(value)
+    out["cupcake_vs_layerwise"] = max((value for value in best["cupcake_vs_layerwise"] if value), default=None)
+    out["cupcake_vs_best_bucket"] = min((value for value in best["cupcake_vs_best_bucket"] if value), default=None)
+    out["auto_vs_bf16"] = min((value for value in best["auto_vs_bf16"] if value), default=None)
+    errors = [_error(row) for rows in found.values() for row in rows.values() if row["predicted"] and row["exchanged"]]
+    out["predicted_vs_measured"] = round(sorted(errors)[len(errors) // 2], 3) if errors else None
+    return out
+
+
+def _error(row: Mapping[str, Any]) -> float:
+    return float(row["predicted"] / row["exchanged"])
+
+
+def report(found: Mapping[Instance, Mapping[str, Mapping[str, Any]]], learned: Mapping[str, Mapping[str, Any]]) -> str:
+    parts = [f"Beside: {PAPER}."]
+    for (model, hosts, rate), rows in found.items():
+        fp32, bf16 = rows["DDP fp32"]["seconds"], rows["DDP bf16 hook"]["seconds"]
+        cells = [
+            [
+                name,
+                f"{1e3 * row['seconds']:.1f}",
+                f"{fp32 / row['seconds']:.2f}",
+                f"{bf16 / row['seconds']:.2f}",
+                row["plan"] or "-",
+                "-" if row["sent_bytes"] is None else f"{row['sent_bytes'] / 1e3:.0f}",
+                "-" if not row["predicted"] else f"{1e3 * row['predicted']:.1f} / {1e3 * row['exchanged']:.1f}",
+            ]
+            for name, row in rows.items()
+        ]
+        head = ["row", "ms per step", "DDP fp32 / it", "DDP bf16 / it", "plan", "kB per step", "predicted / measured ms"]
+        parts.append(f"## {model}, {hosts} hosts, {rate}\n\n{table(head, cells)}")
+    for model, rows in learned.items():
+        parts.append(f"## {model}: time to the target loss\n\n{_learned(model, rows, found)}")
+    return "\n\n".join(parts)
+
+
+def _learned(model: str, rows: Mapping[str, Any], found: Mapping[Instance, Mapping[str, Mapping[str, Any]]]) -> str:
+    """Steps are counted once; a step takes what it takes on each network."""
+    target = smooth(rows["DDP fp32"]["losses"])[-1] * 1.02
+    places = [where for where in found if where[0] == model and where[1] == 4]
+    cells = []
+    for name, row in rows.items():
+        curve = smooth(row["losses"])
+        steps = next((number + 1 for number, loss in enumerate(curve) if loss <= target), None)
+        times = ["-" if steps is None else f"{steps * found[where][name]['seconds']:.1f}" for where in places]
+        cells.append([name, "not reached" if steps is None else str(steps), f"{curve[-1]:.3f}", *times])
+    head = ["row", "steps", "last loss", *(f"s, {hosts} hosts, {rate}" for _, hosts, rate in places)]
+    return f"Target: 1.02 times the last loss of DDP fp32, {target:.3f} (mean over ranks and 20 steps).\n\n" + table(head, cells)
+
+
+def smooth(losses: Sequence[float], width: int = 20) -> list[float]:
+    """Means over the last steps."""
+    return [sum(losses[max(0, end - width) : end]) / min(width, end) for end in range(1, len(losses) + 1)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one model on two hosts, no report")
+    parser.add_argument("--models", nargs="*", default=["resnet", "transformer"])
+    parser.add_argument("--hosts", nargs="*", type=int, default=[4, 8])
+    parser.add_argument("--rates", nargs="*", default=["200mbit", "1gbit"])
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--learn", type=int, default=400, help="steps towards the target loss; 0: none")
+    arguments = parser.parse_args()
+    clean_up_on_sigterm()
+    if (reason := Network.unavailable()) is not None:
+        sys.exit(f"no shaped links: {reason}")
+    buckets = BUCKETS
+    if arguments.quick:
+        arguments.models, arguments.hosts, arguments.rates, arguments.methods = ["resnet"], [2], ["200mbit"], ["topk 1 %"]
+        arguments.rounds, arguments.learn, buckets = 2, 0, ("256KiB", "4MiB")
+    found: dict[Instance, Any] = {}
+    for model in arguments.models:
+        job = {"model": model, "rows": rows_of(model, arguments.methods, buckets), "rounds": arguments.rounds, "steps": 4, "learn": 0}
+        for hosts in arguments.hosts:
+            for rate in arguments.rates:
+                print(f"{model}, {hosts} hosts, {rate}", file=sys.stderr, flush=True)
+                found[model, hosts, rate] = run(hosts, rate, job)
+    learned = {}
+    for model in arguments.models if arguments.learn and 4 in arguments.hosts else []:
+        print(f"{model}: losses", file=sys.stderr, flush=True)
+        rows = [row for row in rows_of(model, arguments.methods, ()) if "layer-wise" not in row["name"]]
+        learned[model] = run(4, None, {"model": model, "rows": rows, "rounds": 0, "steps": 0, "learn": arguments.learn})
+    text = report(found, learned)
+    print(text)
+    if not arguments.quick:
+        print(write_report("pipelines", "Gradient pipelines", text, versions(PACKAGES)))
+    results = {f"{model}, {hosts} hosts, {rate}": rows for (model, hosts, rate), rows in found.items()}
+    print_result("pipelines", results, ratios(found, arguments.methods))
+
+
+if __name__ == "__main__":
+    main()
