@@ -21,7 +21,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from .topology import Scope
+
 Shape: TypeAlias = tuple[int, ...]
+Kind: TypeAlias = Literal["sum", "max", "gather", "gather_v", "all_to_all", "reduce", "broadcast"]
 State: TypeAlias = dict[str, Any]  # of tensors, numbers, strings and dicts of them
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -36,6 +39,7 @@ class Primitive(enum.Enum):
     ALL_GATHER = "all-gather"
     ALL_GATHER_V = "all-gather of lengths that differ"
     ALL_TO_ALL = "all-to-all and all-gather"
+    SCOPED = "collectives within machines and between them"
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,20 @@ class Request:
     gather: tensors of one length; gather_v: of lengths that differ. The answer has every rank's.
     all_to_all: ``lengths[i]`` elements for rank i follow each other in ``tensor``; the answer has what each rank sent to this one,
     ``received`` elements from each.
+    reduce: as sum, but only the first rank is answered, the others get an empty list.
+    broadcast: the answer is the first rank's tensor, of ``received`` elements; the others' have the dtype and no elements.
+
+    Attributes:
+        scope: among whom; "rank" means the place among them.
+        members: how many they are, where the asker's values depend on that; 0: any number.
     """
 
-    kind: Literal["sum", "max", "gather", "gather_v", "all_to_all"]
+    kind: Kind
     tensor: Tensor
     lengths: Sequence[int] = ()
     received: int = 0
+    scope: Scope = Scope.FLAT
+    members: int = 0
 
 
 @dataclass(frozen=True)

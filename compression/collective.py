@@ -3,6 +3,8 @@
     means = reduce(method, {"weight": gradient, "bias": other}, step, group)
     bundles = simulate([method.exchange(bundle, Turn(step, rank, 4)) for rank, (method, bundle) in enumerate(ranks)])
 
+An exchange that goes within machines and between them (`Request.scope`) runs on `Groups` in place of a group.
+
 Sums are not left to the backend's all-reduce, whose order of addition depends on where in a buffer an element lies: every rank
 owns a part of the elements, is sent that part by all (all-to-all), adds in rank order, and the sums are gathered. As many bytes as
 a ring, two rounds in place of 2 (p - 1), the same bits on all ranks and however tensors are grouped.
@@ -11,13 +13,15 @@ a ring, two rounds in place of 2 (p - 1), the same bits on all ranks and however
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .base import Bundle, Exchange, Reducer, Request, Turn
+from .topology import Scope, Topology
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,9 +30,39 @@ _LARGEST = 8  # bytes of an element that payloads are made of
 _SMALL = 16 * 1024  # bytes; below, a sum gathers everything: one round in place of two
 
 
-def reduce(
-    method: Reducer, gradients: Mapping[str, Tensor], step: int, group: ProcessGroup | None = None, lr: float | None = None
-) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of one rank, by scope."""
+
+    topology: Topology
+    flat: ProcessGroup | None
+    intra: ProcessGroup
+    inter: ProcessGroup
+
+    @classmethod
+    def of(cls, ranks_per_machine: int, group: ProcessGroup | None = None) -> Groups:
+        """Those of machines with so many ranks each, neighbours in ``group`` (None: the default group). Collective.
+
+        Raises:
+            ValueError: the ranks do not fill machines.
+        """
+        ranks = dist.get_process_group_ranks(group)
+        topology, rank = Topology.of(len(ranks), ranks_per_machine), dist.get_rank(group)
+        intra, inter = (
+            dist.new_group([ranks[member] for member in topology.group(rank, scope)], use_local_synchronization=True)
+            for scope in (Scope.INTRA, Scope.INTER)
+        )
+        return cls(topology, group, intra, inter)
+
+    def at(self, scope: Scope) -> ProcessGroup | None:
+        """The group of a scope."""
+        return {Scope.FLAT: self.flat, Scope.INTRA: self.intra, Scope.INTER: self.inter}[scope]
+
+
+Among: TypeAlias = "ProcessGroup | Groups | None"  # None: the default group, or one rank where there is none
+
+
+def reduce(method: Reducer, gradients: Mapping[str, Tensor], step: int, group: Among = None, lr: float | None = None) -> dict[str, Tensor]:
     """The average of named gradients over ``group`` (None: the default group, or one rank where there is none). Collective.
 
     Args:
@@ -43,11 +77,12 @@ def reduce(
     return run(method.exchange(Bundle.of(gradients, method.align), turn(step, group, lr)), group).tensors()
 
 
-def turn(step: int, group: ProcessGroup | None = None, lr: float | None = None) -> Turn:
+def turn(step: int, group: Among = None, lr: float | None = None) -> Turn:
     """This rank's turn in ``group``."""
     if not dist.is_initialized():
         return Turn(step, lr=lr)
-    return Turn(step, dist.get_rank(group), dist.get_world_size(group), lr)
+    flat = _group_of(Scope.FLAT, group)
+    return Turn(step, dist.get_rank(flat), dist.get_world_size(flat), lr)
 
 
 def slowest(seconds: float, group: ProcessGroup | None = None) -> float:
@@ -56,7 +91,7 @@ def slowest(seconds: float, group: ProcessGroup | None = None) -> float:
     return float(longest)
 
 
-def run(exchange: Exchange, group: ProcessGroup | None = None) -> Bundle:
+def run(exchange: Exchange, group: Among = None) -> Bundle:
     """What the exchange comes to over ``group`` (None: the default group, or one rank where there is none). Collective."""
     try:
         request = next(exchange)
@@ -67,52 +102,108 @@ def run(exchange: Exchange, group: ProcessGroup | None = None) -> Bundle:
         return bundle
 
 
-def simulate(exchanges: Sequence[Exchange]) -> list[Bundle]:
-    """What the exchanges of all ranks come to, in rank order; the same values that `run` gives."""
-    results: list[Bundle] = []
-    requests = [next(exchange, None) for exchange in exchanges]
-    if any(request is None for request in requests):
-        raise ValueError("an exchange asks for no collective at all: run() it")
-    pending = [request for request in requests if request is not None]
-    while pending:
-        answers = _answers(pending)
-        pending = []
-        for exchange, given in zip(exchanges, answers, strict=True):
-            try:
-                pending.append(exchange.send(given))
-            except StopIteration as done:
-                results.append(done.value)
-    return results
+def simulate(exchanges: Sequence[Exchange], topology: Topology | None = None) -> list[Bundle]:
+    """What the exchanges of all ranks come to, in rank order; the same values that `run` gives.
+
+    Args:
+        exchanges: of all ranks, in their order.
+        topology: which of them share a machine; None: all.
+
+    Raises:
+        ValueError: ranks wait for each other in different collectives.
+    """
+    topology = topology or Topology(1, len(exchanges))
+    if topology.world != len(exchanges):
+        raise ValueError(f"{len(exchanges)} exchanges on {topology}: give one for each rank")
+    waiting: dict[int, Request] = {}
+    results: dict[int, Bundle] = {}
+
+    def go_on(rank: int, given: list[Tensor] | None) -> None:
+        try:
+            waiting[rank] = next(exchanges[rank]) if given is None else exchanges[rank].send(given)
+        except StopIteration as done:
+            results[rank] = done.value
+
+    for rank in range(len(exchanges)):
+        go_on(rank, None)
+    while waiting:
+        ready = _ready(waiting, topology)
+        answers = _answers([waiting.pop(rank) for rank in ready])
+        for rank, given in zip(ready, answers, strict=True):
+            go_on(rank, given)
+    return [results[rank] for rank in range(len(exchanges))]
 
 
-def answer(request: Request, group: ProcessGroup | None) -> list[Tensor]:
+def _ready(waiting: Mapping[int, Request], topology: Topology) -> range:
+    """Ranks that have all asked for the same collective."""
+    for rank, request in waiting.items():
+        group = topology.group(rank, request.scope)
+        asked = [waiting.get(member) for member in group]
+        if all(other is not None and (other.kind, other.scope) == (request.kind, request.scope) for other in asked):
+            _check_members(request, len(group))
+            return group
+    asked_for = ", ".join(f"{rank}: {request.kind} ({request.scope.value})" for rank, request in sorted(waiting.items()))
+    raise ValueError(f"no collective has all its ranks; {asked_for}: all of them must run the same method and options")
+
+
+def answer(request: Request, group: Among) -> list[Tensor]:
     """Carry out one collective; see `Request`."""
-    world = dist.get_world_size(group) if dist.is_initialized() else 1
-    if request.kind == "all_to_all" and len(request.lengths) != world:
-        raise ValueError(f"an exchange among {len(request.lengths)} ranks on a group of {world}; make its Turn with turn(step, group)")
+    members = _group_of(request.scope, group)
+    world = dist.get_world_size(members) if dist.is_initialized() else 1
+    _check_members(request, world)
     if world == 1:
         return [request.tensor]
-    if request.kind == "gather":
-        return _gather(request.tensor, group)
-    if request.kind == "gather_v":
-        return _gather_v(request.tensor, group)
-    if request.kind == "max":
-        return [_max(_gather(request.tensor, group))]
-    if request.kind == "sum":
-        return [_sum(request.tensor, group)]
+    return _carry_out(request, members)
+
+
+def _carry_out(request: Request, group: ProcessGroup | None) -> list[Tensor]:
+    match request.kind:
+        case "gather":
+            return _gather(request.tensor, group)
+        case "gather_v":
+            return _gather_v(request.tensor, group)
+        case "max":
+            return [_max(_gather(request.tensor, group))]
+        case "sum":
+            return [_sum(request.tensor, group)]
+        case "reduce":
+            return _reduce(request.tensor, group)
+        case "broadcast":
+            return [_broadcast(request.tensor, request.received, group)]
     return _all_to_all(request.tensor, request.lengths, request.received, group)
+
+
+def _group_of(scope: Scope, group: Among) -> ProcessGroup | None:
+    if isinstance(group, Groups):
+        return group.at(scope)
+    if scope is not Scope.FLAT and dist.is_initialized() and dist.get_world_size(group) > 1:
+        raise ValueError(f"a collective of scope {scope.value!r} on a single group: give Groups.of(ranks_per_machine, group) in its place")
+    return group
+
+
+def _check_members(request: Request, world: int) -> None:
+    asked = request.members or (len(request.lengths) if request.kind == "all_to_all" else world)
+    if asked != world:
+        flat, scoped = "make its Turn with turn(step, group)", "make Groups of as many ranks per machine as its topology has"
+        way_out = flat if request.scope is Scope.FLAT else scoped
+        raise ValueError(f"an exchange among {asked} ranks on a group of {world}; {way_out}")
 
 
 def _answers(requests: Sequence[Request]) -> list[list[Tensor]]:
     """What each rank is answered when all have asked."""
     tensors = [request.tensor for request in requests]
-    if requests[0].kind == "all_to_all":
-        parts = [request.tensor.split_with_sizes(list(request.lengths)) for request in requests]
-        return [[part[rank].clone() for part in parts] for rank in range(len(requests))]
-    if requests[0].kind == "sum":
-        return [[added(tensors)] for _ in requests]
-    if requests[0].kind == "max":
-        return [[_max(tensors)] for _ in requests]
+    match requests[0].kind:
+        case "all_to_all":
+            parts = [request.tensor.split_with_sizes(list(request.lengths)) for request in requests]
+            return [[part[rank].clone() for part in parts] for rank in range(len(requests))]
+        case "sum":
+            return [[added(tensors)] for _ in requests]
+        case "reduce":
+            return [[added(tensors)], *([] for _ in requests[1:])]
+        case "broadcast":
+            return [[tensors[0]] for _ in requests]
+        case "max":
+            return [[_max(tensors)] for _ in requests]
     return [tensors for _ in requests]
 
 
@@ -145,14 +236,39 @@ def _gather_v(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
 def _sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     if tensor.nbytes <= _SMALL:
         return added(_gather(tensor, group))
+    return torch.cat(_gather(_share_of_sum(tensor, group), group))[: tensor.numel()]
+
+
+def _reduce(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
+    """As `_sum`, so that the first rank gets its bits: a rank sends as many bytes as ``tensor`` has."""
+    if tensor.nbytes <= _SMALL:
+        return [added(rows)] if (rows := _to_first(tensor, group)) else []
+    rows = _to_first(_share_of_sum(tensor, group), group)
+    return [torch.cat(rows)[: tensor.numel()]] if rows else []
+
+
+def _share_of_sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The sum over ranks of this rank's run of as many equal ones as there are ranks."""
     world = dist.get_world_size(group)
     part = -(-tensor.numel() // world)
     padded = tensor
     if part * world != tensor.numel():
         padded = tensor.new_zeros(part * world)
         padded[: tensor.numel()] = tensor
-    mine = added(_all_to_all(padded, [part] * world, part, group))
-    return torch.cat(_gather(mine, group))[: tensor.numel()]
+    return added(_all_to_all(padded, [part] * world, part, group))
+
+
+def _to_first(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
+    """Every rank's, on the first; nothing on the others."""
+    first, rest = dist.get_rank(group) == 0, dist.get_world_size(group) - 1
+    rows = _all_to_all(tensor, [tensor.numel()] + [0] * rest, tensor.numel() if first else 0, group)
+    return rows if first else []
+
+
+def _broadcast(tensor: Tensor, length: int, group: ProcessGroup | None) -> Tensor:
+    data = tensor.contiguous() if dist.get_rank(group) == 0 else tensor.new_empty(length)
+    dist.broadcast(_bytes(data), group=group, group_src=0)
+    return data
 
 
 def _all_to_all(tensor: Tensor, lengths: Sequence[int], received: int, group: ProcessGroup | None) -> list[Tensor]:

@@ -11,29 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from .costs import Affine, Cost
-from .espresso_options import Codec, Collective, Operation, Option, Processor, Routine, Scope, Step
-
-
-@dataclass(frozen=True)
-class Topology:
-    """``machines`` with ``ranks`` each."""
-
-    machines: int
-    ranks: int
-
-    def __post_init__(self) -> None:
-        if self.machines < 1 or self.ranks < 1:
-            raise ValueError(f"{self.machines} machines with {self.ranks} ranks each: there must be at least one of both")
-
-    @property
-    def flat_only(self) -> bool:
-        """Whether there is no hierarchy."""
-        return self.machines == 1 or self.ranks == 1
-
-    def members(self, scope: Scope) -> int:
-        """Ranks that one collective of this scope connects."""
-        return {Scope.FLAT: self.machines * self.ranks, Scope.INTRA: self.ranks, Scope.INTER: self.machines}[scope]
-
+from .espresso_options import Codec, Collective, Operation, Option, Processor, Routine, Step
+from .topology import Scope, Topology
 
 Network = Mapping[tuple[Routine, Scope], Cost]
 

@@ -23,20 +23,14 @@ from enum import Enum
 from functools import cache
 from itertools import chain, product
 
+from .topology import Scope
+
 
 class Processor(Enum):
     """Who compresses or decompresses."""
 
     GPU = "gpu"
     CPU = "cpu"
-
-
-class Scope(Enum):
-    """Whom a collective connects: all ranks, those of one machine, or those of the same place in each machine."""
-
-    FLAT = "flat"
-    INTRA = "intra"
-    INTER = "inter"
 
 
 class Routine(Enum):

@@ -20,8 +20,9 @@ import numpy as np
 
 from .costs import Floats
 from .espresso_costs import Load, TensorCosts, loads
-from .espresso_options import Codec, Option, Processor, Scope
+from .espresso_options import Codec, Option, Processor
 from .timeline import Backward
+from .topology import Scope
 
 _GPU, _CPU, _INTRA, _INTER = range(4)
 _QUEUES = 8  # resource r: 2 r is its first queue, 2 r + 1 the one for what comes later

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .base import Bundle, Compressor, Exchange, Layout, Reducer, State, Turn
+from .base import Bundle, Compressor, Exchange, Layout, Payload, Reducer, State, Turn
 from .memory import Memory, non_finite, put_back
+from .parts import Worlds, divide, renamed, unite
 
 
 class ErrorFeedback(Reducer):
@@ -72,3 +73,45 @@ class ErrorFeedback(Reducer):
         self.residuals.load_state_dict(state["residuals"])
         self._lr = dict(state["lr"])
         self.inner.load_state_dict(state["inner"])
+
+
+def compress_parts(
+    compressor: Compressor, memory: Memory | None, bundle: Bundle, worlds: Worlds, turn: Turn, suffix: str = ""
+) -> list[Payload | None]:
+    """Compress each part of a bundle as a group of its own, with error feedback.
+
+    Args:
+        compressor: makes the payloads.
+        memory: has what earlier steps left out, and gets what this one does, by the tensors of the whole bundle; None: no error feedback.
+            A tensor with a NaN or an infinity leaves its residual alone, in all parts.
+        bundle: what is compressed.
+        worlds: how it is divided; (): not at all.
+        turn: the step, and the rank by which random numbers are drawn.
+        suffix: of names, to tell this compression of a tensor from others: each needs its own residual and random numbers.
+
+    Returns:
+        A payload for each part; None: nothing is in it.
+    """
+    layout = renamed(bundle.layout, suffix)
+    if memory is not None:
+        kept = memory.flat(layout, bundle.flat.device).to(bundle.flat.device)
+        bundle = bundle.plus(kept)
+        bad = non_finite(bundle)
+    payloads: list[Payload | None] = []
+    missed: list[Bundle | None] = []
+    for piece in divide(bundle, worlds):
+        if piece is None:
+            payloads.append(None)
+            missed.append(None)
+            continue
+        named = Bundle(renamed(piece.layout, suffix), piece.flat)
+        payload = compressor.compress(named, turn)
+        payloads.append(payload)
+        if memory is not None:
+            missed.append(Bundle(named.layout, compressor.residual(named, payload)))
+    if memory is not None:
+        left = unite(bundle.layout, missed, worlds)
+        assert left is not None
+        put_back(layout, left.flat, kept, bad)
+        memory.replace(layout, left.flat)
+    return payloads

@@ -16,6 +16,7 @@ from torch import Tensor
 from gemini_ft.compression.base import Bundle, Exchange, Reducer, Turn
 from gemini_ft.compression.collective import answer, reduce, simulate, turn
 from gemini_ft.compression.methods import COMPRESSORS, METHODS, create
+from gemini_ft.compression.topology import Topology
 
 Gradients = dict[str, Tensor]
 
@@ -57,14 +58,36 @@ def gradients(seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Grad
     return {name: torch.randn(shape, generator=stream) * 10.0 ** (number % 3 - 1) for number, (name, shape) in enumerate(shapes.items())}
 
 
-def together(methods: Sequence[Reducer], ranks: Sequence[Mapping[str, Tensor]], step: int, lr: float | None = None) -> Gradients:
-    """One step of all ranks in this process; their results must be the same bits."""
+def together(
+    methods: Sequence[Reducer],
+    ranks: Sequence[Mapping[str, Tensor]],
+    step: int,
+    lr: float | None = None,
+    topology: Topology | None = None,
+    sent: Sequence[list[Tensor]] | None = None,
+) -> Gradients:
+    """One step of all ranks in this process; their results must be the same bits. ``sent`` gets what each hands to collectives."""
     bundles = [Bundle.of(tensors, each.align) for each, tensors in zip(methods, ranks, strict=True)]
     turns = [Turn(step, rank, len(ranks), lr) for rank in range(len(ranks))]
-    results = simulate([each.exchange(bundle, at) for each, bundle, at in zip(methods, bundles, turns, strict=True)])
+    exchanges = [each.exchange(bundle, at) for each, bundle, at in zip(methods, bundles, turns, strict=True)]
+    if sent is not None:
+        exchanges = [spied(exchange, tensors) for exchange, tensors in zip(exchanges, sent, strict=True)]
+    results = simulate(exchanges, topology)
     for other in results[1:]:
         assert same(results[0].tensors(), other.tensors())
     return results[0].tensors()
+
+
+def spied(exchange: Exchange, sent: list[Tensor]) -> Exchange:
+    """The same exchange; ``sent`` gets what it hands to collectives."""
+    try:
+        request = next(exchange)
+        while True:
+            sent.append(request.tensor)
+            request = exchange.send((yield request))
+    except StopIteration as done:
+        bundle: Bundle = done.value
+        return bundle
 
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

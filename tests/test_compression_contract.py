@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from compression_kit import EVERY, OPTIONS, SHAPES, gradients, measured, method, run_every, same, together
+from compression_kit import EVERY, OPTIONS, SHAPES, gradients, measured, method, run_every, same, spied, together
 from rank_kit import World
 from torch import Tensor
 
@@ -172,19 +172,9 @@ def test_as_many_bytes_travel_as_the_formula_says(name: str) -> None:
     for step in range(6):  # warm-up and stages change what is picked
         bundle = Bundle.of(gradients(step), each.align)
         requests: list[Tensor] = []
-        exchange = _spied(each.exchange(bundle, Turn(step)), requests)
+        exchange = spied(each.exchange(bundle, Turn(step)), requests)
         _, nbytes = measured(exchange)
         assert nbytes == each.wire_bytes(bundle.layout, selected=_selected(each, bundle, requests))
-
-
-def _spied(exchange: Any, requests: list[Tensor]) -> Any:
-    request = next(exchange)
-    while True:
-        requests.append(request.tensor)
-        try:
-            request = exchange.send((yield request))
-        except StopIteration as done:
-            return done.value
 
 
 def _selected(each: Reducer, bundle: Bundle, requests: list[Tensor]) -> int | None:
@@ -202,7 +192,7 @@ def _selected(each: Reducer, bundle: Bundle, requests: list[Tensor]) -> int | No
 def test_a_payload_is_flat_tensors_and_nothing_else(name: str) -> None:
     each = method(name)
     requests: list[Tensor] = []
-    measured(_spied(each.exchange(Bundle.of(gradients(1), each.align), Turn()), requests))
+    measured(spied(each.exchange(Bundle.of(gradients(1), each.align), Turn()), requests))
     assert requests
     assert all(type(tensor) is Tensor and tensor.dim() == 1 for tensor in requests)
 

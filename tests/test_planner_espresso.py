@@ -15,10 +15,11 @@ import pytest
 
 from gemini_ft.compression.costs import FREE, Affine
 from gemini_ft.compression.espresso import choose, offload, plan, predict
-from gemini_ft.compression.espresso_costs import TensorCosts, Topology, alpha_beta, loads
-from gemini_ft.compression.espresso_options import UNCOMPRESSED, Codec, Collective, Option, Processor, Routine, Scope, Step, options
+from gemini_ft.compression.espresso_costs import TensorCosts, alpha_beta, loads
+from gemini_ft.compression.espresso_options import UNCOMPRESSED, Codec, Collective, Option, Processor, Routine, Step, options
 from gemini_ft.compression.espresso_timeline import Exchange, OptionTable
 from gemini_ft.compression.timeline import Backward
+from gemini_ft.compression.topology import Scope, Topology
 
 GPU, CPU = Processor.GPU, Processor.CPU
 ALL = (GPU, CPU)
