@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
 from gemini_ft.layout import PER_RANK, Layout, Read, TensorSpec
@@ -25,6 +26,8 @@ from gemini_ft.state import Extras
 from gemini_ft.training_state import TrainingState
 
 KEY = "gradients"  # begins the names of tensors; of the rest in the extras
+_PREFIX = f"{KEY}."
+_Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype, torch.device]
 _WAY_OUT = "or start afresh with another run_id or resume='never'"
 _PAUSE = 1.0  # seconds between figures
 _log = logging.getLogger("gemini_ft")
@@ -64,14 +67,21 @@ class WithGradients:
 
     def __init__(self, inner: TrainingState, gradients: GradientState) -> None:
         self._inner, self._gradients = inner, gradients
-        self._seen: dict[str, torch.Tensor] = {}  # name -> as it was last surveyed
+        self._seen: dict[str, tuple[_Place, torch.Tensor]] = {}  # name -> as it was last surveyed
+        self._rest: Extras = {}  # of the same survey, what is no tensor
         self._rooms: dict[str, torch.Tensor] = {}  # name -> what is being filled, until apply_extras
 
     def survey(self) -> list[Live]:
-        before = self._seen
-        leaves = ((name, value) for name, value in _leaves(self._gradients.state_dict()) if isinstance(value, torch.Tensor))
-        self._seen = {name: _unless_new(value, before.get(name)) for name, value in leaves}
-        return [*self._inner.survey(), *(Live(name, tensor, Role.BUFFER) for name, tensor in self._seen.items())]
+        before, self._seen = self._seen, {}
+        names, rest = list[str](), dict[str, Any]()
+        for name, value in _leaves(self._gradients.state_dict()):
+            names.append(name)
+            if isinstance(value, torch.Tensor):
+                self._seen[name] = _unless_new(name, value, before.get(name))
+            else:
+                rest[name] = value
+        self._rest = {"names": names, "values": rest}
+        return [*self._inner.survey(), *(Live(name, tensor, Role.BUFFER) for name, (_, tensor) in self._seen.items())]
 
     def describe(self, live: Sequence[Live], rank: int, world_size: int) -> list[Source]:
         theirs, ours = _divided(live)
@@ -79,9 +89,7 @@ class WithGradients:
         return [*self._inner.describe(theirs, rank, world_size), *added]
 
     def extras(self, live: Sequence[Live]) -> Extras:
-        leaves = list(_leaves(self._gradients.state_dict()))
-        rest = {name: value for name, value in leaves if not isinstance(value, torch.Tensor)}
-        return self._inner.extras(_divided(live)[0]) | {KEY: {"names": [name for name, _ in leaves], "values": rest}}
+        return self._inner.extras(_divided(live)[0]) | {KEY: self._rest}
 
     def check(self, extras: Extras) -> None:
         check_presence(extras, attached=True)
@@ -146,7 +154,7 @@ class FiguresReporter:
 
 def is_gradient(name: str) -> bool:
     """Whether a tensor of a snapshot is of the gradients' state."""
-    return name.startswith(f"{KEY}.")
+    return name.startswith(_PREFIX)
 
 
 def check_presence(extras: Extras, attached: bool) -> None:
@@ -196,16 +204,16 @@ def _tree(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
     return nodes[KEY]
 
 
-def _unless_new(tensor: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+def _unless_new(name: str, tensor: torch.Tensor, before: tuple[_Place, torch.Tensor] | None) -> tuple[_Place, torch.Tensor]:
     """The view that was found before, if this is another of the same memory: plans are made anew for other objects.
 
     As long as ``before`` is kept, its memory cannot have been given to another tensor.
     """
-    return before if before is not None and _place(before) == _place(tensor) else tensor
-
-
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    if tensor.layout != torch.strided or isinstance(tensor, DTensor):
+        what = f"the layout {tensor.layout}" if tensor.layout != torch.strided else "parts on other ranks (a DTensor)"
+        raise UnsupportedStateError(f"{name} has {what}; gradient state must be dense tensors of this rank alone")
+    place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    return before if before is not None and before[0] == place else (place, tensor)
 
 
 def _divided(live: Sequence[Live]) -> tuple[list[Live], list[Live]]:

@@ -136,7 +136,7 @@ class TestSnapshot:
         ("state", "words"),
         [
             ({"rules": {7: 1}}, "gradients.rules has the key 7; keys of gradient state must be strings"),
-            ({"sum": torch.zeros(2).to_sparse()}, "gradients.sum has the layout torch.sparse_coo; only dense tensors"),
+            ({"sum": torch.zeros(2).to_sparse()}, "gradients.sum has the layout torch.sparse_coo; gradient state must be dense tensors"),
         ],
     )
     def test_what_cannot_be_captured_is_named(self, state: dict[str, Any], words: str) -> None:
