@@ -123,6 +123,10 @@ class OptionExecutor(Reducer):
                 held.follow(operation, held.divisions(option.operations[number:]))
         return total
 
+    def hold_still(self) -> None:
+        self.residuals.fixed = True
+        self.inner.hold_still()
+
     def state_dict(self) -> State:
         return {"residuals": self.residuals.state_dict(), "options": dict(sorted(self._taken.items())), "inner": self.inner.state_dict()}
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -18,11 +19,13 @@ from torch import Tensor
 
 from gemini_ft.compression.base import Turn
 from gemini_ft.compression.cast import Bf16
+from gemini_ft.compression.collective import Groups
+from gemini_ft.compression.topology import Topology
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.pipeline.lanes import Job, Lanes
 from gemini_ft.pipeline.plan import NO_RULE, Group, Plan, first_plan, rule_at
 from gemini_ft.pipeline.plan import Tensor as Described
-from gemini_ft.pipeline.routes import Compressed, Gradients, Plain, Route, Sparse, route_of
+from gemini_ft.pipeline.routes import Compressed, Gradients, Plain, Route, Sparse, by_option, route_of, topology_of
 from gemini_ft.pipeline.rules import Rules
 from gemini_ft.pipeline.telemetry import Telemetry
 from gemini_ft.sync.dense import Dense
@@ -34,19 +37,26 @@ Take: TypeAlias = Callable[[Tensor], None]
 class Routes:
     """The routes of all rules, made when they are needed.
 
-    Besides a rule's own there are other ways: "plain" (all-reduce), "bf16" (all-reduce in bfloat16), and "sparse" (all-reduce of
-    gradients that are sparse tensors).
+    Besides a rule's own there are other ways: "plain" (all-reduce), "bf16" (all-reduce in bfloat16), "sparse" (all-reduce of
+    gradients that are sparse tensors), and the options of Espresso (`gemini_ft.pipeline.routes.option_way`).
+
+    Args:
+        rules: of the pipeline.
+        group: of the ranks; None: one rank.
     """
 
-    def __init__(self, rules: Rules) -> None:
-        self._rules = rules
+    def __init__(self, rules: Rules, group: Any) -> None:
+        self._rules, self._group = rules, group
         self._routes: dict[tuple[int, str], Route] = {}
+        self._still = False
 
     def of(self, group: Group) -> Route:
         """The route that a group takes."""
         key = group.rule, group.way
         if key not in self._routes:
             self._routes[key] = self.fresh(*key)
+            if self._still:
+                self._routes[key].hold_still()
         return self._routes[key]
 
     def fresh(self, rule: int, way: str) -> Route:
@@ -61,7 +71,24 @@ class Routes:
             case "sparse":
                 return Sparse(Dense)
             case _:
-                raise ValueError(f"way {way!r} of rule {rule + 1}: must be rule, plain, bf16 or sparse")
+                return by_option(rule_at(self._rules, rule), way, self.topology, self.scoped)
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Machines and the ranks of each. Collective."""
+        return topology_of(self._group)
+
+    @cached_property
+    def scoped(self) -> Groups | None:
+        """Process groups within machines and between them, where there are both. Collective."""
+        return None if self.topology.flat_only else Groups.of(self.topology.ranks, self._group)
+
+    def hold_still(self) -> None:
+        """From now on tensors that are kept stay where they are, for who copies them."""
+        if not self._still:
+            self._still = True
+            for route in self._routes.values():
+                route.hold_still()
 
     def state_dict(self) -> dict[str, Any]:
         """By "rule/way"; rules without state are left out."""
@@ -72,8 +99,7 @@ class Routes:
         self._routes.clear()
         for key, saved in state.items():
             rule, _, way = key.partition("/")
-            route = self._routes[int(rule), way] = self.fresh(int(rule), way)
-            route.load_state_dict(saved)
+            self.of(Group(int(rule), (), way)).load_state_dict(saved)
 
 
 @dataclass
@@ -101,7 +127,7 @@ class Averager:
         self.world, self.rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
         self._agree()
         self.plan = first_plan(tensors, rules)
-        self.routes = Routes(rules)
+        self.routes = Routes(rules, group)
         self.telemetry = Telemetry(tensors, rules)
         self.step = 0
         self._rounds = 0  # of averaging; more than one per step where buckets come one by one
@@ -191,7 +217,8 @@ class Averager:
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Memories of all rules, plan and counters; tensors are not copied."""
+        """Memories of all rules, plan and counters; tensors are not copied, and stay where they are from the first call on."""
+        self.routes.hold_still()
         order = [tensor.name for tensor in self.tensors]
         return {"step": self.step, "rounds": self._rounds, "order": order, "plan": self.plan.pack(), "routes": self.routes.state_dict()}
 

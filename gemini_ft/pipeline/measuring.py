@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from gemini_ft.compression.base import Turn
-from gemini_ft.compression.costs import Affine, Cost, Fit, Sample, fit_line, interpolate
+from gemini_ft.compression.costs import Affine, Fit, Sample, fit_line, interpolate
 from gemini_ft.compression.timeline import GroupCosts
 from gemini_ft.pipeline.lanes import Figures, Job
 from gemini_ft.pipeline.plan import Tensor
@@ -31,10 +31,9 @@ class Costs:
     communicate: Fit
     decode: Fit
 
-    @property
-    def group(self) -> GroupCosts:
-        """For the timeline: both threads run beside the backward pass."""
-        return GroupCosts(self.encode.cost, self.communicate.cost, self.decode.cost, "beside")
+    def group(self, device: torch.device) -> GroupCosts:
+        """For the timeline. On CPUs compressing takes processors and interpreter away from the backward pass, on a stream it does not."""
+        return GroupCosts(self.encode.cost, self.communicate.cost, self.decode.cost, "compute" if device.type == "cpu" else "beside")
 
     @property
     def worst(self) -> float:
@@ -67,11 +66,6 @@ def fitted(samples: Sequence[Sample]) -> Fit:
         return Fit(Affine(statistics.median(sample.seconds for sample in samples), 0.0), 0.0, 0.0)
     line = fit_line(samples)
     return line if line.worst <= _LINE else interpolate(samples)
-
-
-def scaled(cost: Cost, times: float) -> Cost:
-    """``times`` repetitions."""
-    return cost.scaled(times=times)
 
 
 def _runs(tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:

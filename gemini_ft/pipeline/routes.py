@@ -9,18 +9,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gemini_ft.agent.lifecycle import host_id
 from gemini_ft.compression.base import Bundle, Layout, Payload, Primitive, Reducer, Request, Turn, join
-from gemini_ft.compression.collective import answer
+from gemini_ft.compression.collective import Groups, answer
+from gemini_ft.compression.espresso_executor import OptionExecutor
+from gemini_ft.compression.espresso_options import Option, options
 from gemini_ft.compression.sparse import entries
+from gemini_ft.compression.topology import Topology
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.pipeline.lanes import Call, Work
-from gemini_ft.pipeline.rules import Rule
+from gemini_ft.pipeline.rules import Rule, payload_of_one_length
 from gemini_ft.sync.base import Scheme
 
 Gradients: TypeAlias = Mapping[str, Tensor]
@@ -46,6 +51,10 @@ class Route(ABC):
             group: the process group; None: one rank.
             scale: of the loss; what is kept for later steps is kept without it.
         """
+
+    def hold_still(self) -> None:
+        """From now on tensors of the state stay where they are."""
+        return  # most have none
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step depends on."""
@@ -148,10 +157,11 @@ class Compressed(Route):
     Args:
         reducer: the method, with its memory.
         scheme: adds up what a sparsifier has picked, in place of an all-gather.
+        scoped: groups within machines and between them, for a method that asks for them.
     """
 
-    def __init__(self, reducer: Reducer, scheme: Scheme | None = None) -> None:
-        self.reducer, self._scheme = reducer, scheme
+    def __init__(self, reducer: Reducer, scheme: Scheme | None = None, scoped: Groups | None = None) -> None:
+        self.reducer, self._scheme, self._scoped = reducer, scheme, scoped
         self.single = reducer.primitive in _ONE_COLLECTIVE
 
     def average(self, gradients: Gradients, turn: Turn, group: Any, scale: float) -> Work:
@@ -175,13 +185,16 @@ class Compressed(Route):
 
     def _answer(self, request: Request, layout: Layout, turn: Turn, group: Any) -> list[Tensor]:
         if self._scheme is None or turn.world == 1:
-            return answer(request, group)
+            return answer(request, self._scoped if self._scoped is not None else group)
         # The sum is given in one rank's place, and nothing in the others': adding up what all have sent comes to the same.
         values, indices = entries(Payload(layout, request.tensor))
         picked = torch.sparse_coo_tensor(indices.long().unsqueeze(0), values, (layout.total,), check_invariants=False)
         total = self._scheme.all_reduce(picked, group).coalesce()
         data = join(total.values(), total.indices()[0].int())
         return [data, *[data[:0]] * (turn.world - 1)]
+
+    def hold_still(self) -> None:
+        self.reducer.hold_still()
 
     def state_dict(self) -> dict[str, Any]:
         return self.reducer.state_dict()
@@ -195,3 +208,38 @@ def route_of(rule: Rule) -> Route:
     if rule.compress is not None:
         return Compressed(rule.compress.make(), rule.sync.make() if rule.is_sparse else None)
     return Sparse(rule.sync.make) if rule.is_sparse else Plain()
+
+
+def option_way(option: Option) -> str:
+    """The name of an option of Espresso's decision tree, as the way of a group."""
+    return f"option {options().index(option)}"
+
+
+def by_option(rule: Rule, way: str, topology: Topology, scoped: Groups | None) -> Route:
+    """A fresh route for one option of a rule's compression; see `option_way`.
+
+    Raises:
+        ValueError: there is no such option.
+    """
+    kind, _, number = way.partition(" ")
+    if kind != "option" or not number.isdigit() or int(number) >= len(options()) or rule.compress is None:
+        raise ValueError(f"way {way!r} of a rule with {rule}: must be rule, plain, bf16, sparse, or an option up to {len(options()) - 1}")
+    reducer = rule.compress.make()
+    inner = payload_of_one_length(reducer)
+    assert inner is not None
+    return Compressed(OptionExecutor(inner, options()[int(number)], topology, error_feedback=inner is not reducer), scoped=scoped)
+
+
+def topology_of(group: Any) -> Topology:
+    """Machines, as hosts say who they are (``GEMINI_HOST_ID``, or the machine's own name). Collective.
+
+    Ranks are taken to be one machine each where those of a machine are no neighbours, or machines have different numbers of them.
+    """
+    if group is None:
+        return Topology(1, 1)
+    hosts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, host_id(), group=group)
+    runs = [len(list(run)) for _, run in groupby(hosts)]
+    if len(set(runs)) == 1 and len(runs) == len(set(hosts)):
+        return Topology(len(runs), runs[0])
+    return Topology(len(hosts), 1)

@@ -208,6 +208,7 @@ class GradientSynchronizer:
         """Residuals and all else that the next step depends on, between two steps; tensors are not copied. Ranks have different ones."""
         self._catch_up()
         return {"averager": self.averager.state_dict(), "tuner": self._tuner.state_dict()}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there as if never interrupted.
 

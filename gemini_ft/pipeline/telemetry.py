@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from gemini_ft.pipeline.lanes import Figures
 from gemini_ft.pipeline.plan import NO_RULE, Group, Tensor
@@ -85,8 +85,20 @@ class Telemetry:
         )
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """The last step as plain data: rule -> figure -> value; what belongs to no rule is under "step"."""
+        """The last step in the words of `gemini_ft.gradients.GradientState`, by rule; what belongs to no rule is under "step"."""
         if self.last is None:
             return {}
-        step = {"number": self.last.number, "seconds": self.last.seconds, "blocked": self.last.blocked, "overlap": self.last.overlap}
-        return {"step": step, **{name: asdict(traffic) for name, traffic in self.last.rules.items()}}
+        step = {"number": self.last.number, "ms": 1e3 * self.last.seconds, "blocked_ms": 1e3 * self.last.blocked}
+        return {"step": step, **{name: _figures(traffic, self.last.overlap) for name, traffic in self.last.rules.items()}}
+
+
+def _figures(traffic: Traffic, overlap: float) -> dict[str, float]:
+    return {
+        "bytes_before": traffic.dense_bytes,
+        "bytes_after": traffic.sent_bytes,
+        "encode_ms": 1e3 * traffic.encode,
+        "communication_ms": 1e3 * traffic.communicate,
+        "decode_ms": 1e3 * traffic.decode,
+        "overlap": overlap,
+        "density": traffic.density,
+    }

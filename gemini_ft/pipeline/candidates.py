@@ -1,0 +1,155 @@
+"""The ways in which the gradients of one rule could be exchanged, with the iteration time that is predicted for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gemini_ft.compression import cupcake, espresso
+from gemini_ft.compression.base import layout_of
+from gemini_ft.compression.costs import Affine, Fit
+from gemini_ft.compression.espresso_costs import TensorCosts, alpha_beta
+from gemini_ft.compression.espresso_options import Processor
+from gemini_ft.compression.timeline import Backward, Grouping, even, simulate
+from gemini_ft.compression.topology import Scope, Topology
+from gemini_ft.pipeline.averager import Averager
+from gemini_ft.pipeline.measuring import Costs, measure
+from gemini_ft.pipeline.plan import Group, Tensor, grouped
+from gemini_ft.pipeline.routes import Plain, option_way
+from gemini_ft.pipeline.rules import payload_of_one_length
+
+_MOST_GROUPS = 64  # of groupings into even parts
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to do one rule.
+
+    Attributes:
+        label: what users are told.
+        groups: of the rule's tensors.
+        predicted: seconds of one iteration: forward, backward, exchange.
+        error: the largest relative error of the costs behind it.
+    """
+
+    label: str
+    groups: tuple[Group, ...]
+    predicted: float
+    error: float
+
+
+class Candidates:
+    """Measures and plans, by all ranks together; every rank gets the same.
+
+    Args:
+        averager: whose rules they are; it must be idle.
+        device: of the gradients.
+        tensors: in the order in which gradients become ready.
+        forward: seconds of the forward pass.
+        ready: name -> seconds from its end until the gradient is there.
+    """
+
+    def __init__(
+        self, averager: Averager, device: torch.device, tensors: Sequence[Tensor], forward: float, ready: Mapping[str, float]
+    ) -> None:
+        self._averager, self._device, self._tensors = averager, device, tensors
+        self._forward, self._ready = forward, ready
+
+    def of(self, number: int) -> list[Candidate]:
+        """Those of one rule, the best predicted one first. Collective."""
+        rule = self._averager.rules[number]
+        own = [tensor for tensor in self._tensors if tensor.rule == number and not tensor.sparse]
+        found: list[Candidate] = []
+        if rule.fusion in ("cupcake", "auto"):
+            found += self._by_cupcake(number, own, "rule", "cupcake", evenly=True)
+        if rule.fusion == "espresso" or (rule.fusion == "auto" and self._can_espresso(number)):
+            found.append(self._by_espresso(number, own))
+        if rule.fusion == "auto":
+            found += self._by_cupcake(number, own, "plain", "all-reduce") + self._by_cupcake(number, own, "bf16", "bf16")
+        return self._shared(sorted(found, key=lambda candidate: candidate.predicted))
+
+    def _by_cupcake(self, number: int, own: Sequence[Tensor], way: str, label: str, evenly: bool = False) -> list[Candidate]:
+        """The planner's grouping, and the even ones that it is to beat: models do not know how threads get in each other's way."""
+        costs = self._costs(number, way, own)
+        backward, group_costs = self._backward(own), costs.group(self._device)
+        best = cupcake.plan(backward, group_costs)
+        groupings = {label: best.grouping}
+        count = 1
+        while evenly and count < min(len(own), _MOST_GROUPS):
+            groupings[f"{count} even groups"] = even(len(own), count)
+            count *= 2
+        known = set[Grouping]()
+        found = []
+        for name, grouping in groupings.items():
+            if grouping not in known:
+                known.add(grouping)
+                seconds = simulate(backward, group_costs, grouping).seconds
+                found.append(Candidate(name, tuple(grouped(number, own, grouping, way)), seconds, costs.worst))
+        return found
+
+    def _by_espresso(self, number: int, own: Sequence[Tensor]) -> Candidate:
+        """Every tensor for itself, each by its own option."""
+        topology, itemsize = self._averager.routes.topology, own[0].itemsize
+        costs = self._costs(number, "rule", own)
+        inner = payload_of_one_length(self._averager.rules[number].compress.make())  # type: ignore[union-attr]
+        assert inner is not None
+
+        def wire_bytes(elements: int) -> int:
+            return inner.wire_bytes(layout_of(("",), ((elements,),), (torch.float32,), inner.align))
+
+        tensor_costs = TensorCosts(
+            topology,
+            alpha_beta(topology, *self._links(topology, own)),
+            {Processor.GPU: costs.encode.cost},
+            {Processor.GPU: costs.decode.cost.scaled(times=1 / topology.world)},
+            wire_bytes,
+            itemsize,
+        )
+        best = espresso.plan(self._backward(own), tensor_costs)
+        groups = tuple(Group(number, (t.name,), option_way(option)) for t, option in zip(own, best.options, strict=True))
+        return Candidate("espresso", groups, best.seconds, costs.worst)
+
+    def _links(self, topology: Topology, own: Sequence[Tensor]) -> tuple[Affine, Affine]:
+        """A message within a machine and between two: from what an all-reduce takes."""
+        scoped = self._averager.routes.scoped
+        groups = {Scope.INTRA: scoped.intra, Scope.INTER: scoped.inter} if scoped is not None else {Scope.FLAT: self._averager.group}
+        found = {
+            scope: _message(measure(Plain, own, group, self._device).communicate, topology.members(scope))
+            for scope, group in groups.items()
+        }
+        flat = found.get(Scope.FLAT)
+        return (flat, flat) if flat is not None else (found[Scope.INTRA], found[Scope.INTER])
+
+    def _can_espresso(self, number: int) -> bool:
+        compress = self._averager.rules[number].compress
+        return compress is not None and self._averager.world > 1 and payload_of_one_length(compress.make()) is not None
+
+    def _costs(self, number: int, way: str, own: Sequence[Tensor]) -> Costs:
+        return measure(lambda: self._averager.routes.fresh(number, way), own, self._averager.group, self._device)
+
+    def _backward(self, tensors: Sequence[Tensor]) -> Backward:
+        at = [0.0, *(self._ready[tensor.name] for tensor in tensors)]
+        seconds = tuple(max(0.0, after - before) for before, after in pairwise(at))
+        return Backward(tuple(tensor.nbytes for tensor in tensors), seconds, self._forward)
+
+    def _shared(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Those of rank 0, so that not even rounding can part the ranks. Collective."""
+        if self._averager.group is None:
+            return candidates
+        everything: list[Any] = [candidates]
+        dist.broadcast_object_list(everything, group=self._averager.group, group_src=0)
+        found: list[Candidate] = everything[0]
+        return found
+
+
+def _message(all_reduce: Fit, ranks: int) -> Affine:
+    """One message between two ranks, if an all-reduce of so many is a ring: 2 (n - 1) messages of a n-th each."""
+    if ranks == 1:
+        return Affine(0.0, 0.0)
+    start, slope = all_reduce.cost(0), max(0.0, (all_reduce.cost(2**24) - all_reduce.cost(2**20)) / (2**24 - 2**20))
+    return Affine(start / (2 * (ranks - 1)), slope * ranks / (2 * (ranks - 1)))
