@@ -60,8 +60,14 @@ def _check_parameter(number: int, rule: Rule, name: str, param: nn.Parameter, sp
             f"{what} would compress {name}, whose gradient is a sparse tensor (its module has sparse=True); put a rule with "
             f"params: {name!r} and sync: zen before it"
         )
+    if not param.numel():
+        raise ConfigError(
+            f"{what} would compress {name}, which has no elements (its shape is {tuple(param.shape)}); put a rule for it without compress before this one"
+        )
     if param.dtype not in _FLOATS:
-        raise ConfigError(f"{what} would compress {name}, which is {param.dtype}: only float32, float16 and bfloat16 can be; exclude it")
+        raise ConfigError(
+            f"{what} would compress {name}, which is {param.dtype}: only float32, float16 and bfloat16 can be; put a rule for it without compress before this one"
+        )
 
 
 def _check_rule(number: int, rule: Rule, tensors: Sequence[Tensor], rules: Rules) -> None:
