@@ -52,8 +52,8 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
 }
 
 REDUCERS: dict[str, Callable[..., Reducer]] = {  # with a memory of their own, or none that could be apart
-    "dgc": lambda momentum=0.9, nesterov=False, clip_norm=None, **options: MomentumCorrection(
-        SampledThreshold(**options), momentum, nesterov, clip_norm
+    "dgc": lambda momentum=0.9, nesterov=False, clip_norm=None, ratio=0.001, sample=0.01, warmup_steps=0: MomentumCorrection(
+        SampledThreshold(ratio, sample, warmup_steps), momentum, nesterov, clip_norm
     ),
     "signsgd": MajorityVote,
     "signum": lambda momentum=0.9, seed=0: MajorityVote(momentum, seed),

@@ -5,7 +5,6 @@ A gradient M of m x n becomes P of m x r and Q of n x r; both are averaged, so b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,6 +17,7 @@ from .base import Bundle, Exchange, Layout, Primitive, Reducer, Request, State, 
 from .memory import Memory, put_back
 from .randomness import SHARED, generator
 
+_ALIGN = 16  # elements, 64 bytes: how a product is rounded depends on where its operands lie
 _DEPENDENT = 1e-5  # of a row's length: what is left of it beside rounding, if it depends on the rows before it
 
 
@@ -37,6 +37,7 @@ class PowerSGD(Reducer):
     """
 
     primitive = Primitive.TWO_ALL_REDUCES
+    align = _ALIGN
 
     def __init__(self, rank: int = 1, least_rate: float = 2.0, error_feedback: bool = True, seed: int = 0) -> None:
         if rank < 1 or least_rate < 1:
@@ -87,7 +88,7 @@ class PowerSGD(Reducer):
             for number, q in zip(run.numbers, kept, strict=True):
                 self._draw(names[number], q, turn)
             norms = torch.stack(torch._foreach_norm(rows))
-        return torch.stack(kept).div_(norms.view(-1, run.rank, 1))
+        return _aligned((len(kept), run.rank, run.columns), device).copy_(torch.stack(kept)).div_(norms.view(-1, run.rank, 1))
 
     def _kept(self, name: str, rank: int, columns: int, device: torch.device) -> Tensor:
         factor = self.factors.get(name)
@@ -104,7 +105,7 @@ class PowerSGD(Reducer):
 
     def _keep_factors(self, names: Sequence[str], runs: Sequence[Run], projections: _Stacks) -> list[int]:
         """Q' for the next step; numbers of the tensors whose one is not finite, on all ranks alike. Those are not kept."""
-        finite = bool(torch.isfinite(projections.flat.sum()))
+        finite = projections.finite
         kept, fresh, bad = [], [], []
         for run, stack in zip(runs, projections.parts, strict=True):
             for number, q in zip(run.numbers, stack.unbind(), strict=True):
@@ -189,22 +190,31 @@ def split(layout: Layout, rank: int, least_rate: float) -> tuple[tuple[Run, ...]
 
 
 class _Stacks:
-    """Factors of all runs side by side in one flat buffer, so that one collective takes them all; and what travels with them."""
+    """Factors of all runs, and what travels with them in one collective."""
 
     def __init__(self, shapes: Sequence[tuple[int, int, int]], rest: int, device: torch.device) -> None:
-        self._shapes = shapes
-        self._rest = rest
-        self._use(torch.empty(sum(math.prod(shape) for shape in shapes) + rest, device=device))
-
-    def _use(self, flat: Tensor) -> None:
-        self.flat = flat
-        *parts, self.rest = flat.split_with_sizes([*(math.prod(shape) for shape in self._shapes), self._rest])
-        self.parts = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        self.parts = [_aligned(shape, device) for shape in shapes]
+        self.rest = torch.empty(rest, device=device)
 
     def average(self, turn: Turn) -> Generator[Request, list[Tensor], None]:
         """Over ranks."""
-        (total,) = yield Request("sum", self.flat)
-        self._use(total.div_(turn.world) if turn.world > 1 else total)
+        (total,) = yield Request("sum", torch.cat([part.reshape(-1) for part in (*self.parts, self.rest)]))
+        total = total.div_(turn.world) if turn.world > 1 else total
+        *means, self.rest = total.split_with_sizes([part.numel() for part in (*self.parts, self.rest)])
+        for part, mean in zip(self.parts, means, strict=True):
+            part.copy_(mean.view(part.shape))
+
+    @property
+    def finite(self) -> bool:
+        """Whether all factors are."""
+        return all(bool(torch.isfinite(part.sum())) for part in self.parts)
+
+
+def _aligned(shape: tuple[int, int, int], device: torch.device) -> Tensor:
+    """Memory for (count, rows, columns), each matrix from a multiple of 64 bytes on."""
+    count, rows, columns = shape
+    span = -(-rows * columns // _ALIGN) * _ALIGN
+    return torch.empty(count * span, device=device).as_strided(shape, (span, columns, 1))
 
 
 def _stacks(runs: Sequence[Run], side: Literal["rows", "columns"], device: torch.device, rest: int = 0) -> _Stacks:

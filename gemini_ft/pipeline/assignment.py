@@ -54,14 +54,16 @@ def _sparse(model: nn.Module) -> set[str]:
 def _check_parameter(number: int, rule: Rule, name: str, param: nn.Parameter, sparse: bool) -> None:
     if rule.compress is None:
         return
-    what = f"gradient_pipeline: rule {number + 1} ({rule})"
+    what, way_out = f"gradient_pipeline: rule {number + 1} ({rule})", "put a rule for it without compress before this one"
     if sparse:
         raise ConfigError(
             f"{what} would compress {name}, whose gradient is a sparse tensor (its module has sparse=True); put a rule with "
             f"params: {name!r} and sync: zen before it"
         )
+    if not param.numel():
+        raise ConfigError(f"{what} would compress {name}, which has no elements (its shape is {tuple(param.shape)}); {way_out}")
     if param.dtype not in _FLOATS:
-        raise ConfigError(f"{what} would compress {name}, which is {param.dtype}: only float32, float16 and bfloat16 can be; exclude it")
+        raise ConfigError(f"{what} would compress {name}, which is {param.dtype}: only float32, float16 and bfloat16 can be; {way_out}")
 
 
 def _check_rule(number: int, rule: Rule, tensors: Sequence[Tensor], rules: Rules) -> None:

@@ -128,11 +128,11 @@ class Averager:
         self._agree()
         self.plan = first_plan(tensors, rules)
         self.routes = Routes(rules, group)
-        self.telemetry = Telemetry(tensors, rules)
+        self.telemetry = Telemetry(rules)
         self.step = 0
         self._rounds = 0  # of averaging; more than one per step where buckets come one by one
         self._lanes = Lanes(device)
-        self._arrived: dict[str, _Arrival] = {}
+        self._arrived: dict[str, _Arrival | None] = {}  # None: nobody has it in this step
         self._launched = 0  # groups of the plan
         self._jobs: list[tuple[Group, Job]] = []
         self._ready_at = 0.0  # the last gradient of the step
@@ -155,7 +155,14 @@ class Averager:
             )
         if not self._arrived:
             self._scale = self.scale() if self.scale is not None else 1.0
-        self._arrived[name], self._ready_at = _Arrival(gradient, take), time.perf_counter()
+        self._arrive(name, _Arrival(gradient, take))
+
+    def absent(self, name: str) -> None:
+        """No rank has this gradient in this step: nothing travels for it, and what is kept for it stays."""
+        self._arrive(name, None)
+
+    def _arrive(self, name: str, arrival: _Arrival | None) -> None:
+        self._arrived[name], self._ready_at = arrival, time.perf_counter()
         while self._launched < len(self.plan.groups) and self._is_complete(self.plan.groups[self._launched]):
             self._launch(self.plan.groups[self._launched])
             self._launched += 1
@@ -170,14 +177,9 @@ class Averager:
             self._lanes.wait(job)
 
     @property
-    def is_busy(self) -> bool:
-        """Whether gradients of a step have come that is not over."""
-        return bool(self._arrived)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all gradients of the step have come and have been averaged."""
-        return self.is_busy and self._launched == len(self.plan.groups) and all(job.done.done() for _, job in self._jobs)
+    def is_complete(self) -> bool:
+        """Whether all gradients of a step have come, and the step is not over."""
+        return bool(self._arrived) and self._launched == len(self.plan.groups)
 
     def step_over(self, begun: float | None = None) -> None:
         """All gradients of a step have been averaged.
@@ -220,14 +222,27 @@ class Averager:
         """Memories of all rules, plan and counters; tensors are not copied, and stay where they are from the first call on."""
         self.routes.hold_still()
         order = [tensor.name for tensor in self.tensors]
-        return {"step": self.step, "rounds": self._rounds, "order": order, "plan": self.plan.pack(), "routes": self.routes.state_dict()}
+        rules = [str(rule) for rule in self.rules]
+        return {
+            "step": self.step,
+            "rounds": self._rounds,
+            "rules": rules,
+            "order": order,
+            "plan": self.plan.pack(),
+            "routes": self.routes.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there.
 
         Raises:
-            StateError: it is of other parameters.
+            StateError: it is of other parameters or rules.
         """
+        if (rules := [str(rule) for rule in self.rules]) != state["rules"]:
+            raise StateError(
+                f"the gradient pipeline's state is of other rules: it has {state['rules']}, this job {rules}; go on with those, or leave "
+                "the state out and lose its residuals"
+            )
         known = {tensor.name: tensor for tensor in self.tensors}
         if known.keys() != set(state["order"]):
             odd = sorted(known.keys() ^ set(state["order"]))
@@ -246,17 +261,21 @@ class Averager:
         return all(name in self._arrived for name in group.names)
 
     def _launch(self, group: Group) -> None:
-        arrivals = {name: self._arrived[name] for name in group.names}
+        arrivals = {name: arrival for name in group.names if (arrival := self._arrived[name]) is not None}
+        if not arrivals:
+            return
 
         def take(means: Mapping[str, Tensor]) -> None:
             for name, mean in means.items():
                 arrivals[name].take(mean)
 
-        self._jobs.append(self._submitted(group, {name: arrival.gradient for name, arrival in arrivals.items()}, take))
+        gradients = {name: arrival.gradient for name, arrival in arrivals.items()}
+        self._jobs.append(self._submitted(replace(group, names=tuple(arrivals)), gradients, take))
 
     def _submitted(self, group: Group, gradients: Gradients, take: Callable[[dict[str, Tensor]], None]) -> tuple[Group, Job]:
         route, turn = self.routes.of(group), Turn(self._rounds, self.rank, self.world)
         job = Job(route.average(gradients, turn, self.group, self._scale), route.single and self.world > 1, take)
+        job.figures.dense = sum(gradient.numel() * gradient.element_size() for gradient in gradients.values())
         job.done.add_done_callback(self._ended)
         self._lanes.submit(job)
         return group, job

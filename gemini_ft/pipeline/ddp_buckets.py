@@ -38,12 +38,12 @@ class DdpBuckets:
 
     def ready(self, bucket: GradBucket) -> Future[Tensor]:
         """A bucket's gradients are final."""
-        self._synchronizer.next_step()
         names = [self._synchronizer.name_of(param) for param in bucket.parameters()]
         if self._otherwise is not None and self._ours.isdisjoint(names):
             state, hook = self._otherwise
             future: Future[Tensor] = hook(state, bucket)
             return future
+        self._synchronizer.begin_step()
         gradients = dict(zip(names, bucket.gradients() or [bucket.buffer()], strict=True))  # a sparse one has no views
         waiting = _Bucket(bucket.buffer(), len(names), self._waiting.discard)
         self._waiting.add(waiting)

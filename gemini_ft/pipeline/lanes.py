@@ -41,11 +41,12 @@ Work: TypeAlias = Generator[Call, Any, dict[str, Tensor]]
 
 @dataclass
 class Figures:
-    """What one group has cost: seconds, and bytes handed to collectives."""
+    """What one group has cost: seconds, bytes of its gradients, and bytes handed to collectives."""
 
     encode: float = 0.0
     communicate: float = 0.0
     decode: float = 0.0
+    dense: int = 0
     nbytes: int = 0
     densities: list[float] = field(default_factory=list)
 
@@ -166,6 +167,8 @@ class Lanes:
         while (call := job.asked.get()) is not None:
             begin = time.perf_counter()
             try:
+                if self._broken is not None:
+                    raise self._broken  # nobody else may take part in it any more
                 answer = call.run()
             except BaseException as error:
                 self._broken = error

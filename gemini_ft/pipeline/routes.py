@@ -184,7 +184,9 @@ class Compressed(Route):
             answers = yield Call(partial(self._answer, request, bundle.layout, turn, group), request.tensor.nbytes)
 
     def _answer(self, request: Request, layout: Layout, turn: Turn, group: Any) -> list[Tensor]:
-        if self._scheme is None or turn.world == 1:
+        if turn.world == 1:
+            return [request.tensor]
+        if self._scheme is None:
             return answer(request, self._scoped if self._scoped is not None else group)
         # The sum is given in one rank's place, and nothing in the others': adding up what all have sent comes to the same.
         values, indices = entries(Payload(layout, request.tensor))

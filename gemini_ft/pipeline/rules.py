@@ -10,8 +10,9 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -52,18 +53,25 @@ Fusion = Literal["layer-wise", "cupcake", "espresso", "auto"] | Buckets | Groups
 DEFAULT_FUSION = Buckets(bucket=25 * 2**20)
 
 
-def _call(what: str, make: Any, options: Mapping[str, Any]) -> Any:
+def _check_options(what: str, make: Any, options: Mapping[str, Any], more: Sequence[str] = ()) -> None:
+    """Whether ``make`` takes these options and needs no others.
+
+    Raises:
+        ValueError: names the option, and says which ones there are.
+    """
+    parameters = inspect.signature(make).parameters
+    there = f"it has {', '.join((*parameters, *more)) or 'none'}"
+    if unknown := [name for name in options if name not in parameters]:
+        raise ValueError(f"{what} has no option {unknown[0]!r}; {there}")
+    if needed := [name for name, each in parameters.items() if each.default is each.empty and name not in options]:
+        raise ValueError(f"{what} needs the option {needed[0]!r}; {there}")
+
+
+def _made(what: str, make: Callable[[], Any], options: Mapping[str, Any]) -> Any:
     try:
-        return make(**options)
-    except TypeError:
-        known = ", ".join(_parameters(make) or ()) or "none"
-        raise ValueError(f"{what}: options {sorted(options)}; it has {known}") from None
-
-
-def _parameters(function: Any) -> list[str] | None:
-    """Names of its arguments; None where it takes any."""
-    found = inspect.signature(function).parameters.values()
-    return None if any(each.kind is each.VAR_KEYWORD for each in found) else [each.name for each in found]
+        return make()
+    except TypeError as error:
+        raise ValueError(f"{what}: options {dict(options)} are not of the right kind: {error}") from None
 
 
 class Sync(BaseModel):
@@ -91,9 +99,13 @@ class Sync(BaseModel):
             inter = options.pop("inter")
             if inter not in SCHEMES:
                 raise ValueError(f"inter={inter!r}: must be one of {', '.join(SCHEMES)}")
-            scheme: Scheme = _call("sync hierarchical", Hierarchical, {"inter": SCHEMES[inter](), **options})
-            return scheme
-        scheme = _call(f"sync {self.scheme}", Auto if self.scheme == "auto" else SCHEMES[self.scheme], self.options)
+            return self._make(partial(Hierarchical, SCHEMES[inter]()), options)
+        return self._make(Auto if self.scheme == "auto" else SCHEMES[self.scheme], self.options)
+
+    def _make(self, make: Callable[..., Scheme], options: Mapping[str, Any]) -> Scheme:
+        what = f"sync {self.scheme}"
+        _check_options(what, make, options, ("inter",) if self.scheme == "hierarchical" else ())
+        scheme: Scheme = _made(what, partial(make, **options), options)
         return scheme
 
 
@@ -103,7 +115,7 @@ class Compression(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
     method: str = Field(description=f"One of {', '.join(METHODS)}.")
     feedback: float | None = Field(
-        None, description="Part of the residual that is kept; default: 1 where the method needs it, else none; 0: none."
+        None, ge=0, le=1, description="Part of the residual that is kept; default: 1 where the method needs it, else none; 0: none."
     )
     two_phase: bool = Field(False, description="Whether owners of parts aggregate, so that bytes do not grow with the world size.")
 
@@ -117,15 +129,10 @@ class Compression(BaseModel):
 
     def make(self) -> Reducer:
         """A method ready for use, without any memory yet."""
-        options = dict(self.model_extra or {})
-        known = _parameters({**COMPRESSORS, **REDUCERS}[self.method])
-        if unknown := [name for name in options if known is not None and name not in known]:
-            allowed = ", ".join((*_OURS, *(known or ())))
-            raise ValueError(f"compress {self.method} has no option {unknown[0]!r}; it has {allowed}")
-        try:
-            return create(self.method, feedback=self.feedback, two_phase=self.two_phase, **options)
-        except TypeError as error:
-            raise ValueError(f"compress {self.method}: {error}") from None
+        options, what = dict(self.model_extra or {}), f"compress {self.method}"
+        _check_options(what, {**COMPRESSORS, **REDUCERS}[self.method], options, _OURS if self.method in COMPRESSORS else ())
+        reducer: Reducer = _made(what, partial(create, self.method, feedback=self.feedback, two_phase=self.two_phase, **options), options)
+        return reducer
 
 
 def _named(key: str) -> BeforeValidator:
@@ -156,9 +163,10 @@ class Rule(_Model):
     @model_validator(mode="after")
     def _relations(self) -> Rule:
         if self.is_sparse and self.compress is not None and sparsifier_of(self.compress.make()) is None:
+            what = f"{self.compress.method}{' with two_phase' if self.compress.two_phase else ''}"
             raise ValueError(
                 f"sync {self.sync.scheme} adds up what a sparsifier has picked, such as topk, sidco_e or dgc; "
-                f"{self.compress.method} is none: leave one of the two out"
+                f"{what} is none: leave one of the two out"
             )
         if self.is_sparse and self.compress is None and self.fusion not in (DEFAULT_FUSION, "layer-wise"):
             raise ValueError(
@@ -200,8 +208,8 @@ def load_rules(source: str | Path | Sequence[Any] | Mapping[str, Any] | None) ->
         where, found = str(source), _read(Path(source))
     if isinstance(found, Mapping):
         if "gradient_pipeline" not in found:
-            there = ", ".join(map(str, found)) or "nothing"
-            raise ConfigError(f"{where}: has no gradient_pipeline, only {there}; it must be a list of rules under that name")
+            there = f", only {', '.join(map(str, found))}" if found else ""
+            raise ConfigError(f"{where}: has no gradient_pipeline{there}; it must be a list of rules under that name")
         found = found["gradient_pipeline"]
     if isinstance(found, tuple) and all(isinstance(rule, Rule) for rule in found):
         return found
@@ -230,6 +238,8 @@ def _read(path: Path) -> Any:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give a JSON or YAML file with a gradient_pipeline") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is no text; give a JSON or YAML file with a gradient_pipeline") from None
     try:
         if path.suffix in (".yaml", ".yml"):
             import yaml
@@ -246,6 +256,8 @@ def _explain(where: str, error: ValidationError) -> str:
         number, *path = item["loc"] or (0,)
         place = f"rule {int(number) + 1}" if isinstance(number, int) else str(number)
         text = item["msg"].removeprefix("Value error, ")
+        if not path and not isinstance(item["input"], Mapping):
+            text = f"{item['input']!r} is no rule; a rule is a mapping such as {{'params': '*', 'compress': 'bf16'}}"
         if item["type"] == "extra_forbidden" and len(path) == 1:
             text = f"unknown option; a rule has {', '.join(Rule.model_fields)}"
         if path and path[0] == "fusion":

@@ -12,25 +12,28 @@ unused parameters and accumulation: then the synchronizer is its communication h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.pipeline.assignment import assign, trained
 from gemini_ft.pipeline.averager import Averager
 from gemini_ft.pipeline.ddp_buckets import DdpBuckets, communication_hook
-from gemini_ft.pipeline.rules import load_rules
+from gemini_ft.pipeline.plan import NO_RULE, Tensor
+from gemini_ft.pipeline.rules import Rules, load_rules
 from gemini_ft.pipeline.telemetry import Step
 from gemini_ft.pipeline.tuner import Tuner
 from gemini_ft.pipeline.watch import Watch
+
+T = TypeVar("T")
 
 
 class GradientSynchronizer:
@@ -64,24 +67,34 @@ class GradientSynchronizer:
         profile_steps: int = 5,
         otherwise: tuple[Any, Any] | None = None,
     ) -> None:
-        rules = load_rules(pipeline)
-        tensors = assign(model, rules)
+        ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
+        own = _own_group(ranks, group) if len(ranks) > 1 else None
+
+        def assigned() -> tuple[Rules, list[Tensor]]:
+            rules = load_rules(pipeline)
+            return rules, assign(model, rules)
+
+        settings = {"find_unused_parameters": find_unused_parameters, "profile_steps": profile_steps}
+        rules, tensors = _together(assigned, settings, own)
+        if otherwise is not None:
+            tensors = [tensor for tensor in tensors if tensor.rule != NO_RULE]
         self._parameters = trained(model)
         self._names = {id(param): name for name, param in self._parameters.items()}
         self._sparse = {tensor.name for tensor in tensors if tensor.sparse}
         self._is_ddp = isinstance(model, DistributedDataParallel)
+        # One more for what the training thread asks: other ranks may be waiting, in theirs, for a group of gradients that this one lacks.
+        self._side = _own_group(ranks, group, "gloo") if own is not None and find_unused_parameters and not self._is_ddp else None
         self._find_unused, self._paused = find_unused_parameters, False
         devices = {param.device for param in self._parameters.values()}
         if len(devices) > 1:
             raise ConfigError(f"parameters lie on {', '.join(sorted(map(str, devices)))}: they must all be on one device")
         self._device = devices.pop()
-        own = _group_like(group)
         self.averager = Averager(tensors, rules, own, self._device)
         self._handles: list[Any] = [model.register_forward_pre_hook(lambda *_: self._catch_up())]  # before the watch's own
         self._watch = Watch(model)
         self._tuner = Tuner(self.averager, self._watch, profile_steps, self._device)
         self._touched: set[str] = set()  # have got a gradient in this step
-        self._untuned = False  # a step is over of which the tuner does not know
+        self._untuned = False  # a step of DDP is over, and the tuner has not heard of it yet
         if scaler is not None and scaler.is_enabled():
             self.averager.scale = scaler.get_scale
         if isinstance(model, DistributedDataParallel):
@@ -105,12 +118,14 @@ class GradientSynchronizer:
             raise StateError("DistributedDataParallel waits for its communication hook by itself: leave synchronize() out")
         missing = self.averager.missing()
         untouched = [name for name in missing if name not in self._touched]
-        used = self._used_elsewhere(untouched) if self._find_unused else set(untouched)
+        absent = self._absent() if self._find_unused else set()
         for name in missing:
             param = self._parameters[name]
+            if name in absent:
+                self.averager.absent(name)
+                continue
             gradient = param.grad if param.grad is not None else self._nothing(name)
-            unused = name in untouched and name not in used and param.grad is None
-            self.averager.ready(name, gradient, _drop if unused else partial(_fill, param))
+            self.averager.ready(name, gradient, partial(_fill, param))
         self.averager.wait()
         self.step_over()
         if untouched and not self._find_unused:
@@ -129,25 +144,25 @@ class GradientSynchronizer:
             self._paused = before
 
     def step_over(self) -> None:
-        """Everything has been averaged. Collective at some steps."""
-        self._note_end()
-        self._untuned = False
+        """Everything has been averaged: `synchronize` says so, or the integration that does without it. Collective at some steps."""
+        self._count()
         self._tuner.step_over()
 
-    def next_step(self) -> None:
-        """The same for DDP, which does not say when a step is over: at the first gradient of the next one."""
+    def begin_step(self) -> None:
+        """Gradients of DDP come: those of the step before are averaged, if that has not been noted. Collective at some steps."""
         self._catch_up()
         if self._untuned:
             self._untuned = False
             self._tuner.step_over()
 
     def _catch_up(self) -> None:
-        """What need not be done by all ranks together, as soon as somebody asks for the state after the step."""
-        if self._is_ddp and self.averager.is_done:
-            self._note_end()
+        """DDP has nobody say that a step is over; between steps it is seen. The tuner, which is collective, hears of it in `begin_step`."""
+        if self._is_ddp and self.averager.is_complete:
+            self.averager.wait()
+            self._count()
             self._untuned = True
 
-    def _note_end(self) -> None:
+    def _count(self) -> None:
         self.averager.step_over(self._watch.begun)
         self._watch.step_over()
         self._touched.clear()
@@ -156,11 +171,11 @@ class GradientSynchronizer:
         """Note that a gradient is final."""
         self._watch.ready(name)
 
-    def name_of(self, param: Tensor) -> str:
+    def name_of(self, param: torch.Tensor) -> str:
         """The name that rules know a parameter by."""
         return self._names[id(param)]
 
-    def _ready(self, param: Tensor) -> None:
+    def _ready(self, param: torch.Tensor) -> None:
         name = self._names[id(param)]
         self._touched.add(name)
         if self._paused:
@@ -169,7 +184,7 @@ class GradientSynchronizer:
         assert param.grad is not None
         self.averager.ready(name, param.grad, partial(_fill, param))
 
-    def _nothing(self, name: str) -> Tensor:
+    def _nothing(self, name: str) -> torch.Tensor:
         """What a parameter adds whose gradient is missing."""
         param = self._parameters[name]
         if name not in self._sparse:
@@ -178,15 +193,15 @@ class GradientSynchronizer:
             torch.empty(1, 0, dtype=torch.int64), param.new_empty(0, *param.shape[1:]), param.shape, check_invariants=False
         ).to(param.device)
 
-    def _used_elsewhere(self, missing: Sequence[str]) -> set[str]:
-        """Those of the missing ones that have a gradient on another rank. Collective."""
-        if self.averager.group is None:
-            return set()
-        self.averager.wait()  # its threads leave the group to this one
+    def _absent(self) -> set[str]:
+        """Parameters that have no gradient on any rank. Collective."""
         names = list(self._parameters)
-        absent = torch.tensor([name in set(missing) for name in names], dtype=torch.uint8, device=self._device)
-        dist.all_reduce(absent, dist.ReduceOp.MIN, group=self.averager.group)
-        return {name for name in missing if not absent[names.index(name)]}
+        absent = [self._parameters[name].grad is None for name in names]
+        if self._side is not None:
+            everywhere = torch.tensor(absent, dtype=torch.uint8)
+            dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=self._side)
+            absent = everywhere.bool().tolist()
+        return {name for name, is_absent in zip(names, absent, strict=True) if is_absent}
 
     # -- what it knows
 
@@ -198,10 +213,12 @@ class GradientSynchronizer:
     @property
     def last_step(self) -> Step | None:
         """What the last step has cost, by rule."""
+        self._catch_up()
         return self.averager.telemetry.last
 
     def summary(self) -> dict[str, dict[str, float]]:
         """The same as plain data."""
+        self._catch_up()
         return self.averager.telemetry.summary()
 
     def state_dict(self) -> dict[str, Any]:
@@ -224,28 +241,50 @@ class GradientSynchronizer:
             handle.remove()
         self._watch.close()
         self.averager.close()
-        if self.averager.group is not None:
-            dist.destroy_process_group(self.averager.group)
 
 
-def _group_like(group: Any) -> Any:
-    """A group of the same ranks: threads of ours use it beside the training thread's collectives. None: one rank."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return None
-    if group is None:
-        return dist.new_group()
-    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-
-
-def _fill(param: Tensor, mean: Tensor) -> None:
-    if param.grad is None or mean.is_sparse:
+def _fill(param: torch.Tensor, mean: torch.Tensor) -> None:
+    if mean.is_sparse:
         param.grad = mean
+    elif param.grad is None:
+        param.grad = mean.clone()  # a route may use the memory of its averages again
     else:
         param.grad.copy_(mean)
 
 
-def _drop(mean: Tensor) -> None:
-    """Nobody has used the parameter: its gradient stays None."""
+def _own_group(ranks: list[int], group: Any, backend: str | None = None) -> Any:
+    """Used beside the training thread's other collectives; it waits as long as ``group`` does."""
+    whole: Any = group if group is not None else dist.group.WORLD
+    timeout = whole._get_backend(whole._device_types[0]).options._timeout
+    # Where not all ranks take part torch names groups by how many there are: it must be as many on all that do, and it must not shrink.
+    return dist.new_group(ranks, timeout, backend, use_local_synchronization=len(ranks) < dist.get_world_size())
+
+
+def _together(make: Callable[[], T], settings: Mapping[str, Any], group: Any) -> T:
+    """What ``make`` gives; a ConfigError of one rank is raised by all. Collective.
+
+    Raises:
+        ConfigError: also where settings differ between ranks.
+    """
+    made, problem = None, None
+    try:
+        made = make()
+    except ConfigError as error:
+        problem = str(error)
+    everybody: list[Any] = [(problem, settings)]
+    if group is not None:
+        everybody = everybody * dist.get_world_size(group)
+        dist.all_gather_object(everybody, (problem, settings), group=group)
+    problems = [found for found, _ in everybody]
+    for rank, found in enumerate(problems):
+        if found is not None:
+            raise ConfigError(found if set(problems) == {found} else f"rank {rank}: {found}")
+    for rank, (_, others) in enumerate(everybody):
+        for name, value in others.items():
+            if value != everybody[0][1][name]:
+                raise ConfigError(f"{name} differs between ranks: rank 0 has {everybody[0][1][name]}, rank {rank} has {value}")
+    assert made is not None
+    return made
 
 
 def _broadcast(model: nn.Module, group: Any) -> None:

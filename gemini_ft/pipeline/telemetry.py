@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gemini_ft.pipeline.lanes import Figures
-from gemini_ft.pipeline.plan import NO_RULE, Group, Tensor
+from gemini_ft.pipeline.plan import NO_RULE, Group
 from gemini_ft.pipeline.rules import Rules
 
 
@@ -57,30 +57,29 @@ class Telemetry:
     """The newest steps.
 
     Args:
-        tensors: of the pipeline.
         rules: of the pipeline.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], rules: Rules) -> None:
-        self._nbytes = {tensor.name: tensor.nbytes for tensor in tensors}
+    def __init__(self, rules: Rules) -> None:
         self._names = {NO_RULE: "no rule"} | {number: f"{number + 1}: {rule}" for number, rule in enumerate(rules)}
         self.last: Step | None = None
 
     def add(self, number: int, seconds: float, blocked: float, groups: Sequence[tuple[Group, Figures]]) -> None:
         """A step is over."""
-        by_rule: dict[int, list[tuple[Group, Figures]]] = {}
+        by_rule: dict[int, list[Figures]] = {}
         for group, figures in groups:
-            by_rule.setdefault(group.rule, []).append((group, figures))
+            by_rule.setdefault(group.rule, []).append(figures)
         self.last = Step(number, seconds, blocked, {self._names[rule]: self._traffic(found) for rule, found in sorted(by_rule.items())})
 
-    def _traffic(self, groups: Sequence[tuple[Group, Figures]]) -> Traffic:
-        densities = [density for _, figures in groups for density in figures.densities]
+    @staticmethod
+    def _traffic(groups: Sequence[Figures]) -> Traffic:
+        densities = [density for figures in groups for density in figures.densities]
         return Traffic(
-            sum(self._nbytes[name] for group, _ in groups for name in group.names),
-            sum(figures.nbytes for _, figures in groups),
-            sum(figures.encode for _, figures in groups),
-            sum(figures.communicate for _, figures in groups),
-            sum(figures.decode for _, figures in groups),
+            sum(figures.dense for figures in groups),
+            sum(figures.nbytes for figures in groups),
+            sum(figures.encode for figures in groups),
+            sum(figures.communicate for figures in groups),
+            sum(figures.decode for figures in groups),
             statistics.fmean(densities) if densities else 1.0,
         )
 

@@ -1,0 +1,676 @@
+"""What ranks do in the tests of gradient pipelines: many cases in one process per rank.
+
+Gradients are given, not computed: the loss is the sum of the parameters times them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from compression_kit import OPTIONS, SHAPES, bits, gradients, method, same
+from sync_case import join
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gemini_ft.compression.collective import reduce
+from gemini_ft.compression.methods import METHODS, create
+from gemini_ft.pipeline import GradientSynchronizer
+
+Given = Mapping[str, Tensor]
+
+
+class Leaves(nn.Module):
+    """Parameters whose gradients are what the forward pass is given."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype)))
+
+    def forward(self, given: Given) -> Tensor:
+        return torch.stack([(self.get_parameter(name) * gradient).sum() for name, gradient in given.items()]).sum()
+
+
+def found(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients there are."""
+    return {name.removeprefix("module."): param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+def rule(**options: Any) -> list[dict[str, Any]]:
+    """One for all parameters, unless it says otherwise."""
+    return [{"params": "*", **options}]
+
+
+def compress(name: str) -> dict[str, Any]:
+    return {"method": name, **OPTIONS.get(name, {})}
+
+
+class Loop:
+    """A training loop over given gradients, plain or with DDP."""
+
+    def __init__(self, pipeline: Any, ddp: bool = False, model: nn.Module | None = None, **options: Any) -> None:
+        own = model if model is not None else Leaves()
+        unused = {"find_unused_parameters": True} if ddp and options.pop("find_unused_parameters", False) else {}
+        self.model = DistributedDataParallel(own, bucket_cap_mb=0.002, **unused) if ddp else own
+        self.ddp, self.synchronizer = ddp, GradientSynchronizer(self.model, pipeline, **options)
+
+    def step(self, given: Given) -> dict[str, Tensor]:
+        """One step from no gradients at all."""
+        self.model.zero_grad()
+        self.model(given).backward()
+        if not self.ddp:
+            self.synchronizer.synchronize()
+        return found(self.model)
+
+    def close(self) -> None:
+        self.synchronizer.close()
+
+
+def own(step: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
+    """This rank's gradients of a step."""
+    return gradients(1000 * step + dist.get_rank(), shapes)
+
+
+def exact(given: Given) -> dict[str, Tensor]:
+    """The average of all ranks in float64."""
+    return {name: _sum(gradient) / dist.get_world_size() for name, gradient in given.items()}
+
+
+def _sum(gradient: Tensor) -> Tensor:
+    total = gradient.double()
+    dist.all_reduce(total)
+    return total
+
+
+def close(one: Given, other: Given, bound: float = 1e-6) -> bool:
+    """Whether all are equal up to ``bound`` of the largest element of each."""
+    return one.keys() == other.keys() and all(
+        float((one[name].double() - other[name].double()).abs().max()) <= bound * float(other[name].abs().max()) for name in one
+    )
+
+
+def alike(value: Any) -> bool:
+    """Whether all ranks have the same."""
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, value)
+    return all(each == everybody[0] for each in everybody)
+
+
+def hexed(means: Given) -> str:
+    return "".join(bits(mean).hex() for mean in means.values())
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# -- every method
+
+
+FUSIONS: list[Any] = ["layer-wise", {"bucket": 2000}, {"groups": 2}, "cupcake"]
+
+
+def every_method(ddp: bool, fusions: Iterable[int]) -> list[str]:
+    """Each with its own options and default memory, against averaging by hand; what is wrong."""
+    join()
+    wrong = []
+    for name, fusion in itertools.product(METHODS, (FUSIONS[number] for number in fusions)):
+        by_hand = method(name)
+        with closing(Loop(rule(compress=compress(name), fusion=fusion), ddp, profile_steps=2)) as loop:
+            for step in range(4):
+                given = own(step)
+                means, expected = loop.step(given), reduce(by_hand, given, step)
+                if not same(means, expected):
+                    wrong.append(f"{name}, {fusion}, step {step}: not what averaging by hand gives")
+                if not alike(hexed(means)):
+                    wrong.append(f"{name}, {fusion}, step {step}: ranks differ")
+            if fusion == "cupcake" and "cupcake" not in loop.synchronizer.averager.plan.fusion[0]:
+                wrong.append(f"{name}: not planned")
+            if fusion != "cupcake" and not alike(loop.synchronizer.averager.plan.pack()):
+                wrong.append(f"{name}, {fusion}: plans differ")
+    return wrong
+
+
+def default_methods() -> list[str]:
+    """Each by its bare name in the rule, as `create` makes it by its bare name."""
+    join()
+    wrong = []
+    for name in METHODS:
+        needed = {"count": 50} if name == "hard_threshold" else {}
+        by_hand = create(name, **needed)
+        with closing(Loop(rule(compress={"method": name, **needed}))) as loop:
+            for step in range(2):
+                given = own(step)
+                if not same(loop.step(given), reduce(by_hand, given, step)):
+                    wrong.append(f"{name}, step {step}")
+    return wrong
+
+
+def two_phases() -> list[str]:
+    """The same for aggregation by owners of parts, and without error feedback, and with one that leaks."""
+    join()
+    wrong = []
+    for options in ({"two_phase": True}, {"feedback": 0}, {"feedback": 0.5}):
+        by_hand = create("topk", ratio=0.1, **options)
+        with closing(Loop(rule(compress={"method": "topk", "ratio": 0.1, **options}, fusion={"groups": 2}))) as loop:
+            for step in range(3):
+                given = own(step)
+                if not same(loop.step(given), reduce(by_hand, given, step)):
+                    wrong.append(f"{options}, step {step}")
+    return wrong
+
+
+# -- no rule, sparse schemes
+
+
+def without_rules() -> list[str]:
+    """No rule is what DDP does."""
+    join()
+    wrong = []
+    exactly = dist.get_world_size() == 2  # of more than two, the order of addition depends on where in a buffer an element lies
+    plain_ddp = DistributedDataParallel(Leaves())
+    with closing(Loop([])) as plain, closing(Loop(None, ddp=True)) as ddp:
+        for step in range(3):
+            given = own(step)
+            plain_ddp.zero_grad()
+            plain_ddp(given).backward()
+            expected = found(plain_ddp)
+            for loop in (plain, ddp):
+                means = loop.step(given)
+                if not (same(means, expected) if exactly else close(means, expected)):
+                    wrong.append(f"{'DDP' if loop.ddp else 'plain'}, step {step}")
+    return wrong
+
+
+class Words(nn.Module):
+    """An embedding, dense or sparse, of which each rank touches other rows, and a layer behind it."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(60, 4, sparse=sparse)
+        self.head = nn.Linear(4, 3)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.linspace(-1, 1, param.numel()).view(param.shape))
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.embed(words)).square().sum()
+
+
+def _words(step: int) -> Tensor:
+    return torch.randint(0, 20 + 10 * dist.get_rank(), (15,), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+def sparse_schemes() -> list[str]:
+    """Sparse schemes on both kinds of embeddings, plain and in DDP, are dense all-reduce."""
+    join()
+    wrong = []
+    local = 2 if dist.get_world_size() % 2 == 0 else 1
+    syncs: list[Any] = ["dense", "zen", "agsparse", "omnireduce", "auto", {"scheme": "hierarchical", "local_size": local}]
+    for sync, sparse, ddp in itertools.product(syncs, (True, False), (True, False)):
+        model = Words(sparse)
+        other = Words(False)
+        with closing(Loop([{"params": "embed*", "sync": sync}], ddp, model)) as loop:
+            for step in range(8 if sync == "auto" else 3):
+                other.zero_grad()
+                other(_words(step)).backward()
+                expected = exact(found(other))
+                means = {name: mean.to_dense() for name, mean in loop.step(_words(step)).items()}  # type: ignore[arg-type]
+                if not close(means, expected):
+                    wrong.append(f"{sync}, sparse={sparse}, DDP={ddp}, step {step}: other sums")
+                grad = model.embed.weight.grad
+                if grad is None or grad.is_sparse != sparse:
+                    wrong.append(f"{sync}, sparse={sparse}, DDP={ddp}: another layout")
+                if not alike(hexed(means)):
+                    wrong.append(f"{sync}, sparse={sparse}, DDP={ddp}, step {step}: ranks differ")
+    return wrong
+
+
+def no_rule_for_sparse() -> list[str]:
+    """A sparse gradient without a rule is averaged too, and one that is left out on one rank."""
+    join()
+    model, other = Words(True), Words(False)
+    with closing(Loop([], model=model, find_unused_parameters=True)) as loop:
+        loop.step(_words(0))  # type: ignore[arg-type]
+        other(_words(0)).backward()
+        wrong = [] if close({n: g.to_dense() for n, g in found(model).items()}, exact(found(other))) else ["not the average"]
+        model.zero_grad()
+        if dist.get_rank() == 0:
+            model(_words(1)).backward()
+        loop.synchronizer.synchronize()
+        grad = model.embed.weight.grad
+        assert grad is not None
+        if not (grad.is_sparse and grad.to_dense().any() and alike(hexed({"": grad.to_dense()}))):
+            wrong.append("left out by some")
+    return wrong
+
+
+def picked_by_sparsifiers() -> list[str]:
+    """What sparsifiers have picked comes to the same by a sparse scheme as by an all-gather, to one rounding per addition."""
+    join()
+    wrong = []
+    bound = dist.get_world_size() * torch.finfo(torch.float32).eps
+    for name, scheme in itertools.product(("topk", "threshold", "sidco_e", "dgc"), ("zen", "agsparse", "omnireduce", "auto")):
+        fusion = {"groups": 2}
+        with (
+            closing(Loop(rule(compress=compress(name), fusion=fusion))) as gathered,
+            closing(Loop(rule(compress=compress(name), fusion=fusion, sync=scheme))) as summed,
+        ):
+            for step in range(4):
+                means = summed.step(own(step))
+                if not close(means, gathered.step(own(step)), bound):
+                    wrong.append(f"{name}, {scheme}, step {step}: other sums")
+                if not alike(hexed(means)):
+                    wrong.append(f"{name}, {scheme}, step {step}: ranks differ")
+    return wrong
+
+
+# -- micro batches, unused and frozen parameters
+
+
+def accumulation() -> list[str]:
+    """Three micro batches in one step; one parameter is used only in the first of them, one only in the first of rank 0."""
+    rank = join().rank()
+    wrong = []
+    for ddp in (False, True):
+        by_hand = method("topk")
+        with closing(Loop(rule(compress=compress("topk"), fusion={"groups": 2}), ddp, find_unused_parameters=True)) as loop:
+            for step in range(3):
+                micro = [own(10 * step + number) for number in range(3)]
+                for number, given in enumerate(micro):
+                    if number and not ddp:  # DDP would take the parameter as unused in its last pass
+                        del given["odd"]
+                    if (number or rank) and not ddp:
+                        del given["conv"]
+                total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+                for given in micro:
+                    for name, gradient in given.items():
+                        total[name] = total[name] + gradient
+                loop.model.zero_grad()
+                pausing: Any = loop.model if ddp else loop.synchronizer
+                with pausing.no_sync():
+                    for given in micro[:-1]:
+                        loop.model(given).backward()
+                loop.model(micro[-1]).backward()
+                if not ddp:
+                    loop.synchronizer.synchronize()
+                if not same(found(loop.model), reduce(by_hand, total, step)):
+                    wrong.append(f"DDP={ddp}, step {step}")
+    return wrong
+
+
+def unused() -> list[str]:
+    """Parameters without a gradient: on one rank, on all; residuals of those that nobody has used stay what they were."""
+    rank = join().rank()
+    wrong = []
+    for fusion, none in itertools.product((*FUSIONS[:3], "cupcake"), (True, False)):
+        by_hand = method("topk")
+        with closing(Loop(rule(compress=compress("topk"), fusion=fusion), find_unused_parameters=True, profile_steps=3)) as loop:
+            for step in range(6):
+                given = own(step)
+                if rank:
+                    given["odd"].zero_()  # what rank 1 has is nothing
+                if step % 2:
+                    del given["conv"], given["scalar"]
+                loop.model.zero_grad(set_to_none=none)
+                loop.model({name: each for name, each in given.items() if name != "odd" or rank == 0}).backward()
+                loop.synchronizer.synchronize()
+                means = found(loop.model)
+                there = given if none or not step else {name: given.get(name, torch.zeros(shape)) for name, shape in SHAPES.items()}
+                if not same(means, reduce(by_hand, there, step)):
+                    wrong.append(f"{fusion}, None={none}, step {step}: {sorted(means)}")
+    return wrong
+
+
+def unused_refused() -> list[str]:
+    """Without the option: what ranks are told, then a step that goes well, then nothing at all was used."""
+    rank = join().rank()
+    with closing(Loop(rule(compress=compress("topk")))) as loop:
+        partly = {name: each for name, each in own(0).items() if rank or name not in ("odd", "conv")}
+        said = [error_of(lambda: loop.step(partly))]
+        means = loop.step(own(1))
+        said.append("fine" if alike(hexed(means)) and len(means) == len(SHAPES) else "broken")
+        said.append(error_of(loop.synchronizer.synchronize))
+    return said
+
+
+def unused_ddp() -> list[str]:
+    """DDP's own find_unused_parameters goes on working."""
+    rank = join().rank()
+    wrong = []
+    by_hand = method("topk")
+    with closing(Loop(rule(compress=compress("topk")), ddp=True, find_unused_parameters=True)) as loop:
+        for step in range(3):
+            given = own(step)
+            if rank:
+                given["odd"].zero_()
+            loop.model.zero_grad()
+            loop.model({name: each for name, each in given.items() if name != "odd" or rank == 0}).backward()
+            if not same(found(loop.model), reduce(by_hand, given, step)):
+                wrong.append(f"step {step}")
+    return wrong
+
+
+def kinds_of_parameters() -> list[str]:
+    """Frozen, tied, of 16 bits, not contiguous, of no elements; plain and in DDP."""
+    join()
+    wrong = []
+    for ddp, options in itertools.product((False, True), ({}, {"compress": compress("topk")}, {"compress": "bf16"})):
+        wrong += [f"{what}, DDP={ddp}, {options}" for what in _kinds(ddp, options)]
+    return wrong
+
+
+def _kinds(ddp: bool, options: dict[str, Any]) -> Iterable[str]:
+    frozen, tied = Leaves(), Leaves()
+    frozen.get_parameter("conv").requires_grad_(False)
+    frozen.register_parameter("more", nn.Parameter(torch.zeros(3), requires_grad=False))
+    tied.register_parameter("again", tied.get_parameter("embed"))
+    narrow = Leaves(dtype=torch.bfloat16)
+    channels = Leaves()
+    channels.conv = nn.Parameter(torch.zeros(SHAPES["conv"]).to(memory_format=torch.channels_last))
+    for what, model in (("frozen", frozen), ("tied", tied), ("bfloat16", narrow), ("channels last", channels)):
+        means = create("topk", **OPTIONS["topk"]) if options.get("compress") == compress("topk") else create("bf16")
+        with closing(Loop(rule(**options), ddp, model)) as loop:
+            for step in range(2):
+                given = own(step)
+                if what == "frozen":
+                    del given["conv"]
+                if what == "bfloat16":
+                    given = {name: each.bfloat16() for name, each in given.items()}
+                got = dict(loop.step({**given, "again": given["embed"]} if what == "tied" else given))
+                if what == "tied":
+                    given["embed"] = given["embed"] * 2
+                expected = reduce(means, given, step) if options else exact(given)
+                ordered = {name: got[name] for name in given}
+                if not (same(ordered, expected) if options else close(ordered, expected, 1e-2 if what == "bfloat16" else 1e-6)):
+                    yield f"{what}, step {step}: another average"
+                if len(got) != len(given):
+                    yield f"{what}: {sorted(got)}"
+                conv = model.get_parameter("conv")
+                if conv.grad is not None and conv.grad.stride() != conv.stride():
+                    yield f"{what}: strides changed"
+
+
+# -- mixed precision, clipping
+
+
+def mixed_precision() -> list[str]:
+    """The scale changes from step to step, and one gradient of one rank is infinite; residuals do not notice."""
+    rank = join().rank()
+    wrong = []
+    for name in ("topk", "dgc", "powersgd", "onebit", "efsignsgd"):
+        by_hand = method(name)
+        model = Leaves()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with closing(Loop(rule(compress=compress(name), fusion={"groups": 2}), model=model, scaler=scaler)) as loop:
+            for step in range(5):
+                given = own(step)
+                if step == 2 and rank == 1:
+                    given["odd"][3, 4] = torch.inf
+                scale = scaler.get_scale()
+                before = loop.synchronizer.averager.routes.state_dict() if step == 2 else {}
+                kept = hexed(_of(before, "odd"))
+                weights = hexed(dict(model.named_parameters()))
+                model.zero_grad()
+                scaler.scale(model(given)).backward()
+                loop.synchronizer.synchronize()
+                scaler.unscale_(optimizer)
+                means, expected = found(model), reduce(by_hand, given, step)
+                if step == 2:
+                    if bool(means.pop("odd").isfinite().all()) or not same(means, {n: e for n, e in expected.items() if n != "odd"}):
+                        wrong.append(f"{name}: an infinity was not seen, or others were")
+                    if hexed(_of(loop.synchronizer.averager.routes.state_dict(), "odd")) != kept:
+                        wrong.append(f"{name}: a residual was lost")
+                elif not same(means, expected):
+                    wrong.append(f"{name}, step {step}: not what averaging by hand gives")
+                scaler.step(optimizer)
+                scaler.update()
+                skipped = hexed(dict(model.named_parameters())) == weights
+                if skipped != (step == 2) or scaler.get_scale() != (scale / 2 if step == 2 else scale * 2):
+                    wrong.append(f"{name}, step {step}: scale {scale} to {scaler.get_scale()}, skipped {skipped}")
+                if not alike(hexed(dict(model.named_parameters()))):
+                    wrong.append(f"{name}, step {step}: ranks differ")
+    return wrong
+
+
+def _of(state: Any, name: str, path: str = "") -> dict[str, Tensor]:
+    """All tensors of a state that belong to one parameter, copied."""
+    if isinstance(state, Mapping):
+        return {key: each for part, inner in state.items() for key, each in _of(inner, name, f"{path}/{part}").items()}
+    return {path: state.clone()} if isinstance(state, Tensor) and path.endswith(f"/{name}") else {}
+
+
+def clipping() -> list[str]:
+    """After synchronize all ranks clip the same average."""
+    join()
+    with closing(Loop(rule(compress="bf16"))) as loop:
+        means = {name: mean.clone() for name, mean in loop.step(own(0)).items()}
+        norm = torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.5)
+        expected = torch.nn.utils.get_total_norm(means.values())
+        clipped = torch.nn.utils.get_total_norm(found(loop.model).values())
+    wrong = [] if torch.equal(norm, expected) else [f"norm {norm}, expected {expected}"]
+    wrong += [] if abs(float(clipped) - 0.5) < 1e-5 else [f"clipped to {clipped}"]
+    return wrong + ([] if alike(float(norm).hex()) else ["ranks differ"])
+
+
+# -- plans
+
+
+def planned(fusion: str, ddp: bool, snapshots: bool) -> list[str]:
+    """A planned fusion: all ranks agree, training goes on, and it settles."""
+    join()
+    wrong = []
+    shapes = {f"t{number:02}": (30, 40 + number) for number in range(12)}
+    pipeline = [{"params": "t0*", "compress": compress("topk"), "fusion": fusion}]
+    with closing(Loop(pipeline, ddp, Leaves(shapes), profile_steps=3)) as loop:
+        labels = []
+        for step in range(60):
+            means = loop.step(own(step, shapes))
+            if snapshots:
+                loop.synchronizer.state_dict()
+            labels.append(loop.synchronizer.averager.plan.fusion[0])
+            if not alike(hexed(means)):
+                wrong.append(f"step {step}: ranks differ")
+            if not alike(loop.synchronizer.averager.plan.pack()):
+                wrong.append(f"step {step}: plans differ")
+        if sorted(name for group in loop.synchronizer.averager.plan.groups for name in group.names) != sorted(shapes):
+            wrong.append("a tensor is lost")
+        settled = loop.synchronizer.state_dict()["tuner"]["settled"]
+        if not settled or len(set(labels[-3:])) != 1:
+            wrong.append(f"not settled: {labels}")
+        if loop.synchronizer.averager.plan.predicted.keys() != {0}:
+            wrong.append(f"predictions {loop.synchronizer.averager.plan.predicted}")
+    return wrong
+
+
+# -- state
+
+
+PIPELINES: dict[str, Any] = {
+    "topk by zen": rule(compress=compress("topk"), sync="zen", fusion={"groups": 2}),
+    "powersgd": [{"params": ["embed", "odd"], "compress": compress("powersgd")}, *rule(compress="bf16")],
+    "dgc": rule(compress=compress("dgc"), fusion={"bucket": 2000}),
+    "onebit, two phases": rule(compress={"method": "onebit", "two_phase": True}, fusion="layer-wise"),
+    "qsgd": rule(compress="qsgd"),
+    "signum, cupcake": rule(compress="signum", fusion="cupcake"),
+    "sidco": rule(compress=compress("sidco_e"), fusion="layer-wise"),
+}
+
+
+def interrupted(folder: str, first: int, last: int) -> dict[str, list[str]]:
+    """Steps from ``first`` on of all pipelines, from what is in the folder if that is not 0; the state afterwards is left there."""
+    join()
+    file = Path(folder, f"{dist.get_rank()}.pt")
+    states: dict[str, Any] = torch.load(file, weights_only=True) if first else {}
+    results = {}
+    for (name, pipeline), ddp in itertools.product(PIPELINES.items(), (False, True)):
+        key = f"{name}, DDP={ddp}"
+        with closing(Loop(pipeline, ddp, profile_steps=2)) as loop:
+            if first:
+                loop.synchronizer.load_state_dict(states[key])
+            results[key] = [hexed(loop.step(own(step))) for step in range(first, last)]
+            states[key] = loop.synchronizer.state_dict()
+        if not alike(results[key]):
+            results[key].append("ranks differ")
+    torch.save(states, file)
+    return results
+
+
+def foreign_states() -> list[str]:
+    """What is said to states of other parameters, rules and methods."""
+    join()
+    with closing(Loop(rule(compress="topk"))) as loop:
+        state = loop.synchronizer.state_dict()
+        others = [Loop(rule(compress="topk"), model=Leaves({"embed": (3, 3)})), Loop(rule(compress="qsgd"))]
+        said = [error_of(lambda other=other: other.synchronizer.load_state_dict(state)) for other in others]
+        for other in others:
+            other.close()
+    return said
+
+
+# -- what goes wrong
+
+
+def twice() -> list[str]:
+    """A second backward pass without synchronize; synchronize under DDP."""
+    join()
+    with closing(Loop(rule())) as loop, closing(Loop(rule(), ddp=True)) as ddp:
+        loop.model(own(0)).backward()
+        return [error_of(lambda: loop.model(own(1)).backward()), error_of(ddp.synchronizer.synchronize)]
+
+
+def disagreements() -> list[str]:
+    """What each rank is told where ranks were given different things."""
+    rank = join().rank()
+    odd = rank == dist.get_world_size() - 1
+    topk = rule(compress="topk")
+    cases: list[tuple[Any, nn.Module, dict[str, Any]]] = [
+        (rule(compress="qsgd" if odd else "topk"), Leaves(), {}),
+        (rule(compress={"method": "topk", "ratio": 0.5 if odd else 0.1}), Leaves(), {}),
+        (topk, Leaves({"embed": (3, 4 + odd)}), {}),
+        (topk, Leaves({"embed": (3, 4), **({"more": (3,)} if odd else {})}), {}),
+        (topk, Leaves(dtype=torch.float64 if odd else torch.float32), {}),
+        (rule(compress="nonsense" if odd else "topk"), Leaves(), {}),
+        (rule(compress="nonsense"), Leaves(), {}),
+        (topk, Leaves(), {"find_unused_parameters": odd}),
+        ([{"params": "embed"}], Leaves({"conv" if odd else "embed": (2, 2)}), {}),
+    ]
+    said = [error_of(lambda case=case: GradientSynchronizer(case[1], case[0], **case[2])) for case in cases]
+    with closing(Loop(topk)) as loop:
+        said.append(str(alike(hexed(loop.step(own(0))))))
+    return said
+
+
+class Broken(Exception):
+    """What a compressor raises in a test."""
+
+
+def failing(ddp: bool, how: str) -> str:
+    """Two good steps, then rank 0 fails while compressing, or dies; what this rank was told."""
+    rank = join().rank()
+    loop = Loop(rule(compress=compress("topk"), fusion="layer-wise"), ddp)
+    for step in range(2):
+        loop.step(own(step))
+    if rank == 0:
+        group = loop.synchronizer.averager.plan.groups[2]
+        route: Any = loop.synchronizer.averager.routes.of(group)
+        route.reducer.inner.compress = _die if how == "killed" else _raise
+    said = error_of(lambda: loop.step(own(2)))
+    return said + error_of(lambda: loop.step(own(3))) if rank == 0 else said
+
+
+def _raise(*_: Any) -> Any:
+    raise Broken("no memory left")
+
+
+def _die(*_: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# -- groups, telemetry, other hooks
+
+
+def one_rank_groups() -> list[str]:
+    """In a group of one rank nothing is averaged, whatever the default group is."""
+    rank = join().rank()
+    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
+    wrong = []
+    for name in ("topk", "powersgd", "signsgd", "bf16"):
+        with closing(Loop(rule(compress=compress(name)), group=groups[rank])) as loop:
+            if not same(loop.step(own(0)), reduce(method(name), own(0), 0, groups[rank])):
+                wrong.append(name)
+    return wrong
+
+
+def telemetry() -> list[str]:
+    """Bytes are those of the formulas, and under DDP the last step is seen at once."""
+    join()
+    wrong = []
+    pipeline = [{"params": "embed", "compress": {"method": "topk", "ratio": 0.1}}, {"params": ["odd", "conv"], "sync": "zen"}]
+    sizes = {name: 4 * torch.Size(shape).numel() for name, shape in SHAPES.items()}
+    for ddp in (False, True):
+        with closing(Loop(pipeline, ddp)) as loop:
+            for number in range(3):
+                loop.step(own(number))
+                step = loop.synchronizer.last_step
+                assert step is not None
+                compressed, sparse, rest = (step.rules[key] for key in sorted(step.rules))
+                if (step.number, len(step.rules)) != (number, 3):
+                    wrong.append(f"DDP={ddp}: step {step.number}, {sorted(step.rules)}")
+                if (compressed.dense_bytes, compressed.sent_bytes, compressed.density) != (sizes["embed"], 8 * 96, 1.0):
+                    wrong.append(f"DDP={ddp}: {compressed}")
+                if (sparse.dense_bytes, sparse.density) != (sizes["odd"] + sizes["conv"], 1.0):
+                    wrong.append(f"DDP={ddp}: {sparse}")
+                if rest.sent_bytes != rest.dense_bytes or rest.dense_bytes != sizes["norm"] + sizes["scalar"] + sizes["zero_d"]:
+                    wrong.append(f"DDP={ddp}: {rest}")
+                if not (0 <= step.overlap <= 1 and min(compressed.encode, compressed.communicate, compressed.decode) > 0):
+                    wrong.append(f"DDP={ddp}: {step}")
+                if loop.synchronizer.summary()["step"]["number"] != number:
+                    wrong.append(f"DDP={ddp}: {loop.synchronizer.summary()}")
+    return wrong
+
+
+def beside_another_hook() -> list[str]:
+    """Buckets of which no rule matches anything go to the hook that was there; in mixed ones the rest is averaged too."""
+    join()
+    asked: list[int] = []
+
+    def hook(state: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
+        state.append(bucket.index())
+        work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        done: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])  # type: ignore[union-attr]
+        return done
+
+    wrong = []
+    for pipeline in (rule(params="embed", compress="bf16"), rule(params="norm", compress="bf16")):
+        asked.clear()
+        by_hand = create("bf16")
+        with closing(Loop(pipeline, ddp=True, otherwise=(asked, hook))) as loop:
+            for step in range(4):
+                given = own(step)
+                means, expected = loop.step(given), exact(given)
+                name = pipeline[0]["params"]
+                [(_, ours)] = reduce(by_hand, {name: given[name]}, step).items()
+                if not same({name: means.pop(name)}, {name: ours}):
+                    wrong.append(f"{name}, step {step}: not by its rule")
+                del expected[name]
+                if not close(means, expected):
+                    wrong.append(f"{name}, step {step}: others are not the average")
+                if loop.synchronizer.last_step is None or loop.synchronizer.last_step.number != step:
+                    wrong.append(f"{name}, step {step}: not counted")
+        if not asked:
+            wrong.append(f"{pipeline}: the other hook was not asked")
+    return wrong
