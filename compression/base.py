@@ -259,6 +259,13 @@ class Reducer(ABC):
         """What the next step depends on: tensors (not copied), numbers and dicts. Ranks have different ones."""
         return {}
 
+    def hold_still(self) -> None:
+        """From now on the tensors of ``state_dict`` are written where they are, as long as the groups stay the same.
+
+        What copies them step by step can then be planned once. It costs a copy of every residual a step; results are the same bits.
+        """
+        return  # most methods have no tensors to keep, or write them in place anyway
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there as if never interrupted; tensors are copied."""
         if state:

@@ -65,6 +65,10 @@ class ErrorFeedback(Reducer):
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
         return self.inner.wire_bytes(layout, world=world, selected=selected)
 
+    def hold_still(self) -> None:
+        self.residuals.fixed = True
+        self.inner.hold_still()
+
     def state_dict(self) -> State:
         return {"residuals": self.residuals.state_dict(), "lr": dict(sorted(self._lr.items())), "inner": self.inner.state_dict()}
 

@@ -12,9 +12,14 @@ from .base import Bundle, Layout, State
 
 
 class Memory:
-    """One float32 tensor per name, zero at first. Tensors of a group lie in one flat buffer; groups may change at any time."""
+    """One float32 tensor per name, zero at first. Tensors of a group lie in one flat buffer; groups may change at any time.
+
+    Attributes:
+        fixed: a group's buffer stays where it is while the groups are the same, for `Reducer.hold_still`.
+    """
 
     def __init__(self) -> None:
+        self.fixed = False
         self._flat: dict[tuple[str, ...], tuple[Layout, Tensor]] = {}
         self._waiting: dict[str, Tensor] = {}  # loaded, or of a group that is no more: not in any group yet
 
@@ -30,8 +35,11 @@ class Memory:
         return self._regroup(layout, device)
 
     def replace(self, layout: Layout, flat: Tensor) -> None:
-        """Make ``flat`` the group's buffer."""
-        self._flat[layout.names] = (layout, flat)
+        """Make ``flat`` the group's buffer; where that is ``fixed``, its values."""
+        if self.fixed and layout.names in self._flat:
+            self.flat(layout, flat.device).copy_(flat)
+        else:
+            self._flat[layout.names] = (layout, flat)
 
     def _regroup(self, layout: Layout, device: torch.device) -> Tensor:
         ours = set(layout.names)

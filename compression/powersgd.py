@@ -105,13 +105,16 @@ class PowerSGD(Reducer):
     def _keep_factors(self, names: Sequence[str], runs: Sequence[Run], projections: _Stacks) -> list[int]:
         """Q' for the next step; numbers of the tensors whose one is not finite, on all ranks alike. Those are not kept."""
         finite = bool(torch.isfinite(projections.flat.sum()))
-        bad = []
+        kept, fresh, bad = [], [], []
         for run, stack in zip(runs, projections.parts, strict=True):
             for number, q in zip(run.numbers, stack.unbind(), strict=True):
                 if finite or bool(torch.isfinite(q).all()):
-                    self.factors[names[number]] = q
+                    kept.append(self.factors[names[number]])
+                    fresh.append(q)
                 else:
                     bad.append(number)
+        if kept:
+            torch._foreach_copy_(kept, fresh)
         return bad
 
     def _keep_errors(self, left: Bundle, result: Bundle, before: Tensor, whole: Sequence[int], bad: Sequence[int]) -> None:
@@ -126,6 +129,9 @@ class PowerSGD(Reducer):
         runs, whole = split(layout, self.rank, self.least_rate)
         factors = sum(len(run.numbers) * run.rank * (run.rows + run.columns) for run in runs)
         return 4 * (factors + sum(layout.sizes[number] for number in whole))
+
+    def hold_still(self) -> None:
+        self.errors.fixed = True
 
     def state_dict(self) -> State:
         return {"errors": self.errors.state_dict(), "factors": dict(sorted(self.factors.items()))}

@@ -99,6 +99,10 @@ class TwoPhase(Reducer):
         lengths = [0 if part is None else self.inner.wire_bytes(part.layout) for part in parts]
         return sum(lengths) + max(lengths)
 
+    def hold_still(self) -> None:
+        self.sender.fixed = self.owner.fixed = True
+        self.inner.hold_still()
+
     def state_dict(self) -> State:
         return {"sender": self.sender.state_dict(), "owner": self.owner.state_dict(), "inner": self.inner.state_dict()}
 

@@ -31,6 +31,7 @@ from gemini_ft import codec, faults
 from gemini_ft.config import GeminiConfig, load_config
 from gemini_ft.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.errors import ConfigError, RecoveryError, StateError
+from gemini_ft.gradients import FiguresReporter, GradientState, WithGradients, check_presence
 from gemini_ft.recorder import Recorder, Stats
 from gemini_ft.rendezvous import exchange_or_raise
 from gemini_ft.restore import fill
@@ -63,6 +64,7 @@ class Checkpointer:
         name: of the stream; several at a time need different ones.
         hooks: False: the caller calls ``wait_before_update`` and ``save`` itself.
         replicated: whether plain parameters hold the same bytes on all ranks; default: whether a model is a DDP one.
+        gradients: state of what synchronises the gradients, captured and restored with the rest (`attach_gradients`).
         resizable: whether the state to be bound can be loaded from a snapshot that another number of ranks has made.
         **options: fields of ``GeminiConfig``.
 
@@ -80,6 +82,7 @@ class Checkpointer:
         name: str = "main",
         hooks: bool = True,
         replicated: bool | None = None,
+        gradients: GradientState | None = None,
         resizable: bool = False,
         **options: Any,
     ) -> None:
@@ -93,7 +96,10 @@ class Checkpointer:
         self.stats = Stats()
         self._stateful = dict(state or {})
         self._hooks, self._replicated, self._resizable = hooks, replicated, resizable
-        self._state: TrainingState = PlainState({}, ())
+        self._bound: TrainingState = PlainState({}, ())
+        self._state: TrainingState = self._bound  # with the gradients', if there are any
+        self._gradients: GradientState | None = None
+        self._reporter: FiguresReporter | None = None
         self._recorder: Recorder | None = None
         self._state_extras: dict[int, Any] = {}  # of the resumed snapshot, by rank, until load_tensors
         self._iteration = 0
@@ -101,6 +107,8 @@ class Checkpointer:
         self._updates = 0
         self._blocked = 0.0
         self._handles: list[Any] = []
+        if gradients is not None:
+            self.attach_gradients(gradients)
         if model is not None:
             self.bind(model, optimizers)
 
@@ -207,7 +215,22 @@ class Checkpointer:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._state = state
+        self._bound = state
+        self._state = state if self._gradients is None else WithGradients(state, self._gradients)
+
+    def attach_gradients(self, gradients: GradientState) -> None:
+        """Capture and restore the state of what synchronises the gradients too, and show its figures in ``gemini status``.
+
+        Raises:
+            StateError: there is one already, or it is too late: part of the state has been resumed or recorded without it.
+        """
+        if self._gradients is not None:
+            raise StateError("a Checkpointer has one gradient state; give one object that has the state of both")
+        if self.stats.snapshots or self.stats.restore_seconds:
+            raise StateError("attach_gradients() must come before resume() or load_tensors(), and before the first snapshot")
+        self._gradients = gradients
+        self._state = WithGradients(self._bound, gradients)
+        self._reporter = FiguresReporter(gradients.summary, lambda message: self._joined.client.offer(message))
 
     def load_tensors(self) -> None:
         """Fill the bound models and optimizers with what ``open`` found. Collective.
@@ -222,6 +245,8 @@ class Checkpointer:
         begin = time.perf_counter()
         everything = (self._state, self._state_extras, session.rank, session.world_size)
         with self._script_to_blame():
+            if self._gradients is None:
+                _on_all_ranks(lambda: check_presence(self._state_extras[session.rank % session.plan.world_size], attached=False))
             self.stats.restored, own = _on_all_ranks(lambda: fill(session.sources, *everything), self.config.timeout + 600)
             _on_all_ranks(lambda: self._state.apply_extras(own), self.config.timeout + 600)
         seconds = self.stats.restore_seconds = time.perf_counter() - begin
@@ -260,6 +285,7 @@ class Checkpointer:
         """Instead of ``save``, after a step of which no snapshot is due: a sign of life for the hang detection."""
         self._iteration = iteration
         self._joined.alive(iteration)
+        self._report()
 
     def wait_before_update(self) -> None:
         """Call before parameters or optimizer state are written: returns when the copy under way has read them."""
@@ -322,7 +348,12 @@ class Checkpointer:
 
     def _save(self, iteration: int, extras: Any) -> None:
         self._joined.record(iteration, self._state, extras)
+        self._report()
         faults.at_step(iteration, "in_copy")
+
+    def _report(self) -> None:
+        if self._reporter is not None:
+            self._reporter.step_over()
 
     def _end_of_step(self) -> None:
         self._joined.events.write("step", iteration=self._iteration)
@@ -336,7 +367,7 @@ class Checkpointer:
 
     @property
     def _models(self) -> Mapping[str, nn.Module]:
-        return self._state.models if isinstance(self._state, PlainState) else {}
+        return self._bound.models if isinstance(self._bound, PlainState) else {}
 
     def _mark_stepped(self, *_: Any) -> None:
         self._stepped = True

@@ -155,8 +155,31 @@ def _describe(document: dict[str, Any]) -> str:
         lines.append(f"  {name}: incarnation {stream['incarnation']}, {stream['world_size']} ranks, {state}")
         lines += [f"    shard of rank {owner}: {', '.join(slots)}" for owner, slots in stream["shards"].items()]
         lines += [f"    left out: host {host} for rank {owner}" for owner, host in stream["excluded"]]
+        lines += _describe_gradients(stream["gradients"])
         lines += _describe_storage(stream["storage"]) if stream["storage"] else []
     return "\n".join(lines)
+
+
+def _describe_gradients(gradients: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+    """A line for each rule, of the first rank on this host."""
+    first = min(gradients, key=int, default=None)
+    if first is None:
+        return []
+    return [f"    gradients of rank {first}, {rule}: {', '.join(_figures(figures))}" for rule, figures in gradients[first].items()]
+
+
+def _figures(figures: dict[str, float]) -> Iterator[str]:
+    """In words; see gemini_ft.gradients.GradientState."""
+    rest = dict(figures)
+    if "bytes_before" in rest and "bytes_after" in rest:
+        yield f"{rest.pop('bytes_before'):,.0f} -> {rest.pop('bytes_after'):,.0f} bytes"
+    for name in ("encode", "communication", "decode"):
+        if (value := rest.pop(f"{name}_ms", None)) is not None:
+            yield f"{name} {value:.2f} ms"
+    for name in ("overlap", "density"):
+        if (value := rest.pop(name, None)) is not None:
+            yield f"{name} {value:.1%}"
+    yield from (f"{name} {value:g}" for name, value in rest.items())
 
 
 def _describe_storage(storage: dict[str, Any]) -> list[str]:

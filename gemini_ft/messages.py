@@ -15,7 +15,7 @@ from gemini_ft.errors import PeerError
 from gemini_ft.traffic import Profile
 from gemini_ft.versions import Incarnation, Version
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE = 64 * 2**20  # bytes; layouts of very large models are the longest messages
 
 
@@ -172,6 +172,13 @@ class Observed(_Message):
 
     kind: Literal["observed"] = "observed"
     profile: Profile | None
+
+
+class Figures(_Message):
+    """What the gradients took in the last step, for ``gemini status``."""
+
+    kind: Literal["figures"] = "figures"
+    figures: dict[str, dict[str, float]]  # rule or group -> figure -> value, see gemini_ft.gradients.GradientState
 
 
 class Dispatched(_Message):
@@ -713,7 +720,7 @@ class Data(_Message):
 
 Message = Annotated[
     Hello | GetInventory | OpenSession | Reserve | Request | Chunk | Copied | GiveUp | Progress | Watch | Observed
-    | Dispatched | Collected | Excuse | Map | Verify | Verified | Stage | Staged | Adopt | Goodbye | GetStatus | Visit | Leave
+    | Figures | Dispatched | Collected | Excuse | Map | Verify | Verified | Stage | Staged | Adopt | Goodbye | GetStatus | Visit | Leave
     | Inject | Welcome | Inventory | Opened | Reserved | Granted | Committed | Aborted | Failed | Notice | Travelled
     | Dispatch | Collect | Mapped | Custody | Status | Visited | Challenge | Proof | Accepted | Offer | Ready | Refused
     | Begin | End | Drop | Ack | Resend | Parcel | Astray | Unchanged | ReportCompleted | ReportSkipped | ReportUploaded

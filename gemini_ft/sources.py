@@ -41,7 +41,7 @@ _OPTIMIZER_WRAPPERS = {"LightningOptimizer": "_optimizer", "_FabricOptimizer": "
 _open_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # known to keep all their state in sight
 _FSDP1 = "_fsdp_wrapped_module"
 _NO_FSDP1 = "belongs to FSDP1, whose flat parameters hide who owns what; use FSDP2 (fully_shard)"
-_RESERVED = re.compile(r"(optim|group)\d+$")
+_RESERVED = re.compile(r"(optim\d+|group\d+|gradients)$")
 
 
 class Role(Enum):
@@ -246,7 +246,9 @@ def overlaps(tensor: torch.Tensor) -> bool:
 def _module_tensors(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor, Role]]:
     for model, module in models.items():
         if "." in model or _RESERVED.match(model):
-            raise UnsupportedStateError(f"a model cannot be named {model!r}: dots, optim<n> and group<n> are taken; use another key")
+            raise UnsupportedStateError(
+                f"a model cannot be named {model!r}: dots, optim<n>, group<n> and gradients are taken; use another key"
+            )
         inner = unwrap_model(module)
         _reshard(inner)
         for name, param in inner.named_parameters():

@@ -28,7 +28,7 @@ class TrainingState(Protocol):
         ...
 
     def extras(self, live: Sequence[Live]) -> Extras:
-        """What is no tensor; it may hold live objects."""
+        """What is no tensor; it may hold live objects. ``live`` is of the survey just made."""
         ...
 
     def check(self, extras: Extras) -> None:

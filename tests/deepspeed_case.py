@@ -257,6 +257,38 @@ def whole_weights(engine: Any) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().clone() for name, tensor in engine.module.state_dict().items()}
 
 
+def with_gradients(case: Case, attached: bool = True) -> dict[str, Any]:
+    """Train to the end, and leave the run unfinished; what was loaded into the state of the gradients."""
+    import deepspeed
+    from gradient_case import Toy
+    from session_case import Recorded
+
+    import gemini_ft
+    import gemini_ft.deepspeed
+    from gemini_ft.testing import first_difference
+
+    gemini_ft.init_process_group("gloo")
+    torch.manual_seed(0)
+    net = Smooth()
+    told, toy = Recorded(), Toy()
+    config = {key: value for key, value in configuration(case).items() if key != "gemini"}
+    params = [param for param in net.parameters() if param.requires_grad]
+    engine, *_ = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(params, lr=1e-2), config=config)
+    if attached:
+        engine.__dict__["gradients"] = toy
+    else:
+        net.gradients = toy  # engines pass on what their modules have
+    gemini_ft.deepspeed.attach(engine, {"on_late": "wait"})
+    mine = {"residual": torch.full((3,), float(dist.get_rank())), "rank": dist.get_rank()}
+    loaded = first_difference(toy.state, mine) is None
+    toy.state = mine
+    _train_smooth(case, engine, os.devnull, case.steps)
+    engine.gemini.checkpointer.flush()
+    engine.gemini.close(finished=False)
+    dist.barrier()
+    return {"resumed": engine.gemini.resumed or 0, "loaded": loaded, "told": told.texts}
+
+
 def refusals(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """What each configuration is refused with, on one rank; empty: it is accepted."""
     import deepspeed

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from agent_kit import end_agent
-from deepspeed_case import Case, destroyed_in_finally, hang, refusals, train, train_pipeline, train_resized
+from deepspeed_case import Case, destroyed_in_finally, hang, refusals, train, train_pipeline, train_resized, with_gradients
 from plain_case import history
 from rank_kit import World
 
@@ -111,6 +111,20 @@ class TestWhereFrom:
             results = ranks.outcome(train, case, str(tmp_path / "disturbed"))
         assert [result["state"] for result in results] == [result["state"] for result in expected]
         assert results[0]["start"] >= 4
+
+
+def test_what_synchronises_gradients_is_an_attribute_of_the_engine(tmp_path: Path) -> None:
+    """Not of its module, which engines show as their own. Other ranks than before begin it anew."""
+    with World(tmp_path, 2) as ranks:
+        results = ranks.finish(with_gradients, Case(1), GEMINI_FAULTS="step=3:rank=0:sigkill")
+        assert ranks.restarts == 1
+        assert all(said["resumed"] > 0 and said["loaded"] for said in results)
+        refused = ranks.outcome(with_gradients, Case(1), False)
+        assert all(isinstance(error, LayoutMismatchError) and "and this job has none" in str(error) for error in refused), refused
+        ranks.hosts = ranks.hosts[:1]
+        (alone,) = ranks.outcome(with_gradients, Case(1, steps=12))
+        assert (alone["resumed"], alone["loaded"]) == (10, False)
+        assert any("the gradient state of 2 ranks cannot be used by 1" in text for text in alone["told"])
 
 
 def test_nothing_is_left_to_a_dead_agent(tmp_path: Path) -> None:

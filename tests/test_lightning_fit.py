@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gradient_case import Toy
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -19,9 +20,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import gemini_ft
+import gemini_ft.lightning
 from gemini_ft import codec
 from gemini_ft.agent import lifecycle
 from gemini_ft.errors import ConfigError, LayoutMismatchError, StateError
+from gemini_ft.testing import first_difference
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
@@ -124,6 +127,20 @@ def test_a_crash_is_resumed(fit: Callable[..., Model], closed: list[dict[str, bo
     assert resumed.steps[0] in (3, 4)
     assert closed == [{"finished": False, "interrupted": False}, {"finished": True, "interrupted": False}]
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), fit(strategy="ddp").parameters(), strict=True))
+
+
+def test_what_synchronises_gradients_belongs_to_the_strategy(fit: Callable[..., Model]) -> None:
+    def strategy(state: dict[str, Any]) -> Any:
+        made = gemini_ft.lightning.GeminiStrategy()
+        made.gradients = Toy(state)
+        return made
+
+    with pytest.raises(Boom):
+        fit({"at": 4, "do": crash}, strategy=strategy({"residual": torch.full((3,), 0.1), "steps": 4}))
+    with pytest.raises(LayoutMismatchError, match="the snapshot holds the state of a gradient pipeline"):
+        fit()
+    fit(strategy=(resumed := strategy({})))
+    assert first_difference(resumed.gradients.state, {"residual": torch.full((3,), 0.1), "steps": 4}) is None
 
 
 def test_ctrl_c_is_no_crash(fit: Callable[..., Model], closed: list[dict[str, bool]]) -> None:

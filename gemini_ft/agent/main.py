@@ -34,6 +34,7 @@ from gemini_ft.messages import (
     Copied,
     Dispatched,
     Excuse,
+    Figures,
     GetInventory,
     GetStatus,
     GiveUp,
@@ -203,6 +204,8 @@ class Agent:
                 self._sign_of_life(worker, suspended)
             case Observed(profile=profile):
                 stream.outbound.observed(worker.rank, profile)
+            case Figures(figures=figures):
+                stream.figures[worker.rank] = figures
             case Dispatched():
                 stream.outbound.dispatched(message)
             case Collected():

@@ -67,6 +67,7 @@ class Stream:
         self.given_up: set[Version] = set()
         self.excluded: list[tuple[int, str]] = []
         self.counters = {"committed": 0, "aborted": 0, "replica_bytes": 0, "uploads": 0, "failed_uploads": 0}
+        self.figures: dict[int, dict[str, dict[str, float]]] = {}  # rank -> what it said last of its gradients
         self._progressed = True
         self._candidates: set[WorkerPort] = set()  # who has asked for the inventory, to open a new incarnation
         self.inbound = Inbound(self, agent, custodians)
@@ -111,6 +112,7 @@ class Stream:
             self.vault.sync_headers()
             self.vault.forget()
         self.spec = spec
+        self.figures.clear()
         self._candidates.clear()
         self._connect(spec)
         if readopt:
@@ -430,6 +432,7 @@ class Stream:
             "storage": self._uploader.status() if self._uploader is not None else None,
             "counters": self.counters,
             "traffic": self._outbound.status() if self._outbound is not None else None,
+            "gradients": {str(rank): figures for rank, figures in sorted(self.figures.items())},
             "shards": {
                 str(owner): [f"{s.state}:{s.version.iteration if s.version else '-'}" for s in slots.slots.values()]
                 for owner, slots in self.host.shards.items()

@@ -21,6 +21,7 @@ from gemini_ft.checkpointer import Checkpointer
 from gemini_ft.config import load_config
 from gemini_ft.deepspeed.state import EngineState
 from gemini_ft.errors import ConfigError
+from gemini_ft.gradients import GradientState
 from gemini_ft.rng import branch_randomness, rng_state, set_rng_state
 
 _log = logging.getLogger("gemini_ft")
@@ -38,13 +39,21 @@ class Protection:
         client_state: values of the user's own, saved with every step and restored: the position in the data, for example.
         deferred: True: the state after a step is saved when `save` is called, not at the end of ``engine.step()``. For loops
             that do more than that in a step: schedulers of their own, evaluation, logs.
+
+    Args:
+        engine: as ``deepspeed.initialize`` returned it.
+        options: fields of `GeminiConfig`.
+        gradients: state of what synchronises the engine's gradients; default: the engine's own attribute ``gradients``, if it has one.
     """
 
-    def __init__(self, engine: Any, options: Mapping[str, Any]) -> None:
+    def __init__(self, engine: Any, options: Mapping[str, Any], gradients: GradientState | None = None) -> None:
         self._engine = engine
+        gradients = gradients if gradients is not None else vars(engine).get("gradients")  # getattr would find the module's too
         state = EngineState(engine)
         name = f"deepspeed-{next(_ordinals)}"
-        self.checkpointer = Checkpointer(config=load_config(options), name=name, hooks=False, resizable=state.resizable)
+        self.checkpointer = Checkpointer(
+            config=load_config(options), name=name, hooks=False, resizable=state.resizable, gradients=gradients
+        )
         self.client_state: dict[str, Any] = {}
         self.deferred = False
         self.resumed: int | None = None

@@ -16,6 +16,7 @@ import torch
 from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.export.assemble import read_whole
 from gemini_ft.export.source import Checkpoint
+from gemini_ft.gradients import is_gradient
 from gemini_ft.sources import split_state_name
 
 _OPTIMIZER = re.compile(r"optim\d+\.")
@@ -68,7 +69,7 @@ class State:
                     "cannot be put together from here; save this model with its own tools"
                 )
         self._extras: dict[str, Any] = on_cpu(checkpoint.extras("tensors")) if optimizers else {}
-        self._tensors = read_whole(checkpoint.shards, lambda name: optimizers or not _OPTIMIZER.match(name))
+        self._tensors = read_whole(checkpoint.shards, lambda name: not is_gradient(name) and (optimizers or not _OPTIMIZER.match(name)))
         checkpoint.close()
 
     def model(self, raw: bool = False) -> dict[str, torch.Tensor]:

@@ -82,7 +82,9 @@ class Fit:
                 restore_buckets(model, self._found["ddp"])
 
     def bind(self) -> None:
-        """Model and optimizers are in their final form."""
+        """Model and optimizers are in their final form; so is what synchronises gradients, if the strategy has such a thing."""
+        if (gradients := getattr(self._trainer.strategy, "gradients", None)) is not None:
+            self.checkpointer.attach_gradients(gradients)
         self._bind_state()
         if self._found is not None:
             complete(self._trainer, self.checkpoint, self._trainer.lightning_module.state_dict())
