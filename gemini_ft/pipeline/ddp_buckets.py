@@ -38,9 +38,9 @@ class DdpBuckets:
 
     def ready(self, bucket: GradBucket) -> Future[Tensor]:
         """A bucket's gradients are final."""
-        if self._averager.is_done:
-            self._synchronizer.step_over()
         names = [self._synchronizer.name_of(param) for param in bucket.parameters()]
+        if any(self._averager.has(name) for name in names):  # of the backward pass before
+            self._synchronizer.backward_over()
         if self._otherwise is not None and self._ours.isdisjoint(names):
             state, hook = self._otherwise
             future: Future[Tensor] = hook(state, bucket)

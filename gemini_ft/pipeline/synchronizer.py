@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gemini_ft.errors import ConfigError, StateError
-from gemini_ft.pipeline.assignment import assign, trained
+from gemini_ft.pipeline.assignment import assign, nothing, trained
 from gemini_ft.pipeline.averager import Averager
 from gemini_ft.pipeline.ddp_buckets import DdpBuckets, communication_hook
+from gemini_ft.pipeline.plan import NO_RULE
 from gemini_ft.pipeline.rules import load_rules
 from gemini_ft.pipeline.telemetry import Step
 from gemini_ft.pipeline.tuner import Tuner
@@ -66,6 +67,8 @@ class GradientSynchronizer:
     ) -> None:
         rules = load_rules(pipeline)
         tensors = assign(model, rules)
+        if otherwise is not None:
+            tensors = [tensor for tensor in tensors if tensor.rule != NO_RULE]
         self._parameters = trained(model)
         self._names = {id(param): name for name, param in self._parameters.items()}
         self._sparse = {tensor.name for tensor in tensors if tensor.sparse}
@@ -109,7 +112,7 @@ class GradientSynchronizer:
         used = self._used_elsewhere(untouched) if self._find_unused else set(untouched)
         for name in missing:
             param = self._parameters[name]
-            gradient = param.grad if param.grad is not None else self._nothing(name)
+            gradient = param.grad if param.grad is not None else nothing(param, name in self._sparse)
             unused = name in untouched and name not in used and param.grad is None
             self.averager.ready(name, gradient, _drop if unused else partial(_fill, param))
         self.averager.wait()
@@ -136,6 +139,16 @@ class GradientSynchronizer:
         self._touched.clear()
         self._tuner.step_over()
 
+    def backward_over(self) -> None:
+        """Of a DDP model, whose backward pass ends with averages: the step is over, unless that is known already. Collective at some steps.
+
+        Integrations call it after each backward pass that synchronised. Without it the next backward pass comes to it, and a plan
+        may be found one step later.
+        """
+        if self.averager.is_complete:
+            self.averager.wait()
+            self.step_over()
+
     def ready(self, name: str) -> None:
         """Note that a gradient is final."""
         self._watch.ready(name)
@@ -152,15 +165,6 @@ class GradientSynchronizer:
         self._watch.ready(name)
         assert param.grad is not None
         self.averager.ready(name, param.grad, partial(_fill, param))
-
-    def _nothing(self, name: str) -> Tensor:
-        """What a parameter adds whose gradient is missing."""
-        param = self._parameters[name]
-        if name not in self._sparse:
-            return torch.zeros_like(param)
-        return torch.sparse_coo_tensor(
-            torch.empty(1, 0, dtype=torch.int64), param.new_empty(0, *param.shape[1:]), param.shape, check_invariants=False
-        ).to(param.device)
 
     def _used_elsewhere(self, missing: Sequence[str]) -> set[str]:
         """Those of the missing ones that have a gradient on another rank. Collective."""
@@ -190,7 +194,8 @@ class GradientSynchronizer:
 
     def _catch_up(self) -> None:
         """DDP has nobody say that a step is over; between steps it is seen."""
-        if self._is_ddp and self.averager.is_done:
+        if self._is_ddp and self.averager.is_complete:
+            self.averager.wait()
             self.averager.step_over()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
