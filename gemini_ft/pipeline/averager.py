@@ -102,7 +102,7 @@ class Averager:
         self._agree()
         self.plan = first_plan(tensors, rules)
         self.routes = Routes(rules)
-        self.telemetry = Telemetry(tensors, rules)
+        self.telemetry = Telemetry(rules)
         self.step = 0
         self._rounds = 0  # of averaging; more than one per step where buckets come one by one
         self._lanes = Lanes(device)
@@ -227,6 +227,7 @@ class Averager:
     def _submitted(self, group: Group, gradients: Gradients, take: Callable[[dict[str, Tensor]], None]) -> tuple[Group, Job]:
         route, turn = self.routes.of(group), Turn(self._rounds, self.rank, self.world)
         job = Job(route.average(gradients, turn, self.group, self._scale), route.single and self.world > 1, take)
+        job.figures.dense = sum(gradient.numel() * gradient.element_size() for gradient in gradients.values())
         job.done.add_done_callback(self._ended)
         self._lanes.submit(job)
         return group, job

@@ -41,8 +41,9 @@ Work: TypeAlias = Generator[Call, Any, dict[str, Tensor]]
 
 @dataclass
 class Figures:
-    """What one group has cost: seconds, and bytes handed to collectives."""
+    """What one group has cost: seconds, and bytes handed to collectives (``dense``: of the gradients)."""
 
+    dense: int = 0
     encode: float = 0.0
     communicate: float = 0.0
     decode: float = 0.0

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from gemini_ft.pipeline.lanes import Figures
-from gemini_ft.pipeline.plan import NO_RULE, Group, Tensor
+from gemini_ft.pipeline.plan import NO_RULE, Group
 from gemini_ft.pipeline.rules import Rules
 
 
@@ -55,12 +55,10 @@ class Telemetry:
     """The newest steps.
 
     Args:
-        tensors: of the pipeline.
         rules: of the pipeline.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], rules: Rules) -> None:
-        self._nbytes = {tensor.name: tensor.nbytes for tensor in tensors}
+    def __init__(self, rules: Rules) -> None:
         self._names = {NO_RULE: "no rule"} | {number: f"{number + 1}: {rule}" for number, rule in enumerate(rules)}
         self.last: Step | None = None
 
@@ -74,7 +72,7 @@ class Telemetry:
     def _traffic(self, groups: Sequence[tuple[Group, Figures]]) -> Traffic:
         densities = [density for _, figures in groups for density in figures.densities]
         return Traffic(
-            sum(self._nbytes[name] for group, _ in groups for name in group.names),
+            sum(figures.dense for _, figures in groups),
             sum(figures.nbytes for _, figures in groups),
             sum(figures.encode for _, figures in groups),
             sum(figures.communicate for _, figures in groups),
