@@ -216,12 +216,14 @@ def _protect(trainer: Any) -> Any:
         raise ConfigError("ignore_data_skip=True gives up the position in the data, which GeminiCallback restores; leave it out")
     if not trainer.is_deepspeed_enabled:
         raise ConfigError("GeminiCallback needs a Trainer that uses DeepSpeed: give TrainingArguments(deepspeed=...), or take it away")
-    engine = trainer.model_wrapped
-    if "gemini" not in engine.config:
-        _log.warning('GeminiCallback does nothing: the DeepSpeed configuration has no "gemini" section; {} in it means the defaults')
-        return None
     from gemini_ft.deepspeed import attach
 
+    engine = trainer.model_wrapped
+    if "gemini" not in engine.config:
+        _log.warning('GeminiCallback keeps nothing: the DeepSpeed configuration has no "gemini" section; {} in it means the defaults')
+        if "gradient_pipeline" in engine.config:
+            attach(engine)
+        return None
     protection = attach(engine).gemini  # under `gemini run` it is already
     protection.deferred = True
     return protection

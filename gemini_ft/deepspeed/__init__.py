@@ -6,7 +6,8 @@
     for step in range(engine.global_steps, steps):   # 0 at a first start
         ...
 
-The options are the ``"gemini"`` section of the configuration; without one this is ``deepspeed.initialize``.
+The options are the ``"gemini"`` section of the configuration. A ``"gradient_pipeline"`` section, a list of rules, says how gradients
+are added up, compressed and grouped; either may be there alone. Without both this is ``deepspeed.initialize``.
 Importing this module does not import DeepSpeed.
 """
 
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gemini_ft.deepspeed.engine import Protection, attach, initialize
+    from gemini_ft.deepspeed.gradients import EngineGradients
 
-__all__ = ["Protection", "attach", "initialize"]
+__all__ = ["EngineGradients", "Protection", "attach", "initialize"]
 
 
 def __getattr__(name: str) -> Any:

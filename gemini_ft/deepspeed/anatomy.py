@@ -75,7 +75,7 @@ def present_cut(engine: Any) -> Cut:
     found = [Fragment(master, offset, names[id(param)], start, stop) for master, offset, param, start, stop in _of_masters(engine)]
     for name, param in others(engine).items():
         part = getattr(param, "ds_tensor", param)
-        start, stop = _own_part(param, engine.seq_data_parallel_group) if part is not param else (0, param.numel())
+        start, stop = own_part(param, engine.seq_data_parallel_group) if part is not param else (0, param.numel())
         shapes[f"frozen.{name}"] = tuple(part.shape)
         found.append(Fragment(f"frozen.{name}", 0, name, start, stop))
     return Cut(shapes, [fragment for fragment in found if fragment.start < fragment.stop])
@@ -95,7 +95,7 @@ def _of_masters(engine: Any) -> Iterator[tuple[str, int, torch.Tensor, int, int]
             for i, (params, group) in enumerate(zip(optimizer.fp16_groups, optimizer.sub_group_process_groups, strict=True)):
                 starts = accumulate((param.partition_numel() for param in params), initial=0)
                 for param, offset in zip(params, starts, strict=False):
-                    yield f"zero.{i}", offset, param, *_own_part(param, group)
+                    yield f"zero.{i}", offset, param, *own_part(param, group)
         case DeepSpeedZeroOptimizer() | BF16_Optimizer():
             zero = isinstance(optimizer, DeepSpeedZeroOptimizer)
             partitions = optimizer.single_partition_of_fp32_groups if zero else optimizer.fp32_groups_flat_partition
@@ -123,7 +123,7 @@ def _end_to_end(params: Sequence[torch.Tensor]) -> list[int]:
     return list(accumulate((param.numel() for param in params), initial=0))[:-1]
 
 
-def _own_part(param: Any, group: Any) -> tuple[int, int]:
+def own_part(param: Any, group: Any) -> tuple[int, int]:
     """What ZeRO 3 gives this rank of a parameter, without the padding."""
     size = param.partition_numel()
     start = min(dist.get_rank(group) * size, param.ds_numel)

@@ -1,5 +1,7 @@
 """``attach``: an engine's updates wait for the copy under way, and every update is followed by a snapshot.
 
+A "gradient_pipeline" section gives the engine a pipeline as well (`gemini_ft.deepspeed.gradients`), with protection or without.
+
 Only the one engine that is given is changed: it becomes an instance of a subclass of its own class.
 """
 
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from gemini_ft import wrapping
 from gemini_ft.checkpointer import Checkpointer
 from gemini_ft.config import load_config
+from gemini_ft.deepspeed.gradients import EngineGradients, install
 from gemini_ft.deepspeed.state import EngineState
 from gemini_ft.errors import ConfigError
 from gemini_ft.gradients import GradientState
@@ -119,7 +122,9 @@ def bound_collectives(engine: Any, hang_timeout: float | None) -> None:
     """
     if hang_timeout == 0:
         return
-    for group in {engine.data_parallel_group, engine.seq_data_parallel_group} - {None}:
+    gradients = vars(engine).get("gradients")
+    pipeline = gradients.averager.group if isinstance(gradients, EngineGradients) else None
+    for group in {engine.data_parallel_group, engine.seq_data_parallel_group, pipeline} - {None}:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=hang_timeout or _HANG_SECONDS), group)
 
 
@@ -163,7 +168,7 @@ class _ProtectedPipeline(_Protected):
 
 
 def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
-    """Protect an engine, and resume it if there is something to resume. Collective.
+    """Protect an engine, and resume it if there is something to resume; give it its gradient pipeline before. Collective.
 
     Args:
         engine: as ``deepspeed.initialize`` returned it, before its first step.
@@ -173,9 +178,11 @@ def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
         The same engine. ``engine.global_steps`` says how many steps are done, ``engine.gemini`` is its `Protection`.
 
     In workers of ``gemini run`` an engine with such a section is protected already (`gemini_ft.wrapping`); that is no error.
+    An engine whose configuration has a "gradient_pipeline" section and no "gemini" section gets the pipeline alone.
 
     Raises:
-        ConfigError: there is no section, or an option in it is wrong; or the engine is protected already, with other options.
+        ConfigError: there is no section, or an option in it is wrong; or the engine is protected already, with other options; or the
+            gradient pipeline does not fit the engine.
         GeminiError: the state cannot be captured or resumed.
     """
     if isinstance(engine, _Protected):
@@ -183,6 +190,10 @@ def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
             raise ConfigError('this engine is protected already; give the options in one place, the "gemini" section or attach()')
         return engine
     section = engine.config.get("gemini") if options is None else options
+    if (pipeline := engine.config.get("gradient_pipeline")) is not None:
+        install(engine, pipeline)
+        if section is None:
+            return engine
     if section is None:
         raise ConfigError('the configuration has no "gemini" section; add one ({} for the defaults), or give options to attach()')
     if not isinstance(section, Mapping):
@@ -196,13 +207,13 @@ def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
 
 
 def initialize(*arguments: Any, **named: Any) -> tuple[Any, Any, Any, Any]:
-    """``deepspeed.initialize`` with its own arguments and results; the engine is protected if its configuration has a "gemini" section.
+    """``deepspeed.initialize`` with its own arguments and results, and `attach` if the configuration has a section of ours.
 
     Raises:
         GeminiError: see `attach`.
     """
     engine, optimizer, loader, scheduler = deepspeed.initialize(*arguments, **named)
-    if isinstance(engine.config, dict) and "gemini" in engine.config:
+    if isinstance(engine.config, dict) and not engine.config.keys().isdisjoint(wrapping.SECTIONS):
         attach(engine)
     else:
         _log.warning('the DeepSpeed configuration has no "gemini" section: nothing is protected')

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from gemini_ft.lightning.deepspeed import GeminiDeepSpeedMixin
     from gemini_ft.lightning.fabric import GeminiFabricMixin, GeminiFabricShardedMixin
-    from gemini_ft.lightning.strategy import GeminiMixin, GeminiShardedMixin
+    from gemini_ft.lightning.strategy import GeminiDdpMixin, GeminiShardedMixin
 
-    class GeminiStrategy(GeminiMixin, DDPStrategy): ...
+    class GeminiStrategy(GeminiDdpMixin, DDPStrategy): ...
 
     class GeminiModelParallelStrategy(GeminiShardedMixin, ModelParallelStrategy): ...
 

@@ -14,23 +14,39 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 
 from gemini_ft.config import GeminiConfig
+from gemini_ft.errors import ConfigError
 from gemini_ft.lightning import compat
 from gemini_ft.lightning.loader import DataResume
 from gemini_ft.lightning.options import refuse_platform, signature_of, sort_options
+from gemini_ft.pipeline.rules import Rules
 from gemini_ft.rendezvous import init_process_group
 
 
 class Gemini:
-    """Comes before a strategy of Lightning in the list of bases."""
+    """Comes before a strategy of Lightning in the list of bases.
+
+    Attributes:
+        gemini_config: options.
+        gradients: what synchronises the gradients, where a ``gradient_pipeline`` was given, as soon as the model is wrapped: a
+            `gemini_ft.GradientSynchronizer`, or an engine's `gemini_ft.deepspeed.EngineGradients`.
+    """
 
     gemini_config: GeminiConfig
+    gradients: Any = None
     _gemini_data_resume: DataResume
+    _gemini_rules: Rules | None
+    _gemini_shards: ClassVar[bool] = False  # fully_shard reduces the gradients
     _gemini_package: ClassVar[str]
     _gemini_base: ClassVar[Any]
 
     def __init__(self, **options: Any) -> None:
         given = sort_options(type(self).__name__, self._gemini_base, options)
-        self.gemini_config, self._gemini_data_resume = given.config, given.data_resume
+        self.gemini_config, self._gemini_data_resume, self._gemini_rules = given.config, given.data_resume, given.rules
+        if self._gemini_rules is not None and self._gemini_shards:
+            raise ConfigError(
+                f"{type(self).__name__}: gradient_pipeline is not supported, because fully_shard reduces gradients itself; "
+                "leave it out, or use a strategy over DDP (GeminiStrategy, GeminiFabricStrategy) or DeepSpeed (GeminiDeepSpeedStrategy)"
+            )
         super().__init__(**given.base)
 
     @classmethod

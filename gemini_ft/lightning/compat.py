@@ -50,6 +50,8 @@ def _needed(package: str) -> list[str]:
         "loops.training_epoch_loop._TrainingEpochLoop.advance",
         "loops.training_epoch_loop._TrainingEpochLoop._should_accumulate",
         "loops.fetchers._PrefetchDataFetcher",
+        "trainer.connectors.logger_connector.logger_connector._LoggerConnector.should_update_logs",
+        "strategies.ddp.DDPStrategy._register_ddp_hooks",
         "strategies.deepspeed.DeepSpeedStrategy._initialize_deepspeed_inference",
         "strategies.deepspeed.DeepSpeedStrategy._load_config",
         "strategies.deepspeed.DeepSpeedStrategy._setup_model_and_optimizer",
@@ -150,6 +152,21 @@ def as_if_saved_by_callback(checkpoint: Mapping[str, Any]) -> None:
 def group_settings(strategy: Any) -> tuple[str, Any]:
     """Backend and timeout of the process group that ``strategy`` would create."""
     return strategy._get_process_group_backend(), strategy._timeout
+
+
+def ddp_hook(strategy: Any) -> tuple[Any, Any] | None:
+    """State and communication hook that a DDPStrategy was given, in its wrapper if it was given one."""
+    hook, wrapper = strategy._ddp_comm_hook, strategy._ddp_comm_wrapper
+    if hook is None:
+        return None
+    return strategy._ddp_comm_state, hook if wrapper is None else wrapper(hook)
+
+
+def step_to_log(trainer: Any) -> int | None:
+    """The number under which loggers are told of the step under way; None: ``log_every_n_steps`` leaves it out."""
+    if not trainer._logger_connector.should_update_logs:
+        return None
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def read_deepspeed_config(strategy: Any, config: Any) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gemini_ft import wrapping
 from gemini_ft.errors import ConfigError
 from gemini_ft.lightning import compat
 from gemini_ft.lightning.fit import Fit
@@ -40,7 +41,6 @@ class EngineFit(Fit):
         return self._trainer.strategy.model
 
     def _bind_state(self) -> None:
-        from gemini_ft import wrapping
         from gemini_ft.deepspeed.engine import bound_collectives
         from gemini_ft.deepspeed.state import EngineState
 
@@ -96,17 +96,25 @@ class EnginesOnCpu(_DeepSpeedStrategy):
 
 
 class GeminiDeepSpeedMixin(GeminiMixin, EnginesOnCpu):
-    """Before DeepSpeedStrategy. Options may also come from the section "gemini" of DeepSpeed's configuration."""
+    """Before DeepSpeedStrategy. Options may also come from the sections "gemini" and "gradient_pipeline" of its configuration."""
 
     _gemini_fit_kind = EngineFit
 
     def __init__(self, **options: Any) -> None:
         config = compat.read_deepspeed_config(self, options.get("config"))
         if config is not None:
-            options = section_of(type(self).__name__, config) | options
-            # Without the section: nobody else is to protect the engine a second time.
-            options["config"] = {name: value for name, value in config.items() if name != "gemini"}
+            options = {"gradient_pipeline": config.get("gradient_pipeline")} | section_of(type(self).__name__, config) | options
+            # Without the sections: nobody else is to protect the engine a second time.
+            options["config"] = {name: value for name, value in config.items() if name not in wrapping.SECTIONS}
         super().__init__(**options)
+
+    def _setup_model_and_optimizer(self, *arguments: Any, **named: Any) -> Any:
+        engine, optimizer = super()._setup_model_and_optimizer(*arguments, **named)
+        if self._gemini_rules is not None:
+            from gemini_ft.deepspeed.gradients import install
+
+            self.gradients = install(engine, self._gemini_rules)
+        return engine, optimizer
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """For a file. For a snapshot nothing: the engine's optimizer would copy its partitions."""

@@ -34,6 +34,7 @@ from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.lightning import compat
 from gemini_ft.lightning.base import Gemini, join_group, make_class
 from gemini_ft.lightning.fit import log
+from gemini_ft.lightning.gradients import synchronizer_of
 from gemini_ft.lightning.loader import make_resumable
 from gemini_ft.rng import rng_state, set_rng_state
 
@@ -71,7 +72,8 @@ def by_class(name: str, package: str) -> Any:
         "GeminiFabricStrategy": (GeminiFabricMixin, "DDPStrategy"),
         "GeminiFabricModelParallelStrategy": (GeminiFabricShardedMixin, "ModelParallelStrategy"),
     }[name]
-    doc = f"Fabric's {base} whose training state survives failures. Keyword options: those of GeminiConfig, data_resume, and {base}'s."
+    doc = f"Fabric's {base} whose training state survives failures. Keyword options: those of GeminiConfig, data_resume, "
+    doc += f"gradient_pipeline, and {base}'s."
     return make_class(name, mixin, base, package, _PUBLIC[package], doc)
 
 
@@ -107,19 +109,30 @@ class GeminiFabricMixin(Gemini, _Strategy):
         join_group(self)
         super().setup_environment()
 
+    def setup_module(self, module: nn.Module) -> Any:
+        wrapped = super().setup_module(module)
+        if self._gemini_rules is not None:
+            if self.gradients is not None:
+                raise ConfigError("gradient_pipeline is for one model, and a second one was set up; leave it out, or train them apart")
+            self.gradients = synchronizer_of(wrapped, self._gemini_rules, self.precision)
+        return wrapped
+
     def process_dataloader(self, dataloader: Any) -> Any:
         return make_resumable(super().process_dataloader(dataloader), self._gemini_data_resume)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        checkpointer = self._gemini_checkpointer
-        if checkpointer is None:
-            return super().optimizer_step(optimizer, **kwargs)
         closure = kwargs.get("closure")
         if closure is None:
-            checkpointer.wait_before_update()  # forward and backward are over
+            self._gemini_before_update()  # forward and backward are over
         else:
-            kwargs["closure"] = functools.partial(_run_then_wait, closure, checkpointer)
+            kwargs["closure"] = functools.partial(_run_then, closure, self._gemini_before_update)
         return super().optimizer_step(optimizer, **kwargs)
+
+    def _gemini_before_update(self) -> None:
+        if self.gradients is not None:
+            self.gradients.backward_over()
+        if self._gemini_checkpointer is not None:
+            self._gemini_checkpointer.wait_before_update()
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None) -> None:
         if not _is_ours(path):
@@ -179,6 +192,8 @@ class GeminiFabricMixin(Gemini, _Strategy):
             raise ConfigError(f"{LATEST!r}: state must hold at least one module, it has only {sorted(state)}")
         identity = tuple(id(item) for item in (*models.values(), *optimizers.values()))
         if identity != self._gemini_bound:
+            if self.gradients is not None and not self._gemini_bound:
+                checkpointer.attach_gradients(self.gradients)
             checkpointer.bind(models, list(optimizers.values()))
             self._gemini_bound = identity
         return {name: item for name, item in state.items() if name not in models and name not in optimizers}
@@ -188,6 +203,7 @@ class GeminiFabricShardedMixin(GeminiFabricMixin):
     """Before ModelParallelStrategy: every rank holds parameters of its own. Without sizes all ranks are data parallel."""
 
     _gemini_replicated = False
+    _gemini_shards = True
 
     def setup_environment(self) -> None:
         compat.fill_mesh(self)
@@ -210,7 +226,7 @@ def _inner(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def _run_then_wait(closure: Callable[[], Any], checkpointer: Checkpointer) -> Any:
+def _run_then(closure: Callable[[], Any], then: Callable[[], None]) -> Any:
     result = closure()
-    checkpointer.wait_before_update()
+    then()
     return result

@@ -19,13 +19,17 @@ from torch.nn.parallel import DistributedDataParallel
 from gemini_ft.config import GeminiConfig, load_config
 from gemini_ft.errors import ConfigError
 from gemini_ft.lightning.loader import DataResume
+from gemini_ft.pipeline.rules import Rules, load_rules
+
+_BUCKET_CAP_MB = 1  # what travels together is the pipeline's choice; small buckets tell it sooner that gradients are ready
 
 
 class Options(NamedTuple):
-    """What a strategy was given, sorted by who takes it."""
+    """What a strategy was given, sorted by who takes it; ``rules`` is None without a gradient pipeline."""
 
     config: GeminiConfig
     data_resume: DataResume
+    rules: Rules | None
     base: dict[str, Any]
 
 
@@ -41,11 +45,16 @@ def sort_options(strategy: str, base: type, options: Mapping[str, Any]) -> Optio
     data_resume = rest.pop("data_resume", os.environ.get("GEMINI_DATA_RESUME", "auto"))
     if data_resume not in get_args(DataResume):
         raise ConfigError(f"{strategy}: data_resume={data_resume!r} must be one of {', '.join(get_args(DataResume))}")
-    for_base = {name: value for name, value in rest.items() if name in _parameters_of(base) and not _is_ours(name, value)}
+    pipeline = rest.pop("gradient_pipeline", None)
+    rules = None if pipeline is None else load_rules(pipeline)
+    known = _parameters_of(base)
+    for_base = {name: value for name, value in rest.items() if name in known and not _is_ours(name, value)}
     ours = {name: value for name, value in rest.items() if name not in for_base}
     if unknown := ours.keys() - GeminiConfig.model_fields:
         raise ConfigError(_about_unknown(strategy, base, unknown))
-    return Options(load_config(ours), data_resume, for_base)
+    if rules is not None and "bucket_cap_mb" in known:
+        for_base.setdefault("bucket_cap_mb", _BUCKET_CAP_MB)
+    return Options(load_config(ours), data_resume, rules, for_base)
 
 
 def signature_of(base: type) -> inspect.Signature:
@@ -54,7 +63,8 @@ def signature_of(base: type) -> inspect.Signature:
     parameters = {"self": inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)}
     for name, field in GeminiConfig.model_fields.items():
         parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.annotation)
-    parameters["data_resume"] = inspect.Parameter("data_resume", inspect.Parameter.KEYWORD_ONLY, default="auto", annotation=DataResume)
+    for name, default, annotation in (("data_resume", "auto", DataResume), ("gradient_pipeline", None, list[Any] | str | None)):
+        parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
     for name, given in _parameters_of(base).items():
         annotation = given.annotation if given.annotation is not empty else Any
         if name == "timeout":
@@ -105,7 +115,7 @@ def _parameters_of(base: type) -> dict[str, inspect.Parameter]:
 
 
 def _about_unknown(strategy: str, base: type, unknown: Iterable[str]) -> str:
-    ours, theirs = sorted(GeminiConfig.model_fields), sorted({"data_resume", *_parameters_of(base)})
+    ours, theirs = sorted(GeminiConfig.model_fields), sorted({"data_resume", "gradient_pipeline", *_parameters_of(base)})
     return (
         f"{strategy}: unknown option {_with_hints(unknown, [*ours, *theirs])}; allowed are gemini's {', '.join(ours)}, "
         f"and {base.__name__}'s {', '.join(theirs)}"

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gemini_ft.lightning import compat
 from gemini_ft.lightning.base import Gemini, join_group, make_class
 from gemini_ft.lightning.fit import Fit
+from gemini_ft.lightning.gradients import FiguresLog, synchronizer_of
 from gemini_ft.lightning.loader import make_resumable
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
     from lightning.pytorch.strategies.strategy import Strategy as _Strategy
 
     from gemini_ft.checkpointer import Checkpointer
 else:
-    _Strategy = object
+    _Strategy = _DDPStrategy = object
 
 _NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemini": ("GeminiStrategy", {}),
@@ -42,7 +44,8 @@ def by_name(name: str, package: str) -> Any:
 def by_class(name: str, package: str) -> Any:
     """The strategy class called ``name`` for ``package``, "lightning.pytorch" or "pytorch_lightning"."""
     mixin, base = _parts(name)
-    doc = f"{base} whose training state survives failures. Keyword options: those of GeminiConfig, data_resume, and {base}'s."
+    doc = f"{base} whose training state survives failures. Keyword options: those of GeminiConfig, data_resume, "
+    doc += f"gradient_pipeline, and {base}'s."
     return make_class(name, mixin, base, package, _PUBLIC[package], doc)
 
 
@@ -52,7 +55,7 @@ def _parts(name: str) -> tuple[type, str]:
 
         return GeminiDeepSpeedMixin, "DeepSpeedStrategy"
     return {
-        "GeminiStrategy": (GeminiMixin, "DDPStrategy"),
+        "GeminiStrategy": (GeminiDdpMixin, "DDPStrategy"),
         "GeminiModelParallelStrategy": (GeminiShardedMixin, "ModelParallelStrategy"),
     }[name]
 
@@ -63,6 +66,7 @@ class GeminiMixin(Gemini, _Strategy):
     _gemini_replicated: ClassVar[bool] = True
     _gemini_fit_kind: ClassVar[type[Fit]] = Fit
     _gemini_fit: Fit | None = None
+    _gemini_figures: FiguresLog | None = None
 
     @property
     def _gemini_trainer(self) -> Trainer:
@@ -94,6 +98,7 @@ class GeminiMixin(Gemini, _Strategy):
         super().setup(trainer)
         if self._gemini_fit is not None:
             self._gemini_fit.bind()
+            self._gemini_figures = FiguresLog(trainer, self.gradients) if self.gradients is not None else None
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         fit = self._gemini_fit
@@ -103,10 +108,17 @@ class GeminiMixin(Gemini, _Strategy):
         def closure_then_wait() -> Any:
             # Forward and backward run in the closure. An optimizer's pre-hook would come before them, too early.
             result = closure()
+            self._gemini_backward_over()
             fit.before_update()
             return result
 
-        return super().optimizer_step(optimizer, closure_then_wait, model, **kwargs)
+        result = super().optimizer_step(optimizer, closure_then_wait, model, **kwargs)
+        if self._gemini_figures is not None:
+            self._gemini_figures.updated()
+        return result
+
+    def _gemini_backward_over(self) -> None:
+        """All gradients of the step are there."""
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
@@ -129,6 +141,8 @@ class GeminiMixin(Gemini, _Strategy):
             self._gemini_trainer.strategy.barrier("gemini: all ranks have finished")
             fit, self._gemini_fit = self._gemini_fit, None
             fit.close(finished=True)
+            if self.gradients is not None:
+                self.gradients.close()
         super().teardown()
 
     # --- what Lightning saves and restores
@@ -195,10 +209,25 @@ class GeminiMixin(Gemini, _Strategy):
         )
 
 
+class GeminiDdpMixin(GeminiMixin, _DDPStrategy):
+    """Before DDPStrategy. A gradient pipeline is DDP's communication hook; a hook of the user's has what no rule matches."""
+
+    def _register_ddp_hooks(self) -> None:
+        if self._gemini_rules is None:
+            super()._register_ddp_hooks()
+        else:  # on CPUs too, where Lightning leaves hooks out
+            self.gradients = synchronizer_of(self.model, self._gemini_rules, self.precision_plugin, compat.ddp_hook(self))
+
+    def _gemini_backward_over(self) -> None:
+        if self.gradients is not None:
+            self.gradients.backward_over()
+
+
 class GeminiShardedMixin(GeminiMixin):
     """Before ModelParallelStrategy: every rank holds parameters of its own. Without sizes all ranks are data parallel."""
 
     _gemini_replicated = False
+    _gemini_shards = True
 
     def setup_environment(self) -> None:
         compat.fill_mesh(self)

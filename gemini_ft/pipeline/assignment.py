@@ -30,7 +30,8 @@ def assign(model: nn.Module, rules: Rules) -> list[Tensor]:
     sparse, found = _sparse(model), []
     for name, param in trained(model).items():
         number = next((number for number, rule in enumerate(rules) if rule.matches(name)), NO_RULE)
-        found.append(Tensor(name, tuple(param.shape), param.element_size(), number, name in sparse))
+        shape = tuple(getattr(param, "ds_shape", param.shape))  # ZeRO 3 has taken the whole away
+        found.append(Tensor(name, shape, param.element_size(), number, name in sparse))
         if number != NO_RULE:
             _check_parameter(number, rules[number], name, param, name in sparse)
     if not found:
@@ -40,6 +41,20 @@ def assign(model: nn.Module, rules: Rules) -> list[Tensor]:
     for number, rule in enumerate(rules):
         _check_rule(number, rule, found, rules)
     return found[::-1]
+
+
+def nothing(param: torch.Tensor, sparse: bool) -> torch.Tensor:
+    """What a parameter adds that has no gradient on this rank.
+
+    Args:
+        param: the parameter.
+        sparse: whether its gradients are sparse tensors: then it is one without entries, as all ranks must bring the same kind.
+    """
+    if not sparse:
+        return torch.zeros_like(param)
+    return torch.sparse_coo_tensor(
+        torch.empty(1, 0, dtype=torch.int64), param.new_empty(0, *param.shape[1:]), param.shape, check_invariants=False
+    ).to(param.device)
 
 
 def _sparse(model: nn.Module) -> set[str]:

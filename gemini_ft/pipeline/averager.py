@@ -135,7 +135,8 @@ class Averager:
         self._arrived: dict[str, _Arrival | None] = {}  # None: nobody has it in this step
         self._launched = 0  # groups of the plan
         self._jobs: list[tuple[Group, Job]] = []
-        self._ready_at = 0.0  # the last gradient of the step
+        self._ready_at = 0.0  # the last gradient of the step that came by itself
+        self._blocked = 0.0  # seconds of this step that `average` took
         self._scale = 1.0
         self.scale: Callable[[], float] | None = None  # of the loss, as a scaler has it at the moment
         self.on_failure: Callable[[BaseException], None] | None = None  # called on another thread
@@ -167,6 +168,10 @@ class Averager:
             self._launch(self.plan.groups[self._launched])
             self._launched += 1
 
+    def has(self, name: str) -> bool:
+        """Whether the gradient has come in this step."""
+        return name in self._arrived
+
     def missing(self) -> list[str]:
         """Tensors whose gradients have not come in this step."""
         return [tensor.name for tensor in self.tensors if tensor.name not in self._arrived]
@@ -178,7 +183,7 @@ class Averager:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all gradients of a step have come, and the step is not over."""
+        """Whether all gradients of the step have come; `wait` returns when they have been averaged."""
         return bool(self._arrived) and self._launched == len(self.plan.groups)
 
     def step_over(self, begun: float | None = None) -> None:
@@ -187,10 +192,11 @@ class Averager:
         Args:
             begun: when the step's forward pass began (``time.perf_counter()``); None: nobody knows.
         """
-        last = max((job.ended for _, job in self._jobs), default=self._ready_at)
-        seconds = last - begun if begun is not None else 0.0
-        self.telemetry.add(self.step, seconds, max(0.0, last - self._ready_at), [(group, job.figures) for group, job in self._jobs])
-        self._arrived, self._launched, self._jobs = {}, 0, []
+        last = max((job.ended for _, job in self._jobs), default=0.0)
+        blocked = self._blocked + (max(0.0, last - self._ready_at) if self._arrived else 0.0)
+        seconds = last - begun if begun is not None and self._jobs else 0.0
+        self.telemetry.add(self.step, seconds, blocked, [(group, job.figures) for group, job in self._jobs])
+        self._arrived, self._launched, self._jobs, self._blocked = {}, 0, [], 0.0
         self.step += 1
         self._rounds += 1
 
@@ -206,13 +212,14 @@ class Averager:
         Args:
             gradients: the same names on all ranks. They are only read.
         """
-        means: dict[str, Tensor] = {}
+        begin, means = time.perf_counter(), dict[str, Tensor]()
         groups = [replace(group, names=tuple(name for name in group.names if name in gradients)) for group in self.plan.groups]
         self._scale = self.scale() if self.scale is not None else 1.0
         jobs = [self._submitted(group, {name: gradients[name] for name in group.names}, means.update) for group in groups if group.names]
         for _, job in jobs:
             self._lanes.wait(job)
-        self._jobs, self._ready_at = self._jobs + jobs, time.perf_counter()
+        self._jobs += jobs
+        self._blocked += time.perf_counter() - begin
         self._rounds += 1
         return means
 

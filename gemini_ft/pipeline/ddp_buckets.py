@@ -39,11 +39,13 @@ class DdpBuckets:
     def ready(self, bucket: GradBucket) -> Future[Tensor]:
         """A bucket's gradients are final."""
         names = [self._synchronizer.name_of(param) for param in bucket.parameters()]
+        if any(self._averager.has(name) for name in names):  # of the backward pass before
+            self._synchronizer.backward_over()
         if self._otherwise is not None and self._ours.isdisjoint(names):
             state, hook = self._otherwise
             future: Future[Tensor] = hook(state, bucket)
             return future
-        self._synchronizer.begin_step()
+        self._synchronizer.backward_over()
         gradients = dict(zip(names, bucket.gradients() or [bucket.buffer()], strict=True))  # a sparse one has no views
         waiting = _Bucket(bucket.buffer(), len(names), self._waiting.discard)
         self._waiting.add(waiting)

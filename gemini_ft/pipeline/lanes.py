@@ -43,10 +43,10 @@ Work: TypeAlias = Generator[Call, Any, dict[str, Tensor]]
 class Figures:
     """What one group has cost: seconds, bytes of its gradients, and bytes handed to collectives."""
 
+    dense: int = 0
     encode: float = 0.0
     communicate: float = 0.0
     decode: float = 0.0
-    dense: int = 0
     nbytes: int = 0
     densities: list[float] = field(default_factory=list)
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gemini_ft.errors import ConfigError, StateError
-from gemini_ft.pipeline.assignment import assign, trained
+from gemini_ft.pipeline.assignment import assign, nothing, trained
 from gemini_ft.pipeline.averager import Averager
 from gemini_ft.pipeline.ddp_buckets import DdpBuckets, communication_hook
 from gemini_ft.pipeline.plan import NO_RULE, Tensor
@@ -124,7 +124,7 @@ class GradientSynchronizer:
             if name in absent:
                 self.averager.absent(name)
                 continue
-            gradient = param.grad if param.grad is not None else self._nothing(name)
+            gradient = param.grad if param.grad is not None else nothing(param, name in self._sparse)
             self.averager.ready(name, gradient, partial(_fill, param))
         self.averager.wait()
         self.step_over()
@@ -148,15 +148,8 @@ class GradientSynchronizer:
         self._count()
         self._tuner.step_over()
 
-    def begin_step(self) -> None:
-        """Gradients of DDP come: those of the step before are averaged, if that has not been noted. Collective at some steps."""
-        self._catch_up()
-        if self._untuned:
-            self._untuned = False
-            self._tuner.step_over()
-
     def _catch_up(self) -> None:
-        """DDP has nobody say that a step is over; between steps it is seen. The tuner, which is collective, hears of it in `begin_step`."""
+        """DDP has nobody say that a step is over; it is seen between steps. The tuner, which is collective, hears later."""
         if self._is_ddp and self.averager.is_complete:
             self.averager.wait()
             self._count()
@@ -166,6 +159,16 @@ class GradientSynchronizer:
         self.averager.step_over(self._watch.begun)
         self._watch.step_over()
         self._touched.clear()
+
+    def backward_over(self) -> None:
+        """Of a DDP model, whose backward pass ends with averages: the step is over, unless that is known. Collective at some steps.
+
+        Integrations call it after each backward pass that synchronised. Without it the next backward pass comes to it.
+        """
+        self._catch_up()
+        if self._untuned:
+            self._untuned = False
+            self._tuner.step_over()
 
     def ready(self, name: str) -> None:
         """Note that a gradient is final."""
@@ -183,15 +186,6 @@ class GradientSynchronizer:
         self._watch.ready(name)
         assert param.grad is not None
         self.averager.ready(name, param.grad, partial(_fill, param))
-
-    def _nothing(self, name: str) -> torch.Tensor:
-        """What a parameter adds whose gradient is missing."""
-        param = self._parameters[name]
-        if name not in self._sparse:
-            return torch.zeros_like(param)
-        return torch.sparse_coo_tensor(
-            torch.empty(1, 0, dtype=torch.int64), param.new_empty(0, *param.shape[1:]), param.shape, check_invariants=False
-        ).to(param.device)
 
     def _absent(self) -> set[str]:
         """Parameters that have no gradient on any rank. Collective."""

@@ -1,0 +1,293 @@
+"""A gradient pipeline inside a DeepSpeed engine, from the ``"gradient_pipeline"`` section of its configuration.
+
+Only methods of the one engine and of its optimizer are replaced. Where gradients are averaged is DeepSpeed's own choice:
+
+======================  ==================================================================  ===============================
+stage 0, BF16_Optimizer  all together, when the last micro-batch's backward pass is over     the plan's groups travel
+stages 1 and 2           bucket by bucket (``reduce_bucket_size``); at 2 every micro-batch  what a bucket has of each group
+stage 3, experimental    the same; every rank computes whole averages and keeps its part    what a bucket has of each group
+======================  ==================================================================  ===============================
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.utils import DummyOptim
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from gemini_ft.deepspeed.anatomy import own_part
+from gemini_ft.errors import ConfigError
+from gemini_ft.pipeline.assignment import assign, nothing, trained
+from gemini_ft.pipeline.averager import Averager
+from gemini_ft.pipeline.plan import Tensor
+from gemini_ft.pipeline.rules import PLANNED, Rules, load_rules
+from gemini_ft.pipeline.tuner import Tuner
+from gemini_ft.pipeline.watch import Watch
+
+_log = logging.getLogger("gemini_ft")
+_PROFILE_STEPS = 5  # that are watched before a planned fusion is planned
+_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+
+
+class EngineGradients:
+    """The pipeline of one engine, ``engine.gradients``. Constructing it is collective.
+
+    Args:
+        engine: as ``deepspeed.initialize`` returned it, before its first step.
+        pipeline: rules, or the YAML or JSON file that has them.
+
+    Attributes:
+        averager: what does it; its ``step`` counts the engine's optimizer steps, those that a loss scaler skipped included.
+
+    Raises:
+        ConfigError: the rules are wrong, or do not fit the model; or the engine has a setting that they cannot be used with, by name.
+    """
+
+    def __init__(self, engine: Any, pipeline: Any) -> None:
+        rules = load_rules(pipeline)
+        _refuse((why for found, why in _unsupported_engine(engine) if found))
+        tensors = assign(engine.module, rules)
+        self._is_whole = not isinstance(engine.optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3)
+        if not self._is_whole:
+            _refuse((why for found, why in _unsupported_buckets(engine, rules) if found))
+        if not self._is_whole or isinstance(engine.optimizer, BF16_Optimizer):
+            _refuse(_sparse_tensors(tensors))
+        self._engine = engine
+        self._parameters = {name: param for name, param in trained(engine.module).items() if getattr(param, "ds_numel", param.numel())}
+        self._names = {id(param): name for name, param in self._parameters.items()}
+        self._sparse = {tensor.name for tensor in tensors if tensor.sparse}
+        ranks = dist.get_process_group_ranks(engine.seq_data_parallel_group)
+        # A group of its own: threads of ours use it beside the engine's collectives.
+        group = dist.new_group(ranks, use_local_synchronization=True) if len(ranks) > 1 else None
+        self.averager = Averager(tensors, rules, group, engine.device)
+        self.averager.scale = self._loss_scale
+        self._watch = Watch(engine.module)
+        self._tuner = Tuner(self.averager, self._watch, _PROFILE_STEPS, engine.device)
+        self._replaced: list[tuple[Any, str]] = []
+        self._install()
+        if self.averager.rank == 0:
+            self._tell(rules)
+
+    # -- where gradients are averaged
+
+    def _install(self) -> None:
+        engine, optimizer = self._engine, self._engine.optimizer
+        match optimizer:
+            case DeepSpeedZeroOptimizer_Stage3():
+                self._replace(optimizer, _SCATTER, self._scatter)
+            case DeepSpeedZeroOptimizer():
+                optimizer.reduce_scatter = False  # read at every bucket: it decides whether the method below is asked
+                self._replace(optimizer, "gradient_reduction_w_predivide", self._reduce_bucket)
+            case _:
+                self._replace(engine, "buffered_allreduce_fallback", self._reduce_all)
+        self._replace(engine, "_take_model_step", self._take_model_step)
+        self._replace(engine, "destroy", self._destroy)
+
+    def _replace(self, target: Any, name: str, method: Callable[..., Any]) -> None:
+        assert callable(getattr(target, name))
+        vars(target)[name] = method  # past nn.Module's own __setattr__
+        self._replaced.append((target, name))
+
+    def _reduce_all(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
+        """For ``DeepSpeedEngine.buffered_allreduce_fallback``: everything, in the plan's groups."""
+        engine = self._engine
+        if grads is not None:
+            type(engine).buffered_allreduce_fallback(engine, grads, elements_per_buffer)
+            return
+        gradients, dtype = self._accumulated(), engine.communication_data_type
+        for name in gradients:
+            self._watch.ready(name)
+        means = self.averager.average({name: gradient.to(dtype) for name, gradient in gradients.items()})
+        for name, gradient in gradients.items():
+            if gradient.is_sparse:
+                self._parameters[name].grad = means[name].to(gradient.dtype)
+            else:
+                gradient.copy_(means[name])
+
+    def _accumulated(self) -> dict[str, torch.Tensor]:
+        """What is to be replaced by its average; the same names on all ranks."""
+        optimizer = self._engine.optimizer
+        if isinstance(optimizer, BF16_Optimizer):
+            params = [param for group in optimizer.bf16_groups for param in group]
+            views = [view for group in optimizer.fp32_groups_gradients for view in group]
+            return {self._names[id(param)]: view.view(param.shape) for param, view in zip(params, views, strict=True)}
+        found = {}
+        for name, param in self._parameters.items():
+            if param.grad is None:
+                param.grad = nothing(param, name in self._sparse)
+            found[name] = param.grad
+        return found
+
+    def _reduce_bucket(self, tensor: torch.Tensor, communication_data_type: torch.dtype) -> torch.Tensor:
+        """For ``DeepSpeedZeroOptimizer.gradient_reduction_w_predivide``: one bucket, (elements,), in place."""
+        if not tensor.numel():
+            return tensor
+        optimizer = self._engine.optimizer
+        flat = tensor.to(communication_data_type)
+        params = [optimizer.bit16_groups[group][index] for group, index, _ in optimizer.ipg_buckets[communication_data_type].params]
+        parts = flat.split_with_sizes([param.numel() for param in params])
+        gradients = {self._names[id(param)]: part.view(param.shape) for param, part in zip(params, parts, strict=True)}
+        for name, mean in self.averager.average(gradients).items():
+            gradients[name].copy_(mean)
+        if flat is not tensor:
+            tensor.copy_(flat)
+        return flat
+
+    def _scatter(self, params: Sequence[Any], communication_data_type: torch.dtype) -> list[torch.Tensor]:
+        """For ZeRO 3's ``__avg_scatter_grads``: this rank's part of the average of each, (up to ``partition_numel``,)."""
+        optimizer = self._engine.optimizer
+        gradients = {self._names[id(param)]: param.grad.to(communication_data_type).view(param.ds_shape) for param in params}
+        means = self.averager.average(gradients)
+        found = []
+        for param in params:
+            start, stop = own_part(param, self.averager.group)
+            found.append(means[self._names[id(param)]].flatten()[start:stop].to(optimizer.gradient_accumulation_dtype))
+        return found
+
+    def _loss_scale(self) -> float:
+        """What gradients are multiplied by, as the engine's scaler has it now."""
+        engine, optimizer = self._engine, self._engine.optimizer
+        for scaler in (getattr(optimizer, "torch_autocast_gradscaler", None), getattr(engine, "torch_autocast_z0_gradscaler", None)):
+            if scaler is not None:
+                return float(scaler.get_scale())
+        config = getattr(optimizer, "loss_scale_config", None)  # of stage 0; it may be there without being used
+        scale = getattr(optimizer, "loss_scale", 1.0) if config is None else config.cur_scale
+        return float(scale)
+
+    # -- the engine's life
+
+    def _take_model_step(self, *arguments: Any, **named: Any) -> Any:
+        engine = self._engine
+        result = type(engine)._take_model_step(engine, *arguments, **named)
+        self.averager.step_over()
+        self._watch.step_over()
+        self._tuner.step_over()
+        return result
+
+    def _destroy(self) -> Any:
+        if sys.exc_info()[0] is None and not sys.is_finalizing():  # else threads may wait for a peer that has gone, or be gone
+            self.close()
+        return type(self._engine).destroy(self._engine)
+
+    def close(self) -> None:
+        """Give the engine its own methods back, and end the threads."""
+        for target, name in self._replaced:
+            vars(target).pop(name, None)
+        self._watch.close()
+        self.averager.close()
+
+    def _tell(self, rules: Rules) -> None:
+        stage = self._engine.zero_optimization_stage()
+        if stage == 3:
+            _log.warning("gradient_pipeline at ZeRO stage 3 is experimental: every rank computes whole averages, and keeps its part")
+        if self._is_whole or stage == 1:
+            return
+        for number, rule in enumerate(rules):
+            if rule.compress is not None and rule.compress.make().state_dict():
+                nbytes = sum(4 * tensor.nbytes // tensor.itemsize for tensor in self.averager.tensors if tensor.rule == number)
+                _log.warning(
+                    "gradient_pipeline: rule %d (%s) keeps a memory of the whole gradients on every rank, %s bytes for each of its kinds, "
+                    "which ZeRO stage %d was to divide; feedback: 0, or an unbiased method (qsgd, natural, terngrad), keeps none",
+                    number + 1,
+                    rule,
+                    f"{nbytes:,}",
+                    stage,
+                )
+
+    # -- what it knows; see `gemini_ft.gradients.GradientState`
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals and all else that the next step depends on, between two steps; tensors are not copied. Ranks have different ones."""
+        return {"averager": self.averager.state_dict(), "tuner": self._tuner.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there as if never interrupted.
+
+        Raises:
+            StateError: it is of other parameters or rules.
+        """
+        self.averager.load_state_dict(state["averager"])
+        self._tuner.load_state_dict(state["tuner"])
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """What the last step has cost: rule -> figure -> value. Nothing overlaps with the backward pass that DeepSpeed does not overlap."""
+        return self.averager.telemetry.summary()
+
+
+def install(engine: Any, pipeline: Any) -> EngineGradients:
+    """Give an engine a gradient pipeline; the one that it has, if it has one. Collective.
+
+    Raises:
+        ConfigError: see `EngineGradients`.
+    """
+    if "gradients" not in vars(engine):
+        vars(engine)["gradients"] = EngineGradients(engine, pipeline)
+    found: EngineGradients = vars(engine)["gradients"]
+    return found
+
+
+def _refuse(reasons: Iterator[str]) -> None:
+    if (why := next(reasons, None)) is not None:
+        raise ConfigError(f"gradient_pipeline: {why}")
+
+
+def _unsupported_engine(engine: Any) -> Iterator[tuple[bool, str]]:
+    """Whether something is there that the pipeline cannot be used with, and why."""
+    yield (
+        isinstance(engine, deepspeed.PipelineEngine),
+        "a PipelineEngine averages gradients in its own way; leave the section out",
+    )
+    plain = deepspeed.DeepSpeedEngine in (type(engine), *type(engine).__bases__)
+    yield not plain, f"a {type(engine).__name__} is not known; supported: DeepSpeedEngine"
+    nobody = engine.optimizer is None or isinstance(engine.optimizer, DummyOptim)
+    yield nobody, "this engine has no optimizer, so it averages no gradients; give one to deepspeed.initialize"
+    yield bool(engine.has_moe_layers), "mixtures of experts (MoE) average experts over groups of their own; leave the section out"
+    parallel = engine.dp_world_size != dist.get_world_size()
+    yield parallel, "model, tensor and sequence parallelism are not supported: all ranks must be data parallel"
+    yield not engine.gradient_average, 'gradient_allreduce_op must be "mean" or left out: rules average'
+    yield bool(engine.is_deepcompile_enabled()), "compile.deepcompile builds the reduction into the graph; switch it off"
+    for name, value in (("zenflow", engine.zenflow_config()), ("offload_optimizer.super_offload", engine.super_offload())):
+        yield bool(value), f"zero_optimization.{name} reduces gradients in its own way; switch it off"
+
+
+def _unsupported_buckets(engine: Any, rules: Rules) -> Iterator[tuple[bool, str]]:
+    """The same where DeepSpeed hands over buckets."""
+    zero, stage = engine.config.get("zero_optimization", {}), engine.zero_optimization_stage()
+    planned = next(((number, rule) for number, rule in enumerate(rules) if rule.fusion in PLANNED), None)
+    if planned is not None:
+        number, rule = planned
+        yield (
+            True,
+            f"rule {number + 1} ({rule}): fusion {rule.fusion} cannot be planned at ZeRO stage {stage}, where zero_optimization."
+            "reduce_bucket_size decides what travels together; set that, and leave fusion out (or use stage 0)",
+        )
+    if stage == 3:
+        whole = zero.get("reduce_scatter") is False
+        yield whole, "zero_optimization.reduce_scatter must be true, or left out, at stage 3: the pipeline takes the place of it"
+        quantized = bool(engine.zero_quantized_gradients())
+        yield quantized, "zero_optimization.zero_quantized_gradients is a compression of its own; use one of the two"
+        hpz = engine.zero_hpz_partition_size()
+        yield hpz > 1, f"zero_optimization.zero_hpz_partition_size={hpz} is not supported; use 1"
+        return
+    scattered = zero.get("reduce_scatter") is True
+    yield scattered, f"zero_optimization.reduce_scatter must be false, or left out, at stage {stage}: rules average whole buckets"
+    loose = not engine.optimizer.contiguous_gradients
+    yield loose, f"zero_optimization.contiguous_gradients must be true, or left out, at stage {stage}"
+
+
+def _sparse_tensors(tensors: Sequence[Tensor]) -> Iterator[str]:
+    for tensor in tensors:
+        if tensor.sparse:
+            yield (
+                f"the gradient of {tensor.name} is a sparse tensor (its module has sparse=True), which ZeRO cannot partition; use stage 0, "
+                "or leave sparse=True out: sync: zen takes dense-stored gradients row by row"
+            )

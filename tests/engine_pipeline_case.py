@@ -1,0 +1,122 @@
+"""What the ranks of tests/test_pipeline_deepspeed.py run: engines with gradient pipelines, many in one process."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+WORDS = 60
+BF16 = {"bf16": {"enabled": True}}
+BF16_OPTIMIZER = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+
+Rules = Sequence[Mapping[str, Any]] | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training; ``config`` and ``zero`` are merged into DeepSpeed's configuration."""
+
+    stage: int
+    rules: Rules = None
+    accumulate: int = 1
+    steps: int = 4
+    sparse: bool = False  # the embedding makes sparse tensors
+    idle: bool = False  # one rank does without the embedding
+    scale: float = 1.0  # of the loss, halfway
+    config: Mapping[str, Any] = field(default_factory=dict)
+    zero: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Net(nn.Module):
+    """Few of the embedding's rows are used at a time."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, 8, sparse=sparse)
+        self.body = nn.Linear(8, 40)
+        self.last = nn.Linear(40, 1)
+
+    def forward(self, words: torch.Tensor, use_words: bool = True) -> torch.Tensor:
+        hidden = self.embed(words) if use_words else torch.ones(len(words), 8, dtype=self.last.weight.dtype)
+        out: torch.Tensor = self.last(torch.tanh(self.body(hidden)))
+        return out
+
+
+def configuration(case: Case) -> dict[str, Any]:
+    zero = {"stage": case.stage, "reduce_bucket_size": 300, "allgather_bucket_size": 100_000, "stage3_param_persistence_threshold": 64}
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": case.accumulate,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 0.0 if case.sparse else 1.0,
+        "zero_optimization": {**zero, **case.zero},
+        "zero_allow_untested_optimizer": True,
+        **case.config,
+    }
+    return config if case.rules is None else config | {"gradient_pipeline": [dict(rule) for rule in case.rules]}
+
+
+def start(case: Case) -> Any:
+    import gemini_ft.deepspeed
+
+    torch.manual_seed(0)
+    net = Net(case.sparse)
+    params = list(net.parameters())
+    optimizer = torch.optim.SGD(params, 0.05) if case.sparse else torch.optim.AdamW(params, 1e-2)
+    engine, *_ = gemini_ft.deepspeed.initialize(model=net, optimizer=optimizer, config=configuration(case))
+    return engine
+
+
+def steps(case: Case, engine: Any, last: int) -> list[float]:
+    """Losses of this rank, of every micro-batch up to a step."""
+    rank, losses = dist.get_rank(), list[float]()
+    for step in range(engine.global_steps, last):
+        if case.scale != 1.0:
+            engine.optimizer.loss_scaler.cur_scale = case.scale if step % 2 else 1.0
+        for micro in range(case.accumulate):
+            words = torch.randint(0, 12, (8,), generator=torch.Generator().manual_seed(1000 * step + 10 * micro + rank))
+            out = engine(words, use_words=not (case.idle and rank == 1))
+            loss = (out.float().squeeze(1) - (words % 3)).square().mean()
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+    return losses
+
+
+def end(engine: Any) -> None:
+    """Threads and hooks have gone before the next engine comes."""
+    engine.destroy()
+    gc.collect()
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Train to the end."""
+    from deepspeed_case import whole_weights
+
+    engine = start(case)
+    losses = steps(case, engine, case.steps)
+    weights = {name: tensor.float().numpy() for name, tensor in whole_weights(engine).items()}
+    gradients = vars(engine).get("gradients")
+    found = {"losses": losses, "weights": weights, "summary": gradients.summary() if gradients else {}}
+    if gradients:
+        found["step"] = gradients.averager.step
+        found["threads"] = [thread.is_alive() for thread in gradients.averager._lanes._threads]
+    end(engine)
+    return found
+
+
+def every(cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
+    """`run` for each."""
+    import gemini_ft
+
+    gemini_ft.init_process_group("gloo")
+    return {name: run(case) for name, case in cases.items()}
