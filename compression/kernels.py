@@ -5,6 +5,7 @@ Both give the same bits, random ones excepted. ``flat`` is float32 (layout.total
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
@@ -99,13 +100,14 @@ def pack_signs_and_zeros(flat: Tensor) -> tuple[Tensor, Tensor | None, bool]:
         return pack_signs(flat), pack(flat == 0), bool(torch.isfinite(flat.sum()))
     values, mask = flat.numpy(), np.empty(min(_BLOCK, flat.numel()), dtype=bool)
     signs, nowhere, squares = np.empty(values.size // 8, dtype=np.uint8), True, 0.0
-    for part in _blocks(values.size):
-        block, result = values[part], mask[: part.stop - part.start]
-        signs[part.start // 8 : part.stop // 8] = np.packbits(np.greater_equal(block, 0, out=result), bitorder="little")
-        nowhere = nowhere and bool(np.not_equal(block, 0, out=result).all())
-        squares += float(np.dot(block, block))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for part in _blocks(values.size):
+            block, result = values[part], mask[: part.stop - part.start]
+            signs[part.start // 8 : part.stop // 8] = np.packbits(np.greater_equal(block, 0, out=result), bitorder="little")
+            nowhere = nowhere and bool(np.not_equal(block, 0, out=result).all())
+            squares += float(np.dot(block, block))
     zeros = None if nowhere else torch.from_numpy(np.packbits(values == 0, bitorder="little"))
-    return torch.from_numpy(signs), zeros, bool(np.isfinite(squares))
+    return torch.from_numpy(signs), zeros, math.isfinite(squares)
 
 
 def _blocks(total: int) -> Iterator[slice]:
