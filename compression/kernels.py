@@ -203,8 +203,8 @@ def stochastic_round(flat: Tensor, layout: Layout, scales: Tensor, limit: int, s
     else:
         scaled.view(-1, bucket).addcmul_(flat.view(-1, bucket), scales.unsqueeze(1))
     codes = torch.empty(layout.total, dtype=torch.int8)
-    for block, rounded in zip(scaled.split(_BLOCK), codes.split(_BLOCK), strict=True):
-        rounded.copy_(block.floor_().clamp_(-limit, limit).nan_to_num_(0.0))
+    for part in _blocks(layout.total):
+        codes[part] = scaled[part].floor_().clamp_(-limit, limit).nan_to_num_(0.0)
     return codes
 
 
@@ -221,12 +221,12 @@ def natural(flat: Tensor, layout: Layout, seed: int, turn: Turn) -> Tensor:
     for part in _blocks(layout.total):
         # A carry out of the mantissa rounds up: it comes with a probability of mantissa / 2^23. From an exponent of 254 it
         # would make an infinity, so the largest power of two is the last.
-        rounded = words[part]
-        rounded >>= 9
-        rounded += bits[part] & np.uint32(0x7FFFFFFF)
-        rounded >>= 23
-        if rounded.max() >= 255:
+        block = words[part]
+        block >>= 9
+        block += bits[part] & np.uint32(0x7FFFFFFF)
+        block >>= 23
+        if block.max() >= 255:
             own = bits[part] >> 23 & 255
-            np.copyto(rounded, own, where=own >= 254)
-        exponents[part] = rounded
+            np.copyto(block, own, where=own >= 254)
+        exponents[part] = block
     return torch.from_numpy(exponents)
