@@ -134,16 +134,16 @@ def break_even(name: str, linked: Mapping[str, Table]) -> str:
 
     From the times on the two shaped links, by a straight line over seconds per byte.
     """
-    known = [rate for rate in RATES if rate in linked and name in linked[rate] and "bf16" in linked[rate]]
+    known = [rate for rate in RATES if rate in linked and name in linked[rate] and "bf16" in linked[rate] and name != "bf16"]
     gains = {1 / RATES[rate]: linked[rate]["bf16"]["total"] - linked[rate][name]["total"] for rate in known}
     if len(gains) < 2:
         return "-"
     (fast, gain_fast), (slow, gain_slow) = sorted(gains.items())
     slope = (gain_slow - gain_fast) / (slow - fast)
-    if slope <= 0:
+    if slope <= 0 and gain_slow * gain_fast >= 0:
         return "never" if gain_slow < 0 else "always"
     at = fast - gain_fast / slope
-    return "always" if at <= 0 else f"{8 / at / 1e6:.0f} Mbit/s"
+    return "always" if at <= 0 else f"{'above ' if slope < 0 else ''}{8 / at / 1e6:.0f} Mbit/s"
 
 
 def report(plan: Plan, alone: Mapping[str, Table], linked: Mapping[str, Table]) -> str:
