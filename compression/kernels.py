@@ -203,8 +203,8 @@ def stochastic_round(flat: Tensor, layout: Layout, scales: Tensor, limit: int, s
     else:
         scaled.view(-1, bucket).addcmul_(flat.view(-1, bucket), scales.unsqueeze(1))
     codes = torch.empty(layout.total, dtype=torch.int8)
-    for part in _blocks(layout.total):
-        codes[part] = scaled[part].floor_().clamp_(-limit, limit).nan_to_num_(0.0)
+    for block in _blocks(layout.total):
+        codes[block] = scaled[block].floor_().clamp_(-limit, limit).nan_to_num_(0.0)
     return codes
 
 
