@@ -134,16 +134,16 @@ def break_even(name: str, linked: Mapping[str, Table]) -> str:
 
     From the times on the two shaped links, by a straight line over seconds per byte.
     """
-    known = [rate for rate in RATES if rate in linked and name in linked[rate] and "bf16" in linked[rate]]
+    known = [rate for rate in RATES if rate in linked and name in linked[rate] and "bf16" in linked[rate] and name != "bf16"]
     gains = {1 / RATES[rate]: linked[rate]["bf16"]["total"] - linked[rate][name]["total"] for rate in known}
     if len(gains) < 2:
         return "-"
     (fast, gain_fast), (slow, gain_slow) = sorted(gains.items())
     slope = (gain_slow - gain_fast) / (slow - fast)
-    if slope <= 0:
+    if slope <= 0 and gain_slow * gain_fast >= 0:
         return "never" if gain_slow < 0 else "always"
     at = fast - gain_fast / slope
-    return "always" if at <= 0 else f"{8 / at / 1e6:.0f} Mbit/s"
+    return "always" if at <= 0 else f"{'above ' if slope < 0 else ''}{8 / at / 1e6:.0f} Mbit/s"
 
 
 def report(plan: Plan, alone: Mapping[str, Table], linked: Mapping[str, Table]) -> str:
@@ -160,7 +160,27 @@ def report(plan: Plan, alone: Mapping[str, Table], linked: Mapping[str, Table]) 
         header = ["method", *(f"{rate}: total (encode, collective, decode) ms" for rate in linked), "as fast as bf16 at"]
         rows = [[name, *(_phases(table[name]) for table in linked.values()), break_even(name, linked)] for name in names]
         parts.append(f"## {HOSTS} hosts, {_cell(*plan.link)} tensors\n\n{common.table(header, rows)}")
-    return "\n\n".join(parts)
+    return "\n\n".join([_summary(ratios(plan, alone, linked)), *parts])
+
+
+def _summary(found: Mapping[str, float | None]) -> str:
+    """The ratios, a line for each method."""
+    columns = sorted({_place(name)[0] for name in found}, key=[_place(name)[0] for name in found].index)
+    cells = {_place(name): value for name, value in found.items()}
+    names = dict.fromkeys(_place(name)[1] for name in found)
+    rows = [[name, *("-" if (value := cells.get((column, name))) is None else f"{value:.2f}" for column in columns)] for name in names]
+    return f"## Ratios: above 1 is better\n\n{common.table(['method', *columns], rows)}"
+
+
+def _place(ratio: str) -> tuple[str, str]:
+    """The column and the method of a ratio's name."""
+    for kind in ("encode_vs_public", "fused_vs_layerwise", "iteration_vs_bf16"):
+        if ratio.startswith(kind):
+            method = ratio.removeprefix(f"{kind}_")
+            rate = next((f"_{rate}" for rate in (*RATES, UNSHAPED) if method.endswith(f"_{rate}")), "")
+            return kind + rate, method.removesuffix(rate)
+    method, _, other = ratio.partition("_vs_")
+    return f"vs_{other}", method
 
 
 def _phases(row: Mapping[str, float]) -> str:

@@ -58,6 +58,7 @@ RUNS = [
     Run("randomk", {"ratio": 0.1}, rate=1.0, momentum=0.0),
     Run("threshold", {"value": 0.01}),
     Run("hard_threshold", {"count": 1100}),
+    Run("sampled_threshold", {"ratio": 0.01}),
     Run("dgc", {"ratio": 0.01, "warmup_steps": 200}, momentum=0.0, bare=None),
     Run("sidco_e", {"ratio": 0.01}),
     Run("sidco_p", {"ratio": 0.01}),

@@ -2,16 +2,19 @@
 
 They follow the papers' pseudo-code as public PyTorch code has it, with what makes that slow: sorting, boolean masks, random numbers
 of torch's generator, codes that are not packed. Mistakes of such code are not repeated, and nobody's code is copied. Each takes one
-flat float32 tensor and returns the tensors that would travel.
+float32 tensor, flat but for ATOMO's matrices, and returns the tensors that would travel; what keeps a state is an object per tensor.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from gemini_ft.compression.dynamic import codebook
 
 
 def fp16(x: Tensor) -> list[Tensor]:
@@ -36,7 +39,7 @@ def threshold(x: Tensor, value: float) -> list[Tensor]:
     return [x[indices], indices]
 
 
-def dgc(x: Tensor, ratio: float) -> list[Tensor]:
+def sampled_threshold(x: Tensor, ratio: float) -> list[Tensor]:
     size = x.numel()
     magnitude = x.abs()
     sample = magnitude[torch.randint(size, (max(1, size // 100),))]
@@ -52,16 +55,68 @@ def dgc(x: Tensor, ratio: float) -> list[Tensor]:
     return [x[indices], indices]
 
 
-def sidco_e(x: Tensor, ratio: float, stages: int = 2) -> list[Tensor]:
-    magnitude = x.abs()
-    tail = magnitude
-    limit = -tail.mean() * math.log(0.25)
-    for _ in range(stages - 1):
-        tail = tail[tail > limit]
-        start = tail.min()
-        limit = start - (tail.mean() - start) * math.log((ratio / 0.25) ** (1 / (stages - 1)))
-    indices = (magnitude > limit).nonzero().view(-1)
-    return [x[indices], indices]
+class Dgc:
+    """With its memory: momentum correction, and masking of what is sent."""
+
+    def __init__(self, ratio: float, momentum: float = 0.9) -> None:
+        self.ratio, self.momentum = ratio, momentum
+        self.velocity = self.residual = torch.zeros(1)
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        self.velocity = self.momentum * self.velocity + x
+        self.residual = self.residual + self.velocity
+        values, indices = sampled_threshold(self.residual, self.ratio)
+        self.velocity[indices] = 0
+        self.residual[indices] = 0
+        return [values, indices]
+
+
+def exponential(tail: Tensor, start: Tensor | float, ratio: float) -> Tensor:
+    return start - (tail.mean() - start) * math.log(ratio)
+
+
+def pareto(tail: Tensor, start: Tensor | float, ratio: float) -> Tensor:
+    mean, variance = tail.mean() - start, tail.var()
+    shape = 0.5 * (mean**2 / variance - 1)
+    scale = 0.5 * mean * (mean**2 / variance + 1)
+    return start + scale * (1 - torch.exp(shape * math.log(ratio))) / shape
+
+
+def gamma(tail: Tensor, start: Tensor | float, ratio: float) -> Tensor:
+    spread = torch.log(tail.mean()) - torch.log(tail + 1e-30).mean()
+    shape = (3 - spread + torch.sqrt((spread - 3) ** 2 + 24 * spread)) / (12 * spread)
+    return -tail.mean() / shape * (math.log(ratio) + torch.lgamma(shape))
+
+
+Fit = Callable[[Tensor, Tensor | float, float], Tensor]
+
+
+class Sidco:
+    """With its controller of stages."""
+
+    def __init__(self, ratio: float, first: Fit, later: Fit) -> None:
+        self.ratio, self.first, self.later = ratio, first, later
+        self.stages = 1
+        self.achieved: list[float] = []
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        magnitude = x.abs()
+        indices = (magnitude > self.limit(magnitude)).nonzero().view(-1)
+        self.achieved.append(indices.numel() / (self.ratio * x.numel()))
+        if len(self.achieved) == 5:
+            mean = sum(self.achieved) / 5
+            self.stages = max(1, self.stages - (mean > 1.2) + (mean < 0.8))
+            self.achieved.clear()
+        return [x[indices], indices]
+
+    def limit(self, tail: Tensor) -> Tensor:
+        if self.stages == 1:
+            return self.first(tail, 0.0, self.ratio)
+        limit = self.first(tail, 0.0, 0.25)
+        for _ in range(self.stages - 1):
+            tail = tail[tail > limit]
+            limit = self.later(tail, tail.min(), (self.ratio / 0.25) ** (1 / (self.stages - 1)))
+        return limit
 
 
 def adaq(x: Tensor, ratio: float) -> list[Tensor]:
@@ -76,6 +131,17 @@ def adaq(x: Tensor, ratio: float) -> list[Tensor]:
 
 def signsgd(x: Tensor) -> list[Tensor]:
     return [(x >= 0).to(torch.uint8)]
+
+
+class Signum:
+    """With its momentum."""
+
+    def __init__(self, momentum: float = 0.9) -> None:
+        self.momentum, self.average = momentum, torch.zeros(1)
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        self.average = self.momentum * self.average + (1 - self.momentum) * x
+        return signsgd(self.average)
 
 
 def efsignsgd(x: Tensor) -> list[Tensor]:
@@ -114,7 +180,16 @@ def natural(x: Tensor) -> list[Tensor]:
     return [(exponent + up).to(torch.uint8), (x < 0).to(torch.uint8)]
 
 
-def dynamic8(x: Tensor, borders: Tensor) -> list[Tensor]:
+def natural8(x: Tensor) -> list[Tensor]:
+    bits = x.view(torch.int32)
+    up = (bits & 0x7FFFFF) > torch.randint(0, 2**23, x.shape, dtype=torch.int32)
+    exponent = (bits >> 23 & 255) + up
+    return [(exponent.clamp(18, 145) - 18 | bits >> 24 & 128).to(torch.uint8)]
+
+
+def dynamic8(x: Tensor) -> list[Tensor]:
+    codes = codebook(x.device)
+    borders = (codes[:-1] + codes[1:]) / 2
     scale = x.abs().max()
     return [torch.bucketize(x / scale, borders).to(torch.uint8), scale]
 
@@ -125,7 +200,12 @@ def threelc(x: Tensor) -> list[Tensor]:
     digits = torch.nn.functional.pad(digits, (0, -digits.numel() % 5), value=1).view(-1, 5)
     quartic = digits[:, 0] * 81 + digits[:, 1] * 27 + digits[:, 2] * 9 + digits[:, 3] * 3 + digits[:, 4]
     values, lengths = torch.unique_consecutive(quartic, return_counts=True)
-    return [scale, values, lengths]
+    zeros = values == 121
+    pieces = torch.where(zeros, (lengths + 13) // 14, lengths)
+    runs = torch.repeat_interleave(torch.where(zeros, 255, values), pieces)
+    rest = (lengths - 14 * (pieces - 1))[zeros]
+    runs[pieces.cumsum(0)[zeros] - 1] = torch.where(rest > 1, rest + 241, 121).to(torch.uint8)
+    return [scale, runs]
 
 
 def sketch(x: Tensor, bins: int = 64) -> list[Tensor]:
@@ -141,23 +221,39 @@ def int8(x: Tensor) -> list[Tensor]:
     return [(x * (127 / scale) + torch.rand_like(x)).floor().to(torch.int8), scale]
 
 
-# The options are those of `compression_worker.OPTIONS`.
-TEXTBOOK: dict[str, Callable[[Tensor], list[Tensor]]] = {
-    "fp16": fp16,
-    "bf16": bf16,
-    "topk": lambda x: topk(x, 0.01),
-    "randomk": lambda x: randomk(x, 0.01),
-    "threshold": lambda x: threshold(x, 2.5758),
-    "sampled_threshold": lambda x: dgc(x, 0.01),
-    "sidco_e": lambda x: sidco_e(x, 0.01),
-    "adaq": lambda x: adaq(x, 0.01),
-    "signsgd": signsgd,
-    "efsignsgd": efsignsgd,
-    "onebit": onebit,
-    "qsgd": qsgd,
-    "terngrad": terngrad,
-    "natural": natural,
-    "threelc": threelc,
-    "sketch": sketch,
-    "int8": int8,
+def atomo(matrix: Tensor, atoms: int) -> list[Tensor]:
+    left, weights, right = torch.linalg.svd(matrix, full_matrices=False)
+    chances = (atoms * weights / weights.sum()).clamp(max=1)
+    drawn = (torch.rand_like(chances) < chances).nonzero().view(-1)
+    return [left[:, drawn], weights[drawn] / chances[drawn], right[drawn]]
+
+
+Encoder = Callable[[Tensor], list[Tensor]]
+
+# What makes the encoder of one tensor. The options are those of `compression_worker.OPTIONS`.
+TEXTBOOK: dict[str, Callable[[], Encoder]] = {
+    "fp16": lambda: fp16,
+    "bf16": lambda: bf16,
+    "topk": lambda: partial(topk, ratio=0.01),
+    "randomk": lambda: partial(randomk, ratio=0.01),
+    "threshold": lambda: partial(threshold, value=2.5758),
+    "sampled_threshold": lambda: partial(sampled_threshold, ratio=0.01),
+    "dgc": lambda: Dgc(0.01),
+    "sidco_e": lambda: Sidco(0.01, exponential, exponential),
+    "sidco_p": lambda: Sidco(0.01, pareto, pareto),
+    "sidco_gp": lambda: Sidco(0.01, gamma, pareto),
+    "adaq": lambda: partial(adaq, ratio=0.01),
+    "signsgd": lambda: signsgd,
+    "signum": Signum,
+    "efsignsgd": lambda: efsignsgd,
+    "onebit": lambda: onebit,
+    "qsgd": lambda: qsgd,
+    "terngrad": lambda: terngrad,
+    "natural": lambda: natural,
+    "natural8": lambda: natural8,
+    "dynamic8": lambda: dynamic8,
+    "threelc": lambda: threelc,
+    "sketch": lambda: sketch,
+    "int8": lambda: int8,
+    "atomo": lambda: partial(atomo, atoms=3),
 }

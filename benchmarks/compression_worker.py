@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import tempfile
 import time
@@ -16,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from compression_textbook import TEXTBOOK, dynamic8
+from compression_textbook import TEXTBOOK
 from gemini_ft.compression.base import Bundle, Compressor, Payload, Reducer, Turn
 from gemini_ft.compression.collective import answer, turn
-from gemini_ft.compression.dynamic import codebook
 from gemini_ft.compression.methods import COMPRESSORS, METHODS, create
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -36,10 +36,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "powersgd": {"rank": 1},
     "atomo": {"atoms": 3},
 }
-CODECS = [name for name in METHODS if name not in ("hard_threshold", "atomo")]  # one is threshold; a decomposition takes seconds
-LINKS = [*CODECS, "efsignsgd+two_phase"]
+CODECS = [name for name in METHODS if name != "hard_threshold"]  # which is threshold
+LINKS = [*(name for name in CODECS if name != "atomo"), "efsignsgd+two_phase"]
+PATIENCE = 4.0  # seconds after which a codec has been timed often enough, if it was three times
+LARGEST = 2048  # rows of a matrix that is decomposed: time grows with their cube
 HOOKS = ["torch fp16 hook", "torch bf16 hook", "torch PowerSGD hook"]  # the batched one fails an assertion of its own in torch 2.13
-SETTLE = 12  # steps before the clock counts: controllers find their number of stages
+
+
+def settle(name: str) -> int:
+    """Steps before the clock counts: SIDCo's controllers look for their number of stages."""
+    return 11 if name.startswith("sidco") else 2
 
 
 class Bucket:
@@ -112,7 +118,8 @@ def step(each: Reducer, tensors: dict[str, Tensor], at: Turn) -> dict[str, float
             spent["nbytes"] += request.tensor.nbytes
             given = answer(request, None)
             lap("collective")
-            request, phase = exchange.send(given), "decode"
+            agreed = request.kind == "max"  # on scales: what is encoded comes after that
+            request, phase = exchange.send(given), phase if agreed else "decode"
     except StopIteration as done:
         done.value.tensors()
         lap("decode")
@@ -131,49 +138,65 @@ def timed(function: Callable[[], object]) -> float:
 def codecs(megabytes: float, count: int, rounds: int, names: Sequence[str]) -> dict[str, dict[str, float]]:
     """By method: seconds of encode, decode, of whole exchanges fused and layer by layer, of the textbook's encode; bytes."""
     tensors = gradients(megabytes, count, 0)
-    found = {name: _codec(name, tensors, rounds) for name in names}
-    if "powersgd" in names:
-        hook, ours, seconds = Hook("torch PowerSGD hook"), method("powersgd"), []
-        for number in range(SETTLE + rounds):
-            step(ours, tensors, Turn(number))
-            seconds.append(timed(lambda: hook(list(tensors.values()))))
-        found["powersgd"]["torch"] = statistics.median(seconds[SETTLE:])
-    return found
+    if max(min(tensor.shape) for tensor in tensors.values()) > LARGEST:
+        names = [name for name in names if name != "atomo"]
+    return {name: _codec(name, tensors, rounds) for name in names}
 
 
 def _codec(name: str, tensors: dict[str, Tensor], rounds: int) -> dict[str, float]:
-    fused, layered = method(name), method(name)
+    """Medians. The order changes from round to round: each finds caches and free memory as another has left them."""
+    timings, until = _timings(name, tensors), time.perf_counter() + PATIENCE
     columns: dict[str, list[float]] = {}
-    for number in range(SETTLE + rounds):
-        at = Turn(number)
-        spent = step(fused, tensors, at)
-        row = {"fused": spent["encode"] + spent["decode"], "nbytes": spent["nbytes"]}
-        row["layered"] = sum(_sides(step(layered, {key: value}, at)) for key, value in tensors.items())
-        row |= _alone(name, tensors, at) if name in COMPRESSORS else {"encode": spent["encode"], "decode": spent["decode"]}
-        row |= _textbook(name, tensors)
+    for number in range(settle(name) + rounds):
+        if number >= settle(name) + 3 and time.perf_counter() > until:
+            break
+        row: dict[str, float] = {}
+        for timing in random.Random(number).sample(timings, len(timings)):
+            row |= timing(Turn(number))
         for key, value in row.items():
             columns.setdefault(key, []).append(value)
-    return {key: statistics.median(values[SETTLE:]) for key, values in columns.items()}
+    return {key: statistics.median(values[settle(name) :]) for key, values in columns.items()}
+
+
+def _timings(name: str, tensors: dict[str, Tensor]) -> list[Callable[[Turn], dict[str, float]]]:
+    fused, layered = method(name), method(name)
+
+    def together(at: Turn) -> dict[str, float]:
+        spent = step(fused, tensors, at)
+        alone = {} if name in COMPRESSORS else {"encode": spent["encode"], "decode": spent["decode"]}
+        return {"fused": _sides(spent), "nbytes": spent["nbytes"], **alone}
+
+    def one_by_one(at: Turn) -> dict[str, float]:
+        return {"layered": sum(_sides(step(layered, {key: value}, at)) for key, value in tensors.items())}
+
+    timings = [together, one_by_one]
+    if name in COMPRESSORS:
+        timings.append(_without_feedback(COMPRESSORS[name](**OPTIONS.get(name, {})), tensors))
+    if name in TEXTBOOK:
+        timings.append(_textbook(name, tensors))
+    if name == "powersgd":
+        hook = Hook("torch PowerSGD hook")
+        timings.append(lambda at: {"torch": timed(lambda: hook(list(tensors.values())))})
+    return timings
 
 
 def _sides(spent: dict[str, float]) -> float:
     return spent["encode"] + spent["decode"]
 
 
-def _alone(name: str, tensors: dict[str, Tensor], at: Turn) -> dict[str, float]:
-    """Without error feedback."""
-    each: Compressor = COMPRESSORS[name](**OPTIONS.get(name, {}))
-    payloads: list[Payload] = []
-    encode = timed(lambda: payloads.append(each.compress(Bundle.of(tensors, each.align), at)))
-    return {"encode": encode, "decode": timed(lambda: each.decompress(payloads[0]).tensors())}
+def _without_feedback(each: Compressor, tensors: dict[str, Tensor]) -> Callable[[Turn], dict[str, float]]:
+    def alone(at: Turn) -> dict[str, float]:
+        payloads: list[Payload] = []
+        encode = timed(lambda: payloads.append(each.compress(Bundle.of(tensors, each.align), at)))
+        return {"encode": encode, "decode": timed(lambda: each.decompress(payloads[0]).tensors())}
+
+    return alone
 
 
-def _textbook(name: str, tensors: dict[str, Tensor]) -> dict[str, float]:
-    borders = codebook(torch.device("cpu"))
-    formula = (lambda x: dynamic8(x, (borders[:-1] + borders[1:]) / 2)) if name == "dynamic8" else TEXTBOOK.get(name)
-    if formula is None:
-        return {}
-    return {"textbook": timed(lambda: [formula(tensor.view(-1)) for tensor in tensors.values()])}
+def _textbook(name: str, tensors: dict[str, Tensor]) -> Callable[[Turn], dict[str, float]]:
+    encoders = [TEXTBOOK[name]() for _ in tensors]
+    given = [tensor if name == "atomo" else tensor.view(-1) for tensor in tensors.values()]
+    return lambda at: {"textbook": timed(lambda: [encode(tensor) for encode, tensor in zip(encoders, given, strict=True)])}
 
 
 # --------------------------------------------------------------------------- behind links
@@ -185,8 +208,10 @@ def link(megabytes: float, count: int, rounds: int, names: Sequence[str]) -> dic
     methods = {name: method(name) for name in names if name not in HOOKS}
     hooks = {name: Hook(name) for name in names if name in HOOKS}
     columns: dict[str, dict[str, list[float]]] = {name: {} for name in names}
-    for number in range(SETTLE + rounds):
+    for number in range(max(map(settle, names)) + rounds):
         for name in names:
+            if number >= settle(name) + rounds:
+                continue
             dist.barrier()
             begin = time.perf_counter()
             row = step(methods[name], tensors, turn(number)) if name in methods else {}
@@ -196,7 +221,7 @@ def link(megabytes: float, count: int, rounds: int, names: Sequence[str]) -> dic
             dist.all_reduce(total, dist.ReduceOp.MAX)
             for key, value in {**row, "total": float(total)}.items():
                 columns[name].setdefault(key, []).append(value)
-    return {name: {key: statistics.median(values[SETTLE:]) for key, values in column.items()} for name, column in columns.items()}
+    return {name: {key: statistics.median(values[settle(name) :]) for key, values in column.items()} for name, column in columns.items()}
 
 
 def main() -> None:

@@ -82,13 +82,13 @@ class Atomo(Compressor):
 def atoms(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Left (k, m) and right (k, n) vectors whose outer products add up to a matrix, k = min(m, n): singular vectors, weights included.
 
-    Only one side is orthonormal to the last bit; the other is what is left of the matrix in its directions, so that the sum is exact
-    however well the decomposition has converged.
+    One side is orthonormal up to rounding; the other is what is left of the matrix in its directions, so that the sum is exact however
+    well the decomposition has converged.
     """
     wide = matrix.shape[0] <= matrix.shape[1]
     scaled = matrix / matrix.abs().max().clamp(min=torch.finfo(matrix.dtype).tiny)  # squares neither overflow nor vanish
-    scaled = (scaled if wide else scaled.t()).double()
-    basis = torch.linalg.eigh(scaled @ scaled.t()).eigenvectors.t().to(matrix.dtype).contiguous()
+    scaled = scaled if wide else scaled.t()
+    basis = torch.linalg.eigh(scaled @ scaled.t()).eigenvectors.t().contiguous()
     return (basis, basis @ matrix) if wide else (basis @ matrix.t(), basis)
 
 

@@ -10,6 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from . import kernels
 from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn, cut, join
 from .quantise import inverse, magnitudes
 
@@ -23,9 +24,10 @@ class Dynamic8(Compressor):
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         scales = magnitudes(bundle)
-        relative = bundle.flat.clone()
-        torch._foreach_mul_(bundle.layout.views(relative), list(inverse(scales).unbind()))
-        return Payload(bundle.layout, join(scales, nearest(relative)))
+        codes = torch.empty(bundle.layout.total, dtype=torch.uint8, device=scales.device)
+        for part, relative in kernels.scaled_blocks(bundle.flat, bundle.layout, inverse(scales)):
+            codes[part] = nearest(relative)
+        return Payload(bundle.layout, join(scales, codes))
 
     def decompress(self, payload: Payload) -> Bundle:
         layout = payload.layout

@@ -42,8 +42,9 @@ class Natural8(Natural):
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         exponents = kernels.natural(bundle.flat, bundle.layout, self.seed, turn)
-        codes = exponents.clamp(_LOW, _LOW + _INFINITE - 1).sub_(_LOW).masked_fill_(exponents == 255, _INFINITE)
-        return Payload(bundle.layout, codes | kernels.negative(bundle.flat).view(torch.uint8) << 7)
+        codes = exponents.clamp(_LOW, _LOW + _INFINITE - 1).sub_(_LOW)
+        codes.add_(kernels.equal(exponents, 255).view(torch.uint8))  # one above the largest that is finite
+        return Payload(bundle.layout, codes.add_(kernels.negative(bundle.flat).view(torch.uint8), alpha=128))
 
     def decompress(self, payload: Payload) -> Bundle:
         return Bundle(payload.layout, _table(payload.data.device).index_select(0, payload.data.int()))

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from . import kernels
 from .base import Bundle, State, Turn
 from .sparse import Sparsifier, above, check_ratio, kept
 
@@ -33,8 +34,9 @@ def exponential(values: Tensor, at: float, ratio: float) -> float:
 
 def generalized_pareto(values: Tensor, at: float, ratio: float) -> float:
     """The same for a generalized Pareto distribution, by its moments (SIDCo-P)."""
-    mean = float(values.mean()) - at
-    variance = float(values.var(correction=0)) if values.numel() > 1 else 0.0
+    centre = values.mean()
+    mean, deviations = float(centre) - at, values - centre
+    variance = float(torch.dot(deviations, deviations)) / values.numel()
     if mean <= 0 or variance <= 0:
         return at
     shape = 0.5 * (mean * mean / variance - 1)
@@ -45,11 +47,11 @@ def generalized_pareto(values: Tensor, at: float, ratio: float) -> float:
 
 def gamma(values: Tensor, at: float, ratio: float) -> float:
     """The same for a gamma distribution from 0 on (first stage of SIDCo-GP); its quantile by Newton's method."""
-    positive = values if bool(values.all()) else values[values != 0]
+    positive = values if float(values.min()) > 0 else values[values != 0]
     if positive.numel() == 0:
         return 0.0
     mean = float(positive.mean())
-    spread = math.log(mean) - float(positive.log().mean())
+    spread = math.log(mean) - kernels.mean_log(positive)
     if spread <= 0:  # all equal
         return mean
     shape = (3 - spread + math.sqrt((spread - 3) ** 2 + 24 * spread)) / (12 * spread)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -95,9 +96,11 @@ class MajorityVote(Reducer):
 
     def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
         layout, device = bundle.layout, bundle.flat.device
-        bad = non_finite(bundle)
-        coin = random_bytes(layout, device, self.seed, turn)
-        bits = signs(self._averaged(bundle, bad), coin)
+        bad = non_finite(bundle) if self.momentum else []
+        coin = cache(partial(random_bytes, layout, device, self.seed, turn))
+        bits, finite = signs(self._averaged(bundle, bad), coin)
+        if not finite:
+            bad = non_finite(bundle)
         block = -(-bits.numel() // turn.world)
         flags = torch.zeros(len(layout.names), dtype=torch.uint8, device=device)
         flags[bad] = 1
@@ -105,8 +108,7 @@ class MajorityVote(Reducer):
         sent = torch.cat(ballots)
         length = ballots[0].numel()
         votes = yield Request("all_to_all", sent, [length] * turn.world, length)
-        mine = _blocks(coin, block, turn.world)[turn.rank]
-        counted = yield Request("gather", majority([vote[:block] for vote in votes], mine))
+        counted = yield Request("gather", majority([vote[:block] for vote in votes], lambda: _blocks(coin(), block, turn.world)[turn.rank]))
         flat = kernels.unpack_signs(torch.cat(counted)[: bits.numel()])
         for number in _flagged([vote[block:] for vote in votes], len(layout.names)):
             layout.views(flat)[number].fill_(torch.nan)
@@ -132,15 +134,15 @@ class MajorityVote(Reducer):
         self.averages.load_state_dict(state["averages"])
 
 
-def signs(flat: Tensor, coin: Tensor) -> Tensor:
-    """Packed signs, with the coin's bit where an element is zero."""
-    bits = kernels.pack_signs(flat)
-    if (zeros := kernels.zeros(flat)) is not None:
-        bits ^= kernels.pack(zeros) & ~coin
-    return bits
+def signs(flat: Tensor, coin: Callable[[], Tensor]) -> tuple[Tensor, bool]:
+    """Packed signs, with the coin's bit where an element is zero; whether all is finite, as of `kernels.pack_signs_and_zeros`."""
+    bits, zeros, finite = kernels.pack_signs_and_zeros(flat)
+    if zeros is not None:
+        bits ^= zeros & ~coin()
+    return bits, finite
 
 
-def majority(votes: Sequence[Tensor], coin: Tensor) -> Tensor:
+def majority(votes: Sequence[Tensor], coin: Callable[[], Tensor]) -> Tensor:
     """Bitwise majority of packed bits; a tie takes the coin's bit. uint8 in, uint8 out.
 
     Counted without unpacking: adders of one bit work on all bits of a byte at once, one plane for each binary digit of the count.
@@ -152,7 +154,7 @@ def majority(votes: Sequence[Tensor], coin: Tensor) -> Tensor:
             planes[place], carry = plane ^ carry, plane & carry
         if (1 << len(planes)) <= len(votes):
             planes.append(carry)
-    above, equal = torch.zeros_like(coin), torch.full_like(coin, 255)
+    above, equal = torch.zeros_like(votes[0]), torch.full_like(votes[0], 255)
     half = len(votes) // 2
     for place in reversed(range(len(planes))):
         if half >> place & 1:
@@ -160,7 +162,7 @@ def majority(votes: Sequence[Tensor], coin: Tensor) -> Tensor:
         else:
             above = above | (equal & planes[place])
             equal = equal & ~planes[place]
-    return above | (equal & coin) if len(votes) % 2 == 0 else above
+    return above | (equal & coin()) if len(votes) % 2 == 0 else above
 
 
 def _blocks(data: Tensor, length: int, count: int) -> list[Tensor]:

@@ -37,10 +37,12 @@ class ThreeLC(Compressor):
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         scales = magnitudes(bundle).mul_(self.sparsity)
-        ternary = bundle.flat.clone()
-        torch._foreach_mul_(bundle.layout.views(ternary), list(inverse(scales).unbind()))
-        quartic = torch.mv(ternary.round_().view(-1, 5), _WEIGHTS.to(ternary)).nan_to_num_(0.0).add_(_ZEROS)
-        return Payload(bundle.layout, join(scales, shorten(quartic.to(torch.uint8))))
+        weights = _WEIGHTS.to(scales)
+        quartic = torch.empty(bundle.layout.total // 5, dtype=torch.uint8, device=scales.device)
+        for part, scaled in kernels.scaled_blocks(bundle.flat, bundle.layout, inverse(scales)):
+            digits = torch.mv(scaled.round_().view(-1, 5), weights)
+            quartic[part.start // 5 : part.stop // 5] = digits.nan_to_num_(0.0).add_(_ZEROS)
+        return Payload(bundle.layout, join(scales, shorten(quartic)))
 
     def decompress(self, payload: Payload) -> Bundle:
         layout = payload.layout
@@ -64,18 +66,15 @@ def _digits(device: torch.device) -> Tensor:
 
 def shorten(quartic: Tensor) -> Tensor:
     """Runs of `_ZEROS` as one byte each, the longer ones in pieces; uint8 in, uint8 out."""
-    zero = quartic == _ZEROS
-    border = zero.new_zeros(1)
-    first = kernels.indices(zero & ~torch.cat([border, zero[:-1]]))
-    lengths = kernels.indices(zero & ~torch.cat([zero[1:], border])) + 1 - first
-    pieces = (lengths + _LONGEST - 1) // _LONGEST
-    # Number of each piece within its run.
-    numbers = torch.arange(int(pieces.sum()), device=first.device) - torch.repeat_interleave(pieces.cumsum(0) - pieces, pieces)
-    kept = ~zero
-    kept[torch.repeat_interleave(first, pieces) + _LONGEST * numbers] = True
-    short = quartic[kept]
-    taken = (torch.repeat_interleave(lengths, pieces) - _LONGEST * numbers).clamp_(max=_LONGEST)
-    short[short == _ZEROS] = torch.where(taken > 1, taken + (_RUN - 2), _ZEROS).to(torch.uint8)
+    others = kernels.indices(kernels.equal(quartic, _ZEROS).logical_not_())
+    gaps = torch.cat([others.new_full((1,), -1), others, others.new_full((1,), quartic.numel())]).diff() - 1
+    pieces = (gaps + _LONGEST - 1) // _LONGEST
+    ends = (pieces + 1).cumsum(0) - 1  # where what follows a gap lies
+    short = quartic.new_full((int(ends[-1]),), _RUN + _LONGEST - 2)
+    short[ends[:-1]] = quartic[others]
+    last = gaps - _LONGEST * (pieces - 1)  # of a gap that is not empty: the zeros in its last piece
+    some = kernels.indices(gaps > 0)
+    short[ends[some] - 1] = torch.where(last > 1, last + (_RUN - 2), _ZEROS)[some].to(torch.uint8)
     return short
 
 

@@ -13,6 +13,7 @@ from compression_kit import EVERY, OPTIONS, SHAPES, gradients, measured, method,
 from rank_kit import World
 from torch import Tensor
 
+from gemini_ft.compression import kernels
 from gemini_ft.compression.base import Bundle, Compressor, Payload, Primitive, Reducer, Turn
 from gemini_ft.compression.collective import reduce, run, simulate
 from gemini_ft.compression.dgc import MomentumCorrection
@@ -209,6 +210,16 @@ def test_one_by_one_or_together_is_the_same(name: str) -> None:
         for key in SHAPES:
             alone = together(single, [{key: rank[key]} for rank in ranks], step)
             assert same(alone, {key: found[key]}), (step, key)
+
+
+@every
+def test_where_a_block_of_memory_ends_does_not_matter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = method(name), method(name)
+    for step in range(3):
+        expected = reduce(one, gradients(step), step)
+        with monkeypatch.context() as small:
+            small.setattr(kernels, "_BLOCK", 40)
+            assert same(reduce(other, gradients(step), step), expected)
 
 
 @pytest.mark.parametrize("world", [2, 4])

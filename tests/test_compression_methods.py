@@ -211,7 +211,7 @@ def test_the_majority_is_that_of_counting(ranks: int, seed: int) -> None:
     stream = np.random.default_rng(seed)
     votes = stream.integers(0, 256, (ranks, 5), dtype=np.uint8)
     coin = stream.integers(0, 256, 5, dtype=np.uint8)
-    found = sign.majority([torch.from_numpy(vote) for vote in votes], torch.from_numpy(coin)).numpy()
+    found = sign.majority([torch.from_numpy(vote) for vote in votes], lambda: torch.from_numpy(coin)).numpy()
     count = np.unpackbits(votes, axis=1).astype(int).sum(0)
     expected = np.where(2 * count == ranks, np.unpackbits(coin), 2 * count > ranks)
     assert np.array_equal(np.unpackbits(found), expected)
