@@ -8,7 +8,6 @@ know sizes first; `CollectiveExchange` sends them ahead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,12 +15,10 @@ from torch.distributed import ProcessGroup, Work
 
 from . import wire
 from .exchange import Exchange, Passed
-
-Coming: TypeAlias = tuple[int, torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, Work]]]
+from .ring import Ring
 
 ROOM = 2**20  # bytes; what a shorter message leaves untouched takes no memory
-PIECE = 2**18  # bytes that are passed on together, while more is under way
-_DIRECT, _AHEAD, _RING = 0x5A454E00, 0x5A454E01, 0x5A454E02  # tags: ours must not be mixed up with the user's
+_DIRECT = 0x5A454E00  # tag: our messages must not be mixed up with the user's; `ring` has others
 
 
 def open_exchange(group: ProcessGroup, device: torch.device, text: str, refused: str | None = None) -> Exchange:
@@ -42,8 +39,7 @@ def _backend(group: ProcessGroup, device: torch.device) -> str | None:
 
 
 class PointToPoint(Exchange):
-    """Over gloo. What every rank must have goes around a ring: one stream per link and direction gets nearly all of its rate,
-    which many at once do not."""
+    """Over gloo."""
 
     def send(self, message: torch.Tensor, peer: int) -> None:
         _wait([self._send(part, peer) for part in _parts(message)])
@@ -80,46 +76,7 @@ class PointToPoint(Exchange):
         return collect()
 
     def _relay(self, head: torch.Tensor, data: torch.Tensor, limit: int, length: Callable[[torch.Tensor], int]) -> Iterator[Passed]:
-        left, right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
-        origins = [(self.rank - step) % self.size for step in range(1, self.size)]
-        rooms = {origin: torch.empty(limit, dtype=torch.uint8) for origin in origins}
-        heads = {origin: self.group.recv([room], left, _AHEAD) for origin, room in rooms.items()}
-        sends: list[Work] = []
-
-        def pass_on(origin: int, part: torch.Tensor, tag: int) -> None:
-            if origin != right:
-                sends.append(self.group.send([part], right, tag))
-
-        def announced(origin: int) -> Coming:
-            heads[origin].wait()
-            head = rooms[origin][: wire.length(rooms[origin])]
-            pass_on(origin, head, _AHEAD)
-            whole = torch.empty(length(head), dtype=torch.uint8)
-            return origin, head, whole, [(part, self.group.recv([part], left, _RING)) for part in _pieces(whole)]
-
-        def arrived(origin: int, head: torch.Tensor, whole: torch.Tensor, parts: list[tuple[torch.Tensor, Work]]) -> Passed:
-            for part, work in parts:
-                work.wait()
-                pass_on(origin, part, _RING)
-            return origin, head, whole
-
-        def collect() -> Iterator[Passed]:
-            yield self.rank, head, None
-            before = None
-            for origin in origins:
-                coming = announced(origin)
-                done = arrived(*before) if before else (self.rank, head, data)
-                yield origin, coming[1], None  # what is done with it delays nobody: all that others wait for is on its way
-                yield done
-                before = coming
-            yield arrived(*before) if before else (self.rank, head, data)
-            _wait(sends)
-
-        if origins:
-            pass_on(self.rank, head, _AHEAD)
-            for part in _pieces(data):
-                pass_on(self.rank, part, _RING)
-        return collect()
+        return Ring(self.group, limit, length).start(head, data)
 
     def _send(self, part: torch.Tensor, peer: int) -> Work:
         return self.group.send([part], peer, _DIRECT)
@@ -163,10 +120,6 @@ class _Coming:
 def _parts(message: torch.Tensor) -> list[torch.Tensor]:
     """A message, or, of a long one, its header and the rest."""
     return [message] if len(message) <= ROOM else [message[: wire.HEADER], message[wire.HEADER :]]
-
-
-def _pieces(data: torch.Tensor) -> list[torch.Tensor]:
-    return list(torch.split(data, PIECE)) if len(data) else []
 
 
 class CollectiveExchange(Exchange):

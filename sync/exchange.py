@@ -14,9 +14,10 @@ from . import wire
 from .rows import GradientError
 
 SHORT = 2**18  # bytes of all ranks' messages together up to which rounds cost more than bytes
+_REFUSED = -1  # the digest of a rank that cannot take part
+
 Passed: TypeAlias = tuple[int, torch.Tensor, torch.Tensor | None]
 """(rank, head, data) of what is passed on; None: the data will follow."""
-_REFUSED = -1  # the digest of a rank that cannot take part
 
 
 class Exchange(ABC):
