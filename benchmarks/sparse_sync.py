@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common import HERE, clean_up_on_sigterm, command_line, one_thread, print_result, ratio, table, versions, write_report
-from curves import draw
+from curves import TRACE, draw
 from gemini_ft.testing import Network
 
 TRACES = ("LSTM", "DeepFM", "NMT", "DGC")
@@ -34,6 +34,16 @@ FIXED = (
     "zen",
 )
 SCHEMES = (*FIXED, "zen, paper's hashing", "auto")
+AIMS = {  # ratio: (aim, what the paper has at 25 Gbit/s)
+    "zen_vs_formula": ("at most 1.25", ""),
+    "zen_vs_formula_1g": ("at most 1.4", ""),
+    "zen_vs_best_other": ("over 1", ""),
+    "zen_vs_dense_lstm": ("", "6.77"),
+    "zen_vs_dense_deepfm": ("", "2.10"),
+    "zen_vs_dense_dgc": ("", "3.4"),
+    "zen_vs_dense_of_formula": ("at least 0.85", ""),
+    "auto_vs_best_fixed": ("at most 1.05", ""),
+}
 CPU_BOUND = 0.8
 PORT = 29400
 TIMEOUT = 3600.0  # seconds for one network
@@ -167,6 +177,8 @@ def report(points: Points, steps: dict[str, float]) -> str:
     for hosts, rate in sorted({(point["hosts"], point["rate"]) for point in points.all}):
         here = [point for point in points.all if (point["hosts"], point["rate"]) == (hosts, rate)]
         parts += [f"## {hosts} hosts, {rate}", _times(points, here)]
+    rows = [[name, str(value), *AIMS[name]] for name, value in ratios(points).items()]
+    parts += ["## Ratios", table(["ratio", "measured", "aim", "the paper"], rows)]
     parts += ["## The traces", _traces(points.all), "## Hashing", _hashing(points.all)]
     if steps:
         rows = [[path, f"{seconds:.4f}", f"{seconds / steps['Zen']:.2f}"] for path, seconds in steps.items()]
@@ -251,7 +263,8 @@ def main() -> None:
     print("\n\n".join([_traces(measured), _hashing(measured)]))
     if not arguments.quick:
         path = write_report("sparse-sync", "Sparse gradient synchronisation", report(points, steps), versions(["torch", "numpy"]))
-        path.with_suffix(".svg").write_text(draw(measured))
+        if TRACE in arguments.traces:
+            path.with_suffix(".svg").write_text(draw(measured))
         print(f"{command_line()}: {path.name}")
     results = {f"{each['scheme']}, {each['trace']}, {each['hosts']} hosts, {each['rate']}": each["seconds"] for each in measured}
     print_result("sparse_sync", results | {f"example, {path}": seconds for path, seconds in steps.items()}, ratios(points))

@@ -31,7 +31,6 @@ from gemini_ft.sync.zen import Zen
 from traces import TRACES, Trace
 
 MOST_ROUNDS, LEAST_ROUNDS = 15, 3
-SETTLING = 45  # calls of Auto before it is measured
 TRIES = 3  # of each way of grouping
 
 
@@ -80,8 +79,9 @@ def _measure(trace: str, gradient: torch.Tensor, traffic: costs.Traffic, job: di
     formulas = {name: costs.seconds(name.partition(",")[0], traffic, link) for name in schemes if name != "auto"}
     formulas["auto"] = min(formulas.values())
     rounds = {name: min(MOST_ROUNDS, max(LEAST_ROUNDS, int(job["budget"] / formulas[name]))) for name in schemes}
-    for name, scheme in schemes.items():
-        for _ in range(SETTLING if name == "auto" else 1):
+    for scheme in schemes.values():
+        scheme.all_reduce(gradient)
+        while isinstance(scheme, Auto) and any(plan.chosen is None for plan in scheme.plans.values()):
             scheme.all_reduce(gradient)
     samples: dict[str, list[list[float]]] = {name: [] for name in schemes}
     for number in range(max(rounds.values())):

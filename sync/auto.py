@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from . import profiling
@@ -15,8 +15,8 @@ from .rows import SparseRows
 from .schemes import SCHEMES
 
 _CLOSE = 1.5  # a scheme predicted to take so many times the best one's time may still be the best
-_TRIALS = 5  # calls of each that is tried, the first of which is not counted
-_GAIN = 0.95  # of the predicted best one's time, that another must stay below to be preferred
+_TRIALS = 5  # calls in a row of each that is tried, the first of which is not counted
+_NEAR, _MORE = 1.2, 12  # those that stay below so many times the best one's time are called so many times in all
 _DRIFT = 0.25  # of the units of the sum, by which it is another regime
 _PATIENCE = 3  # calls in a row of another regime
 
@@ -28,7 +28,7 @@ class Plan:
     Attributes:
         traffic: how they are spread, None before the profile.
         predicted: seconds of each scheme by its formula.
-        measured: seconds of each call of those that are tried.
+        measured: seconds of each call of those that are tried, of the slowest rank.
         chosen: None as long as they are tried.
         units: of the sum when the scheme was chosen; how many calls in a row it has been far from that.
     """
@@ -45,10 +45,10 @@ class Auto(SparseScheme):
     """Profiles, predicts, tries, picks; and does so again when the gradient changes.
 
     The first call with a shape measures the gradient and, once per group, the network, and predicts every scheme's time with
-    `costs`. The next calls try those that come close, five times each, and the fastest stays. When the sum has had a quarter
-    more or fewer units for three calls in a row, all of it begins anew. Whatever is decided is decided from what all ranks
-    know: they always agree. Plans are kept by shape and dtype; gradients of one shape that behave differently should have an
-    `Auto` each.
+    `costs`. The next calls try those that come close, five times in a row each, and again those that prove to be nearly as fast
+    as the best; the fastest stays. When the sum has had a quarter more or fewer units for three calls in a row, all of it begins
+    anew. Whatever is decided is decided from what all ranks know: they always agree. Plans are kept by shape and dtype;
+    gradients of one shape that behave differently should have an `Auto` each.
     """
 
     name = "auto"
@@ -78,15 +78,13 @@ class Auto(SparseScheme):
         exchange.agree()
         if plan.traffic is None:
             self._predict(plan, gradient, exchange)
-        name = min(plan.measured, key=lambda each: len(plan.measured[each]))
+        name = contender(plan.measured)
+        assert name is not None  # else the scheme would have been chosen
         begin = time.perf_counter()
         result = self._schemes[name].reduce(gradient, exchange)
-        plan.measured[name].append(time.perf_counter() - begin)
-        if all(len(times) == _TRIALS for times in plan.measured.values()):
-            own = [statistics.median(times[1:]) for times in plan.measured.values()]
-            times = dict(zip(plan.measured, profiling.slowest(own, exchange), strict=True))
-            fastest, foreseen = min(times, key=times.__getitem__), min(plan.predicted, key=plan.predicted.__getitem__)
-            plan.chosen = fastest if times[fastest] < _GAIN * times[foreseen] else foreseen
+        plan.measured[name] += profiling.slowest([time.perf_counter() - begin], exchange)
+        if contender(plan.measured) is None:
+            plan.chosen = fastest(plan.measured)
         return result
 
     def _predict(self, plan: Plan, gradient: SparseRows, exchange: Exchange) -> None:
@@ -97,6 +95,25 @@ class Auto(SparseScheme):
         plan.predicted = {name: seconds(name, plan.traffic, self._links[group]) for name in self._schemes}
         limit = _CLOSE * min(plan.predicted.values())
         plan.measured = {name: [] for name, time in plan.predicted.items() if time <= limit}
+
+
+def contender(measured: Mapping[str, Sequence[float]]) -> str | None:
+    """Whom to try next, by the seconds of each one's calls so far; None: enough is known."""
+    new = [name for name, times in measured.items() if len(times) < _TRIALS]
+    if new:
+        return new[0]
+    limit = _NEAR * _typical(measured[fastest(measured)])
+    near = [name for name, times in measured.items() if _typical(times) <= limit]
+    return next((name for name in near if len(measured[name]) < _MORE), None) if len(near) > 1 else None
+
+
+def fastest(measured: Mapping[str, Sequence[float]]) -> str:
+    """Whose calls take least, by their median without the first, which finds cold caches."""
+    return min(measured, key=lambda name: _typical(measured[name]))
+
+
+def _typical(times: Sequence[float]) -> float:
+    return statistics.median(times[1:])
 
 
 def _is_over(plan: Plan, units: int) -> bool:

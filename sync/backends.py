@@ -7,18 +7,18 @@ know sizes first; `CollectiveExchange` sends them ahead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from . import wire
-from .exchange import Exchange
+from .exchange import Exchange, Passed
+from .ring import Ring
 
 ROOM = 2**20  # bytes; what a shorter message leaves untouched takes no memory
-PIECE = 2**22  # bytes that are passed on together, while more is under way
-_DIRECT, _RING = 0x5A454E00, 0x5A454E01  # tags: ours must not be mixed up with the user's
+_DIRECT = 0x5A454E00  # tag: our messages must not be mixed up with the user's; `ring` has others
 
 
 def open_exchange(group: ProcessGroup, device: torch.device, text: str, refused: str | None = None) -> Exchange:
@@ -39,11 +39,10 @@ def _backend(group: ProcessGroup, device: torch.device) -> str | None:
 
 
 class PointToPoint(Exchange):
-    """Over gloo. What every rank must have goes around a ring: one stream per link and direction gets nearly all of its rate,
-    which many at once do not."""
+    """Over gloo."""
 
     def send(self, message: torch.Tensor, peer: int) -> None:
-        _wait(self._send(message, peer))
+        _wait([self._send(part, peer) for part in _parts(message)])
 
     def receive(self, peer: int) -> torch.Tensor:
         coming = _Coming(self.group, peer)
@@ -51,9 +50,11 @@ class PointToPoint(Exchange):
         return coming.end()
 
     def shift(self, message: torch.Tensor, to: int, source: int) -> torch.Tensor:
+        first, *rest = _parts(message)
         coming = _Coming(self.group, source)
-        sends = self._send(message, to)
+        sends = [self._send(first, to)]
         coming.ask()
+        sends += [self._send(part, to) for part in rest]
         received = coming.end()
         _wait(sends)
         return received
@@ -61,46 +62,32 @@ class PointToPoint(Exchange):
     def _all_to_all(self, messages: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]  # nobody is everybody's first
         coming = {peer: _Coming(self.group, peer) for peer in peers}
-        sends = [work for peer in peers for work in self._send(messages[peer], peer)]
+        parts = {peer: _parts(messages[peer]) for peer in peers}
+        sends = [self._send(parts[peer][0], peer) for peer in peers]
 
         def collect() -> Iterator[tuple[int, torch.Tensor]]:
-            for each in coming.values():
-                each.ask()
+            for peer in peers:
+                coming[peer].ask()
+                sends.extend(self._send(part, peer) for part in parts[peer][1:])
             for source in range(self.size):
                 yield source, messages[source] if source == self.rank else coming[source].end()
             _wait(sends)
 
         return collect()
 
-    def _all_gather(self, message: torch.Tensor, lengths: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        left, right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
-        origins = [(self.rank - step) % self.size for step in range(1, self.size)]
-        whole = {origin: torch.empty(lengths[origin], dtype=torch.uint8) for origin in origins}
-        coming = {origin: [(piece, self.group.recv([piece], left, _RING)) for piece in _pieces(whole[origin])] for origin in origins}
-        sends = [self.group.send([piece], right, _RING) for piece in _pieces(message)] if origins else []
+    def _relay(self, head: torch.Tensor, data: torch.Tensor, limit: int, length: Callable[[torch.Tensor], int]) -> Iterator[Passed]:
+        return Ring(self.group, limit, length).start(head, data)
 
-        def collect() -> Iterator[tuple[int, torch.Tensor]]:
-            yield self.rank, message
-            for origin in origins:
-                for piece, work in coming[origin]:
-                    work.wait()
-                    if origin != right:
-                        sends.append(self.group.send([piece], right, _RING))
-                yield origin, whole[origin]
-            _wait(sends)
-
-        return collect()
-
-    def _send(self, message: torch.Tensor, peer: int) -> list[Work]:
-        pieces = [message] if len(message) <= ROOM else [message[: wire.HEADER], message[wire.HEADER :]]
-        return [self.group.send([piece], peer, _DIRECT) for piece in pieces]
+    def _send(self, part: torch.Tensor, peer: int) -> Work:
+        return self.group.send([part], peer, _DIRECT)
 
 
 class _Coming:
-    """A message of unknown length that is awaited.
+    """A message of unknown length that is awaited, in the parts that `_parts` makes.
 
-    Of a long one the header comes alone. Gloo asks the sender for the rest over the connection on which this rank sends too:
-    had the rest begun to flow in both directions, that question would wait behind it. So ask before anything long is awaited.
+    Gloo asks the sender for a part over the connection on which this rank sends too: that question would wait behind what is
+    long and has begun to flow the other way. So before a rank sends the rest of a long message it asks for what it awaits
+    itself from that peer; else the two directions take turns.
     """
 
     def __init__(self, group: ProcessGroup, peer: int) -> None:
@@ -128,6 +115,11 @@ class _Coming:
 
     def _receive(self, buffer: torch.Tensor) -> Work:
         return self._group.recv([buffer], self._peer, _DIRECT)
+
+
+def _parts(message: torch.Tensor) -> list[torch.Tensor]:
+    """A message, or, of a long one, its header and the rest."""
+    return [message] if len(message) <= ROOM else [message[: wire.HEADER], message[wire.HEADER :]]
 
 
 class CollectiveExchange(Exchange):
@@ -161,11 +153,15 @@ class CollectiveExchange(Exchange):
         # Each on its own: values need an alignment that their place in the whole does not have.
         return enumerate(piece.clone() for piece in torch.split(out, sizes))
 
-    def _all_gather(self, message: torch.Tensor, lengths: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    def _relay(self, head: torch.Tensor, data: torch.Tensor, limit: int, length: Callable[[torch.Tensor], int]) -> Iterator[Passed]:
+        heads = self._share(head)
+        for rank, each in enumerate(heads):
+            yield rank, each, None
         others = [rank for rank in range(self.size) if rank != self.rank]
-        coming = {rank: self._room(lengths[rank]) for rank in others}
-        self._batch([(message, rank) for rank in others if len(message)], [(coming[rank], rank) for rank in others if lengths[rank]])
-        return iter([(self.rank, message), *coming.items()])
+        coming = {rank: self._room(length(heads[rank])) for rank in others}
+        self._batch([(data, rank) for rank in others if len(data)], [(coming[rank], rank) for rank in others if len(coming[rank])])
+        for rank, each in enumerate(heads):
+            yield rank, each, data if rank == self.rank else coming[rank]
 
     def _length_of(self, message: torch.Tensor) -> torch.Tensor:
         return torch.tensor([len(message)], device=self.device)
@@ -179,10 +175,6 @@ class CollectiveExchange(Exchange):
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-
-
-def _pieces(message: torch.Tensor) -> list[torch.Tensor]:
-    return list(torch.split(message, PIECE)) if len(message) else []
 
 
 def _wait(works: Sequence[Work]) -> None:

@@ -21,12 +21,13 @@ class HookState:
 
     Attributes:
         sparse: for the gradients of modules with ``sparse=True``, each of which is a bucket of its own.
-        dense: for all others. A sparse scheme makes sense where most of a bucket is zero.
+        dense: for all others. A sparse scheme makes sense where most of a bucket is zero. DDP sees to it that all ranks have the
+            same buckets, so that need not be checked again.
         group: DDP's; None: the default group.
     """
 
     sparse: Scheme = field(default_factory=Zen)
-    dense: Scheme = field(default_factory=Dense)
+    dense: Scheme = field(default_factory=lambda: Dense(check=False))
     group: ProcessGroup | None = None
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 from torch.distributed import ProcessGroup
@@ -13,8 +14,10 @@ from . import wire
 from .rows import GradientError
 
 SHORT = 2**18  # bytes of all ranks' messages together up to which rounds cost more than bytes
-_ALIGNMENT = 16  # bytes: of messages within a message
 _REFUSED = -1  # the digest of a rank that cannot take part
+
+Passed: TypeAlias = tuple[int, torch.Tensor, torch.Tensor | None]
+"""(rank, head, data) of what is passed on; None: the data will follow."""
 
 
 class Exchange(ABC):
@@ -28,7 +31,12 @@ class Exchange(ABC):
         device: where messages lie.
         text: describes this rank's gradient and scheme.
         refused: why this rank's gradient cannot be summed, if so.
+
+    Attributes:
+        exchanged: bytes of all ranks' messages in the latest `all_to_all` that has ended; the same on all ranks.
     """
+
+    exchanged: int = 0
 
     def __init__(self, group: ProcessGroup, device: torch.device, text: str, refused: str | None = None) -> None:
         self.group, self.device = group, device
@@ -51,9 +59,9 @@ class Exchange(ABC):
         Raises:
             GradientError: a rank was given something else, or cannot take part.
         """
-        wire.stamp(message, self._digest)
+        wire.stamp(message, self._digest, len(message))
         messages = self._share(message)
-        if any(wire.digest(each) != self._digest for each in messages) or self._digest == _REFUSED:
+        if any(wire.read_stamp(each)[0] != self._digest for each in messages) or self._digest == _REFUSED:
             raise GradientError(self._differences())
         return messages
 
@@ -65,35 +73,53 @@ class Exchange(ABC):
         Raises:
             GradientError: a rank was given something else, or cannot take part. From the iterator, when all have come.
         """
+        total = sum(map(len, messages))
         for message in messages:
-            wire.stamp(message, self._digest)
+            wire.stamp(message, self._digest, total)
         return self._checked(self._all_to_all(messages))
 
     def _checked(self, coming: Iterator[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, torch.Tensor]]:
-        same = self._digest != _REFUSED
+        same, everything = self._digest != _REFUSED, 0
         for source, message in coming:
-            same = same and wire.digest(message) == self._digest
+            digest, total = wire.read_stamp(message)
+            same, everything = same and digest == self._digest, everything + total
             if same:
                 yield source, message
         if not same:
             raise GradientError(self._differences())
+        self.exchanged = everything
 
-    def all_gather(self, message: torch.Tensor, lengths: Sequence[int] | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+    def all_gather(self, message: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Send one message to all; (rank, message) of what has come, in any order, the own one included.
 
         Short messages go in few rounds, as with `share`. Long ones are under way when this returns; the iterator must be taken
         to its end, without long delays, because a rank may pass on meanwhile what others wait for.
+        """
+        if sum(self.lengths(message)) <= SHORT:
+            return enumerate(self._share(message))
+        passed = self._relay(message[: wire.HEADER], message, wire.HEADER, wire.length)
+        return ((rank, data) for rank, _, data in passed if data is not None)
+
+    def relay(self, head: torch.Tensor, data: torch.Tensor, limit: int, length: Callable[[torch.Tensor], int]) -> Iterator[Passed]:
+        """The same, without a look at all lengths first, of data whose head goes ahead; after an `all_to_all`.
+
+        Every rank has all heads before the last data, and time meanwhile to prepare a place for them.
 
         Args:
-            message: uint8, with or without header.
-            lengths: bytes of each rank's message. None: they are not known yet and are exchanged first.
+            head: a message of at most ``limit`` bytes, which is the same on all ranks.
+            data: uint8, about as long on all ranks, and all together no longer than what the `all_to_all` exchanged.
+            length: of the data, by their head.
+
+        Returns:
+            (rank, head, None) when a head has come, later (rank, head, data); the own ones included.
         """
-        lengths = self.lengths(message) if lengths is None else lengths
-        if sum(lengths) > SHORT:
-            return self._all_gather(message, lengths)
-        wrapped = wire.new(len(message), self.device)
-        wire.payload(wrapped).copy_(message)
-        return enumerate(wire.payload(each) for each in self._share(wrapped))
+        if self.exchanged > SHORT:
+            return self._relay(head, data, limit, length)
+        wrapped = wire.new(len(data), self.device)
+        wire.payload(wrapped).copy_(data)
+        pairs = [_unbundle(each) for each in self._share(_bundle([head, wrapped]))]
+        heads = [(rank, head, None) for rank, (head, _) in enumerate(pairs)]
+        return iter([*heads, *((rank, head, wire.payload(data)) for rank, (head, data) in enumerate(pairs))])
 
     def lengths(self, message: torch.Tensor) -> list[int]:
         """Bytes of each rank's message."""
@@ -121,7 +147,7 @@ class Exchange(ABC):
     def _all_to_all(self, messages: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]: ...
 
     @abstractmethod
-    def _all_gather(self, message: torch.Tensor, lengths: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]: ...
+    def _relay(self, head: torch.Tensor, data: torch.Tensor, limit: int, length: Callable[[torch.Tensor], int]) -> Iterator[Passed]: ...
 
     def _share(self, message: torch.Tensor) -> list[torch.Tensor]:
         held = [message]  # of this rank and those that follow
@@ -141,7 +167,7 @@ class Exchange(ABC):
 
 def _bundle(messages: Sequence[torch.Tensor]) -> torch.Tensor:
     """Several messages as one."""
-    sizes = [-(-len(message) // _ALIGNMENT) * _ALIGNMENT for message in messages]
+    sizes = [-(-len(message) // wire.ALIGNMENT) * wire.ALIGNMENT for message in messages]
     bundle = wire.new(sum(sizes), messages[0].device)
     for message, place in zip(messages, torch.split(wire.payload(bundle), sizes), strict=True):
         place[: len(message)] = message
@@ -153,5 +179,5 @@ def _unbundle(bundle: torch.Tensor) -> list[torch.Tensor]:
     while len(rest):
         length = wire.length(rest)
         messages.append(rest[:length])
-        rest = rest[-(-length // _ALIGNMENT) * _ALIGNMENT :]
+        rest = rest[-(-length // wire.ALIGNMENT) * wire.ALIGNMENT :]
     return messages

@@ -14,7 +14,7 @@ import torch
 
 from .hashing import group_by_part, murmur
 from .hierarchical_hashing import hierarchical_hash
-from .rows import SparseRows
+from .rows import SparseRows, union
 from .wire import Format
 
 
@@ -40,7 +40,14 @@ class HashPartition(Partition):
 
     @abstractmethod
     def indices(self, parts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Of the units at these positions of these parts, int64 [n]: the inverse of `split`."""
+        """Of the units at these positions of these parts, int64 [n]."""
+
+    def gather(self, positions: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Indices of all parts' units, ascending, and where in them those at these positions of each part are."""
+        counts = [len(each) for each in positions]
+        parts = torch.arange(len(counts), device=positions[0].device).repeat_interleave(torch.tensor(counts, device=positions[0].device))
+        indices, (places,) = union([self.indices(parts, torch.cat(list(positions)))], self.rows)
+        return indices, list(torch.split(places, counts))
 
     def _pieces(self, positions: torch.Tensor, values: torch.Tensor, counts: list[int]) -> list[SparseRows]:
         pieces = zip(torch.split(positions, counts), torch.split(values, counts), strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -15,8 +14,8 @@ from .omnireduce import BLOCK
 from .partition import EvenPartition
 from .rows import SparseRows, union
 
-_PROBE = 2**18  # bytes
-_PROBES = 5
+_PROBES = 2**18, 3 * 2**18  # bytes: more than what a link lets through at once after a pause
+_TRIES = 5
 
 
 def traffic(gradient: SparseRows, exchange: Exchange) -> Traffic:
@@ -60,7 +59,11 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def link(exchange: Exchange) -> Link:
-    """Latency, and time per byte of a single stream with everybody sending at once: of the slowest rank."""
+    """Latency, and time per byte of a single stream with everybody sending at once: of the slowest rank.
+
+    The time per byte is the difference between two long messages: what a pause has saved up for either (a token bucket, empty
+    buffers) passes at any speed.
+    """
     if exchange.size == 1:
         return Link(0.0, 1.0)  # nothing will travel
     neighbours = (exchange.rank + 1) % exchange.size, (exchange.rank - 1) % exchange.size
@@ -68,8 +71,8 @@ def link(exchange: Exchange) -> Link:
     def shift(message: torch.Tensor) -> Callable[[], object]:
         return lambda: exchange.shift(message, *neighbours)
 
-    short, long = (_seconds(shift(wire.new(size, exchange.device)), exchange) for size in (0, _PROBE))
-    return Link(short, max(long - short, 1e-12) / _PROBE)
+    latency, short, long = (_seconds(shift(wire.new(size, exchange.device)), exchange) for size in (0, *_PROBES))
+    return Link(latency, max(long - short, 1e-12) / (_PROBES[1] - _PROBES[0]))
 
 
 def slowest(seconds: Sequence[float], exchange: Exchange) -> list[float]:
@@ -81,13 +84,14 @@ def slowest(seconds: Sequence[float], exchange: Exchange) -> list[float]:
 
 
 def _seconds(call: Callable[[], object], exchange: Exchange) -> float:
+    """The shortest of some calls: whatever disturbs makes them longer."""
     times = []
-    for _ in range(_PROBES):
+    for _ in range(_TRIES):
         exchange.agree()
         begin = time.perf_counter()
         call()
         times.append(time.perf_counter() - begin)
-    return slowest([statistics.median(times)], exchange)[0]
+    return min(slowest(times, exchange))
 
 
 def _sizes(ranks: int) -> list[int]:

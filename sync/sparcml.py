@@ -69,8 +69,6 @@ class DSARSplitAllgather(SparseScheme):
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
         partition = EvenPartition(gradient.rows, exchange.size)
         own = push(gradient, partition, exchange)
-        unit = gradient.width * own.values.element_size()
-        lengths = [partition.size(part) * unit for part in range(partition.parts)]
-        gathered = dict(exchange.all_gather(wire.as_bytes(own.dense()), lengths))
-        data = torch.cat([gathered[part] for part in range(partition.parts)])
-        return from_dense(wire.matrix(data, own.values.dtype, gradient.rows, gradient.width))
+        gathered = dict(exchange.all_gather(wire.encode(own, ("dense",))))
+        parts = [wire.decode(gathered[part], partition.size(part), own.width, own.values.dtype) for part in range(partition.parts)]
+        return from_dense(torch.cat([part.values for part in parts]))

@@ -1,7 +1,8 @@
 """Messages: a header, the indices in one of three formats, and the values.
 
-A message is a uint8 tensor. Its header of four int64 words: the digest of what the sender was given (stamped by the
-exchange), bytes of the whole message, format, number of units. Numbers are in the machine's byte order.
+A message is a uint8 tensor. Its header of five int64 words: the digest of what the sender was given and bytes of all that it
+sends at once (both stamped by the exchange), bytes of this message, format, number of units. Numbers are in the machine's byte
+order.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import torch
 
 from .rows import SparseRows
 
-HEADER = 32  # bytes
-_ALIGNMENT = 16  # of the values: a view needs that of its dtype
+HEADER = 40  # bytes
+ALIGNMENT = 8  # of values, and of messages within messages: a view needs that of its dtype
 
 Format = Literal["coo", "bitmap", "dense"]
 _FORMATS: tuple[Format, ...] = ("coo", "bitmap", "dense")
@@ -22,23 +23,28 @@ _FORMATS: tuple[Format, ...] = ("coo", "bitmap", "dense")
 
 def new(payload: int, device: torch.device | None = None) -> torch.Tensor:
     """A message with room for so many bytes after its header; their content is undefined."""
+    return _new(payload, 0, 0, device)
+
+
+def _new(payload: int, number: int, count: int, device: torch.device | None) -> torch.Tensor:
     message = torch.empty(HEADER + payload, dtype=torch.uint8, device=device)
-    _words(message).copy_(torch.tensor([0, len(message), 0, 0]))
+    _words(message).copy_(torch.tensor([0, 0, len(message), number, count]))
     return message
 
 
-def stamp(message: torch.Tensor, digest: int) -> None:
-    """Write the sender's digest, an int64."""
-    _words(message)[0] = digest
+def stamp(message: torch.Tensor, digest: int, total: int) -> None:
+    """Write the sender's digest and the bytes of all that it sends."""
+    _words(message)[:2] = torch.tensor([digest, total])
 
 
-def digest(message: torch.Tensor) -> int:
-    return int(_words(message)[0])
+def read_stamp(message: torch.Tensor) -> tuple[int, int]:
+    digest, total, *_ = _words(message).tolist()
+    return digest, total
 
 
 def length(message: torch.Tensor) -> int:
     """Bytes of the whole message, of which this may be a beginning."""
-    return int(_words(message)[1])
+    return int(_words(message)[2])
 
 
 def payload(message: torch.Tensor) -> torch.Tensor:
@@ -54,8 +60,7 @@ def index_bytes(rows: int) -> int:
 def encode(part: SparseRows, formats: tuple[Format, ...] = ("coo", "dense")) -> torch.Tensor:
     """The units of ``part`` in whichever of ``formats`` is smallest. A bitmap needs ascending indices."""
     chosen = min(formats, key=lambda each: _size(each, part))
-    message = new(_size(chosen, part), part.values.device)
-    _words(message)[2:].copy_(torch.tensor([_FORMATS.index(chosen), len(part.indices)]))
+    message = _new(_size(chosen, part), _FORMATS.index(chosen), len(part.indices), part.values.device)
     start = _values_at(chosen, part.rows, len(part.indices))
     if chosen == "dense":
         matrix(message[start:], part.values.dtype, part.rows, part.width).zero_().index_copy_(0, part.indices, part.values)
@@ -66,9 +71,19 @@ def encode(part: SparseRows, formats: tuple[Format, ...] = ("coo", "dense")) -> 
     return message
 
 
+def bitmap_limit(rows: int) -> int:
+    """Bytes of the longest message without values that `encode` makes of so many units if it may make bitmaps."""
+    return _values_at("bitmap", rows, rows)
+
+
+def count(message: torch.Tensor) -> int:
+    """Units in an encoded message."""
+    return int(_words(message)[4])
+
+
 def decode(message: torch.Tensor, rows: int, width: int, dtype: torch.dtype) -> SparseRows:
     """What was encoded; the values are a view of the message. All units of a dense one are present."""
-    _, _, number, count = _words(message).tolist()
+    *_, number, count = _words(message).tolist()
     chosen = _FORMATS[number]
     if chosen == "dense":
         count = rows
@@ -122,7 +137,7 @@ def _index_size(chosen: Format, rows: int, count: int) -> int:
 
 
 def _values_at(chosen: Format, rows: int, count: int) -> int:
-    return -(-(HEADER + _index_size(chosen, rows, count)) // _ALIGNMENT) * _ALIGNMENT
+    return -(-(HEADER + _index_size(chosen, rows, count)) // ALIGNMENT) * ALIGNMENT
 
 
 def _size(chosen: Format, part: SparseRows) -> int:

@@ -11,15 +11,15 @@ from .base import Dimensions, SparseScheme
 from .exchange import Exchange
 from .parameter_server import push
 from .partition import HashedPartition, HashPartition, RotatedPartition
-from .rows import SparseRows, union
+from .rows import SparseRows
 
 
 class Zen(SparseScheme):
     """Hash partition, push of indices and values, pull of a hash bitmap and values.
 
     Every server gets about the same number of units, however skewed the gradient is, both before and after the sum. The
-    pull's indices are one bit per unit of the server's own part (algorithm 2), and its values go around a ring: all parts
-    being equally long, every link carries every byte once and no link waits for another.
+    pull's indices are one bit per unit of the server's own part (algorithm 2), and it goes around a ring: all parts being
+    equally long, every link carries every byte once and no link waits for another.
 
     Args:
         hashing: "rotation" needs no memory and is the faster one; "hierarchical" is the paper's, with its tables, for at most
@@ -54,16 +54,24 @@ class Zen(SparseScheme):
 
 
 def _pull(own: SparseRows, partition: HashPartition, exchange: Exchange) -> SparseRows:
-    """First everybody's indices, which are short: where each unit lies in the result is known before its values come."""
+    """Bitmaps go ahead of the values: where each unit lies in the result is known before the last values come."""
     width, dtype = own.width, own.values.dtype
-    bitmaps = exchange.share(wire.encode(SparseRows(own.rows, own.indices, own.values[:, :0]), ("bitmap", "coo")))
-    positions = [wire.decode(message, partition.size(part), 0, dtype).indices for part, message in enumerate(bitmaps)]
-    counts = [len(each) for each in positions]
-    gathered = exchange.all_gather(wire.as_bytes(own.values), [count * width * dtype.itemsize for count in counts])
-    parts = torch.arange(len(counts), device=own.indices.device).repeat_interleave(torch.tensor(counts, device=own.indices.device))
-    indices, (places,) = union([partition.indices(parts, torch.cat(positions))], partition.rows)
-    values = torch.empty(len(indices), width, dtype=dtype, device=own.values.device)
-    rows = torch.split(places, counts)
-    for part, data in gathered:
-        values.index_copy_(0, rows[part], wire.matrix(data, dtype, counts[part], width))
+    sizes = [partition.size(part) for part in range(partition.parts)]
+    head = wire.encode(SparseRows(own.rows, own.indices, own.values[:, :0]), ("bitmap", "coo"))
+    positions: dict[int, torch.Tensor] = {}
+    waiting: dict[int, torch.Tensor] = {}
+    unit = width * dtype.itemsize
+    passed = exchange.relay(head, wire.as_bytes(own.values), wire.bitmap_limit(max(sizes)), lambda each: wire.count(each) * unit)
+    for part, message, data in passed:
+        if data is None:
+            positions[part] = wire.decode(message, sizes[part], 0, dtype).indices
+        else:
+            waiting[part] = wire.matrix(data, dtype, len(positions[part]), width)
+        if len(positions) < partition.parts:
+            continue
+        if data is None:
+            indices, places = partition.gather([positions[part] for part in range(partition.parts)])
+            values = torch.empty(len(indices), width, dtype=dtype, device=own.values.device)
+        for arrived in list(waiting):
+            values.index_copy_(0, places[arrived], waiting.pop(arrived))
     return SparseRows(partition.rows, indices, values)

@@ -326,18 +326,26 @@ def zen_on(sets: list[list[list[int]]], size: int) -> list[bool]:
 # -- auto
 
 
-def auto_plans() -> tuple[list[str], list[bool]]:
-    """What was chosen before and after the gradient changed, and whether the plan stood at each call."""
+def auto_plans() -> list[str | None]:
+    """What is chosen after each call: before, while and after the gradient changes."""
     group = join()
     auto = Auto()
-    stood, chosen = [], []
-    for count in [30] * 45 + [900] * 50:
+    chosen: list[str | None] = []
+
+    def call(count: int) -> str | None:
         auto.all_reduce(rows((2000, 4), draw(count, 2000, group.rank()), torch.float32, 0))
         [plan] = auto.plans.values()
-        stood.append(plan.chosen is not None)
-        if plan.chosen is not None:
-            chosen.append(plan.chosen)
-    return chosen, stood
+        chosen.append(plan.chosen)
+        return plan.chosen
+
+    while call(30) is None:
+        pass
+    call(30)
+    for _ in range(3):
+        call(900)
+    while call(900) is None:
+        pass
+    return chosen
 
 
 def profile() -> Any:
