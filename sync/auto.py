@@ -6,6 +6,9 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from . import profiling
 from .base import Dimensions, SparseScheme
@@ -57,6 +60,7 @@ class Auto(SparseScheme):
         self._schemes = {name: scheme() for name, scheme in SCHEMES.items()}
         self._links: dict[str, Link] = {}  # by name of the group
         self.plans: dict[tuple[object, ...], Plan] = {}
+        self._restored: dict[tuple[object, ...], Plan] = {}  # by key without the group
 
     @property
     def dimensions(self) -> Dimensions:
@@ -66,13 +70,25 @@ class Auto(SparseScheme):
 
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
         key = (exchange.group.group_name, gradient.rows, gradient.width, gradient.values.dtype)
-        plan = self.plans.get(key, Plan())
+        plan = self.plans.get(key) or self._restored.pop(key[1:], Plan())
         if plan.chosen is not None:
             result = self._schemes[plan.chosen].reduce(gradient, exchange)
         else:
             result = self._explore(plan, gradient, exchange)
         self.plans[key] = Plan() if _is_over(plan, len(result.indices)) else plan
         return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been chosen; what is still being tried is tried anew."""
+        chosen = {key: plan for key, plan in self.plans.items() if plan.chosen is not None}
+        rows = [[key[1], key[2], str(key[3]), plan.chosen, plan.units, plan.strange] for key, plan in chosen.items()]
+        return {"chosen": rows} if rows else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.plans.clear()
+        for rows, width, dtype, chosen, units, strange in state.get("chosen", ()):
+            key = rows, width, getattr(torch, dtype.removeprefix("torch."))
+            self._restored[key] = Plan(chosen=chosen, units=units, strange=strange)
 
     def _explore(self, plan: Plan, gradient: SparseRows, exchange: Exchange) -> SparseRows:
         exchange.agree()
