@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from engine_pipeline_case import WORDS, Net
+from engine_pipeline_case import Net
 from torch.nn import functional
 
 Rules = Sequence[Mapping[str, Any]] | None
