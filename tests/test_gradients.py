@@ -143,6 +143,14 @@ class TestSnapshot:
         with pytest.raises(UnsupportedStateError, match=re.escape(words)):
             snapshot([WithGradients(plain(), Toy(state))])
 
+    @pytest.mark.gpu
+    def test_what_was_on_a_gpu_returns_there(self) -> None:
+        given = {"gpu": torch.randn(1000, device="cuda"), "host": torch.randn(3)}
+        shards = snapshot([WithGradients(plain(), Toy(given))] * WORLD)
+        load(shards, WithGradients(plain(), toy := Toy()), 1)
+        assert {name: value.device.type for name, value in toy.state.items()} == {"gpu": "cuda", "host": "cpu"}
+        assert all(torch.equal(toy.state[name], given[name]) for name in given)
+
     def test_no_model_takes_its_name(self) -> None:
         taken = PlainState({"gradients": nn.Linear(2, 2)}, ())
         with pytest.raises(UnsupportedStateError, match="a model cannot be named 'gradients'"):
