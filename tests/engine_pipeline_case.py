@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,11 @@ Rules = Sequence[Mapping[str, Any]] | None
 
 @dataclass(frozen=True)
 class Case:
-    """One training; ``config`` and ``zero`` are merged into DeepSpeed's configuration."""
+    """One training; ``config`` and ``zero`` are merged into DeepSpeed's configuration.
+
+    Attributes:
+        through: who gives the engine its pipeline: our "initialize", "attach", or DeepSpeed's own initialize, as "wrapped" by `gemini run`.
+    """
 
     stage: int
     rules: Rules = None
@@ -31,7 +36,8 @@ class Case:
     steps: int = 4
     sparse: bool = False  # the embedding makes sparse tensors
     idle: bool = False  # one rank does without the embedding
-    scale: float = 1.0  # of the loss, halfway
+    scale: float = 1.0  # of the loss, every other step
+    through: str = "initialize"
     config: Mapping[str, Any] = field(default_factory=dict)
     zero: Mapping[str, Any] = field(default_factory=dict)
 
@@ -66,14 +72,22 @@ def configuration(case: Case) -> dict[str, Any]:
 
 
 def start(case: Case) -> Any:
+    import deepspeed
+
     import gemini_ft.deepspeed
+    from gemini_ft import wrapping
 
     torch.manual_seed(0)
     net = Net(case.sparse)
     params = list(net.parameters())
     optimizer = torch.optim.SGD(params, 0.05) if case.sparse else torch.optim.AdamW(params, 1e-2)
-    engine, *_ = gemini_ft.deepspeed.initialize(model=net, optimizer=optimizer, config=configuration(case))
-    return engine
+    theirs = deepspeed.initialize
+    if case.through == "wrapped":
+        wrapping.install()
+    initialize = gemini_ft.deepspeed.initialize if case.through == "initialize" else deepspeed.initialize
+    engine, *_ = initialize(model=net, optimizer=optimizer, config=configuration(case))
+    deepspeed.initialize = theirs
+    return gemini_ft.deepspeed.attach(engine) if case.through == "attach" else engine
 
 
 def steps(case: Case, engine: Any, last: int) -> list[float]:
@@ -109,8 +123,9 @@ def run(case: Case) -> dict[str, Any]:
     found = {"losses": losses, "weights": weights, "summary": gradients.summary() if gradients else {}}
     if gradients:
         found["step"] = gradients.averager.step
-        found["threads"] = [thread.is_alive() for thread in gradients.averager._lanes._threads]
+        found["plan"] = gradients.averager.plan.fusion
     end(engine)
+    found["threads"] = [thread.name for thread in threading.enumerate() if thread.name.startswith("gradients-")]
     return found
 
 
@@ -119,4 +134,34 @@ def every(cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
     import gemini_ft
 
     gemini_ft.init_process_group("gloo")
+    start(Case(0)).destroy()
+    gc.collect()
+    gc.freeze()  # what is there from now on is looked through in milliseconds
     return {name: run(case) for name, case in cases.items()}
+
+
+def refusals(cases: Mapping[str, Case]) -> dict[str, str]:
+    """What each is refused with, on one rank; empty: it is accepted."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    import gemini_ft
+    import gemini_ft.deepspeed
+
+    gemini_ft.init_process_group("gloo")
+    found = {}
+    for name, case in cases.items():
+        try:
+            if name == "pipeline":
+                net = PipelineModule(layers=[nn.Linear(8, 1)], num_stages=1, loss_fn=nn.functional.mse_loss)
+                optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+                gemini_ft.deepspeed.initialize(model=net, optimizer=optimizer, config=configuration(case))
+            elif name == "no optimizer":
+                engine, *_ = deepspeed.initialize(model=Net(), config=configuration(case))
+                gemini_ft.deepspeed.attach(engine)
+            else:
+                start(case)
+            found[name] = ""
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found

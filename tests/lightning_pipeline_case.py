@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from engine_pipeline_case import WORDS, Net
+from engine_pipeline_case import Net
 from torch.nn import functional
 
 Rules = Sequence[Mapping[str, Any]] | None
@@ -22,6 +22,7 @@ class Case:
     Attributes:
         rules: of the pipeline; None: Lightning's own strategy.
         hook: the user's own hook: "sum" (all-reduce), or "builtin".
+        saved: whether Fabric's loop saves every step, and goes on where it was.
         options: of the strategy.
         config: DeepSpeed's configuration: the Trainer's strategy is the one over DeepSpeed.
     """
@@ -31,6 +32,7 @@ class Case:
     precision: str = "32-true"
     hook: str = ""
     fabric: bool = False
+    saved: bool = False
     log_every: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
@@ -138,22 +140,26 @@ def train(case: Case) -> dict[str, Any]:
 
 
 def train_with_fabric(case: Case) -> dict[str, Any]:
-    """The same in a loop of the user's own, without saving anything."""
+    """The same in a loop of the user's own, once through the data."""
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import DDPStrategy
 
     import gemini_ft.lightning
 
     ours = case.rules is not None
-    strategy = gemini_ft.lightning.GeminiFabricStrategy(gradient_pipeline=case.rules) if ours else DDPStrategy()
+    strategy = gemini_ft.lightning.GeminiFabricStrategy(gradient_pipeline=case.rules, on_late="wait") if ours else DDPStrategy()
     fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, precision=case.precision)
     fabric.launch()
     fabric.seed_everything(7, verbose=False)
     net = Net()
     wrapped, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), 1e-2))
-    losses = list[float]()
-    for number, (words,) in enumerate(fabric.setup_dataloaders(data())):
-        accumulating = (number + 1) % case.accumulate != 0
+    loader, losses = fabric.setup_dataloaders(data()), list[float]()
+    state = {"net": wrapped, "optimizer": optimizer, "loader": loader, "batches": 0}
+    if case.saved:
+        fabric.load("gemini://latest", state)
+    for (words,) in loader:
+        state["batches"] += 1
+        accumulating = state["batches"] % case.accumulate != 0
         with fabric.no_backward_sync(wrapped, enabled=accumulating):
             loss = loss_of(wrapped, words)
             losses.append(loss.item())
@@ -161,7 +167,11 @@ def train_with_fabric(case: Case) -> dict[str, Any]:
         if not accumulating:
             optimizer.step()
             optimizer.zero_grad()
-    steps = fabric.strategy.gradients.averager.step if ours else len(losses) // case.accumulate
+            if case.saved:
+                fabric.save("gemini://latest", state)
+    steps = fabric.strategy.gradients.averager.step if ours else state["batches"] // case.accumulate
+    if case.saved:
+        fabric.strategy.close()
     return {"losses": losses, "weights": {name: param.detach().float().numpy() for name, param in net.named_parameters()}, "steps": steps}
 
 

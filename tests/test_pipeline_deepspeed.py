@@ -1,0 +1,202 @@
+"""Gradient pipelines in DeepSpeed engines: without effect where they compress nothing, and training where they do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="needs deepspeed")
+
+from deepspeed_case import Case as Job
+from engine_pipeline_case import BF16, BF16_OPTIMIZER, WORDS, Case, every, refusals
+from rank_kit import World
+from test_deepspeed import check
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = 30
+SAME = [{"params": "*", "compress": "none"}]
+TOPK = [{"params": "*", "compress": {"method": "topk", "ratio": 0.1}}]
+POWERSGD = [{"params": "*.weight", "compress": {"method": "powersgd", "rank": 2}}]
+INT8 = [{"params": "*", "compress": "int8"}]
+ZEN = [{"params": "embed*", "sync": "zen"}]
+SPLIT = [*ZEN, {"params": "*", "compress": {"method": "topk", "ratio": 0.1}, "fusion": {"groups": 2}}]
+PLANNED = [{"params": "*", "compress": {"method": "topk", "ratio": 0.1}, "fusion": "cupcake"}]
+LOSSY = {"topk": TOPK, "powersgd": POWERSGD, "int8": INT8, "split": SPLIT}
+
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+SETTINGS = {
+    **{f"fp32 at {stage}": Case(stage, accumulate=2) for stage in range(4)},
+    **{f"bf16 at {stage}": Case(stage, accumulate=1 + stage % 2, config=BF16) for stage in range(4)},
+    "BF16_Optimizer": Case(1, accumulate=2, config=BF16_OPTIMIZER),
+    "offloaded": Case(2, accumulate=2, zero=OFFLOADED, config={"zero_force_ds_cpu_optimizer": False}),
+    "offloaded at 3": Case(3, accumulate=2, zero=OFFLOADED, config={"zero_force_ds_cpu_optimizer": False}),
+    "overlapped": Case(2, accumulate=2, zero={"overlap_comm": True, "round_robin_gradients": True}),
+}
+CASES = {
+    **{f"{name}, base": case for name, case in SETTINGS.items()},
+    **{f"{name}, same": replace(case, rules=SAME) for name, case in SETTINGS.items()},
+    "fp32 at 0, no rules": Case(0, [], 2),
+    "fp32 at 2, no rules": Case(2, [], 2, through="attach"),
+    "fp32 at 3, no rules": Case(3, [], 2, through="wrapped"),
+    **{f"{stage}, base": Case(stage, steps=STEPS) for stage in range(4)},
+    **{f"{stage}, {name}": Case(stage, rules, steps=STEPS) for stage in range(4) for name, rules in LOSSY.items()},
+    **{f"{stage}, zen": Case(stage, ZEN, steps=STEPS) for stage in range(4)},
+    "1, scaled": Case(1, TOPK, steps=STEPS, scale=1024.0),
+    "3, scaled": Case(3, TOPK, steps=STEPS, scale=1024.0),
+    "bytes, bf16": Case(2, [], config={"communication_data_type": "bf16"}),
+    "0, planned": Case(0, PLANNED, steps=12),
+    "sparse, base": Case(0, steps=6, sparse=True),
+    "sparse, no rules": Case(0, [], steps=6, sparse=True),
+    "sparse, zen": Case(0, ZEN, steps=6, sparse=True),
+    "sparse, idle": Case(0, ZEN, steps=6, sparse=True, idle=True),
+}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By rank: what came of each case; many in one world, but not so many that it would be taken for hung."""
+    everything: list[dict[str, Any]] = [{}, {}]
+    for names in batched(CASES, 24):
+        with World(tmp_path_factory.mktemp("engines"), 2) as ranks:
+            results = ranks.outcome(every, {name: CASES[name] for name in names})
+        assert not any(isinstance(found, Exception) for found in results), results
+        for found, new in zip(everything, results, strict=True):
+            found.update(new)
+    return everything
+
+
+def batched(names: Iterable[str], size: int) -> Iterator[list[str]]:
+    left = iter(names)
+    while batch := list(islice(left, size)):
+        yield batch
+
+
+def assert_same(ran: list[dict[str, Any]], one: str, other: str) -> None:
+    """Every loss and every weight, on both ranks."""
+    for found in ran:
+        assert found[one]["losses"] == found[other]["losses"]
+        for name, weight in found[one]["weights"].items():
+            assert (weight == found[other]["weights"][name]).all(), name
+
+
+def figures(ran: list[dict[str, Any]], case: str, rule: str) -> dict[str, float]:
+    (found,) = (figures for label, figures in ran[0][case]["summary"].items() if label.startswith(rule))
+    return found
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_what_compresses_nothing_changes_no_bit(ran: list[dict[str, Any]], setting: str) -> None:
+    """With two ranks: with more of them the order of a sum is the scheme's."""
+    assert_same(ran, f"{setting}, same", f"{setting}, base")
+    case = SETTINGS[setting]
+    nbytes, times = 2 if "bf16" in case.config else 4, case.accumulate if case.stage > 1 else 1  # at 2 and 3 every micro-batch is reduced
+    elements = WORDS * 8 + 8 * 40 + 40 + 40 + 1
+    assert figures(ran, f"{setting}, same", "1:")["dense_bytes"] == nbytes * elements * times
+    assert ran[0][f"{setting}, same"]["step"] == 4
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_without_a_matching_rule(ran: list[dict[str, Any]], stage: int) -> None:
+    """All-reduce; through each of the doors by which an engine comes to its pipeline."""
+    assert_same(ran, f"fp32 at {stage}, no rules", f"fp32 at {stage}, base")
+    assert figures(ran, f"fp32 at {stage}, no rules", "no rule")["sent_bytes"] > 0
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("method", LOSSY)
+def test_lossy_methods_train(ran: list[dict[str, Any]], stage: int, method: str) -> None:
+    base, lossy = (ran[0][name] for name in (f"{stage}, base", f"{stage}, {method}"))
+    first, last = fmean(lossy["losses"][:5]), fmean(lossy["losses"][-5:])
+    assert base["losses"] != lossy["losses"]
+    assert last < 0.25 * first
+    sent = sum(figures.get("sent_bytes", 0) for figures in lossy["summary"].values())
+    assert sent < 0.4 * sum(figures.get("dense_bytes", 0) for figures in lossy["summary"].values())
+    for found in ran:  # all ranks have the same weights
+        assert all((weight == lossy["weights"][name]).all() for name, weight in found[f"{stage}, {method}"]["weights"].items())
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_zen_takes_dense_stored_gradients_row_by_row(ran: list[dict[str, Any]], stage: int) -> None:
+    assert_same(ran, f"{stage}, zen", f"{stage}, base")
+    assert figures(ran, f"{stage}, zen", "1:")["density"] <= 8 / WORDS
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_residuals_are_kept_without_the_scale_of_the_loss(ran: list[dict[str, Any]], stage: int) -> None:
+    """The scale is a power of two that changes at every step: whoever keeps residuals with it ends with other bits."""
+    assert_same(ran, f"{stage}, scaled", f"{stage}, topk")
+
+
+def test_the_communication_data_type_is_respected(ran: list[dict[str, Any]]) -> None:
+    halves, base = figures(ran, "bytes, bf16", "no rule"), figures(ran, "fp32 at 2, no rules", "no rule")
+    assert 2 * halves["sent_bytes"] == base["sent_bytes"] / 2  # which has two micro-batches
+
+
+def test_a_fusion_is_planned_where_all_gradients_are_there_at_once(ran: list[dict[str, Any]]) -> None:
+    assert ran[0]["0, planned"]["plan"][0].startswith("cupcake")
+    assert ran[0]["0, planned"]["plan"] == ran[1]["0, planned"]["plan"]
+
+
+class TestSparseTensors:
+    @pytest.mark.parametrize("rules", ["no rules", "zen"])
+    def test_they_are_added_up(self, ran: list[dict[str, Any]], rules: str) -> None:
+        """DeepSpeed itself gathers entries and leaves adding them up to the optimizer, which rounds otherwise."""
+        base, ours = ran[0]["sparse, base"], ran[0][f"sparse, {rules}"]
+        assert ours["losses"] == pytest.approx(base["losses"], rel=1e-4)
+        for name, weight in base["weights"].items():
+            assert ours["weights"][name] == pytest.approx(weight, abs=1e-5)
+
+    def test_a_rank_without_a_gradient_adds_nothing(self, ran: list[dict[str, Any]]) -> None:
+        idle = [found["sparse, idle"] for found in ran]
+        assert idle[0]["losses"] != ran[0]["sparse, zen"]["losses"]
+        assert all((weight == idle[1]["weights"][name]).all() for name, weight in idle[0]["weights"].items())
+        assert ran[1]["sparse, idle"]["summary"]["1: params='embed*', sync=zen"]["density"] == 0
+
+
+def test_threads_end_with_their_engine(ran: list[dict[str, Any]]) -> None:
+    assert [case["threads"] for case in ran[0].values()] == [[]] * len(CASES)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [Job(2, accumulate=2, config={"gradient_pipeline": [POWERSGD[0], TOPK[0]]}), Job(0, bf16=True, config={"gradient_pipeline": TOPK})],
+    ids=["stage 2", "stage 0"],
+)
+def test_residuals_survive_a_kill(tmp_path: Path, job: Job) -> None:
+    """The losses that follow, and all state at the end, have the bits of a run that nobody has killed."""
+    check(tmp_path, job)
+
+
+REFUSED = {
+    "planned": (Case(1, PLANNED), "fusion cupcake cannot be planned at ZeRO stage 1, where zero_optimization.reduce_bucket_size decides"),
+    "scattered": (Case(1, [], zero={"reduce_scatter": True}), "zero_optimization.reduce_scatter must be false, or left out, at stage 1"),
+    "loose": (Case(2, [], zero={"contiguous_gradients": False}), "zero_optimization.contiguous_gradients must be true, or left out"),
+    "whole": (Case(3, [], zero={"reduce_scatter": False}), "zero_optimization.reduce_scatter must be true, or left out, at stage 3"),
+    "sparse": (
+        Case(1, ZEN, sparse=True),
+        "the gradient of embed.weight is a sparse tensor (its module has sparse=True), which ZeRO cannot",
+    ),
+    "summed": (Case(0, [], config={"gradient_allreduce_op": "sum"}), 'gradient_allreduce_op must be "mean" or left out'),
+    "pipeline": (Case(1, []), "a PipelineEngine averages gradients in its own way; leave the section out"),
+    "no optimizer": (Case(0, []), "this engine has no optimizer, so it averages no gradients"),
+    "typo": (Case(1, [{"params": "*", "compres": "topk"}]), "rule 1, compres='topk': unknown option; a rule has params, sync, compress"),
+    "no such parameter": (
+        Case(3, [{"params": "*bdy*", "compress": "bf16"}]),
+        "rule 1 (params='*bdy*', sync=dense, compress=bf16) matches no",
+    ),
+}
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with World(tmp_path) as ranks:
+        (found,) = ranks.outcome(refusals, {name: case for name, (case, _) in REFUSED.items()})
+    for name, (_, text) in REFUSED.items():
+        assert found[name].startswith("ConfigError: gradient_pipeline: "), (name, found[name])
+        assert text in found[name], (name, found[name])
