@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gemini_ft
 from pipelines_models import MODELS, loss_of
 
-SETTLING = 120  # steps in which a plan must have been found
+SETTLING = 200  # steps in which a plan must have been found
 ONE_BUCKET = 2**30  # bytes
 
 

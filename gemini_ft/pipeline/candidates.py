@@ -15,7 +15,7 @@ from gemini_ft.compression.base import layout_of
 from gemini_ft.compression.costs import Affine, Fit
 from gemini_ft.compression.espresso_costs import TensorCosts, alpha_beta
 from gemini_ft.compression.espresso_options import Processor
-from gemini_ft.compression.timeline import Backward, Grouping, even, simulate
+from gemini_ft.compression.timeline import Backward, even, simulate
 from gemini_ft.compression.topology import Scope, Topology
 from gemini_ft.pipeline.averager import Averager
 from gemini_ft.pipeline.measuring import Costs, measure
@@ -23,7 +23,7 @@ from gemini_ft.pipeline.plan import Group, Tensor, grouped
 from gemini_ft.pipeline.routes import Plain, option_way
 from gemini_ft.pipeline.rules import payload_of_one_length
 
-_MOST_GROUPS = 64  # of groupings into even parts
+_EVEN = (1, 4, 16)  # groups of about as many tensors each, that the planner's grouping is to beat
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,15 @@ class Candidates:
         costs = self._costs(number, way, own)
         backward, group_costs = self._backward(own), costs.group(self._device)
         best = cupcake.plan(backward, group_costs)
-        groupings = {label: best.grouping}
-        count = 1
-        while evenly and count < min(len(own), _MOST_GROUPS):
-            groupings[f"{count} even groups"] = even(len(own), count)
-            count *= 2
-        known = set[Grouping]()
+        groupings = {best.grouping: label}
+        for count in _EVEN if evenly else ():
+            groupings.setdefault(even(len(own), min(count, len(own))), "even")
         found = []
-        for name, grouping in groupings.items():
-            if grouping not in known:
-                known.add(grouping)
-                seconds = simulate(backward, group_costs, grouping).seconds
-                found.append(Candidate(name, tuple(grouped(number, own, grouping, way)), seconds, costs.worst))
+        for grouping, name in groupings.items():
+            seconds = simulate(backward, group_costs, grouping).seconds
+            found.append(
+                Candidate(f"{name}, {len(grouping.ends)} groups", tuple(grouped(number, own, grouping, way)), seconds, costs.worst)
+            )
         return found
 
     def _by_espresso(self, number: int, own: Sequence[Tensor]) -> Candidate:
@@ -112,7 +109,7 @@ class Candidates:
         )
         best = espresso.plan(self._backward(own), tensor_costs)
         groups = tuple(Group(number, (t.name,), option_way(option)) for t, option in zip(own, best.options, strict=True))
-        return Candidate("espresso", groups, best.seconds, costs.worst)
+        return Candidate(f"espresso, {len(groups)} groups", groups, best.seconds, costs.worst)
 
     def _links(self, topology: Topology, own: Sequence[Tensor]) -> tuple[Affine, Affine]:
         """A message within a machine and between two: from what an all-reduce takes."""

@@ -25,9 +25,9 @@ from gemini_ft.pipeline.watch import Watch
 
 _log = logging.getLogger("gemini_ft")
 _CLOSE = 2.0  # of the best predicted time, up to which a candidate is tried
-_VISIT = 4  # steps that a candidate is tried at a time; the first is not counted
+_VISIT = 3  # steps that a candidate is tried at a time; the first is not counted
 _ROUNDS = 4  # visits of those that are not clearly slower
-_WEEDED, _SLOWER = 2, 1.2  # after so many rounds those that have taken so many times the best one's time are out
+_SLOWER = 1.25  # times the best one's time; who has taken more in the first round is out
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Tuner:
                 continue
             found = candidates.of(rule)
             self._adopt(rule, found[0])
-            close = [each for each in found if each.predicted <= _CLOSE * found[0].predicted or each.label == "bf16"]
+            close = [each for each in found if each.predicted <= _CLOSE * found[0].predicted or each.label.startswith("bf16")]
             if len(close) > 1:
                 self._trials.append(_Trial(rule, close, list(range(len(close))), [[] for _ in close]))
         self._begin_trial()
@@ -127,7 +127,7 @@ class Tuner:
         if trial.turn == len(trial.left):
             trial.turn, trial.round = 0, trial.round + 1
             times = slowest([statistics.median(each) for each in trial.seconds], self._averager.group)
-            if trial.round == _WEEDED:
+            if trial.round == 1:
                 trial.left = [number for number in trial.left if times[number] <= _SLOWER * min(times)]
             if trial.round == _ROUNDS or len(trial.left) == 1:
                 self._end_trial(times)
@@ -151,6 +151,6 @@ class Tuner:
         mine = {name for group in candidate.groups for name in group.names}
         others = [group for group in plan.groups if not mine.issuperset(group.names)]
         groups = in_order([*others, *candidate.groups], self._averager.tensors)
-        fusion = {**plan.fusion, rule: f"{candidate.label}, {len(candidate.groups)} groups"}
+        fusion = {**plan.fusion, rule: candidate.label}
         self.errors[rule] = candidate.error
         self._averager.plan = replace(plan, groups=groups, fusion=fusion, predicted={**plan.predicted, rule: candidate.predicted})
