@@ -24,12 +24,13 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 BUCKETS = ("64KiB", "256KiB", "1MiB", "25MiB")
 PEERS = {"DDP fp32": "none", "DDP bf16 hook": "bf16", "DDP PowerSGD hook": "powersgd"}
+FUSIONS = ("cupcake", "espresso", "auto")
 TIMEOUT = 1800.0
 PACKAGES = ("torch", "numpy", "gemini-ft")
 PAPER = "Cupcake, MLSys 2023: up to 2.30 over layer-wise compression (8 V100, PCIe), at most 1.12 over the best bucket size"
 
 
-def rows_of(model: str, methods: Sequence[str], buckets: Sequence[str]) -> list[dict[str, Any]]:
+def rows_of(model: str, methods: Sequence[str], buckets: Sequence[str], fusions: Sequence[str] = FUSIONS) -> list[dict[str, Any]]:
     """Everything that is compared on one network, by name."""
     rows: list[dict[str, Any]] = [{"name": name, "hook": hook} for name, hook in PEERS.items()]
     rows.append(_row("bf16, cupcake", "*", {"compress": "bf16", "fusion": "cupcake"}))
@@ -38,7 +39,7 @@ def rows_of(model: str, methods: Sequence[str], buckets: Sequence[str]) -> list[
         compress = METHODS[name]
         rows.append(_row(f"{name}, layer-wise", "*", {"compress": compress, "fusion": "layer-wise"}))
         rows += [_row(f"{name}, buckets of {size}", "*", {"compress": compress, "fusion": {"bucket": size}}) for size in buckets]
-        rows += [_row(f"{name}, {fusion}", "*", {"compress": compress, "fusion": fusion}) for fusion in ("cupcake", "espresso", "auto")]
+        rows += [_row(f"{name}, {fusion}", "*", {"compress": compress, "fusion": fusion}) for fusion in fusions]
     if model == "transformer":
         for name in methods:
             rest = {"params": "*", "compress": METHODS[name], "fusion": "cupcake"}
@@ -151,15 +152,17 @@ def main() -> None:
         arguments.rounds, arguments.learn, buckets = 2, 0, ("256KiB", "4MiB")
     found: dict[Instance, Any] = {}
     for model in arguments.models:
-        job = {"model": model, "rows": rows_of(model, arguments.methods, buckets), "rounds": arguments.rounds, "steps": 3, "learn": 0}
         for hosts in arguments.hosts:
+            fusions = FUSIONS if hosts <= 4 else ("cupcake", "auto")  # every tensor for itself, which eight hosts on few cores do not stand
+            rows = rows_of(model, arguments.methods, buckets, fusions)
+            job = {"model": model, "rows": rows, "rounds": arguments.rounds, "steps": 3, "learn": 0}
             for rate in arguments.rates:
                 print(f"{model}, {hosts} hosts, {rate}", file=sys.stderr, flush=True)
                 found[model, hosts, rate] = run(hosts, rate, job)
     learned = {}
     for model in arguments.models if arguments.learn and 4 in arguments.hosts else []:
         print(f"{model}: losses", file=sys.stderr, flush=True)
-        rows = [row for row in rows_of(model, arguments.methods, ()) if "layer-wise" not in row["name"]]
+        rows = [row for row in rows_of(model, arguments.methods, (), ("cupcake", "auto")) if "layer-wise" not in row["name"]]
         learned[model] = run(4, None, {"model": model, "rows": rows, "rounds": 0, "steps": 0, "learn": arguments.learn})
     text = report(found, learned)
     print(text)
