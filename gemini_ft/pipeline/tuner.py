@@ -138,11 +138,11 @@ class Tuner:
         trial = self._trials.pop(0)
         chosen = min(trial.left, key=times.__getitem__)
         tried = ", ".join(
-            f"{each.label} {1e3 * seconds:.1f} ms (predicted {1e3 * each.predicted:.1f})"
+            f"{each.label} {1e3 * seconds:.1f} ms a step (predicted {1e3 * each.predicted:.1f} +- {each.error:.0%} of costs)"
             for each, seconds in zip(trial.candidates, times, strict=True)
         )
         if self._averager.rank == 0:
-            _log.info("gradient_pipeline, rule %d: %s of %s", trial.rule + 1, trial.candidates[chosen].label, tried)
+            _log.info("gradient_pipeline, rule %d: %s, of %s", trial.rule + 1, trial.candidates[chosen].label, tried)
         self._adopt(trial.rule, trial.candidates[chosen])
         self._begin_trial()
 
