@@ -1,0 +1,140 @@
+"""Plans that are found while training, on one rank: what is tried, what is kept, what is restored."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from gemini_ft.pipeline import GradientSynchronizer, tuner
+
+LAYERS = 20
+LONG = 200  # steps in which every plan has been found
+
+
+class Clock:
+    """Stands for the tuner's: a step takes what the test says that its plan takes."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(tuner, "time", types.SimpleNamespace(perf_counter=clock.perf_counter))
+    return clock
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Training]]:
+    made: list[Training] = []
+
+    def training(fusion: str, clock: Clock, seconds: Callable[[str], float]) -> Training:
+        made.append(Training(fusion, clock, seconds))
+        return made[-1]
+
+    yield training
+    for each in made:
+        each.synchronizer.close()
+
+
+class Training:
+    def __init__(self, fusion: str, clock: Clock, seconds: Callable[[str], float]) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS)))
+        rules = [{"params": "*", "compress": {"method": "topk", "ratio": 0.25}, "fusion": fusion}]
+        self.synchronizer = GradientSynchronizer(self.model, rules, profile_steps=2)
+        self._clock, self._seconds = clock, seconds
+        self.seen: list[str] = []
+
+    @property
+    def label(self) -> str:
+        return self.synchronizer.averager.plan.fusion[0]
+
+    def step(self) -> None:
+        self.model.zero_grad()
+        self.model(torch.ones(2, 8)).square().sum().backward()
+        self._clock.now += self._seconds(self.label)
+        self.seen.append(self.label)
+        names = [name for group in self.synchronizer.averager.plan.groups for name in group.names]
+        assert sorted(names) == sorted(name for name, _ in self.model.named_parameters())
+        self.synchronizer.synchronize()
+
+    def until_settled(self) -> None:
+        for _ in range(LONG):
+            if self.synchronizer.settled:
+                return
+            self.step()
+        raise AssertionError(f"no plan after {LONG} steps: {self.seen}")
+
+
+def test_what_is_measured_decides_and_not_what_is_predicted(clock: Clock, make: Callable[..., Training]) -> None:
+    training = make("cupcake", clock, lambda label: 1.0 if label.endswith(", 4 groups") else 1.1)
+    training.until_settled()
+    tried = {label for label in training.seen[2:] if "," in label}
+    assert len(tried) > 1
+    if any(label.endswith(", 4 groups") for label in tried):
+        assert training.label.endswith(", 4 groups")
+
+
+@pytest.mark.parametrize("fast", ["bf16", "all-reduce", "cupcake", "even"])
+def test_auto_keeps_the_fastest(clock: Clock, make: Callable[..., Training], fast: str) -> None:
+    training = make("auto", clock, lambda label: 1.0 if label.startswith(fast) else 2.0)
+    training.until_settled()
+    tried = {label.partition(",")[0] for label in training.seen}
+    assert "bf16" in tried  # whatever is predicted
+    assert training.label.startswith(fast) == (fast in tried)
+
+
+def test_a_compression_that_is_slower_than_bfloat16_is_not_kept(clock: Clock, make: Callable[..., Training]) -> None:
+    training = make("auto", clock, lambda label: 1.0 if label.startswith("bf16") else 1.01)
+    training.until_settled()
+    assert training.label.startswith("bf16")
+
+
+def test_one_slow_step_does_not_decide(clock: Clock, make: Callable[..., Training]) -> None:
+    calls: dict[str, int] = {}
+
+    def seconds(label: str) -> float:
+        calls[label] = calls.get(label, 0) + 1
+        return 9.0 if label.startswith("bf16") and calls[label] == 4 else 1.0 if label.startswith("bf16") else 1.2
+
+    training = make("auto", clock, seconds)
+    training.until_settled()
+    assert training.label.startswith("bf16")
+
+
+def test_a_settled_plan_is_restored_and_stays(clock: Clock, make: Callable[..., Training]) -> None:
+    training = make("auto", clock, lambda label: 1.0)
+    training.until_settled()
+    other = make("auto", clock, lambda label: 1.0)
+    other.synchronizer.load_state_dict(training.synchronizer.state_dict())
+    assert other.synchronizer.settled
+    assert other.synchronizer.averager.plan == training.synchronizer.averager.plan
+    before = other.label
+    for _ in range(10):
+        other.step()
+    assert other.label == before
+
+
+def test_a_plan_that_was_being_looked_for_is_looked_for_anew(clock: Clock, make: Callable[..., Training]) -> None:
+    training = make("auto", clock, lambda label: 1.0)
+    for _ in range(5):
+        training.step()
+    assert not training.synchronizer.settled
+    other = make("auto", clock, lambda label: 1.0)
+    other.synchronizer.load_state_dict(training.synchronizer.state_dict())
+    assert not other.synchronizer.settled
+    other.until_settled()
+
+
+def test_without_planned_fusions_there_is_nothing_to_find_out(clock: Clock, make: Callable[..., Training]) -> None:
+    training = make("layer-wise", clock, lambda label: 1.0)
+    assert training.synchronizer.settled
