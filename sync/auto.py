@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,8 +109,16 @@ class Auto(SparseScheme):
             self._links[group] = profiling.link(exchange)
         plan.traffic = profiling.traffic(gradient, exchange)
         plan.predicted = {name: seconds(name, plan.traffic, self._links[group]) for name in self._schemes}
-        limit = _CLOSE * min(plan.predicted.values())
-        plan.measured = {name: [] for name, time in plan.predicted.items() if time <= limit}
+        plan.measured = {name: [] for name in candidates(self._schemes, plan.traffic, self._links[group])}
+
+
+def candidates(names: Iterable[str], traffic: Traffic, link: Link) -> list[str]:
+    """Who comes close to the best by the formulas with latency, or without it: of messages that wait for no other it overlaps."""
+    near: set[str] = set()
+    for each in (link, Link(0.0, link.beta)):
+        predicted = {name: seconds(name, traffic, each) for name in names}
+        near |= {name for name, time in predicted.items() if time <= _CLOSE * min(predicted.values())}
+    return [name for name in names if name in near]
 
 
 def contender(measured: Mapping[str, Sequence[float]]) -> str | None:

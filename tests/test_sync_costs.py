@@ -12,7 +12,7 @@ from agent_kit import preload
 from test_sync_schemes import on_ranks
 
 from gemini_ft.sync import costs
-from gemini_ft.sync.auto import contender, fastest
+from gemini_ft.sync.auto import candidates, contender, fastest
 from gemini_ft.sync.costs import FORMULAS, Link, Traffic
 from gemini_ft.sync.profiling import describe, overlap
 from gemini_ft.sync.schemes import SCHEMES, dimensions_table
@@ -151,6 +151,15 @@ def test_auto_agrees_and_begins_anew_when_the_gradient_changes(tmp_path: Path) -
     assert {before, after} <= set(SCHEMES)
     assert first[found : found + 5] == [before] * 4 + [None]  # the third call of another regime ends the plan
     assert set(first[found + 5 : -1]) == {None}
+
+
+def test_latency_keeps_nobody_from_being_tried() -> None:
+    densities = {1: 0.0113, 2: 0.0189, 4: 0.0312, 8: 0.0535, 16: 0.088}
+    traffic = Traffic(16, ELEMENTS, 1024, densities, push_skew=11.5, pull_skew=11.5)
+    assert candidates(FORMULAS, traffic, Link(0.0, 1e-9)) == ["ssar-recursive-doubling", "zen"]
+    slow = Link(1.0, 1e-9)
+    assert costs.seconds("zen", traffic, slow) > 5 * costs.seconds("ssar-recursive-doubling", traffic, slow)
+    assert candidates(FORMULAS, traffic, slow) == ["ssar-recursive-doubling", "zen"]
 
 
 def race(seconds: dict[str, float], first: float = 1.0) -> tuple[str, dict[str, int]]:
