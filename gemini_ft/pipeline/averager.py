@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gemini_ft.compression.base import Turn
-from gemini_ft.compression.cast import Bf16
 from gemini_ft.compression.collective import Groups
 from gemini_ft.compression.topology import Topology
 from gemini_ft.errors import ConfigError, StateError
@@ -37,7 +36,7 @@ Take: TypeAlias = Callable[[Tensor], None]
 class Routes:
     """The routes of all rules, made when they are needed.
 
-    Besides a rule's own there are other ways: "plain" (all-reduce), "bf16" (all-reduce in bfloat16), "sparse" (all-reduce of
+    Besides a rule's own there are other ways: "plain" (all-reduce), "bf16" (all-reduce in bfloat16, as torch's hook), "sparse" (all-reduce of
     gradients that are sparse tensors), and the options of Espresso (`gemini_ft.pipeline.routes.option_way`).
 
     Args:
@@ -67,7 +66,7 @@ class Routes:
             case "plain":
                 return Plain()
             case "bf16":
-                return Compressed(Bf16())
+                return Plain(torch.bfloat16)
             case "sparse":
                 return Sparse(Dense)
             case _:

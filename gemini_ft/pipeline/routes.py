@@ -67,35 +67,44 @@ class Route(ABC):
 
 
 class Plain(Route):
-    """All-reduce, as DDP does it: divided first, because in 16 bits the sum may be too large."""
+    """All-reduce, as DDP does it: divided first, because in 16 bits the sum may be too large.
 
-    def __init__(self) -> None:
+    Args:
+        dtype: that travels and is added up, as by torch's hooks; None: the gradients' own.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
         self._flats: dict[tuple[str, ...], list[Tensor]] = {}
 
     def average(self, gradients: Gradients, turn: Turn, group: Any, scale: float) -> Work:
-        kinds = [
-            {name: gradient for name, gradient in gradients.items() if gradient.dtype == dtype}
-            for dtype in dict.fromkeys(gradient.dtype for gradient in gradients.values())
-        ]
-        flats = self._flat(tuple(gradients), kinds)
-        for flat, kind in zip(flats, kinds, strict=True):
-            torch.cat([gradient.reshape(-1) for gradient in kind.values()], out=flat)
+        by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
+        for name, gradient in gradients.items():
+            by_dtype.setdefault(self._dtype or gradient.dtype, {})[name] = gradient
+        flats = self._flat(tuple(gradients), by_dtype)
+        for flat, kind in zip(flats, by_dtype.values(), strict=True):
+            torch._foreach_copy_(flat.split_with_sizes([gradient.numel() for gradient in kind.values()]), _lines(kind))
             flat.div_(turn.world)
         if turn.world > 1:
             yield Call(partial(_all_reduce, flats, group), sum(flat.nbytes for flat in flats))
         means: dict[str, Tensor] = {}
-        for flat, kind in zip(flats, kinds, strict=True):
+        for flat, kind in zip(flats, by_dtype.values(), strict=True):
             parts = flat.split_with_sizes([gradient.numel() for gradient in kind.values()])
             means.update({name: part.view(kind[name].shape) for name, part in zip(kind, parts, strict=True)})
         return means
 
-    def _flat(self, names: tuple[str, ...], kinds: Sequence[Gradients]) -> list[Tensor]:
+    def _flat(self, names: tuple[str, ...], by_dtype: Mapping[torch.dtype, Gradients]) -> list[Tensor]:
         """Buffers that stay: fresh memory costs more than what is done with it."""
-        wanted = [(sum(gradient.numel() for gradient in kind.values()), next(iter(kind.values()))) for kind in kinds]
+        wanted = [(sum(gradient.numel() for gradient in kind.values()), dtype) for dtype, kind in by_dtype.items()]
         kept = self._flats.get(names, [])
-        if [(flat.numel(), flat.dtype) for flat in kept] != [(size, like.dtype) for size, like in wanted]:
-            kept = self._flats[names] = [like.new_empty(size) for size, like in wanted]
+        if [(flat.numel(), flat.dtype) for flat in kept] != wanted:
+            device = next(iter(next(iter(by_dtype.values())).values())).device
+            kept = self._flats[names] = [torch.empty(size, dtype=dtype, device=device) for size, dtype in wanted]
         return kept
+
+
+def _lines(gradients: Gradients) -> list[Tensor]:
+    return [gradient.reshape(-1) for gradient in gradients.values()]
 
 
 def _all_reduce(flats: Sequence[Tensor], group: Any) -> None:
