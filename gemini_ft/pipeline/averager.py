@@ -24,7 +24,7 @@ from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.pipeline.lanes import Job, Lanes
 from gemini_ft.pipeline.plan import NO_RULE, Group, Plan, first_plan, rule_at
 from gemini_ft.pipeline.plan import Tensor as Described
-from gemini_ft.pipeline.routes import Compressed, Gradients, Plain, Route, Sparse, by_option, route_of, topology_of
+from gemini_ft.pipeline.routes import Gradients, Plain, Route, Sparse, by_option, route_of, topology_of
 from gemini_ft.pipeline.rules import Rules
 from gemini_ft.pipeline.telemetry import Telemetry
 from gemini_ft.sync.dense import Dense
@@ -36,7 +36,7 @@ Take: TypeAlias = Callable[[Tensor], None]
 class Routes:
     """The routes of all rules, made when they are needed.
 
-    Besides a rule's own there are other ways: "plain" (all-reduce), "bf16" (all-reduce in bfloat16, as torch's hook), "sparse" (all-reduce of
+    Besides a rule's own there are other ways: "plain" (all-reduce), "bf16" (the same in bfloat16, as torch does it), "sparse" (all-reduce of
     gradients that are sparse tensors), and the options of Espresso (`gemini_ft.pipeline.routes.option_way`).
 
     Args:
