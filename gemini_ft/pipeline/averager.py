@@ -36,8 +36,8 @@ Take: TypeAlias = Callable[[Tensor], None]
 class Routes:
     """The routes of all rules, made when they are needed.
 
-    Besides a rule's own there are other ways: "plain" (all-reduce), "bf16" (the same in bfloat16, as torch does it), "sparse" (all-reduce of
-    gradients that are sparse tensors), and the options of Espresso (`gemini_ft.pipeline.routes.option_way`).
+    Besides a rule's own there are other ways: "plain" (all-reduce), "bf16" (all-reduce in bfloat16, as torch does it), "sparse"
+    (all-reduce of gradients that are sparse tensors), and the options of Espresso (`gemini_ft.pipeline.routes.option_way`).
 
     Args:
         rules: of the pipeline.
