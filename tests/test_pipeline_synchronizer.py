@@ -149,8 +149,9 @@ def test_a_rank_that_fails_hangs_nobody(ddp: bool, how: str, tmp_path: Path) -> 
     if how == "killed":
         assert isinstance(first, Failed)
     else:
-        assert first.count("no memory left") == 2  # and it stays so
-    assert all("rror" in said for said in others), others
+        assert "no memory left" in first[0]
+        assert first[1] if ddp else "no memory left" in first[1]  # it stays so; DDP has its own words for it
+    assert all("rror" in said for said, _ in others), others
 
 
 def test_one_process_without_a_group() -> None:
