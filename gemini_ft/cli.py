@@ -30,6 +30,7 @@ COMMANDS = {
     "export": Command(
         "gemini_ft.export.command", "command", "write a checkpoint for Lightning, torch.distributed.checkpoint or safetensors"
     ),
+    "pipeline": Command("gemini_ft.pipeline.description", "command", "show what a gradient pipeline does with each parameter of a model"),
     "store": Command("gemini_ft.store", "command", "serve the store of a rendezvous apart from the training hosts"),
 }
 

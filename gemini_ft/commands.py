@@ -76,7 +76,7 @@ state: whole; whole, newest: what a job would resume; else what is wrong with it
             failure = error
     head = ("run", "stream", "step", "age", "bytes", "ranks", "state", "where")
     if rows or failure is None:
-        print(_table([head, *rows]) if rows else f"no checkpoints in {url or 'memory; give the URL of a storage to look there'}")
+        print(table([head, *rows]) if rows else f"no checkpoints in {url or 'memory; give the URL of a storage to look there'}")
     if failure is not None:
         raise failure
     return 0
@@ -193,6 +193,7 @@ def _describe_storage(storage: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns side by side, each as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)

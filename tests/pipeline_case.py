@@ -364,7 +364,7 @@ def unused_ddp() -> list[str]:
 
 
 def kinds_of_parameters() -> list[str]:
-    """Frozen, tied, of 16 bits, not contiguous, of no elements; plain and in DDP."""
+    """Frozen, tied, of 16 bits, not contiguous; plain and in DDP."""
     join()
     wrong = []
     for ddp, options in itertools.product((False, True), ({}, {"compress": compress("topk")}, {"compress": "bf16"})):
@@ -407,7 +407,7 @@ def _kinds(ddp: bool, options: dict[str, Any]) -> Iterable[str]:
 
 
 def mixed_precision() -> list[str]:
-    """The scale changes from step to step, and one gradient of one rank is infinite; residuals do not notice."""
+    """The scale changes from step to step, and one gradient of one rank is infinite: that rank keeps the residual it had."""
     rank = join().rank()
     wrong = []
     for name in ("topk", "dgc", "powersgd", "onebit", "efsignsgd"):
@@ -432,7 +432,7 @@ def mixed_precision() -> list[str]:
                 if step == 2:
                     if bool(means.pop("odd").isfinite().all()) or not same(means, {n: e for n, e in expected.items() if n != "odd"}):
                         wrong.append(f"{name}: an infinity was not seen, or others were")
-                    if hexed(_of(loop.synchronizer.averager.routes.state_dict(), "odd")) != kept:
+                    if rank == 1 and hexed(_of(loop.synchronizer.averager.routes.state_dict(), "odd")) != kept:
                         wrong.append(f"{name}: a residual was lost")
                 elif not same(means, expected):
                     wrong.append(f"{name}, step {step}: not what averaging by hand gives")
@@ -578,8 +578,8 @@ class Broken(Exception):
     """What a compressor raises in a test."""
 
 
-def failing(ddp: bool, how: str) -> str:
-    """Two good steps, then rank 0 fails while compressing, or dies; what this rank was told."""
+def failing(ddp: bool, how: str) -> tuple[str, str]:
+    """Two good steps, then rank 0 fails while compressing, or dies; what this rank was told then and in the step after."""
     rank = join().rank()
     loop = Loop(rule(compress=compress("topk"), fusion="layer-wise"), ddp)
     for step in range(2):
@@ -588,8 +588,7 @@ def failing(ddp: bool, how: str) -> str:
         group = loop.synchronizer.averager.plan.groups[2]
         route: Any = loop.synchronizer.averager.routes.of(group)
         route.reducer.inner.compress = _die if how == "killed" else _raise
-    said = error_of(lambda: loop.step(own(2)))
-    return said + error_of(lambda: loop.step(own(3))) if rank == 0 else said
+    return error_of(lambda: loop.step(own(2))), error_of(lambda: loop.step(own(3)))
 
 
 def _raise(*_: Any) -> Any:

@@ -101,3 +101,15 @@ def test_an_embedding_is_trained_with_zen() -> None:
     losses = [float(loss) for _, loss, _ in rows]
     assert max(losses) - min(losses) < 1e-3
     assert len(re.findall(r"^Zen against DDP, (?:dense|sparse): saves -?[\d.]+ MB", output, re.MULTILINE)) == 2
+
+
+def test_pipelines_beside_ddp() -> None:
+    output = run(sys.executable, str(EXAMPLES / "gradient_pipelines.py"), "--quick", timeout=250)
+    rows = {row[0].strip(): row[1:] for row in re.findall(r"^(\S.{17}) +([\d.]+) +([\d.]+) +([\d.]+) +[\d.]+$", output, re.MULTILINE)}
+    assert list(rows) == ["DDP", "bf16", "zen", "zen + powersgd", "topk, layer-wise", "topk, cupcake", "auto"]
+    losses = {name: float(row[0]) for name, row in rows.items()}
+    assert abs(losses["zen"] - losses["DDP"]) < 1e-3
+    assert all(4 < loss < 6 for loss in losses.values())  # of 256 bytes, ln 256 is 5.5
+    sent = {name: float(row[2]) for name, row in rows.items()}
+    assert sent["bf16"] < 0.7 * sent["DDP"]
+    assert sent["zen"] < 0.5 * sent["DDP"]

@@ -268,3 +268,31 @@ class TestAssignment:
             with pytest.raises(ConfigError, match=re.escape(words)):
                 rule_of(all_parameters(compress="topk"), model)
         assert rule_of([{"params": "weight"}, *all_parameters(compress="topk")], nn.Linear(2, 2).half()) == {"weight": 0, "bias": 1}
+
+
+CONFIGS = sorted(file for file in (Path(__file__).parent.parent / "configs").iterdir() if "gradient_pipeline" in file.read_text())
+
+
+class Transformer(nn.Module):
+    """Names as the globs of the configurations expect them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 8)
+        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)])
+        self.norm = nn.LayerNorm(8)
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
+def test_configurations_can_be_used(file: Path) -> None:
+    rules = load_rules(file)
+    used = {tensor.rule for tensor in assign(Transformer(), rules)}
+    assert used - {NO_RULE} == set(range(len(rules)))
+
+
+def test_there_is_a_configuration_of_each_kind() -> None:
+    rules = [rule for file in CONFIGS for rule in load_rules(file)]
+    assert {rule.fusion for rule in rules} >= {"cupcake", "espresso", "auto"}
+    assert {rule.sync.scheme for rule in rules} >= {"zen"}
+    assert {rule.compress.method for rule in rules if rule.compress is not None} >= {"powersgd", "dgc", "int8", "topk"}
+    assert {file.suffix for file in CONFIGS} == {".yaml", ".json"}

@@ -148,6 +148,7 @@ class Averager:
         Raises:
             StateError: it came before, and the step is not over yet.
         """
+        self._lanes.check()
         if name in self._arrived:
             raise StateError(
                 f"the gradient of {name} is ready a second time in one step: run all but the last backward of a step inside no_sync(), "

@@ -124,6 +124,11 @@ class Lanes:
         self._communicating.put(job)
         self._computing.put(partial(self._advance, job))
 
+    def check(self) -> None:
+        """Raise what has gone wrong before, if anything has: nothing can be averaged any more."""
+        if self._broken is not None:
+            raise self._broken
+
     def wait(self, job: Job) -> None:
         """Return when the averages are there; raise what went wrong."""
         job.done.result()
@@ -167,8 +172,7 @@ class Lanes:
         while (call := job.asked.get()) is not None:
             begin = time.perf_counter()
             try:
-                if self._broken is not None:
-                    raise self._broken  # nobody else may take part in it any more
+                self.check()  # of what follows a failure others may not take part
                 answer = call.run()
             except BaseException as error:
                 self._broken = error

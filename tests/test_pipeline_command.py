@@ -1,0 +1,166 @@
+"""``gemini pipeline`` shows what training would do, and refuses what training would refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compression_kit import EVERY, OPTIONS, SHAPES, gradients, measured, method
+from pipeline_case import Leaves
+from torch import nn
+
+from gemini_ft import cli
+from gemini_ft.compression.base import Bundle, Turn
+from gemini_ft.pipeline.description import describe
+from gemini_ft.pipeline.rules import load_rules
+
+RULES: list[dict[str, Any]] = [
+    {"params": "embed.*", "sync": "zen"},
+    {"params": "*.bias"},
+    {"params": "layers.0.*", "compress": {"method": "topk", "ratio": 0.01, "feedback": 0.9}, "fusion": "layer-wise"},
+    {"params": "layers.1.*", "compress": {"method": "dgc", "ratio": 0.01}, "fusion": "cupcake"},
+]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1000, 100, sparse=True)
+        self.layers = nn.ModuleList([nn.Linear(100, 50) for _ in range(3)])
+
+
+def looking() -> nn.Module:
+    """A model that cannot be built on the meta device."""
+    model = Model()
+    assert float(model.layers[0].weight.sum()) != 0.5  # type: ignore[operator, union-attr]
+    return model
+
+
+def no_model() -> int:
+    return 3
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    file = tmp_path / "pipeline.json"
+    file.write_text(json.dumps(RULES))
+    return str(file)
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["pipeline", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("function", ["Model", "looking"])
+def test_who_gets_what(function: str, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, config, "--model", f"{__name__}:{function}", "--ranks", "4", "--rate", "200mbit").splitlines()
+    cells = [re.split(r"  +", line) for line in lines]
+    assert cells[0] == ["parameter", "shape", "rule", "sync", "compression", "error feedback", "group"]
+    assert cells[1:8] == [
+        ["layers.2.bias", "50", "2", "dense", "-", "-", "3"],
+        ["layers.2.weight", "50x100", "-", "dense", "-", "-", "1"],
+        ["layers.1.bias", "50", "2", "dense", "-", "-", "3"],
+        ["layers.1.weight", "50x100", "4", "dense", "dgc(ratio=0.01)", "own", "2"],
+        ["layers.0.bias", "50", "2", "dense", "-", "-", "3"],
+        ["layers.0.weight", "50x100", "3", "dense", "topk(ratio=0.01)", "0.9", "4"],
+        ["embed.weight", "1000x100", "1", "zen", "-", "-", "5"],
+    ]
+    assert lines[9] == "4 ranks at 200 Mbit/s; seconds on the network alone"
+    costs = {row[0]: row[1:] for row in cells[11:]}
+    assert costs["no rule"][:2] == ["20,000", "20,000"]
+    assert costs["1: params='embed.*', sync=zen"] == ["400,000", "?", "?", "0.0240", "0.0120", "the data decide: rows that are not zero"]
+    assert costs["3: params='layers.0.*', sync=dense, compress=topk"] == ["20,000", "400", "0.0000", "0.0012", "0.0006", "formula"]
+    assert costs["4: params='layers.1.*', sync=dense, compress=dgc"][1] == "400"
+    assert costs["4: params='layers.1.*', sync=dense, compress=dgc"][-1] == "ratio 0.01; the data decide"
+
+
+def test_for_programs(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads(shown(capsys, config, "--model", f"{__name__}:Model", "--json"))
+    assert (document["ranks"], document["rate"]) == (8, 1e9)
+    assert len(document["parameters"]) == 7
+    assert document["parameters"][1] == {
+        "parameter": "layers.2.weight",
+        "shape": [50, 100],
+        "rule": None,
+        "sync": "dense",
+        "compression": "-",
+        "error_feedback": "-",
+        "group": 1,
+    }
+    [embedding] = [rule for rule in document["rules"] if "embed" in rule["rule"]]
+    assert (embedding["wire_bytes"], embedding["seconds"]) == (None, None)
+    assert embedding["fp32_seconds"] == pytest.approx(2 * 7 / 8 * 400_000 * 8 / 1e9)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_bytes_are_those_that_travel(name: str) -> None:
+    """Exactly, but for methods of which the data decide, whose bytes come from their ratio, or are not known."""
+    bare, _, suffix = name.partition("+")
+    options = {"method": bare, **OPTIONS.get(bare, {}), **({"two_phase": True} if suffix else {})}
+    [cost] = describe(Leaves(), load_rules([{"params": "*", "compress": options}]), 1, 1e9).rules
+    each = method(name)
+    bundle = Bundle.of(gradients(0), each.align)
+    _, sent = measured(each.exchange(bundle, Turn()))
+    assert cost.dense_bytes == 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    if cost.by == "formula":
+        assert cost.wire_bytes == sent
+    elif cost.wire_bytes is None:
+        assert bare in ("threshold", "hard_threshold", "threelc")
+    else:
+        assert cost.by == f"ratio {options['ratio']:g}; the data decide"
+
+
+@pytest.mark.parametrize(
+    ("compress", "share"),
+    [
+        ("bf16", 2 * 7 / 8 / 2),
+        ("efsignsgd", 7 / 32),
+        ({"method": "efsignsgd", "two_phase": True}, 2 * 7 / 8 / 32),
+        ("signsgd", 2 * 7 / 8 / 32),
+    ],
+)
+def test_seconds_follow_from_the_collective(compress: Any, share: float) -> None:
+    """Parts of the time that a link needs for the dense gradients, on 8 ranks."""
+    model = nn.Linear(4096, 1024, bias=False, device="meta")
+    [cost] = describe(model, load_rules([{"params": "*", "compress": compress}]), 8, 1e9).rules
+    assert cost.seconds == pytest.approx(share * cost.dense_bytes * 8 / 1e9, rel=1e-3)
+    assert cost.fp32_seconds == 2 * cost.bf16_seconds == pytest.approx(2 * 7 / 8 * cost.dense_bytes * 8 / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "nonsense"], "--model 'nonsense': must be module:function, for example train:make_model"),
+        (
+            ["--model", "no_such_module:f"],
+            "--model 'no_such_module:f': No module named 'no_such_module'; run it where",
+        ),
+        (["--model", f"{__name__}:f"], f"--model '{__name__}:f': {__name__} has no f; name a function that returns the model"),
+        (["--model", f"{__name__}:no_model"], f"--model '{__name__}:no_model': returned int; it must return an nn.Module"),
+        (["--model", f"{__name__}:Model", "--ranks", "0"], "--ranks 0: must be at least 1"),
+        (["--model", f"{__name__}:Model", "--rate", "fast"], "--rate 'fast': must be a number and one of bit, kbit, mbit, gbit, tbit"),
+        (["--model", f"{__name__}:Model", "--rate", "-1gbit"], "--rate '-1gbit': must be a number"),
+    ],
+)
+def test_what_is_refused(arguments: list[str], words: str, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [f"{first}={second}" for first, second in zip(arguments[::2], arguments[1::2], strict=True)]
+    assert cli.main(["pipeline", config, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("gemini pipeline: ")
+    assert words in error
+
+
+def test_rules_that_do_not_fit_are_refused_as_in_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "pipeline.json"
+    for rules, words in (
+        ([{"params": "*", "compress": "topk"}], "would compress embed.weight, whose gradient is a sparse tensor"),
+        ([{"params": "*", "compress": "topkk"}], "is it 'topk'?"),
+    ):
+        file.write_text(json.dumps(rules))
+        assert cli.main(["pipeline", str(file), "--model", f"{__name__}:Model"]) == 2
+        assert words in capsys.readouterr().err

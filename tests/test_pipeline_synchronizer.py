@@ -1,0 +1,176 @@
+"""Gradients are averaged as by hand, whatever travels together and in which host; or every rank raises an error."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pipeline_case
+import pytest
+import torch
+from agent_kit import preload
+from compression_kit import EVERY, gradients, method, same
+from rank_kit import Failed, World
+
+from gemini_ft.compression.collective import reduce
+from gemini_ft.errors import ConfigError
+from gemini_ft.pipeline import GradientSynchronizer
+
+preload("pipeline_case")
+
+
+def on_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What each rank returned; an exception of one is raised."""
+    with World(folder, size) as world:
+        results = world.outcome(function, *arguments)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+@pytest.mark.parametrize(
+    ("world", "ddp", "fusions"),
+    [(2, False, [0, 1]), (3, False, [2, 3]), (2, True, [3]), (3, True, [1]), pytest.param(3, True, [0, 2], marks=pytest.mark.soak)],
+)
+def test_every_method_averages_as_by_hand(world: int, ddp: bool, fusions: list[int], tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, world, pipeline_case.every_method, ddp, fusions) == [[]] * world
+
+
+CASES = [
+    pipeline_case.default_methods,
+    pipeline_case.two_phases,
+    pipeline_case.without_rules,
+    pipeline_case.picked_by_sparsifiers,
+    pipeline_case.no_rule_for_sparse,
+    pipeline_case.accumulation,
+    pipeline_case.unused,
+    pipeline_case.unused_ddp,
+    pipeline_case.kinds_of_parameters,
+    pipeline_case.mixed_precision,
+    pipeline_case.clipping,
+    pipeline_case.one_rank_groups,
+    pipeline_case.telemetry,
+    pipeline_case.beside_another_hook,
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_on_two_ranks(case: Callable[[], list[str]], tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, 2, case) == [[]] * 2
+
+
+@pytest.mark.parametrize(
+    "case", [pipeline_case.without_rules, pipeline_case.unused, pipeline_case.no_rule_for_sparse], ids=lambda c: c.__name__
+)
+def test_on_three_ranks(case: Callable[[], list[str]], tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, 3, case) == [[]] * 3
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_sparse_schemes_are_dense_all_reduce(world: int, tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, world, pipeline_case.sparse_schemes) == [[]] * world
+
+
+@pytest.mark.parametrize(("fusion", "ddp", "snapshots"), [("cupcake", False, False), ("cupcake", True, True), ("auto", False, False)])
+def test_all_ranks_have_one_plan_and_it_settles(fusion: str, ddp: bool, snapshots: bool, tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, 2, pipeline_case.planned, fusion, ddp, snapshots) == [[]] * 2
+
+
+def test_a_fresh_process_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    expected = on_ranks(tmp_path, 2, pipeline_case.interrupted, str(whole), 0, 6)
+    first = on_ranks(tmp_path, 2, pipeline_case.interrupted, str(parts), 0, 3)
+    second = on_ranks(tmp_path, 2, pipeline_case.interrupted, str(parts), 3, 6)
+    for rank in range(2):
+        assert set(expected[rank]) == {f"{name}, DDP={ddp}" for name in pipeline_case.PIPELINES for ddp in (False, True)}
+        for key, steps in expected[rank].items():
+            assert len(set(steps)) == 6
+            assert first[rank][key] + second[rank][key] == steps, key
+
+
+def test_states_of_something_else_are_refused(tmp_path: Path) -> None:
+    for parameters, rules in on_ranks(tmp_path, 2, pipeline_case.foreign_states):
+        assert (
+            "StateError: the gradient pipeline's state is of other parameters: conv, norm, odd, scalar, zero_d are on one side only"
+            in parameters
+        )
+        assert "StateError: the gradient pipeline's state is of other rules: it has" in rules
+        assert "compress=topk" in rules
+        assert "compress=qsgd" in rules
+
+
+def test_unused_parameters_are_an_error_without_the_option(tmp_path: Path) -> None:
+    first, *others = on_ranks(tmp_path, 3, pipeline_case.unused_refused)
+    way_out = "the backward pass left them out. Give find_unused_parameters=True, or use them in the loss"
+    everything = f"StateError: no gradient for zero_d, scalar, odd, norm, conv and others (6 of 6): {way_out}"
+    assert first == [f"StateError: no gradient for odd, conv (2 of 6): {way_out}", "fine", everything]
+    assert others == [["", "fine", everything]] * 2
+
+
+def test_a_second_backward_without_synchronize_is_an_error(tmp_path: Path) -> None:
+    for plain, ddp in on_ranks(tmp_path, 2, pipeline_case.twice):
+        assert (
+            "is ready a second time in one step: run all but the last backward of a step inside no_sync(), and call synchronize()" in plain
+        )
+        assert ddp == "StateError: DistributedDataParallel waits for its communication hook by itself: leave synchronize() out"
+
+
+def test_what_differs_between_ranks_is_an_error_on_all(tmp_path: Path) -> None:
+    first, *others = on_ranks(tmp_path, 3, pipeline_case.disagreements)
+    assert others == [first] * 2
+    method, option, shape, name, dtype, on_one, on_all, setting, pattern, afterwards = first
+    assert all(text.startswith("ConfigError: ") for text in first[:-1])
+    assert "gradient_pipeline differs between ranks: rank 0 has" in method
+    assert "rank 2 has" in method
+    assert "ratio=0.5" in option
+    assert "rank 0 has embed of shape (3, 4) where rank 2 has embed of shape (3, 5)" in shape
+    assert "rank 0 has embed of shape (3, 4) where rank 2 has more of shape (3,)" in name
+    assert "ConfigError: rank 2: gradient_pipeline: rule 1" in dtype
+    assert "ConfigError: rank 2: gradient_pipeline: rule 1" in on_one
+    assert on_all.startswith("ConfigError: gradient_pipeline: rule 1")
+    assert "find_unused_parameters differs between ranks: rank 0 has False, rank 2 has True" in setting
+    assert "ConfigError: rank 2: " in pattern
+    assert "matches no parameter" in pattern
+    assert afterwards == "True"
+
+
+@pytest.mark.parametrize("how", ["raises", "killed"])
+@pytest.mark.parametrize("ddp", [False, True])
+def test_a_rank_that_fails_hangs_nobody(ddp: bool, how: str, tmp_path: Path) -> None:
+    begin = time.monotonic()
+    with World(tmp_path, 3) as world:
+        first, *others = world.outcome(pipeline_case.failing, ddp, how)
+    assert time.monotonic() - begin < 30  # the groups' own limit is 60 s
+    if how == "killed":
+        assert isinstance(first, Failed)
+    else:
+        assert "no memory left" in first[0]
+        assert first[1] if ddp else "no memory left" in first[1]  # it stays so; DDP has its own words for it
+    assert all("rror" in said for said, _ in others), others
+
+
+def test_one_process_without_a_group() -> None:
+    given = gradients(0)
+    for name in EVERY:
+        by_hand = method(name)
+        options = {"two_phase": True} if "+" in name else {}
+        model = pipeline_case.Leaves()
+        synchronizer = GradientSynchronizer(model, pipeline_case.rule(compress=pipeline_case.compress(name.partition("+")[0]) | options))
+        for step in range(2):
+            model.zero_grad()
+            model(given).backward()
+            synchronizer.synchronize()
+            assert same(pipeline_case.found(model), reduce(by_hand, given, step)), name
+        synchronizer.close()
+
+
+def test_devices_must_be_one() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.weight = torch.nn.Parameter(torch.zeros(2, 2, device="meta"))
+    with pytest.raises(ConfigError, match="parameters lie on cpu, meta: they must all be on one device"):
+        GradientSynchronizer(model, [])
