@@ -26,11 +26,11 @@ pytestmark = [pytest.mark.timeout(300)]
 class Run:
     """A job of two ranks, restarted until it is done."""
 
-    def __init__(self, folder: Path, run: dict[str, Any], *options: str, faults: str) -> None:
+    def __init__(self, folder: Path, run: dict[str, Any], *options: str, faults: str, **environ: str) -> None:
         command = [sys.executable, "-m", "gemini_ft.cli", "run", *options, "--nproc-per-node=2", "--max-restarts=4", str(CASE)]
         command.append(json.dumps(run | {"out": str(folder)}))
         env = os.environ | {"OMP_NUM_THREADS": "1", "GEMINI_RUN_ID": folder.name, "GEMINI_LINGER": "30", "GEMINI_LOG_DIR": str(folder)}
-        env |= {"GEMINI_FAULTS": faults, "GEMINI_FAULTS_DIR": str(folder / "faults"), "DS_ACCELERATOR": "cpu"}
+        env |= {"GEMINI_FAULTS": faults, "GEMINI_FAULTS_DIR": str(folder / "faults"), "DS_ACCELERATOR": "cpu", **environ}
         with open(folder / "output", "w") as output:
             done = subprocess.run(command, cwd=folder, env=env, stdout=output, stderr=output, timeout=200)
         self.folder, self.output = folder, (folder / "output").read_text()
@@ -82,6 +82,18 @@ def test_a_loop_that_is_not_changed_goes_on_with_the_resumed_engine(tmp_path: Pa
     assert run.engines == [[("GeminiDeepSpeedEngine", steps) for steps in (0, 5)]] * 2
     assert [[end["end"] for end in ends] for ends in run.ends] == [[16]] * 2
     assert run.ends[0][0]["bits"] == run.ends[1][0]["bits"]
+
+
+@pytest.mark.parametrize("callback", [False, True], ids=["section alone", "callback"])
+def test_a_gradient_pipeline_needs_a_section_only(tmp_path: Path, callback: bool) -> None:
+    """In a script that is not changed; a callback sees to it where deepspeed is not wrapped."""
+    rules = [{"params": "*", "compress": {"method": "topk", "ratio": 0.1}}]
+    run = TRAINER | {"config": {"gradient_pipeline": rules}, "arguments": {"num_train_epochs": 1}, "callback": callback}
+    done = Run(tmp_path, run, faults="", **({"GEMINI_WRAP": "0"} if callback else {}))
+    assert "gradient_pipeline: rule 1 (params='*', sync=dense, compress=topk) keeps a memory of the whole gradients" in done.output
+    assert {engine for of in done.engines for engine in of} == {("DeepSpeedEngine", 0)}
+    assert done.ends[0][-1]["bits"] == done.ends[1][-1]["bits"]
+    assert done.ends[0][-1]["end"] == 6
 
 
 REFUSALS = """

@@ -129,7 +129,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
         return super().optimizer_step(optimizer, **kwargs)
 
     def _gemini_before_update(self) -> None:
-        if self.gradients is not None:
+        if self._gemini_rules is not None and self.gradients is not None:
             self.gradients.backward_over()
         if self._gemini_checkpointer is not None:
             self._gemini_checkpointer.wait_before_update()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gemini_ft.errors import ConfigError
+from gemini_ft.gradients import GradientState
 from gemini_ft.lightning import compat
 from gemini_ft.pipeline.rules import Rules
 from gemini_ft.pipeline.synchronizer import GradientSynchronizer
@@ -38,16 +39,18 @@ class FiguresLog:
 
     Args:
         trainer: the Trainer.
-        gradients: what has figures: a `GradientSynchronizer` or an `EngineGradients`.
+        gradients: what has figures; those of the step as a whole are under "step", with its number.
     """
 
-    def __init__(self, trainer: Any, gradients: Any) -> None:
+    def __init__(self, trainer: Any, gradients: GradientState) -> None:
         self._trainer, self._gradients = trainer, gradients
-        self._step, self._logged = gradients.averager.step, -1
+        self._step: float | None = None
+        self._logged = -1
 
     def updated(self) -> None:
         """An optimizer may have stepped."""
-        if (step := self._gradients.averager.step) == self._step:
+        summary = self._gradients.summary()
+        if (step := summary.get("step", {}).get("number")) == self._step:
             return  # it has only accumulated
         self._step = step
         number = compat.step_to_log(self._trainer)
@@ -55,7 +58,7 @@ class FiguresLog:
             return  # of several optimizers the first one's
         self._logged = number
         for logger in self._trainer.loggers:
-            logger.log_metrics(labelled(self._gradients.summary()), number)
+            logger.log_metrics(labelled(summary), number)
 
 
 def labelled(summary: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -141,7 +141,7 @@ class GeminiMixin(Gemini, _Strategy):
             self._gemini_trainer.strategy.barrier("gemini: all ranks have finished")
             fit, self._gemini_fit = self._gemini_fit, None
             fit.close(finished=True)
-            if self.gradients is not None:
+            if self._gemini_rules is not None:
                 self.gradients.close()
         super().teardown()
 
@@ -219,7 +219,7 @@ class GeminiDdpMixin(GeminiMixin, _DDPStrategy):
             self.gradients = synchronizer_of(self.model, self._gemini_rules, self.precision_plugin, compat.ddp_hook(self))
 
     def _gemini_backward_over(self) -> None:
-        if self.gradients is not None:
+        if self._gemini_rules is not None:
             self.gradients.backward_over()
 
 
