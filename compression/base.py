@@ -46,13 +46,15 @@ class Primitive(enum.Enum):
 class Turn:
     """One synchronisation: which step, of which rank among how many. ``step`` and ``world`` are the same on all ranks.
 
-    ``lr`` is the learning rate of the step, for error feedback that follows it.
+    ``lr`` is the learning rate of the step, for error feedback that follows it. ``update``: the optimizer's step, which schedules follow,
+    where there are several synchronisations in one; None: ``step``.
     """
 
     step: int = 0
     rank: int = 0
     world: int = 1
     lr: float | None = None
+    update: int | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -40,8 +41,13 @@ class Groups:
     inter: ProcessGroup
 
     @classmethod
-    def of(cls, ranks_per_machine: int, group: ProcessGroup | None = None) -> Groups:
+    def of(cls, ranks_per_machine: int, group: ProcessGroup | None = None, timeout: timedelta | None = None) -> Groups:
         """Those of machines with so many ranks each, neighbours in ``group`` (None: the default group). Collective.
+
+        Args:
+            ranks_per_machine: as it says.
+            group: of all ranks.
+            timeout: of collectives; None: torch's default.
 
         Raises:
             ValueError: the ranks do not fill machines.
@@ -49,7 +55,7 @@ class Groups:
         ranks = dist.get_process_group_ranks(group)
         topology, rank = Topology.of(len(ranks), ranks_per_machine), dist.get_rank(group)
         intra, inter = (
-            dist.new_group([ranks[member] for member in topology.group(rank, scope)], use_local_synchronization=True)
+            dist.new_group([ranks[member] for member in topology.group(rank, scope)], timeout, use_local_synchronization=True)
             for scope in (Scope.INTRA, Scope.INTER)
         )
         return cls(topology, group, intra, inter)

@@ -47,7 +47,7 @@ class SampledThreshold(Sparsifier):
         return max(self.ratio, math.pow(self.ratio, (stage + 1) / (_WARMUP_STAGES + 1)))
 
     def pick(self, bundle: Bundle, turn: Turn) -> Tensor:
-        layout, ratio = bundle.layout, self.ratio_at(turn.step)
+        layout, ratio = bundle.layout, self.ratio_at(turn.step if turn.update is None else turn.update)
         magnitudes = layout.views(bundle.flat.abs())
         picked = [self._pick(view, ratio) + at for view, at in zip(magnitudes, layout.starts, strict=True)]
         return torch.cat(picked).int()

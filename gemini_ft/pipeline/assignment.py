@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.plan import NO_RULE, Tensor
@@ -18,7 +19,9 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that have gradients, by name, without what DDP, torch.compile and Fabric put before it."""
-    return {clean(name): param for name, param in unwrap_model(model).named_parameters() if param.requires_grad}
+    ignored = getattr(model, "parameters_to_ignore", ())  # by DistributedDataParallel
+    found = unwrap_model(model).named_parameters()
+    return {clean(name): param for name, param in found if param.requires_grad and name not in ignored}
 
 
 def assign(model: nn.Module, rules: Rules) -> list[Tensor]:
@@ -29,6 +32,10 @@ def assign(model: nn.Module, rules: Rules) -> list[Tensor]:
     """
     sparse, found = _sparse(model), []
     for name, param in trained(model).items():
+        if isinstance(param, DTensor):
+            raise ConfigError(
+                f"{name} is sharded (a DTensor), and its gradient is reduced by fully_shard itself: use DDP, or no gradient pipeline"
+            )
         number = next((number for number, rule in enumerate(rules) if rule.matches(name)), NO_RULE)
         shape = tuple(getattr(param, "ds_shape", param.shape))  # ZeRO 3 has taken the whole away
         found.append(Tensor(name, shape, param.element_size(), number, name in sparse))

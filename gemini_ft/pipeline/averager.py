@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -80,7 +81,12 @@ class Routes:
     @cached_property
     def scoped(self) -> Groups | None:
         """Process groups within machines and between them, where there are both. Collective."""
-        return None if self.topology.flat_only else Groups.of(self.topology.ranks, self._group)
+        return None if self.topology.flat_only else Groups.of(self.topology.ranks, self._group, time_limit(self._group))
+
+    def keep(self, groups: Sequence[Group]) -> None:
+        """Forget the ways that none of these groups takes, with all that they remember."""
+        used = {(group.rule, group.way) for group in groups}
+        self._routes = {key: route for key, route in self._routes.items() if key in used}
 
     def hold_still(self) -> None:
         """From now on tensors that are kept stay where they are, for who copies them."""
@@ -154,7 +160,7 @@ class Averager:
                 f"the gradient of {name} is ready a second time in one step: run all but the last backward of a step inside no_sync(), "
                 "and call synchronize() before the next step"
             )
-        if not self._arrived:
+        if not any(self._arrived.values()):
             self._scale = self.scale() if self.scale is not None else 1.0
         self._arrive(name, _Arrival(gradient, take))
 
@@ -229,7 +235,7 @@ class Averager:
         """Memories of all rules, plan and counters; tensors are not copied, and stay where they are from the first call on."""
         self.routes.hold_still()
         order = [tensor.name for tensor in self.tensors]
-        rules = [str(rule) for rule in self.rules]
+        rules = [repr(rule) for rule in self.rules]
         return {
             "step": self.step,
             "rounds": self._rounds,
@@ -240,12 +246,12 @@ class Averager:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there.
+        """Go on from there. Collective.
 
         Raises:
-            StateError: it is of other parameters or rules.
+            StateError: it is of other parameters or rules, or of other steps on other ranks.
         """
-        if (rules := [str(rule) for rule in self.rules]) != state["rules"]:
+        if (rules := [repr(rule) for rule in self.rules]) != state["rules"]:
             raise StateError(
                 f"the gradient pipeline's state is of other rules: it has {state['rules']}, this job {rules}; go on with those, or leave "
                 "the state out and lose its residuals"
@@ -255,6 +261,14 @@ class Averager:
             odd = sorted(known.keys() ^ set(state["order"]))
             raise StateError(f"the gradient pipeline's state is of other parameters: {', '.join(odd[:5])} are on one side only")
         self.tensors = [known[name] for name in state["order"]]
+        common = [state[key] for key in ("step", "rounds", "order", "plan")]
+        everybody: list[Any] = [common] * self.world
+        if self.world > 1:
+            dist.all_gather_object(everybody, common, group=self.group)
+        if odd := [rank for rank, other in enumerate(everybody) if other != everybody[0]]:
+            raise StateError(
+                f"ranks load states of other steps or plans: rank {odd[0]} of step {everybody[odd[0]][0]}, rank 0 of {everybody[0][0]}"
+            )
         self.step, self._rounds, self.plan = state["step"], state["rounds"], Plan.unpack(state["plan"])
         self.routes.load_state_dict(state["routes"])
 
@@ -280,7 +294,7 @@ class Averager:
         self._jobs.append(self._submitted(replace(group, names=tuple(arrivals)), gradients, take))
 
     def _submitted(self, group: Group, gradients: Gradients, take: Callable[[dict[str, Tensor]], None]) -> tuple[Group, Job]:
-        route, turn = self.routes.of(group), Turn(self._rounds, self.rank, self.world)
+        route, turn = self.routes.of(group), Turn(self._rounds, self.rank, self.world, update=self.step)
         job = Job(route.average(gradients, turn, self.group, self._scale), route.single and self.world > 1, take)
         job.figures.dense = sum(gradient.numel() * gradient.element_size() for gradient in gradients.values())
         job.done.add_done_callback(self._ended)
@@ -307,6 +321,12 @@ class Averager:
                 raise ConfigError(f"gradient_pipeline differs between ranks: rank 0 has {everybody[0][0]}, rank {rank} has {rules}")
             if tensors != everybody[0][1]:
                 raise ConfigError(f"parameters differ between ranks: {_first_difference(rank, everybody[0][1], tensors)}")
+
+
+def time_limit(group: Any) -> timedelta:
+    """How long collectives of a group wait for a peer."""
+    limit: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return limit
 
 
 def _first_difference(rank: int, first: Sequence[Any], other: Sequence[Any]) -> str:

@@ -19,6 +19,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from gemini_ft.errors import StateError
+
 
 @dataclass(frozen=True)
 class Call:
@@ -51,6 +53,10 @@ class Figures:
     densities: list[float] = field(default_factory=list)
 
 
+def _done(averages: dict[str, Tensor]) -> None:
+    """They have been taken."""
+
+
 class Job:
     """One group on its way.
 
@@ -76,6 +82,7 @@ class Job:
             call = self.work.send(answer)
         except StopIteration as end:
             self.then(end.value)
+            self.then = _done  # the job is kept for its figures, and would keep the averages
             self.figures.decode += time.perf_counter() - begin
             return True
         if self.single and self.figures.nbytes:
@@ -119,6 +126,7 @@ class Lanes:
 
     def submit(self, job: Job) -> None:
         """Put a group on its way; the same groups in the same order on all ranks."""
+        self.check()
         if self._stream is not None:
             job.ready = torch.cuda.current_stream(self._device).record_event()
         self._communicating.put(job)
@@ -136,11 +144,12 @@ class Lanes:
             torch.cuda.current_stream(self._device).wait_event(job.finished)
 
     def close(self) -> None:
-        """End both threads, after what was submitted."""
+        """End both threads, after what was submitted. Nothing can be averaged any more."""
         self._communicating.put(None)  # first: it hands work to the other one
         self._threads[1].join()
         self._computing.put(None)
         self._threads[0].join()
+        self._broken = self._broken or StateError("the gradient pipeline has been closed; to train on without it, wrap the model anew")
 
     def _advance(self, job: Job, answer: Any = None) -> None:
         if job.done.done():

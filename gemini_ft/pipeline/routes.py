@@ -26,7 +26,9 @@ from gemini_ft.compression.topology import Topology
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.pipeline.lanes import Call, Work
 from gemini_ft.pipeline.rules import Rule, payload_of_one_length
+from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.base import Scheme
+from gemini_ft.sync.dense import Dense
 
 Gradients: TypeAlias = Mapping[str, Tensor]
 _ONE_COLLECTIVE = (Primitive.ALL_REDUCE, Primitive.ALL_GATHER, Primitive.ALL_GATHER_V)
@@ -75,13 +77,13 @@ class Plain(Route):
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
-        self._flats: dict[tuple[str, ...], list[Tensor]] = {}
+        self._flats: dict[tuple[str, ...], tuple[int, list[Tensor]]] = {}  # by names: when it was used last, and buffers
 
     def average(self, gradients: Gradients, turn: Turn, group: Any, scale: float) -> Work:
         by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
         for name, gradient in gradients.items():
             by_dtype.setdefault(self._dtype or gradient.dtype, {})[name] = gradient
-        flats = self._flat(tuple(gradients), by_dtype)
+        flats = self._flat(tuple(gradients), by_dtype, turn.step)
         for flat, kind in zip(flats, by_dtype.values(), strict=True):
             torch._foreach_copy_(flat.split_with_sizes([gradient.numel() for gradient in kind.values()]), _lines(kind))
             flat.div_(turn.world)
@@ -93,13 +95,15 @@ class Plain(Route):
             means.update({name: part.view(kind[name].shape) for name, part in zip(kind, parts, strict=True)})
         return means
 
-    def _flat(self, names: tuple[str, ...], by_dtype: Mapping[torch.dtype, Gradients]) -> list[Tensor]:
-        """Buffers that stay: fresh memory costs more than what is done with it."""
+    def _flat(self, names: tuple[str, ...], by_dtype: Mapping[torch.dtype, Gradients], step: int) -> list[Tensor]:
+        """Buffers that stay as long as they are used in every step: fresh memory costs more than what is done with it."""
+        self._flats = {key: (used, flats) for key, (used, flats) in self._flats.items() if used >= step - 1}
         wanted = [(sum(gradient.numel() for gradient in kind.values()), dtype) for dtype, kind in by_dtype.items()]
-        kept = self._flats.get(names, [])
+        _, kept = self._flats.get(names, (step, list[Tensor]()))
         if [(flat.numel(), flat.dtype) for flat in kept] != wanted:
             device = next(iter(next(iter(by_dtype.values())).values())).device
-            kept = self._flats[names] = [torch.empty(size, dtype=dtype, device=device) for size, dtype in wanted]
+            kept = [torch.empty(size, dtype=dtype, device=device) for size, dtype in wanted]
+        self._flats[names] = step, kept
         return kept
 
 
@@ -116,7 +120,7 @@ class Sparse(Route):
     """Every gradient for itself, by a sparse scheme. Dense-stored matrices are taken row by row.
 
     Args:
-        make: a scheme; every gradient has its own, so that one that adapts itself can.
+        make: a scheme. One that adapts itself is made for every gradient, of others there is one: a hierarchical one has process groups.
     """
 
     single = False
@@ -128,15 +132,21 @@ class Sparse(Route):
     def average(self, gradients: Gradients, turn: Turn, group: Any, scale: float) -> Work:
         means = {}
         for name, gradient in gradients.items():
-            scheme = self._schemes.setdefault(name, self._make())
+            scheme = self._scheme_of(name)
             sparse = _by_rows(gradient) / turn.world
             if turn.world > 1:
                 units = max(1, gradient.shape[: sparse.sparse_dim()].numel())
                 found = sparse._indices().shape[1]
-                nbytes = sparse._values().nbytes + 4 * found
+                nbytes = gradient.numel() * gradient.element_size() if isinstance(scheme, Dense) else sparse._values().nbytes + 4 * found
                 sparse = yield Call(partial(scheme.all_reduce, sparse, group), nbytes, found / units)
-            means[name] = sparse if gradient.is_sparse else sparse.to_dense()
+            means[name] = sparse if gradient.is_sparse else sparse.to_dense().reshape(gradient.shape)
         return means
+
+    def _scheme_of(self, name: str) -> Scheme:
+        if name not in self._schemes:
+            known = next(iter(self._schemes.values()), None)
+            self._schemes[name] = self._make() if known is None or isinstance(known, Auto) else known
+        return self._schemes[name]
 
     def state_dict(self) -> dict[str, Any]:
         states = {name: scheme.state_dict() for name, scheme in sorted(self._schemes.items())}
@@ -144,7 +154,7 @@ class Sparse(Route):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, saved in state.items():
-            self._schemes.setdefault(name, self._make()).load_state_dict(saved)
+            self._scheme_of(name).load_state_dict(saved)
 
 
 def _by_rows(gradient: Tensor) -> Tensor:
@@ -208,10 +218,14 @@ class Compressed(Route):
         self.reducer.hold_still()
 
     def state_dict(self) -> dict[str, Any]:
-        return self.reducer.state_dict()
+        if self._scheme is None:
+            return self.reducer.state_dict()
+        return {"reducer": self.reducer.state_dict(), "scheme": self._scheme.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.reducer.load_state_dict(state)
+        self.reducer.load_state_dict(state if self._scheme is None else state["reducer"])
+        if self._scheme is not None:
+            self._scheme.load_state_dict(state["scheme"])
 
 
 def route_of(rule: Rule) -> Route:

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.pipeline.assignment import assign, nothing, trained
-from gemini_ft.pipeline.averager import Averager
+from gemini_ft.pipeline.averager import Averager, time_limit
 from gemini_ft.pipeline.ddp_buckets import DdpBuckets, communication_hook
 from gemini_ft.pipeline.plan import NO_RULE, Tensor
 from gemini_ft.pipeline.rules import Rules, load_rules
@@ -72,6 +72,9 @@ class GradientSynchronizer:
 
         def assigned() -> tuple[Rules, list[Tensor]]:
             rules = load_rules(pipeline)
+            devices = {param.device for param in trained(model).values()}
+            if len(devices) > 1:
+                raise ConfigError(f"parameters lie on {', '.join(sorted(map(str, devices)))}: they must all be on one device")
             return rules, assign(model, rules)
 
         settings = {"find_unused_parameters": find_unused_parameters, "profile_steps": profile_steps}
@@ -85,10 +88,7 @@ class GradientSynchronizer:
         # One more for what the training thread asks: other ranks may be waiting, in theirs, for a group of gradients that this one lacks.
         self._side = _own_group(ranks, group, "gloo") if own is not None and find_unused_parameters and not self._is_ddp else None
         self._find_unused, self._paused = find_unused_parameters, False
-        devices = {param.device for param in self._parameters.values()}
-        if len(devices) > 1:
-            raise ConfigError(f"parameters lie on {', '.join(sorted(map(str, devices)))}: they must all be on one device")
-        self._device = devices.pop()
+        self._device = next(iter(self._parameters.values())).device
         self.averager = Averager(tensors, rules, own, self._device)
         self._handles: list[Any] = [model.register_forward_pre_hook(lambda *_: self._catch_up())]  # before the watch's own
         self._watch = Watch(model)
@@ -182,6 +182,8 @@ class GradientSynchronizer:
         name = self._names[id(param)]
         self._touched.add(name)
         if self._paused:
+            if self.averager.has(name):
+                raise StateError(f"a backward pass in no_sync() adds to the gradient of {name} while it is averaged; synchronize() first")
             return
         self._watch.ready(name)
         assert param.grad is not None
@@ -241,7 +243,7 @@ def _fill(param: torch.Tensor, mean: torch.Tensor) -> None:
     if mean.is_sparse:
         param.grad = mean
     elif param.grad is None:
-        param.grad = mean.clone()  # a route may use the memory of its averages again
+        param.grad = mean.to(param.dtype, copy=True)  # a route may use the memory of its averages again
     else:
         param.grad.copy_(mean)
 
@@ -249,9 +251,8 @@ def _fill(param: torch.Tensor, mean: torch.Tensor) -> None:
 def _own_group(ranks: list[int], group: Any, backend: str | None = None) -> Any:
     """Used beside the training thread's other collectives; it waits as long as ``group`` does."""
     whole: Any = group if group is not None else dist.group.WORLD
-    timeout = whole._get_backend(whole._device_types[0]).options._timeout
     # Where not all ranks take part torch names groups by how many there are: it must be as many on all that do, and it must not shrink.
-    return dist.new_group(ranks, timeout, backend, use_local_synchronization=len(ranks) < dist.get_world_size())
+    return dist.new_group(ranks, time_limit(whole), backend, use_local_synchronization=len(ranks) < dist.get_world_size())
 
 
 def _together(make: Callable[[], T], settings: Mapping[str, Any], group: Any) -> T:

@@ -19,7 +19,7 @@ class Traffic:
         dense_bytes: of the gradients.
         sent_bytes: handed to collectives.
         encode, communicate, decode: seconds, added up over groups.
-        density: mean share of the units that were present, of gradients that a sparse scheme has added up; else 1.
+        density: mean share of the units that were present, of gradients that a sparse scheme has added up; else None.
     """
 
     dense_bytes: int
@@ -27,7 +27,7 @@ class Traffic:
     encode: float
     communicate: float
     decode: float
-    density: float
+    density: float | None
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Telemetry:
             sum(figures.encode for figures in groups),
             sum(figures.communicate for figures in groups),
             sum(figures.decode for figures in groups),
-            statistics.fmean(densities) if densities else 1.0,
+            statistics.fmean(densities) if densities else None,
         )
 
     def summary(self) -> dict[str, dict[str, float]]:
@@ -92,12 +92,12 @@ class Telemetry:
 
 
 def _figures(traffic: Traffic, overlap: float) -> dict[str, float]:
-    return {
+    known = {} if traffic.density is None else {"density": traffic.density}
+    return known | {
         "bytes_before": traffic.dense_bytes,
         "bytes_after": traffic.sent_bytes,
         "encode_ms": 1e3 * traffic.encode,
         "communication_ms": 1e3 * traffic.communicate,
         "decode_ms": 1e3 * traffic.decode,
         "overlap": overlap,
-        "density": traffic.density,
     }

@@ -94,7 +94,8 @@ class Tuner:
         self._averager.tensors = tensors
         candidates = Candidates(self._averager, self._device, tensors, forward, ready)
         for rule in self._rules:
-            if sum(tensor.rule == rule and not tensor.sparse for tensor in tensors) < 2 and self._averager.rules[rule].fusion == "cupcake":
+            count = sum(tensor.rule == rule and not tensor.sparse for tensor in tensors)
+            if not count or (count == 1 and self._averager.rules[rule].fusion == "cupcake"):
                 continue
             found = candidates.of(rule)
             self._adopt(rule, found[0])
@@ -113,7 +114,9 @@ class Tuner:
 
     def _begin_trial(self) -> None:
         self.settled = not self._trials
-        if self._trials:
+        if self.settled:
+            self._averager.routes.keep(self._averager.plan.groups)
+        else:
             self._adopt(self._trials[0].rule, self._trials[0].current)
 
     def _tried(self, seconds: float) -> None:
