@@ -235,7 +235,7 @@ class Averager:
         """Memories of all rules, plan and counters; tensors are not copied, and stay where they are from the first call on."""
         self.routes.hold_still()
         order = [tensor.name for tensor in self.tensors]
-        rules = [repr(rule) for rule in self.rules]
+        rules = [rule.pack() for rule in self.rules]
         return {
             "step": self.step,
             "rounds": self._rounds,
@@ -251,7 +251,7 @@ class Averager:
         Raises:
             StateError: it is of other parameters or rules, or of other steps on other ranks.
         """
-        if (rules := [repr(rule) for rule in self.rules]) != state["rules"]:
+        if (rules := [rule.pack() for rule in self.rules]) != state["rules"]:
             raise StateError(
                 f"the gradient pipeline's state is of other rules: it has {state['rules']}, this job {rules}; go on with those, or leave "
                 "the state out and lose its residuals"

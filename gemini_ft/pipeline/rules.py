@@ -185,6 +185,10 @@ class Rule(_Model):
         """Whether the rule is for a parameter of that name."""
         return any(fnmatchcase(name, glob) for glob in self.params)
 
+    def pack(self) -> dict[str, Any]:
+        """All that was given, as plain data."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
     def __str__(self) -> str:
         parts = [f"params={list(self.params) if len(self.params) > 1 else self.params[0]!r}", f"sync={self.sync.scheme}"]
         parts += [f"compress={self.compress.method}"] if self.compress is not None else []
