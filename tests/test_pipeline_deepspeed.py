@@ -98,7 +98,7 @@ def test_what_compresses_nothing_changes_no_bit(ran: list[dict[str, Any]], setti
     case = SETTINGS[setting]
     nbytes, times = 2 if "bf16" in case.config else 4, case.accumulate if case.stage > 1 else 1  # at 2 and 3 every micro-batch is reduced
     elements = WORDS * 8 + 8 * 40 + 40 + 40 + 1
-    assert figures(ran, f"{setting}, same", "1:")["dense_bytes"] == nbytes * elements * times
+    assert figures(ran, f"{setting}, same", "1:")["bytes_before"] == nbytes * elements * times
     assert ran[0][f"{setting}, same"]["step"] == 4
 
 
@@ -106,7 +106,7 @@ def test_what_compresses_nothing_changes_no_bit(ran: list[dict[str, Any]], setti
 def test_without_a_matching_rule(ran: list[dict[str, Any]], stage: int) -> None:
     """All-reduce; through each of the doors by which an engine comes to its pipeline."""
     assert_same(ran, f"fp32 at {stage}, no rules", f"fp32 at {stage}, base")
-    assert figures(ran, f"fp32 at {stage}, no rules", "no rule")["sent_bytes"] > 0
+    assert figures(ran, f"fp32 at {stage}, no rules", "no rule")["bytes_after"] > 0
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -116,8 +116,8 @@ def test_lossy_methods_train(ran: list[dict[str, Any]], stage: int, method: str)
     first, last = fmean(lossy["losses"][:5]), fmean(lossy["losses"][-5:])
     assert base["losses"] != lossy["losses"]
     assert last < 0.25 * first
-    sent = sum(figures.get("sent_bytes", 0) for figures in lossy["summary"].values())
-    assert sent < 0.4 * sum(figures.get("dense_bytes", 0) for figures in lossy["summary"].values())
+    sent = sum(figures.get("bytes_after", 0) for figures in lossy["summary"].values())
+    assert sent < 0.4 * sum(figures.get("bytes_before", 0) for figures in lossy["summary"].values())
     for found in ran:  # all ranks have the same weights
         assert all((weight == lossy["weights"][name]).all() for name, weight in found[f"{stage}, {method}"]["weights"].items())
 
@@ -136,11 +136,11 @@ def test_residuals_are_kept_without_the_scale_of_the_loss(ran: list[dict[str, An
 
 def test_the_communication_data_type_is_respected(ran: list[dict[str, Any]]) -> None:
     halves, base = figures(ran, "bytes, bf16", "no rule"), figures(ran, "fp32 at 2, no rules", "no rule")
-    assert 2 * halves["sent_bytes"] == base["sent_bytes"] / 2  # which has two micro-batches
+    assert 2 * halves["bytes_after"] == base["bytes_after"] / 2  # which has two micro-batches
 
 
 def test_a_fusion_is_planned_where_all_gradients_are_there_at_once(ran: list[dict[str, Any]]) -> None:
-    assert ran[0]["0, planned"]["plan"][0].startswith("cupcake")
+    assert ran[0]["0, planned"]["plan"][0].startswith(("cupcake", "even"))
     assert ran[0]["0, planned"]["plan"] == ran[1]["0, planned"]["plan"]
 
 

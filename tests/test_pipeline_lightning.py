@@ -109,9 +109,9 @@ def test_figures_are_logged_when_lightning_logs(ran: list[dict[str, Any]]) -> No
     logged = ran[0]["topk"]["logged"]
     assert list(logged) == [4, 9, 14, 19]
     assert logged[9]["gradients/step/number"] == 9
-    assert 0 < logged[9]["gradients/rule_1/sent_bytes"] < logged[9]["gradients/rule_1/dense_bytes"] / 2
+    assert 0 < logged[9]["gradients/rule_1/bytes_after"] < logged[9]["gradients/rule_1/bytes_before"] / 2
     assert [metrics["gradients/step/number"] for metrics in ran[0]["engine, topk"]["logged"].values()] == list(range(12))
-    assert "gradients/no_rule/sent_bytes" in ran[0]["hook"]["logged"][0]
+    assert "gradients/no_rule/bytes_after" in ran[0]["hook"]["logged"][0]
     assert ran[0]["base"]["logged"] == {}
 
 

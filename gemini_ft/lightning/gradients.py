@@ -62,7 +62,7 @@ class FiguresLog:
 
 
 def labelled(summary: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """``gradients/rule_1/sent_bytes`` and so on; rules are counted from 1, as in messages."""
+    """``gradients/rule_1/bytes_after`` and so on; rules are counted from 1, as in messages."""
     return {f"gradients/{_label(rule)}/{figure}": float(value) for rule, figures in summary.items() for figure, value in figures.items()}
 
 

@@ -82,7 +82,7 @@ def _check_parameter(number: int, rule: Rule, name: str, param: nn.Parameter, sp
             f"{what} would compress {name}, whose gradient is a sparse tensor (its module has sparse=True); put a rule with "
             f"params: {name!r} and sync: zen before it"
         )
-    if not param.numel():
+    if not getattr(param, "ds_numel", param.numel()):
         raise ConfigError(f"{what} would compress {name}, which has no elements (its shape is {tuple(param.shape)}); {way_out}")
     if param.dtype not in _FLOATS:
         raise ConfigError(f"{what} would compress {name}, which is {param.dtype}: only float32, float16 and bfloat16 can be; {way_out}")
