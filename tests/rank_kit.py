@@ -162,3 +162,13 @@ class World:
             return attempt.results()
         finally:
             attempt.kill()
+
+
+def on_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What each rank returned; an exception of one is raised."""
+    with World(folder, size) as world:
+        results = world.outcome(function, *arguments)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results

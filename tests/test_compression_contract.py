@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compression_kit import EVERY, OPTIONS, SHAPES, gradients, measured, method, run_every, same, spied, together
+from compression_kit import EVERY, OPTIONS, SHAPES, gradients, measured, method, run_every, same, spied, through_a_file, together
 from rank_kit import World
 from torch import Tensor
 
@@ -257,10 +256,7 @@ def test_a_restored_state_goes_on_as_if_never_interrupted(name: str, regroup: bo
         together(methods, [gradients(10 * step + rank) for rank in range(WORLD)], step)
     restored = [method(name) for _ in range(WORLD)]
     for old, new in zip(methods, restored, strict=True):
-        file = io.BytesIO()
-        torch.save(old.state_dict(), file)
-        file.seek(0)
-        new.load_state_dict(torch.load(file, weights_only=True))
+        new.load_state_dict(through_a_file(old.state_dict()))
     for step in range(4, 8):
         ranks = [gradients(10 * step + rank) for rank in range(WORLD)]
         expected = together(methods, ranks, step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import random
 import re
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compression_kit import Gradients, bits, gradients, same, together
+from compression_kit import Gradients, bits, gradients, same, through_a_file, together
 from rank_kit import World
 from torch import Tensor
 
@@ -270,10 +269,7 @@ def test_a_restored_state_goes_on_as_if_never_interrupted(name: str) -> None:
             together(executors, ranks_of(topology, step), step, topology=topology)
         restored = team(name, option, topology)
         for old, new in zip(executors, restored, strict=True):
-            file = io.BytesIO()
-            torch.save(old.state_dict(), file)
-            file.seek(0)
-            new.load_state_dict(torch.load(file, weights_only=True))
+            new.load_state_dict(through_a_file(old.state_dict()))
         for step in range(2, 4):
             ranks = ranks_of(topology, step)
             expected = together(executors, ranks, step, topology=topology)

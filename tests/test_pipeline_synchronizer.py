@@ -5,30 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pipeline_case
 import pytest
 import torch
 from agent_kit import preload
 from compression_kit import EVERY, gradients, method, same
-from rank_kit import Failed, World
+from rank_kit import Failed, World, on_ranks
 
 from gemini_ft.compression.collective import reduce
 from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline import GradientSynchronizer
 
 preload("pipeline_case")
-
-
-def on_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What each rank returned; an exception of one is raised."""
-    with World(folder, size) as world:
-        results = world.outcome(function, *arguments)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
 
 
 @pytest.mark.parametrize(

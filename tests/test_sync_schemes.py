@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sync_case
@@ -12,21 +10,11 @@ import torch
 from agent_kit import preload
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rank_kit import World
+from rank_kit import on_ranks
 
 from gemini_ft.sync.schemes import SCHEMES
 
 preload("sync_case")
-
-
-def on_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What each rank returned; an exception of one is raised."""
-    with World(folder, size) as world:
-        results = world.outcome(function, *arguments)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, *(pytest.param(world, marks=pytest.mark.soak) for world in (5, 6, 7)), 8])

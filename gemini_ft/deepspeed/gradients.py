@@ -27,7 +27,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from gemini_ft.deepspeed.anatomy import own_part
 from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.assignment import assign, nothing, trained
-from gemini_ft.pipeline.averager import Averager
+from gemini_ft.pipeline.averager import Averager, own_group
 from gemini_ft.pipeline.plan import Tensor
 from gemini_ft.pipeline.rules import PLANNED, Rules, load_rules
 from gemini_ft.pipeline.tuner import Tuner
@@ -66,8 +66,7 @@ class EngineGradients:
         self._names = {id(param): name for name, param in self._parameters.items()}
         self._sparse = {tensor.name for tensor in tensors if tensor.sparse}
         ranks = dist.get_process_group_ranks(engine.seq_data_parallel_group)
-        # A group of its own: threads of ours use it beside the engine's collectives.
-        group = dist.new_group(ranks, use_local_synchronization=True) if len(ranks) > 1 else None
+        group = own_group(ranks, engine.seq_data_parallel_group) if len(ranks) > 1 else None
         self.averager = Averager(tensors, rules, group, engine.device)
         self.averager.scale = self._loss_scale
         self._watch = Watch(engine.module)

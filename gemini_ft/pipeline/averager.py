@@ -323,6 +323,19 @@ class Averager:
                 raise ConfigError(f"parameters differ between ranks: {_first_difference(rank, everybody[0][1], tensors)}")
 
 
+def own_group(ranks: list[int], group: Any, backend: str | None = None) -> Any:
+    """A process group of these ranks for an averager, beside the collectives of the training thread. Collective.
+
+    Args:
+        ranks: of ``group``.
+        group: as long as this one waits, so does the new one; None: the default group.
+        backend: None: that of the default group.
+    """
+    whole: Any = group if group is not None else dist.group.WORLD
+    # Where not all ranks take part torch names groups by how many there are: it must be as many on all that do, and it must not shrink.
+    return dist.new_group(ranks, time_limit(whole), backend, use_local_synchronization=len(ranks) < dist.get_world_size())
+
+
 def time_limit(group: Any) -> timedelta:
     """How long collectives of a group wait for a peer."""
     limit: timedelta = group._get_backend(group._device_types[0]).options._timeout

@@ -55,7 +55,7 @@ def measure(make: Callable[[], Route], tensors: Sequence[Tensor], group: Any, de
         gradients = _gradients(run, device)
         figures = [_timed(make(), gradients, group) for _ in range(1 + _ROUNDS)][1:]
         typical = [statistics.median(each) for each in zip(*[(f.encode, f.communicate, f.decode) for f in figures], strict=True)]
-        found.append((sum(tensor.nbytes for tensor in run), _agreed(typical, group)))
+        found.append((_nbytes(run), _agreed(typical, group)))
     encode, communicate, decode = ([Sample(nbytes, times[stage]) for nbytes, times in found] for stage in range(3))
     return Costs(fitted(encode), fitted(communicate), fitted(decode))
 
@@ -79,7 +79,7 @@ def _runs(tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
     spans.append((0, len(tensors)))
     runs = {tuple(tensors[first : first + count]) for first, count in spans}
     smallest = tensors[order[0]].nbytes
-    fitting = [run for run in runs if sum(tensor.nbytes for tensor in run) <= max(_LARGEST, 2 * smallest)]
+    fitting = [run for run in runs if _nbytes(run) <= max(_LARGEST, 2 * smallest)]
     fitting = fitting if len({_nbytes(run) for run in fitting}) > 1 else sorted(runs, key=_nbytes)[:2]
     return sorted(fitting, key=lambda run: (_nbytes(run), run[0].name))
 

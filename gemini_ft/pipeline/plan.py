@@ -6,6 +6,7 @@ it, so that all ranks issue the same collectives in the same order whatever thei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,10 +38,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Of the dense gradient."""
-        size = self.itemsize
-        for extent in self.shape:
-            size *= extent
-        return size
+        return self.itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.pipeline.assignment import assign, nothing, trained
-from gemini_ft.pipeline.averager import Averager, time_limit
+from gemini_ft.pipeline.averager import Averager, own_group
 from gemini_ft.pipeline.ddp_buckets import DdpBuckets, communication_hook
 from gemini_ft.pipeline.plan import NO_RULE, Tensor
 from gemini_ft.pipeline.rules import Rules, load_rules
@@ -68,7 +68,7 @@ class GradientSynchronizer:
         otherwise: tuple[Any, Any] | None = None,
     ) -> None:
         ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
-        own = _own_group(ranks, group) if len(ranks) > 1 else None
+        own = own_group(ranks, group) if len(ranks) > 1 else None
 
         def assigned() -> tuple[Rules, list[Tensor]]:
             rules = load_rules(pipeline)
@@ -86,7 +86,7 @@ class GradientSynchronizer:
         self._sparse = {tensor.name for tensor in tensors if tensor.sparse}
         self._is_ddp = isinstance(model, DistributedDataParallel)
         # One more for what the training thread asks: other ranks may be waiting, in theirs, for a group of gradients that this one lacks.
-        self._side = _own_group(ranks, group, "gloo") if own is not None and find_unused_parameters and not self._is_ddp else None
+        self._side = own_group(ranks, group, "gloo") if own is not None and find_unused_parameters and not self._is_ddp else None
         self._find_unused, self._paused = find_unused_parameters, False
         self._device = next(iter(self._parameters.values())).device
         self.averager = Averager(tensors, rules, own, self._device)
@@ -246,13 +246,6 @@ def _fill(param: torch.Tensor, mean: torch.Tensor) -> None:
         param.grad = mean.to(param.dtype, copy=True)  # a route may use the memory of its averages again
     else:
         param.grad.copy_(mean)
-
-
-def _own_group(ranks: list[int], group: Any, backend: str | None = None) -> Any:
-    """Used beside the training thread's other collectives; it waits as long as ``group`` does."""
-    whole: Any = group if group is not None else dist.group.WORLD
-    # Where not all ranks take part torch names groups by how many there are: it must be as many on all that do, and it must not shrink.
-    return dist.new_group(ranks, time_limit(whole), backend, use_local_synchronization=len(ranks) < dist.get_world_size())
 
 
 def _together(make: Callable[[], T], settings: Mapping[str, Any], group: Any) -> T:

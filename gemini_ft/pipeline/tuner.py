@@ -57,7 +57,7 @@ class Tuner:
         device: of the gradients.
 
     Attributes:
-        errors: by rule, the worst relative error of the costs that its plan is made of.
+        settled: whether the plan stays as it is.
     """
 
     def __init__(self, averager: Averager, watch: Watch, profile_steps: int, device: torch.device) -> None:
@@ -68,7 +68,6 @@ class Tuner:
         self._trials: list[_Trial] = []
         self._last = time.perf_counter()
         self.settled = not self._rules
-        self.errors: dict[int, float] = {}
 
     def step_over(self) -> None:
         """A step is over, and nothing is under way. Collective at some steps."""
@@ -155,5 +154,4 @@ class Tuner:
         others = [group for group in plan.groups if not mine.issuperset(group.names)]
         groups = in_order([*others, *candidate.groups], self._averager.tensors)
         fusion = {**plan.fusion, rule: candidate.label}
-        self.errors[rule] = candidate.error
         self._averager.plan = replace(plan, groups=groups, fusion=fusion, predicted={**plan.predicted, rule: candidate.predicted})
