@@ -1,9 +1,10 @@
 """One host of benchmarks/pipelines.py: every row in turns; rank 0 writes what was measured as JSON.
 
-Arguments: a JSON object with model, rows, rounds, steps (per round), learn (steps towards the target loss, 0: none), folder.
+Arguments: a JSON object with model, rows, rounds, learn (steps towards the target loss, 0: none), folder.
 """
 
 import json
+import random
 import statistics
 import sys
 import time
@@ -24,6 +25,8 @@ import gemini_ft
 from pipelines_models import MODELS, loss_of
 
 SETTLING = 200  # steps in which a plan must have been found
+VISIT = 1.0  # seconds that a row is measured for in a round
+MOST_STEPS = 8  # of a visit
 ONE_BUCKET = 2**30  # bytes
 
 
@@ -108,16 +111,18 @@ def timed(steps: Callable[[], object], count: int) -> float:
 
 
 def measure(job: dict[str, Any]) -> list[Row]:
-    trainers = {}
+    trainers, steps = {}, {}
     for row in job["rows"]:
         trainers[row["name"]] = Trainer(job["model"], row)
         trainers[row["name"]].settle()
+        steps[row["name"]] = min(MOST_STEPS, 1 + int(VISIT / timed(trainers[row["name"]].step, 1)))
     rounds: dict[str, list[float]] = {name: [] for name in trainers}
     exchanged: dict[str, list[float]] = {name: [] for name in trainers}
+    order = random.Random(0)
     for _ in range(job["rounds"]):
-        for name, trainer in trainers.items():
+        for name, trainer in order.sample(list(trainers.items()), len(trainers)):  # nobody always comes after the same one
             trainer.step()
-            rounds[name].append(timed(partial(_noted, trainer, exchanged[name]), job["steps"]))
+            rounds[name].append(timed(partial(_noted, trainer, exchanged[name]), steps[name]))
     return [_row(name, trainer, rounds[name], exchanged[name]) for name, trainer in trainers.items()]
 
 

@@ -10,8 +10,10 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,8 +23,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gemini_ft.compression.collective import reduce
+from gemini_ft.compression.costs import Affine
+from gemini_ft.compression.espresso_options import Processor
 from gemini_ft.compression.methods import METHODS, create
-from gemini_ft.pipeline import GradientSynchronizer
+from gemini_ft.pipeline import GradientSynchronizer, candidates
+from gemini_ft.pipeline.candidates import Candidates
+from gemini_ft.pipeline.routes import by_option
 
 Given = Mapping[str, Tensor]
 
@@ -496,6 +502,33 @@ def planned(fusion: str, ddp: bool, snapshots: bool) -> list[str]:
     return wrong
 
 
+def moved_to_processors() -> list[str]:
+    """Espresso with two processors to compress on, as beside a GPU, and links so slow that compressing pays."""
+    world = join().size()
+    wrong = []
+    shapes = {f"t{number:02}": (200, 300) for number in range(6)}
+    with closing(Loop(rule(compress=compress("topk"), fusion="layer-wise"), model=Leaves(shapes))) as loop:
+        averager = loop.synchronizer.averager
+        ready = {tensor.name: 1e-4 * (1 + number) for number, tensor in enumerate(averager.tensors)}
+        found = Candidates(averager, torch.device("cpu"), averager.tensors, 1e-3, ready)
+        slow = Affine(1e-3, 1e-6), Affine(1e-3, 1e-6)
+        everybody = Processor.GPU, Processor.CPU
+        with patch.object(candidates, "processors", lambda _: everybody), patch.object(found, "_links", lambda *_: slow):
+            espresso = found._shared([found._by_espresso(0, averager.tensors)])[0]
+        ways = {way: by_option(averager.rules[0], way, averager.routes.topology, None) for way in {g.way for g in espresso.groups}}
+        used = {processor for way in ways.values() for processor in way.reducer.options.processors}  # type: ignore[attr-defined]
+        if used != set(everybody):
+            wrong.append(f"codecs on {used}: {espresso}")
+        averager.plan = replace(averager.plan, groups=espresso.groups)
+        means = loop.step(own(0, shapes))
+        if not alike(hexed(means)):
+            wrong.append("ranks differ")
+        by_hand = reduce(method("topk"), own(0, shapes), 0)
+        if world > 1 and not close(means, by_hand):
+            wrong.append("not the average of what was picked")
+    return wrong
+
+
 # -- state
 
 
@@ -578,16 +611,20 @@ class Broken(Exception):
     """What a compressor raises in a test."""
 
 
-def failing(ddp: bool, how: str) -> tuple[str, str]:
-    """Two good steps, then rank 0 fails while compressing, or dies; what this rank was told then and in the step after."""
+def failing(ddp: bool, how: str, is_compressed: bool) -> tuple[str, str]:
+    """Two good steps, then rank 0 fails while compressing or laying out, or dies; what this rank was told then and in the step after."""
     rank = join().rank()
-    loop = Loop(rule(compress=compress("topk"), fusion="layer-wise"), ddp)
+    loop = Loop(rule(fusion="layer-wise", **({"compress": compress("topk")} if is_compressed else {})), ddp)
     for step in range(2):
         loop.step(own(step))
     if rank == 0:
         group = loop.synchronizer.averager.plan.groups[2]
         route: Any = loop.synchronizer.averager.routes.of(group)
-        route.reducer.inner.compress = _die if how == "killed" else _raise
+        fail = _die if how == "killed" else _raise
+        if is_compressed:
+            route.reducer.inner.compress = fail
+        else:
+            route._flat = fail
     return error_of(lambda: loop.step(own(2))), error_of(lambda: loop.step(own(3)))
 
 

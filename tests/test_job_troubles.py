@@ -79,8 +79,11 @@ class TestDrift:
     def test_is_found_before_the_next_upload(self, two: World, tmp_path: Path) -> None:
         storage = {"url": f"file://{tmp_path}/store", "every_steps": 2}
         results = two.outcome(*run(50, during=drift, storage=storage))
-        assert {type(result) for result in results} == {ReplicaDivergedError}, results
-        assert "state that must be the same on all ranks differs: ranks [" in str(results[0])
+        diverged = [result for result in results if isinstance(result, ReplicaDivergedError)]
+        assert diverged
+        assert all("state that must be the same on all ranks differs: ranks [" in str(error) for error in diverged)
+        # Agents tell their own ranks: one may be gone before the other has finished its step, and takes the connection along.
+        assert all("127.0.0.1" in str(result) for result in results if result not in diverged), results
         assert [info.iteration for info in list_checkpoints(open_storage(storage["url"]))] == [2]
 
 

@@ -18,8 +18,10 @@ from gemini_ft.compression.sparse import entries
 from gemini_ft.errors import StateError
 from gemini_ft.pipeline import GradientSynchronizer
 from gemini_ft.pipeline.assignment import trained
+from gemini_ft.pipeline.averager import Routes
 from gemini_ft.pipeline.lanes import Job
 from gemini_ft.pipeline.routes import Compressed, Plain, Sparse
+from gemini_ft.pipeline.rules import load_rules
 from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.zen import Zen
 
@@ -78,11 +80,17 @@ def test_dense_stored_gradients_keep_their_shape(shape: tuple[int, ...]) -> None
     assert torch.equal(averaged(Sparse(Zen), {"a": gradient})["a"], gradient)
 
 
-def test_schemes_that_adapt_themselves_are_one_for_each_gradient() -> None:
-    for make, kinds in ((Zen, 1), (Auto, 2)):
-        route = Sparse(make)
-        averaged(route, {"a": torch.ones(2, 2), "b": torch.ones(2, 2)})
-        assert len({id(scheme) for scheme in route._schemes.values()}) == kinds
+@pytest.mark.parametrize(("sync", "adapts"), [("zen", False), ({"scheme": "hierarchical", "local_size": 1}, False), ("auto", True)])
+@pytest.mark.parametrize("compress", [{}, {"compress": "topk"}])
+def test_only_schemes_that_adapt_themselves_are_one_for_each_gradient(sync: Any, adapts: bool, compress: dict[str, str]) -> None:
+    """Of others there is one for all that is ever tried: a hierarchical one has process groups."""
+    routes = Routes(load_rules([{"params": "*", "sync": sync, **compress}]), None)
+    gradients, schemes = {"a": torch.ones(2, 2), "b": torch.ones(2, 2)}, []
+    for route in (routes.fresh(0, "rule"), routes.fresh(0, "rule")):
+        averaged(route, gradients)
+        schemes += [route._scheme] if isinstance(route, Compressed) else list(vars(route)["_schemes"].values())
+    tried = 2 * (1 if compress else len(gradients))
+    assert len({id(scheme) for scheme in schemes}) == (tried if adapts else 1)
 
 
 def test_what_a_scheme_has_chosen_is_part_of_a_compressions_state() -> None:

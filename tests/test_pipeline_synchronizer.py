@@ -43,6 +43,7 @@ CASES = [
     pipeline_case.one_rank_groups,
     pipeline_case.telemetry,
     pipeline_case.beside_another_hook,
+    pipeline_case.moved_to_processors,
 ]
 
 
@@ -130,10 +131,11 @@ def test_what_differs_between_ranks_is_an_error_on_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["raises", "killed"])
 @pytest.mark.parametrize("ddp", [False, True])
-def test_a_rank_that_fails_hangs_nobody(ddp: bool, how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_a_rank_that_fails_hangs_nobody(ddp: bool, how: str, is_compressed: bool, tmp_path: Path) -> None:
     begin = time.monotonic()
     with World(tmp_path, 3) as world:
-        first, *others = world.outcome(pipeline_case.failing, ddp, how)
+        first, *others = world.outcome(pipeline_case.failing, ddp, how, is_compressed)
     assert time.monotonic() - begin < 30  # the groups' own limit is 60 s
     if how == "killed":
         assert isinstance(first, Failed)

@@ -25,9 +25,10 @@ from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.pipeline.lanes import Job, Lanes
 from gemini_ft.pipeline.plan import NO_RULE, Group, Plan, first_plan, rule_at
 from gemini_ft.pipeline.plan import Tensor as Described
-from gemini_ft.pipeline.routes import Gradients, Plain, Route, Sparse, by_option, route_of, topology_of
+from gemini_ft.pipeline.routes import Gradients, Plain, Route, Sparse, by_option, route_of, scheme_maker, topology_of
 from gemini_ft.pipeline.rules import Rules
 from gemini_ft.pipeline.telemetry import Telemetry
+from gemini_ft.sync.base import Scheme
 from gemini_ft.sync.dense import Dense
 
 Take: TypeAlias = Callable[[Tensor], None]
@@ -48,6 +49,7 @@ class Routes:
     def __init__(self, rules: Rules, group: Any) -> None:
         self._rules, self._group = rules, group
         self._routes: dict[tuple[int, str], Route] = {}
+        self._schemes: dict[int, Callable[[], Scheme]] = {}
         self._still = False
 
     def of(self, group: Group) -> Route:
@@ -63,7 +65,7 @@ class Routes:
         """One without any memory."""
         match way:
             case "rule":
-                return route_of(rule_at(self._rules, rule))
+                return route_of(rule_at(self._rules, rule), self._scheme_maker(rule))
             case "plain":
                 return Plain()
             case "bf16":
@@ -72,6 +74,17 @@ class Routes:
                 return Sparse(Dense)
             case _:
                 return by_option(rule_at(self._rules, rule), way, self.topology, self.scoped)
+
+    def _scheme_maker(self, rule: int) -> Callable[[], Scheme]:
+        if rule not in self._schemes:
+            self._schemes[rule] = scheme_maker(rule_at(self._rules, rule))
+        return self._schemes[rule]
+
+    def all_plain(self, groups: Sequence[Group]) -> bool:
+        """Whether all that these groups need is one all-reduce each."""
+        return all(
+            group.way in ("plain", "bf16") or (group.way == "rule" and rule_at(self._rules, group.rule).is_plain) for group in groups
+        )
 
     @cached_property
     def topology(self) -> Topology:
@@ -123,7 +136,6 @@ class Averager:
         device: of the gradients.
 
     Attributes:
-        plan: groups in their order; a new one takes effect with the next step.
         step: steps that are over, the same on all ranks.
     """
 
@@ -131,20 +143,32 @@ class Averager:
         self.tensors, self.rules, self.group = tensors, rules, group
         self.world, self.rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
         self._agree()
-        self.plan = first_plan(tensors, rules)
         self.routes = Routes(rules, group)
+        self._device = device
+        self.plan = first_plan(tensors, rules)
         self.telemetry = Telemetry(rules)
         self.step = 0
         self._rounds = 0  # of averaging; more than one per step where buckets come one by one
         self._lanes = Lanes(device)
         self._arrived: dict[str, _Arrival | None] = {}  # None: nobody has it in this step
         self._launched = 0  # groups of the plan
+        self._awaited: set[str] | None = None  # of the next one; None: nothing of the step has come
         self._jobs: list[tuple[Group, Job]] = []
         self._ready_at = 0.0  # the last gradient of the step that came by itself
         self._blocked = 0.0  # seconds of this step that `average` took
         self._scale = 1.0
         self.scale: Callable[[], float] | None = None  # of the loss, as a scaler has it at the moment
         self.on_failure: Callable[[BaseException], None] | None = None  # called on another thread
+
+    @property
+    def plan(self) -> Plan:
+        """Groups in their order. A new one may be given between steps."""
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._plan = plan
+        self._directly = self._device.type == "cpu" and self.world > 1 and self.routes.all_plain(plan.groups)
 
     # -- gradients one by one
 
@@ -170,9 +194,17 @@ class Averager:
 
     def _arrive(self, name: str, arrival: _Arrival | None) -> None:
         self._arrived[name], self._ready_at = arrival, time.perf_counter()
-        while self._launched < len(self.plan.groups) and self._is_complete(self.plan.groups[self._launched]):
-            self._launch(self.plan.groups[self._launched])
+        if self._awaited is None:
+            self._awaited = self._next_awaited()
+        self._awaited.discard(name)
+        while not self._awaited and self._launched < len(self._plan.groups):
+            self._launch(self._plan.groups[self._launched])
             self._launched += 1
+            self._awaited = self._next_awaited()
+
+    def _next_awaited(self) -> set[str]:
+        groups = self._plan.groups[self._launched : self._launched + 1]
+        return {name for group in groups for name in group.names if name not in self._arrived}
 
     def has(self, name: str) -> bool:
         """Whether the gradient has come in this step."""
@@ -202,7 +234,7 @@ class Averager:
         blocked = self._blocked + (max(0.0, last - self._ready_at) if self._arrived else 0.0)
         seconds = last - begun if begun is not None and self._jobs else 0.0
         self.telemetry.add(self.step, seconds, blocked, [(group, job.figures) for group, job in self._jobs])
-        self._arrived, self._launched, self._jobs, self._blocked = {}, 0, [], 0.0
+        self._arrived, self._launched, self._awaited, self._jobs, self._blocked = {}, 0, None, [], 0.0
         self.step += 1
         self._rounds += 1
 
@@ -278,9 +310,6 @@ class Averager:
 
     # -- inside
 
-    def _is_complete(self, group: Group) -> bool:
-        return all(name in self._arrived for name in group.names)
-
     def _launch(self, group: Group) -> None:
         arrivals = {name: arrival for name in group.names if (arrival := self._arrived[name]) is not None}
         if not arrivals:
@@ -298,7 +327,10 @@ class Averager:
         job = Job(route.average(gradients, turn, self.group, self._scale), route.single and self.world > 1, take)
         job.figures.dense = sum(gradient.numel() * gradient.element_size() for gradient in gradients.values())
         job.done.add_done_callback(self._ended)
-        self._lanes.submit(job)
+        if self._directly:
+            self._lanes.submit_directly(job)
+        else:
+            self._lanes.submit(job)
         return group, job
 
     def _ended(self, done: Future[None]) -> None:

@@ -14,7 +14,7 @@ from gemini_ft.compression import cupcake, espresso
 from gemini_ft.compression.base import layout_of
 from gemini_ft.compression.costs import Affine, Fit
 from gemini_ft.compression.espresso_costs import TensorCosts, alpha_beta
-from gemini_ft.compression.espresso_options import Processor
+from gemini_ft.compression.espresso_options import Codec, Collective, Option, Processor, Routine, Step
 from gemini_ft.compression.timeline import Backward, even, simulate
 from gemini_ft.compression.topology import Scope, Topology
 from gemini_ft.pipeline.averager import Averager
@@ -92,24 +92,24 @@ class Candidates:
     def _by_espresso(self, number: int, own: Sequence[Tensor]) -> Candidate:
         """Every tensor for itself, each by its own option."""
         topology, itemsize = self._averager.routes.topology, own[0].itemsize
-        costs = self._costs(number, "rule", own)
         inner = payload_of_one_length(self._averager.rules[number].compress.make())  # type: ignore[union-attr]
         assert inner is not None
 
         def wire_bytes(elements: int) -> int:
             return inner.wire_bytes(layout_of(("",), ((elements,),), (torch.float32,), inner.align))
 
+        codecs = {processor: self._costs(number, option_way(_gathered(processor)), own) for processor in processors(self._device)}
         tensor_costs = TensorCosts(
             topology,
             alpha_beta(topology, *self._links(topology, own)),
-            {Processor.GPU: costs.encode.cost},
-            {Processor.GPU: costs.decode.cost.scaled(times=1 / topology.world)},
+            {processor: costs.encode.cost for processor, costs in codecs.items()},
+            {processor: costs.decode.cost.scaled(times=1 / topology.world) for processor, costs in codecs.items()},
             wire_bytes,
             itemsize,
         )
         best = espresso.plan(self._backward(own), tensor_costs)
         groups = tuple(Group(number, (t.name,), option_way(option)) for t, option in zip(own, best.options, strict=True))
-        return Candidate(f"espresso, {len(groups)} groups", groups, best.seconds, costs.worst)
+        return Candidate(f"espresso, {len(groups)} groups", groups, best.seconds, max(costs.worst for costs in codecs.values()))
 
     def _links(self, topology: Topology, own: Sequence[Tensor]) -> tuple[Affine, Affine]:
         """A message within a machine and between two: from what an all-reduce takes."""
@@ -142,6 +142,17 @@ class Candidates:
         dist.broadcast_object_list(everything, group=self._averager.group, group_src=0)
         found: list[Candidate] = everything[0]
         return found
+
+
+def processors(device: torch.device) -> tuple[Processor, ...]:
+    """Who could compress gradients that lie on a device; on CPUs there is nobody else."""
+    return (Processor.GPU, Processor.CPU) if device.type == "cuda" else (Processor.GPU,)
+
+
+def _gathered(processor: Processor) -> Option:
+    """The plainest option with all compressing and decompressing on one processor; for the CPU with the way there and back."""
+    payloads = Collective(Routine.ALL_GATHER, Scope.FLAT, Step.WHOLE, compressed=True)
+    return Option((Codec(True, processor), payloads, Codec(False, processor)))
 
 
 def _message(all_reduce: Fit, ranks: int) -> Affine:

@@ -4,6 +4,7 @@ DDP's buckets only say when gradients are ready; what travels together is the pl
 messages, and are worth having: with ``bucket_cap_mb`` of 1 or less gradients are under way sooner.
 """
 
+import threading
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -65,20 +66,23 @@ class DdpBuckets:
 
 
 class _Bucket:
-    """A bucket whose averages are awaited. All calls but the first come from one thread."""
+    """A bucket whose averages are awaited."""
 
     def __init__(self, buffer: Tensor, tensors: int, over: Any) -> None:
         devices: Any = [buffer.device] if buffer.device.type == "cuda" else []
         self.future: Any = Future(devices=devices)
         self._buffer, self._left, self._over = buffer, tensors, over
+        self._lock = threading.Lock()  # groups may be averaged by several threads of the backend
 
     def take(self, gradient: Tensor, mean: Tensor) -> None:
         if gradient.is_sparse:
             self._buffer = mean
         else:
             gradient.copy_(mean)
-        self._left -= 1
-        if not self._left:
+        with self._lock:
+            self._left -= 1
+            is_last = not self._left
+        if is_last:
             self._over(self)
             self.future.set_result(self._buffer)
 

@@ -2,6 +2,9 @@
 
 Groups pass through both in the order in which they are submitted, the same on all ranks. While one group is on the network, the
 next one is compressed and the one before decompressed; nobody else uses the process group.
+
+Where there is next to nothing to compute, threads of Python cost more than they hide. Then a group goes directly: what comes before
+its collective is done by who submits it, the rest by the thread of the backend that has carried the collective out.
 """
 
 from __future__ import annotations
@@ -30,11 +33,13 @@ class Call:
         run: carries it out.
         nbytes: that this rank hands over.
         density: of a sparse gradient: share of its units that are present.
+        begin: carries it out without waiting; the answer, None, is there when the future is. Only where the backend can do that.
     """
 
     run: Callable[[], Any]
     nbytes: int
     density: float | None = None
+    begin: Callable[[], torch.futures.Future[Any]] | None = None
 
 
 Work: TypeAlias = Generator[Call, Any, dict[str, Tensor]]
@@ -131,6 +136,34 @@ class Lanes:
             job.ready = torch.cuda.current_stream(self._device).record_event()
         self._communicating.put(job)
         self._computing.put(partial(self._advance, job))
+
+    def submit_directly(self, job: Job) -> None:
+        """Put a group on its way without the threads. While one is under way none may be submitted to them, or its order is lost.
+
+        Args:
+            job: asks for one collective only, which can `Call.begin`; on CPUs.
+        """
+        self.check()
+        self._advance(job)
+        call = job.asked.get()
+        if call is None:
+            return
+        assert call.begin is not None
+        begin = time.perf_counter()
+        try:
+            call.begin().add_done_callback(partial(self._answered, job, begin))
+        except BaseException as error:
+            self._broken = error
+            job.end(error)
+
+    def _answered(self, job: Job, begin: float, future: torch.futures.Future[Any]) -> None:
+        """On a thread of the backend, of which there are several."""
+        job.figures.communicate += time.perf_counter() - begin
+        try:
+            future.value()
+        except BaseException as error:
+            self._broken = self._broken or error
+        self._advance(job)
 
     def check(self) -> None:
         """Raise what has gone wrong before, if anything has: nothing can be averaged any more."""

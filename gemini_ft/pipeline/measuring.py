@@ -14,7 +14,6 @@ import torch.distributed as dist
 from gemini_ft.compression.base import Turn
 from gemini_ft.compression.costs import Affine, Fit, Sample, fit_line, interpolate
 from gemini_ft.compression.timeline import GroupCosts
-from gemini_ft.pipeline.lanes import Figures, Job
 from gemini_ft.pipeline.plan import Tensor
 from gemini_ft.pipeline.routes import Gradients, Route
 
@@ -53,8 +52,8 @@ def measure(make: Callable[[], Route], tensors: Sequence[Tensor], group: Any, de
     found = []
     for run in _runs(tensors):
         gradients = _gradients(run, device)
-        figures = [_timed(make(), gradients, group) for _ in range(1 + _ROUNDS)][1:]
-        typical = [statistics.median(each) for each in zip(*[(f.encode, f.communicate, f.decode) for f in figures], strict=True)]
+        times = [_timed(make(), gradients, group, device) for _ in range(1 + _ROUNDS)][1:]
+        typical = [statistics.median(each) for each in zip(*times, strict=True)]
         found.append((_nbytes(run), _agreed(typical, group)))
     encode, communicate, decode = ([Sample(nbytes, times[stage]) for nbytes, times in found] for stage in range(3))
     return Costs(fitted(encode), fitted(communicate), fitted(decode))
@@ -95,20 +94,31 @@ def _gradients(run: Sequence[Tensor], device: torch.device) -> Gradients:
     return {t.name: torch.randn(t.shape, generator=source).to(device, dtypes[t.itemsize]) for t in run}
 
 
-def _timed(route: Route, gradients: Gradients, group: Any) -> Figures:
+def _timed(route: Route, gradients: Gradients, group: Any, device: torch.device) -> tuple[float, float, float]:
+    """Seconds of encoding, communicating and decoding."""
     world, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
-    job = Job(route.average(gradients, Turn(0, rank, world), group, 1.0), False, lambda _: None)
-    over = job.step(None)
-    while not over:
-        call = job.asked.get()
-        assert call is not None
+    work, answer = route.average(gradients, Turn(0, rank, world), group, 1.0), None
+    encode = communicate = 0.0
+    begin = _now(device)
+    while True:
+        try:
+            call = work.send(answer)
+        except StopIteration:
+            return encode, communicate, _now(device) - begin
+        encode += _now(device) - begin
         if group is not None:
             dist.barrier(group)  # nobody's compression is charged to the network
-        begin = time.perf_counter()
+        begin = _now(device)
         answer = call.run()
-        job.figures.communicate += time.perf_counter() - begin
-        over = job.step(answer)
-    return job.figures
+        after = _now(device)
+        communicate, begin = communicate + after - begin, after
+
+
+def _now(device: torch.device) -> float:
+    """When all that was queued is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _agreed(seconds: Sequence[float], group: Any) -> list[float]:

@@ -20,7 +20,7 @@ from gemini_ft.agent.lifecycle import host_id
 from gemini_ft.compression.base import Bundle, Layout, Payload, Primitive, Reducer, Request, Turn, join
 from gemini_ft.compression.collective import Groups, answer
 from gemini_ft.compression.espresso_executor import OptionExecutor
-from gemini_ft.compression.espresso_options import Option, options
+from gemini_ft.compression.espresso_options import Option, Processor, options
 from gemini_ft.compression.sparse import entries
 from gemini_ft.compression.topology import Topology
 from gemini_ft.errors import ConfigError, StateError
@@ -88,7 +88,8 @@ class Plain(Route):
             torch._foreach_copy_(flat.split_with_sizes([gradient.numel() for gradient in kind.values()]), _lines(kind))
             flat.div_(turn.world)
         if turn.world > 1:
-            yield Call(partial(_all_reduce, flats, group), sum(flat.nbytes for flat in flats))
+            nbytes = sum(flat.nbytes for flat in flats)
+            yield Call(partial(_all_reduce, flats, group), nbytes, begin=partial(_begin_all_reduce, flats, group))
         means: dict[str, Tensor] = {}
         for flat, kind in zip(flats, by_dtype.values(), strict=True):
             parts = flat.split_with_sizes([gradient.numel() for gradient in kind.values()])
@@ -116,11 +117,16 @@ def _all_reduce(flats: Sequence[Tensor], group: Any) -> None:
         dist.all_reduce(flat, group=group)
 
 
+def _begin_all_reduce(flats: Sequence[Tensor], group: Any) -> torch.futures.Future[Any]:
+    futures = [dist.all_reduce(flat, group=group, async_op=True).get_future() for flat in flats]
+    return futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
+
+
 class Sparse(Route):
     """Every gradient for itself, by a sparse scheme. Dense-stored matrices are taken row by row.
 
     Args:
-        make: a scheme. One that adapts itself is made for every gradient, of others there is one: a hierarchical one has process groups.
+        make: gives a scheme; called for every gradient.
     """
 
     single = False
@@ -144,8 +150,7 @@ class Sparse(Route):
 
     def _scheme_of(self, name: str) -> Scheme:
         if name not in self._schemes:
-            known = next(iter(self._schemes.values()), None)
-            self._schemes[name] = self._make() if known is None or isinstance(known, Auto) else known
+            self._schemes[name] = self._make()
         return self._schemes[name]
 
     def state_dict(self) -> dict[str, Any]:
@@ -228,16 +233,26 @@ class Compressed(Route):
             self._scheme.load_state_dict(state["scheme"])
 
 
-def route_of(rule: Rule) -> Route:
-    """A fresh route for a rule."""
+def route_of(rule: Rule, make_scheme: Callable[[], Scheme]) -> Route:
+    """A fresh route for a rule, whose schemes `scheme_maker` makes."""
     if rule.compress is not None:
-        return Compressed(rule.compress.make(), rule.sync.make() if rule.is_sparse else None)
-    return Sparse(rule.sync.make) if rule.is_sparse else Plain()
+        return Compressed(rule.compress.make(), make_scheme() if rule.is_sparse else None)
+    return Sparse(make_scheme) if rule.is_sparse else Plain()
+
+
+def scheme_maker(rule: Rule) -> Callable[[], Scheme]:
+    """Makes the rule's schemes: a new one each time if it adapts itself, else always the same: a hierarchical one has process groups."""
+    scheme = rule.sync.make()
+    return rule.sync.make if isinstance(scheme, Auto) else lambda: scheme
 
 
 def option_way(option: Option) -> str:
     """The name of an option of Espresso's decision tree, as the way of a group."""
-    return f"option {options().index(option)}"
+    return f"option {_all_options().index(option)}"
+
+
+def _all_options() -> tuple[Option, ...]:
+    return options((Processor.GPU, Processor.CPU))
 
 
 def by_option(rule: Rule, way: str, topology: Topology, scoped: Groups | None) -> Route:
@@ -247,12 +262,13 @@ def by_option(rule: Rule, way: str, topology: Topology, scoped: Groups | None) -
         ValueError: there is no such option.
     """
     kind, _, number = way.partition(" ")
-    if kind != "option" or not number.isdigit() or int(number) >= len(options()) or rule.compress is None:
-        raise ValueError(f"way {way!r} of a rule with {rule}: must be rule, plain, bf16, sparse, or an option up to {len(options()) - 1}")
+    known = _all_options()
+    if kind != "option" or not number.isdigit() or int(number) >= len(known) or rule.compress is None:
+        raise ValueError(f"way {way!r} of a rule with {rule}: must be rule, plain, bf16, sparse, or an option up to {len(known) - 1}")
     reducer = rule.compress.make()
     inner = payload_of_one_length(reducer)
     assert inner is not None
-    return Compressed(OptionExecutor(inner, options()[int(number)], topology, error_feedback=inner is not reducer), scoped=scoped)
+    return Compressed(OptionExecutor(inner, known[int(number)], topology, error_feedback=inner is not reducer), scoped=scoped)
 
 
 def topology_of(group: Any) -> Topology:

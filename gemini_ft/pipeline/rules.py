@@ -181,6 +181,11 @@ class Rule(_Model):
         """Whether a sparse scheme adds up."""
         return self.sync.scheme != "dense"
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all it asks for is an all-reduce."""
+        return self.compress is None and not self.is_sparse
+
     def matches(self, name: str) -> bool:
         """Whether the rule is for a parameter of that name."""
         return any(fnmatchcase(name, glob) for glob in self.params)
