@@ -503,13 +503,13 @@ def planned(fusion: str, ddp: bool, snapshots: bool) -> list[str]:
 
 
 def moved_to_processors() -> list[str]:
-    """Espresso with two processors to compress on, as beside a GPU, and links so slow that compressing pays."""
+    """Espresso with two processors to compress on, as beside a GPU that is busy, and links so slow that compressing pays."""
     world = join().size()
     wrong = []
     shapes = {f"t{number:02}": (200, 300) for number in range(6)}
     with closing(Loop(rule(compress=compress("topk"), fusion="layer-wise"), model=Leaves(shapes))) as loop:
         averager = loop.synchronizer.averager
-        ready = {tensor.name: 1e-4 * (1 + number) for number, tensor in enumerate(averager.tensors)}
+        ready = {tensor.name: 0.1 * (1 + number) for number, tensor in enumerate(averager.tensors)}
         found = Candidates(averager, torch.device("cpu"), averager.tensors, 1e-3, ready)
         slow = Affine(1e-3, 1e-6), Affine(1e-3, 1e-6)
         everybody = Processor.GPU, Processor.CPU
@@ -517,7 +517,7 @@ def moved_to_processors() -> list[str]:
             espresso = found._shared([found._by_espresso(0, averager.tensors)])[0]
         ways = {way: by_option(averager.rules[0], way, averager.routes.topology, None) for way in {g.way for g in espresso.groups}}
         used = {processor for way in ways.values() for processor in way.reducer.options.processors}  # type: ignore[attr-defined]
-        if used != set(everybody):
+        if Processor.CPU not in used:
             wrong.append(f"codecs on {used}: {espresso}")
         averager.plan = replace(averager.plan, groups=espresso.groups)
         means = loop.step(own(0, shapes))

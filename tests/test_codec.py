@@ -66,6 +66,9 @@ class Plain:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __repr__(self) -> str:
+        return f"Plain({self.value!r})"
+
 
 def bits(value: float) -> bytes:
     packed: bytes = struct.pack("<d", value)

@@ -66,28 +66,29 @@ class Candidates:
         own = [tensor for tensor in self._tensors if tensor.rule == number and not tensor.sparse]
         found: list[Candidate] = []
         if rule.fusion in ("cupcake", "auto"):
-            found += self._by_cupcake(number, own, "rule", "cupcake", evenly=True)
+            found += self._by_cupcake(number, own, "rule", "cupcake")
         if rule.fusion == "espresso" or (rule.fusion == "auto" and self._can_espresso(number)):
             found.append(self._by_espresso(number, own))
         if rule.fusion == "auto":
             found += self._by_cupcake(number, own, "plain", "all-reduce") + self._by_cupcake(number, own, "bf16", "bf16")
         return self._shared(sorted(found, key=lambda candidate: candidate.predicted))
 
-    def _by_cupcake(self, number: int, own: Sequence[Tensor], way: str, label: str, evenly: bool = False) -> list[Candidate]:
+    def _by_cupcake(self, number: int, own: Sequence[Tensor], way: str, label: str) -> list[Candidate]:
         """The planner's grouping, and the even ones that it is to beat: models do not know how threads get in each other's way."""
         costs = self._costs(number, way, own)
         backward, group_costs = self._backward(own), costs.group(self._device)
-        best = cupcake.plan(backward, group_costs)
-        groupings = {best.grouping: label}
-        for count in _EVEN if evenly else ():
-            groupings.setdefault(even(len(own), min(count, len(own))), "even")
-        found = []
-        for grouping, name in groupings.items():
-            seconds = simulate(backward, group_costs, grouping).seconds
-            found.append(
-                Candidate(f"{name}, {len(grouping.ends)} groups", tuple(grouped(number, own, grouping, way)), seconds, costs.worst)
+        groupings = {cupcake.plan(backward, group_costs).grouping: label}
+        for count in _EVEN:
+            groupings.setdefault(even(len(own), min(count, len(own))), "even" if way == "rule" else f"{label} even")
+        return [
+            Candidate(
+                f"{name}, {len(grouping.ends)} groups",
+                tuple(grouped(number, own, grouping, way)),
+                simulate(backward, group_costs, grouping).seconds,
+                costs.worst,
             )
-        return found
+            for grouping, name in groupings.items()
+        ]
 
     def _by_espresso(self, number: int, own: Sequence[Tensor]) -> Candidate:
         """Every tensor for itself, each by its own option."""

@@ -26,8 +26,8 @@ from gemini_ft.pipeline.watch import Watch
 _log = logging.getLogger("gemini_ft")
 _CLOSE = 2.0  # of the best predicted time, up to which a candidate is tried
 _VISIT = 3  # steps that a candidate is tried at a time; the first is not counted
-_ROUNDS = 4  # visits of those that are not clearly slower
-_SLOWER = 1.25  # times the best one's time; who has taken more in the first round is out
+_ROUNDS = 8  # visits of those that are not slower
+_SLOWER = {1: 1.25, 4: 1.05}  # after so many rounds who has taken more than so many times the best one's time is out
 
 
 @dataclass
@@ -98,7 +98,8 @@ class Tuner:
                 continue
             found = candidates.of(rule)
             self._adopt(rule, found[0])
-            close = [each for each in found if each.predicted <= _CLOSE * found[0].predicted or each.label.startswith("bf16")]
+            bf16 = next((each for each in found if each.label.startswith("bf16")), None)
+            close = [each for each in found if each.predicted <= _CLOSE * found[0].predicted or each is bf16]
             if len(close) > 1:
                 self._trials.append(_Trial(rule, close, list(range(len(close))), [[] for _ in close]))
         self._begin_trial()
@@ -129,8 +130,9 @@ class Tuner:
         if trial.turn == len(trial.left):
             trial.turn, trial.round = 0, trial.round + 1
             times = slowest([statistics.median(each) for each in trial.seconds], self._averager.group)
-            if trial.round == 1:
-                trial.left = [number for number in trial.left if times[number] <= _SLOWER * min(times)]
+            if (limit := _SLOWER.get(trial.round)) is not None:
+                best = min(times[number] for number in trial.left)
+                trial.left = [number for number in trial.left if times[number] <= limit * best]
             if trial.round == _ROUNDS or len(trial.left) == 1:
                 self._end_trial(times)
                 return
