@@ -1,5 +1,5 @@
-# Everything CI does is a target here. Variables that may be given: PYTHON (3.11 or newer), VENV, ARGS (for pytest),
-# TORCH_INDEX (for example https://download.pytorch.org/whl/cpu: the build without CUDA).
+# Everything CI does is a target here. Variables that may be given: PYTHON (3.11 or newer), VENV, ARGS (for pytest; "-n 0": one test
+# at a time), TORCH_INDEX (for example https://download.pytorch.org/whl/cpu: the build without CUDA).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 test: $(STAMP) ## all tests except the long ones
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 soak: $(STAMP) ## the long tests
 	$(BIN)/python -m pytest -m soak --timeout 7200 $(ARGS)

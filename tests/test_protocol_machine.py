@@ -138,6 +138,7 @@ class Machine(RuleBasedStateMachine):
             self.job.drain(Random(1), hang=self.job.size % 2 == 0)
 
 
+@pytest.mark.timeout(1200)  # what has been found is made as short as can be, which takes minutes
 def test_random_interleavings() -> None:
     run_state_machine_as_test(Machine, settings=settings(max_examples=200, stateful_step_count=40))
 
