@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import HERE, clean_up_on_sigterm, print_result, ratio, table, versions, write_report
+from common import HERE, clean_up_on_sigterm, print_result, table, versions, write_report
 from gemini_ft.testing import Network
 from sparse_sync import run_hosts
 
@@ -63,39 +63,45 @@ Instance = tuple[str, int, str]  # model, hosts, rate
 
 
 def ratios(found: Mapping[Instance, Mapping[str, Mapping[str, Any]]], methods: Sequence[str]) -> dict[str, float | None]:
-    """Above 1: better than what it is compared with."""
+    """Above 1: better than what it is compared with. What has not been measured is left out."""
     out: dict[str, float | None] = {}
-    best: dict[str, list[float | None]] = {"cupcake_vs_layerwise": [], "cupcake_vs_best_bucket": [], "auto_vs_bf16": []}
+    kinds: dict[str, list[float]] = {"cupcake_vs_layerwise": [], "cupcake_vs_best_bucket": [], "auto_vs_bf16": []}
     for (model, hosts, rate), rows in found.items():
-        where = f"{model}_{hosts}_{rate}"
-        bf16 = rows["DDP bf16 hook"]["seconds"]
         for name in methods:
-            key = f"{name.partition(' ')[0]}_{where}"
-            cupcake = rows[f"{name}, cupcake"]["seconds"]
-            buckets = [row for label, row in rows.items() if label.startswith(f"{name}, buckets")]
-            tuned, planned = best_bucket(buckets, rows[f"{name}, cupcake"])
-            for kind, value in (
-                ("cupcake_vs_layerwise", ratio(rows[f"{name}, layer-wise"]["seconds"], cupcake)),
-                ("cupcake_vs_best_bucket", ratio(tuned, planned)),
-                ("auto_vs_bf16", ratio(bf16, rows[f"{name}, auto"]["seconds"])),
-            ):
-                out[f"{kind}_{key}"] = value
-                best[kind].append(value)
-    out["cupcake_vs_layerwise"] = max((value for value in best["cupcake_vs_layerwise"] if value), default=None)
-    out["cupcake_vs_best_bucket"] = min((value for value in best["cupcake_vs_best_bucket"] if value), default=None)
-    out["auto_vs_bf16"] = min((value for value in best["auto_vs_bf16"] if value), default=None)
+            for kind, value in compared(rows, name).items():
+                out[f"{kind}_{name.partition(' ')[0]}_{model}_{hosts}_{rate}"] = value
+                kinds[kind].append(value)
+    for kind, values in kinds.items():
+        if values:
+            out[kind] = max(values) if kind == "cupcake_vs_layerwise" else min(values)
     errors = [_error(row) for rows in found.values() for row in rows.values() if row["predicted"] and row["exchanged"]]
     out["predicted_vs_measured"] = round(sorted(errors)[len(errors) // 2], 3) if errors else None
     return out
 
 
-def best_bucket(buckets: Sequence[Mapping[str, Any]], cupcake: Mapping[str, Any]) -> tuple[float, float]:
-    """Seconds of the best bucket size, and Cupcake's: the size is chosen by every second round, and both are measured by the others.
+def compared(rows: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, float]:
+    """Of one method on one network."""
+    layerwise, cupcake, auto, bf16 = (
+        rows.get(row) for row in (f"{name}, layer-wise", f"{name}, cupcake", f"{name}, auto", "DDP bf16 hook")
+    )
+    buckets = [row for label, row in rows.items() if label.startswith(f"{name}, buckets")]
+    found = {}
+    if layerwise and cupcake:
+        found["cupcake_vs_layerwise"] = layerwise["seconds"] / cupcake["seconds"]
+    if buckets and cupcake:
+        found["cupcake_vs_best_bucket"] = over_best(buckets, cupcake["rounds"])
+    if auto and bf16:
+        found["auto_vs_bf16"] = bf16["seconds"] / auto["seconds"]
+    return {kind: round(value, 3) for kind, value in found.items()}
+
+
+def over_best(buckets: Sequence[Mapping[str, Any]], rounds: Sequence[float]) -> float:
+    """Time of the best bucket size over that of ``rounds``: the size is chosen by every second round, and compared in the others.
 
     The least of several noisy figures is less than what any of them stands for; who tunes by hand pays for that as well.
     """
     tuned = min(buckets, key=lambda row: statistics.median(row["rounds"][::2]))
-    return statistics.median(tuned["rounds"][1::2]), statistics.median(cupcake["rounds"][1::2])
+    return statistics.median(theirs / own for theirs, own in zip(tuned["rounds"][1::2], rounds[1::2], strict=True))
 
 
 def _error(row: Mapping[str, Any]) -> float:
@@ -105,13 +111,12 @@ def _error(row: Mapping[str, Any]) -> float:
 def report(found: Mapping[Instance, Mapping[str, Mapping[str, Any]]], learned: Mapping[str, Mapping[str, Any]]) -> str:
     parts = [f"Beside: {PAPER}."]
     for (model, hosts, rate), rows in found.items():
-        fp32, bf16 = rows["DDP fp32"]["seconds"], rows["DDP bf16 hook"]["seconds"]
+        fp32, bf16 = (rows[name]["seconds"] if name in rows else None for name in ("DDP fp32", "DDP bf16 hook"))
         cells = [
             [
                 name,
                 f"{1e3 * row['seconds']:.1f}",
-                f"{fp32 / row['seconds']:.2f}",
-                f"{bf16 / row['seconds']:.2f}",
+                *("-" if other is None else f"{other / row['seconds']:.2f}" for other in (fp32, bf16)),
                 row["plan"] or "-",
                 "-" if row["sent_bytes"] is None else f"{row['sent_bytes'] / 1e3:.0f}",
                 "-" if not row["predicted"] else f"{1e3 * row['predicted']:.1f} / {1e3 * row['exchanged']:.1f}",
@@ -151,6 +156,7 @@ def main() -> None:
     parser.add_argument("--hosts", nargs="*", type=int, default=[4, 8])
     parser.add_argument("--rates", nargs="*", default=["200mbit", "1gbit"])
     parser.add_argument("--methods", nargs="*", default=["topk 1 %"], choices=list(METHODS))
+    parser.add_argument("--rows", nargs="*", default=[""], help="only rows whose names contain one of these; --learn wants all")
     parser.add_argument("--rounds", type=int, default=6, help="at least 2")
     parser.add_argument("--learn", type=int, default=200, help="steps towards the target loss; 0: none")
     arguments = parser.parse_args()
@@ -166,6 +172,7 @@ def main() -> None:
         for hosts in arguments.hosts:
             fusions = FUSIONS if hosts <= 4 else ("cupcake", "auto")  # every tensor for itself, which eight hosts on few cores do not stand
             rows = rows_of(model, arguments.methods, buckets, fusions)
+            rows = [row for row in rows if any(part in row["name"] for part in arguments.rows)]
             job = {"model": model, "rows": rows, "rounds": arguments.rounds, "learn": 0}
             for rate in arguments.rates:
                 print(f"{model}, {hosts} hosts, {rate}", file=sys.stderr, flush=True)

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gemini_ft
 from pipelines_models import MODELS, loss_of
 
-SETTLING = 400  # steps in which a plan must have been found
+SETTLING = 1000  # steps in which a plan must have been found
 VISIT = 1.0  # seconds that a row is measured for in a round
 MOST_STEPS = 8  # of a visit
 ONE_BUCKET = 2**30  # bytes

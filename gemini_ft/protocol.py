@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gemini_ft.slots import Slot, SlotSet, SlotState
-from gemini_ft.versions import Version
+from gemini_ft.versions import Incarnation, Version
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,9 @@ class Host:
         return [effect for owner in self.shards for effect in [*self._reap(owner), *self._grant(owner)]]
 
     def open(self, holders: Mapping[int, Sequence[str]], resumed: Version | None) -> list[Effect]:
-        """A new incarnation begins from ``resumed`` (None: from nothing). Versions above it are gone for good.
+        """A new incarnation begins from ``resumed`` (None: from nothing). Versions above it will never be committed.
 
+        They stay until somebody trains, as does what was committed before: this incarnation may never come about.
         The former incarnation's connections must be closed. Shards that are no longer held here stay readable
         until the next commit: nobody else may have a copy yet.
         """
@@ -162,16 +163,17 @@ class Host:
         self._retire_strangers()
         return []
 
-    def reopen(self, holders: Mapping[int, Sequence[str]], committed: Version | None) -> None:
+    def reopen(self, holders: Mapping[int, Sequence[str]], committed: Version | None, incarnation: Incarnation) -> None:
         """Go on with the present incarnation after this host's agent has lost its memory, but not the slots.
 
         ``committed``: the newest version known here, at least the one that was resumed. Complete versions above it
-        stay: they may have been committed meanwhile, or still will be.
+        stay: those of this incarnation may have been committed meanwhile, or still will be.
         """
         self.holders = {owner: tuple(hosts) for owner, hosts in holders.items()}
         self.committed = committed
         for slots in self.shards.values():
             slots.commit(committed)
+            slots.resume(incarnation)
         self._retire_strangers()
 
     def owns(self, owner: int) -> bool:
@@ -235,6 +237,7 @@ class Host:
         The slot is the connection's until ``received`` or ``receive_failed``, one of which is due in any case.
         """
         slots = self.slots(owner)
+        slots.drop_past()
         slots.supersede(version, committed)
         return None if version in self.aborted else slots.begin(version)
 
@@ -347,7 +350,7 @@ class Host:
         """
         out: list[Report] = [Skipped(owner, version, "repeated") for owner, version in self.skipped.items()]
         for owner, slots in self.shards.items():
-            fresh = [s.version for s in slots.slots.values() if s.state is SlotState.COMPLETE and s.version]
+            fresh = [s.version for s in slots.slots.values() if s.state is SlotState.COMPLETE and s.version and not s.past]
             above = [version for version in fresh if slots.committed is None or version > slots.committed]
             out += [Completed(owner, self.name, version, *self.details.get((owner, version), ("", ""))) for version in above]
         return sorted(out, key=lambda report: report.version)
@@ -372,8 +375,11 @@ class Host:
         return [Tell(Completed(owner, self.name, version, layout, digest))]
 
     def _grant(self, owner: int) -> list[Effect]:
-        version = self.waiting.get(owner)
-        if version is None or (slot := self.slots(owner).begin(version)) is None:
+        version, slots = self.waiting.get(owner), self.slots(owner)
+        if version is None:
+            return []
+        slots.drop_past()
+        if (slot := slots.begin(version)) is None:
             return []
         del self.waiting[owner]
         peers = [peer for peer in self.holders.get(owner, ()) if peer != self.name]

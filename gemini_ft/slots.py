@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from gemini_ft.versions import Version
+from gemini_ft.versions import Incarnation, Version
 
 
 class SlotState(StrEnum):
@@ -36,10 +36,11 @@ class Slot:
     version: Version | None = None  # None exactly when EMPTY; no two slots of a shard have the same
     frozen: bool = False  # being uploaded; only a COMPLETE slot is frozen
     retired: bool = False  # of an earlier layout, an earlier placement, or a writer that may still live; never granted again
+    past: bool = False  # COMPLETE, and to be kept until it is certain that all hosts have left it behind
     readers: set[str] = field(default_factory=set)  # who may still look at the bytes, whatever has become of the version
 
     def clear(self) -> None:
-        self.state, self.version, self.frozen = SlotState.EMPTY, None, False
+        self.state, self.version, self.frozen, self.past = SlotState.EMPTY, None, False, False
 
 
 class SlotSet:
@@ -79,16 +80,16 @@ class SlotSet:
 
     @property
     def newest(self) -> Version | None:
-        """The newest complete version here."""
-        return max((s.version for s in self.slots.values() if s.version and s.state is SlotState.COMPLETE), default=None)
+        """The newest complete version here, of the present history."""
+        return max((s.version for s in self.slots.values() if s.version and s.state is SlotState.COMPLETE and not s.past), default=None)
 
     def _undecided(self) -> list[Slot]:
         """Slots whose version will be committed or aborted."""
         hopeful = [s for s in self.slots.values() if s.state in (SlotState.WRITING, SlotState.COMPLETE)]
-        return [s for s in hopeful if s.version and (self.committed is None or s.version > self.committed)]
+        return [s for s in hopeful if s.version and not s.past and (self.committed is None or s.version > self.committed)]
 
     def _is_free(self, slot: Slot, keep: Version | None) -> bool:
-        if slot.retired or slot.frozen or slot.readers:
+        if slot.retired or slot.past or slot.frozen or slot.readers:
             return False
         return slot.state is SlotState.EMPTY or (slot.state is SlotState.COMPLETE and slot.version != keep)
 
@@ -147,18 +148,40 @@ class SlotSet:
         """``version`` is complete everywhere; the committed version never moves back."""
         if version is not None and (self.committed is None or version > self.committed):
             self.committed = version
+            self.drop_past()
 
     def rewind(self, resumed: Version | None) -> None:
         """Start a new incarnation from ``resumed``: every newer version belongs to a history that is over.
+
+        Complete ones stay until `drop_past`, and so does what was committed before. Some host may fail before it has opened this
+        incarnation, which then has never been: those that go on with the former one need not keep ``resumed``, so what they have in
+        common with this host is what was committed there.
 
         Whoever wrote for the former incarnation must have been shut out: its connections closed, its workers
         dead or their slots retired before anything is granted.
         """
         for slot in self.slots.values():
             slot.frozen = False
-            if slot.state is not SlotState.COMPLETE or resumed is None or (slot.version and slot.version > resumed):
+            if slot.state is not SlotState.COMPLETE:
                 slot.clear()
+            elif slot.version is not None:
+                left = resumed is None or slot.version > resumed or slot.version == self.committed
+                slot.past = slot.version != resumed and (slot.past or left)
         self.committed = resumed
+
+    def resume(self, incarnation: Incarnation) -> None:
+        """Go on with an incarnation, nobody knows in which state: as if it had begun just now, and all hosts might not have opened it."""
+        for slot in self.slots.values():
+            if slot.version is not None and slot.state is SlotState.COMPLETE:
+                slot.past = slot.version != self.committed and slot.version.incarnation < incarnation
+
+    def drop_past(self) -> None:
+        """The present incarnation has come about: somebody trains, so all hosts have opened it. Nothing goes while sealed."""
+        for slot in self.slots.values():
+            if slot.past and not self.sealed:
+                slot.past = False
+                if self.committed is None or (slot.version is not None and slot.version > self.committed):
+                    slot.clear()
 
     def reap(self) -> list[Slot]:
         """Drop retired slots that nobody reads or writes and whose version will not be needed again."""
@@ -171,4 +194,4 @@ class SlotSet:
         if slot.state is SlotState.EMPTY:
             return True
         outdated = self.committed is not None and slot.version is not None and slot.version < self.committed
-        return slot.state is SlotState.COMPLETE and outdated and not self.sealed
+        return slot.state is SlotState.COMPLETE and outdated and not slot.past and not self.sealed

@@ -12,7 +12,7 @@ from torch import nn
 from gemini_ft.pipeline import GradientSynchronizer, tuner
 
 LAYERS = 20
-LONG = 400  # steps in which every plan has been found
+LONG = 1000  # steps in which every plan has been found
 
 
 class Clock:

@@ -251,8 +251,35 @@ def test_an_agent_that_was_restarted_repeats_what_it_had_reported() -> None:
     host.slots(0).adopt(0, version(3))
     host.slots(0).adopt(1, version(2))
     host.slots(1).adopt(0, version(2))
-    host.reopen(HOLDERS, version(1))
+    host.reopen(HOLDERS, version(1), Incarnation(1, "nonce"))
     assert [(report.version, report.owner) for report in host.reports()] == [(version(2), 0), (version(2), 1), (version(3), 0)]
+
+
+def test_an_agent_that_was_restarted_does_not_report_what_its_incarnation_has_left_behind() -> None:
+    """Section 7: a version that was given up must not be committed, and stays until somebody trains."""
+    host = Host("a")
+    for index, iteration in enumerate((1, 2)):
+        host.slots(0).adopt(index, version(iteration))
+    host.reopen(HOLDERS, version(1), Incarnation(2, "nonce"))
+    assert host.reports() == []
+    assert host.slots(0).complete_version(version(2)) is not None
+    assert host.request(0, version(2, incarnation=2))[0] == Grant(0, 1, version(2, incarnation=2))
+
+
+def test_what_was_committed_stays_until_all_hosts_have_opened_an_incarnation_that_goes_back() -> None:
+    """Section 8: an incarnation that some host never opens has never been; what the others had before is all there is then."""
+    host = begun(slots=3)
+    committed(host, version(1))
+    committed(host, version(2))
+    host.seal()
+    host.open(HOLDERS, version(1))
+    assert all(host.slots(owner).complete_version(version(2)) for owner in HOLDERS)
+    host.seal()  # it has failed: the next one chooses
+    host.request(0, version(2, incarnation=2))
+    assert host.slots(0).complete_version(version(2)) is not None
+    host.unseal()
+    assert host.receive(1, version(2, incarnation=2), version(1)) is not None
+    assert not any(host.slots(owner).complete_version(version(2)) for owner in HOLDERS)
 
 
 def test_the_committed_slot_is_uploaded_and_a_third_one_takes_its_place() -> None:

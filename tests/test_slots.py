@@ -168,14 +168,36 @@ def test_while_a_new_incarnation_chooses_nothing_becomes_complete_and_nothing_co
 
 
 def test_a_new_incarnation_discards_what_is_newer_than_the_version_it_resumes() -> None:
-    """Section 7: "recovery discards newer slots everywhere before the first step"."""
+    """Section 7: "recovery discards newer slots everywhere before the first step", and not before all hosts are sure to take it."""
     slots = shard(3, version(1), version(2))
     slots.begin(version(3))
     slots.rewind(version(1))
+    assert states(slots) == [(SlotState.COMPLETE, 1), (SlotState.COMPLETE, 2), (SlotState.EMPTY, None)]
+    assert slots.newest == version(1)
+    slots.sealed = True
+    slots.drop_past()
+    assert slots.complete_version(version(2)) is not None
+    slots.sealed = False
+    slots.drop_past()
     assert states(slots) == [(SlotState.COMPLETE, 1), (SlotState.EMPTY, None), (SlotState.EMPTY, None)]
     again = write(slots, version(2, incarnation=2))  # computed once more: another version than the 2 of before
     assert again is not slots.slots[0]
     assert slots.find(version(2)) is None
+
+
+def test_what_a_new_incarnation_leaves_behind_is_not_overwritten_by_a_copy_that_is_rebuilt() -> None:
+    slots = shard(2, version(2))
+    slots.rewind(version(1))
+    assert slots.begin(version(1)) is slots.slots[1]
+    assert slots.complete_version(version(2)) is not None
+
+
+def test_a_version_that_was_left_behind_can_be_resumed_after_all() -> None:
+    slots = shard(2, version(1), version(2))
+    slots.rewind(version(1))
+    slots.rewind(version(2))
+    slots.drop_past()
+    assert slots.newest == version(2)
 
 
 def test_the_same_iteration_of_an_earlier_incarnation_is_older() -> None:

@@ -102,7 +102,7 @@ class Stream:
         self.close_session()
         holders = {owner: tuple(hosts) for owner, hosts in spec.holders.items()}
         if readopt:
-            self.host.reopen(holders, committed)
+            self.host.reopen(holders, committed, spec.incarnation)
         else:
             stuck = self.spec is not None and not self._progressed and spec.resumed == self.spec.resumed
             self.attempts = self.attempts + 1 if stuck else 1

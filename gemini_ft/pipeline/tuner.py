@@ -26,8 +26,8 @@ from gemini_ft.pipeline.watch import Watch
 _log = logging.getLogger("gemini_ft")
 _CLOSE = 2.0  # of the best predicted time, up to which a candidate is tried
 _VISIT = 3  # steps that a candidate is tried at a time; the first is not counted
-_ROUNDS = 8  # visits of those that are not slower
-_SLOWER = {1: 1.25, 4: 1.05}  # after so many rounds who has taken more than so many times the best one's time is out
+_ROUNDS = 16  # visits of those that are not slower
+_SLOWER = {1: 1.25, 4: 1.08, 8: 1.04}  # after so many rounds who has taken more than so many times the best one's time is out
 
 
 @dataclass

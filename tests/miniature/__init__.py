@@ -8,5 +8,6 @@ protocol is only as right as that: its rules are marked "the agent's duty".
 ``transfer``  shards on their way to a peer, and shards that are read
 ``worker``    ranks that train, die, or live on after their time; uploads
 ``host``      one host's agent around ``protocol.Host`` and, beside rank 0, ``ledger.Ledger``
-``job``       all of them, restarts, storage, and the truth that is compared with what the protocol believes
+``truth``     what sessions really come to, compared with what the protocol believes
+``job``       all of them, restarts, storage
 """

@@ -10,6 +10,7 @@ from gemini_ft.protocol import CancelSend, Effect, Free, Grant, Host, Send, Tell
 from gemini_ft.slots import Slot, SlotState
 from gemini_ft.versions import Version
 from miniature.transfer import Fetch, Link, Outgoing
+from miniature.truth import check
 from miniature.wire import Connection, Memory, Step
 from miniature.worker import Session, Uploading, Worker
 
@@ -106,7 +107,7 @@ class Node:
             memory.readers.clear()
             self.host.slots(owner).adopt(index, memory.header).retired = self._is_foreign(memory)
         known = [worker.committed for worker in self.current() if worker.alive and worker.committed is not None]
-        self.host.reopen(session.holders, max(known, default=session.resumed))
+        self.host.reopen(session.holders, max(known, default=session.resumed), session.incarnation)
         self._connect(session)
         for worker in self.workers:
             worker.agent_restarted()
@@ -139,8 +140,8 @@ class Node:
 
     def _overwrite(self, owner: int, index: int) -> Memory:
         memory = self.memory[owner, index]
-        self.job.check(not memory.readers, f"{self.name}: rank {owner}'s slot {index} was granted while somebody reads it")
-        self.job.check(not self.job.is_written(memory), f"{self.name}: rank {owner}'s slot {index} was granted while somebody writes to it")
+        check(not memory.readers, f"{self.name}: rank {owner}'s slot {index} was granted while somebody reads it")
+        check(not self.job.is_written(memory), f"{self.name}: rank {owner}'s slot {index} was granted while somebody writes to it")
         memory.header = None
         return memory
 
@@ -154,7 +155,8 @@ class Node:
         slots = self.host.slots(owner)
         if not sources or slots.complete_version(version) is not None:
             return
-        self.ensure(owner, self.job.shape_at(version.iteration), 2)
+        if not slots.slots:
+            self.ensure(owner, self.job.shape_at(version.iteration), 2)
         memory = self.grant(owner, lambda: self.host.rebuild(owner, version))
         if memory is None:
             return
@@ -220,7 +222,7 @@ class Node:
             match effect:
                 case Grant(owner, index, version):
                     memory = self._overwrite(owner, index)
-                    self.job.check(memory.shape == self.job.shape_at(version.iteration), f"{version} was granted a slot of another shape")
+                    check(memory.shape == self.job.shape_at(version.iteration), f"{version} was granted a slot of another shape")
                     self._tell(owner, "granted", version.iteration, memory)
                 case Send(owner, index, version, peer):
                     out = Outgoing(owner, version, index, self.memory[owner, index])
@@ -247,8 +249,8 @@ class Node:
 
     def _free(self, owner: int, index: int) -> None:
         memory = self.memory.pop((owner, index))
-        self.job.check(not memory.readers, f"{self.name}: rank {owner}'s slot {index} was freed while somebody reads it")
-        self.job.check(not self.job.is_filled(memory), f"{self.name}: rank {owner}'s slot {index} was freed while a peer fills it")
+        check(not memory.readers, f"{self.name}: rank {owner}'s slot {index} was freed while somebody reads it")
+        check(not self.job.is_filled(memory), f"{self.name}: rank {owner}'s slot {index} was freed while a peer fills it")
 
     # -- the leader's part
 
@@ -321,7 +323,7 @@ class Node:
                     self.said_of_uploads.clear()
                 self.perform(self.host.thawed(version))
             case _:
-                self.job.check(False, f"nobody disagrees here, but: {decision}")
+                check(False, f"nobody disagrees here, but: {decision}")
 
 
 class Member:

@@ -1,4 +1,4 @@
-"""All hosts of a run over all its incarnations, and the truth that is compared with what the protocol believes."""
+"""All hosts of a run over all its incarnations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Set
 from functools import partial
 from random import Random
 
-from gemini_ft.ledger import Abort, Commit, Decision
+from gemini_ft.ledger import Decision
 from gemini_ft.messages import SlotInfo
 from gemini_ft.placement import place
 from gemini_ft.recovery import Holding, Plan, plan_recovery
@@ -14,12 +14,9 @@ from gemini_ft.slots import Slot, SlotState
 from gemini_ft.versions import Incarnation, Version
 from miniature.host import Member, Node
 from miniature.transfer import Fetch, Receiver, Server
+from miniature.truth import BrokenPromiseError, Truth, check, has
 from miniature.wire import CHUNKS, Connection, Handler, Memory, Step, Tag
 from miniature.worker import Session, Uploading, Worker
-
-
-class BrokenPromiseError(AssertionError):
-    """The protocol has let something happen that must never happen."""
 
 
 class Storage:
@@ -51,7 +48,8 @@ class Job:
         self.connections: list[Connection] = []
         self.hung: set[tuple[str, str]] = set()  # (from, to): nothing gets through, and nobody is told
         self.layout_changes: list[int] = []  # iterations from which shards have another shape
-        self.session: Session | None = None
+        self.truth = Truth()
+        self._former: Truth | None = None  # what holds if not all hosts open the session that has been chosen
         self.phase = "broken"  # then gathering, opening, running
         self._attempts = 0
         self._refuse = False
@@ -59,14 +57,10 @@ class Job:
         self._crew: list[Node] = []  # hosts of the present attempt, in the order of their ranks
         self._sealed: dict[Node, list[tuple[int, Version]]] = {}  # and the copies that their inventories have promised
         self._holdings: list[Holding] = []
-        self.committed: list[Version] = []  # of the present incarnation
-        self._aborted: set[Version] = set()
-        self._safe: Version | None = None  # the newest version that must not get lost:
-        self._keepers: dict[int, set[Node]] = {}  # ... of each owner's shard every one of these hosts keeps its copy
 
-    def check(self, holds: bool, text: str) -> None:
-        if not holds:
-            raise BrokenPromiseError(text)
+    @property
+    def session(self) -> Session | None:
+        return self.truth.session
 
     # -- what may happen next
 
@@ -170,17 +164,28 @@ class Job:
         for worker in node.workers:
             worker.die()
         self.disconnect(node)
-        self._keepers = {owner: hosts - {node} for owner, hosts in self._keepers.items()}
         if node in self._crew:
-            self.phase = "broken"
+            self._break()
+        for truth in self._truths():
+            truth.lose(node)
 
     # -- restarts
+
+    def _break(self) -> None:
+        """The present attempt is over. A session that not all hosts have opened has never been."""
+        self.phase = "broken"
+        if self._former is not None:
+            self.truth, self._former = self._former, None
+
+    def _truths(self) -> list[Truth]:
+        return [truth for truth in (self.truth, self._former) if truth is not None]
 
     def restart(self, rng: Random, surviving: float = 0.0, refuse: bool = False) -> None:
         """A new rendezvous of the hosts that are left, and fresh ones. Ranks move; workers survive with some probability.
 
         ``refuse``: the version that would be resumed has led to failure after failure, an older one is taken.
         """
+        self._break()
         for worker in self.workers():
             if rng.random() >= surviving:
                 worker.die()
@@ -219,7 +224,7 @@ class Job:
     def forgotten(self, node: Node) -> None:
         """An agent was restarted. Those who were choosing what to resume had its promise, and start over."""
         if self._sealed.pop(node, None) is not None:
-            self.phase = "broken"
+            self._break()
 
     def _unseal(self, node: Node) -> None:
         """Those who were choosing are dead."""
@@ -229,9 +234,10 @@ class Job:
 
     def _plan(self) -> None:
         plan = self._choose([])
-        lost = self._safe is not None and (plan.version is None or plan.version < self._safe)
-        text = f"{self._safe} was committed and a copy of every shard is here, but {plan.version or 'nothing'} would be resumed"
-        self.check(not lost or not self._is_kept_by(self._crew), text)
+        safe = self.truth.safe
+        lost = safe is not None and (plan.version is None or plan.version < safe)
+        text = f"{safe} was committed and a copy of every shard is here, but {plan.version or 'nothing'} would be resumed"
+        check(not lost or not self.truth.is_kept_by(self._crew), text)
         older = self._choose([plan.version]) if self._refuse and plan.version is not None else plan
         self._begin(older if older.version is not None else plan)
 
@@ -247,9 +253,9 @@ class Job:
         placement = place([node.name for node in self._crew], self.replicas)
         hosts = tuple(node.name for node in self._crew for _ in range(self.ranks_per_host))
         holders = {rank: placement[host] for rank, host in enumerate(hosts)}
-        self.session = Session(incarnation, hosts, holders, plan.version, dict(plan.sources))
-        self._safe, self.committed, self._aborted = plan.version, [], set()
-        self._keepers = {owner: {self.nodes[name] for name in names} for owner, names in plan.sources.items()}
+        session = Session(incarnation, hosts, holders, plan.version, dict(plan.sources))
+        keepers = {owner: {self.nodes[name] for name in names} for owner, names in plan.sources.items()}
+        self.truth, self._former = Truth(session, plan.version, keepers), self.truth
         self.phase, self._todo = "opening", list(self._crew)
 
     def _open(self, node: Node) -> None:
@@ -258,7 +264,7 @@ class Job:
         self._sealed.pop(node, None)
         node.open(self.session)
         if not self._todo:
-            self.phase = "running"
+            self.phase, self._former = "running", None
 
     # -- the truth
 
@@ -271,40 +277,11 @@ class Job:
         fetches = (fetch for node in self.nodes.values() if node.alive for fetch in node.fetches)
         return any(receiver.fills(memory) for receiver in receivers) or any(fetch.target is memory for fetch in fetches)
 
-    def _is_kept_by(self, hosts: list[Node]) -> bool:
-        return bool(self._keepers) and all(not keepers.isdisjoint(hosts) for keepers in self._keepers.values())
-
     def witness(self, node: Node, decision: Decision) -> None:
         """A ledger has decided. Decisions of the past bind nobody any more."""
-        if not isinstance(decision, Commit | Abort) or node.session is not self.session:
-            return
-        assert self.session is not None
-        version = decision.version
-        if isinstance(decision, Abort):
-            self.check(version not in self.committed, f"{version} was committed, and is aborted now")
-            self._aborted.add(version)
-        elif version.incarnation == self.session.incarnation and version not in self.committed:
-            self.check(version not in self._aborted, f"{version} was aborted, and is committed now")
-            self._witness_commit(node, version)
-
-    def _witness_commit(self, node: Node, version: Version) -> None:
-        assert self.session is not None
-        assert node.ledger is not None
-        self._keepers = {}
-        for owner, names in self.session.holders.items():
-            self.check((owner, names[0]) not in node.ledger.excluded, f"rank {owner}'s own copy was left out")
-            counted = [self.nodes[name] for name in names if (owner, name) not in node.ledger.excluded]
-            here = [holder for holder in counted if holder.alive and holder.session is self.session]
-            for holder in here:
-                self.check(self._has(holder, owner, version), f"{version} is committed, but {holder.name} lacks rank {owner}'s shard")
-            self._keepers[owner] = set(here)
-        self._safe = version
-        self.committed.append(version)
-
-    def _has(self, node: Node, owner: int, version: Version) -> bool:
-        shard = node.host.shards.get(owner)
-        slot = shard.complete_version(version) if shard is not None else None
-        return slot is not None and node.memory[owner, slot.index].holds(version, owner)
+        for truth in self._truths():
+            if truth.session is not None and node.session is truth.session:
+                truth.witness(node, decision, self.nodes)
 
     def verify(self) -> None:
         """What must hold between any two events."""
@@ -317,12 +294,11 @@ class Job:
                 versions = [slot.version for slot in shard.slots.values() if slot.version is not None]
                 if len(versions) != len(set(versions)):
                     raise BrokenPromiseError(f"{node.name}, rank {owner}: two slots of one version: {versions}")
-        for owner, keepers in self._keepers.items() if self._safe is not None else ():
-            lacking = [node.name for node in keepers if node.alive and not self._has(node, owner, self._safe)]
-            self.check(not lacking, f"{self._safe} is committed, but {lacking} had rank {owner}'s shard of it and have it no more")
+        for truth in self._truths():
+            truth.verify()
         for node, promised in self._sealed.items():
-            gone = [f"rank {owner}'s {version}" for owner, version in promised if node.alive and not self._has(node, owner, version)]
-            self.check(not gone, f"{node.name}'s inventory has promised {gone}, and they are gone")
+            gone = [f"rank {owner}'s {version}" for owner, version in promised if node.alive and not has(node, owner, version)]
+            check(not gone, f"{node.name}'s inventory has promised {gone}, and they are gone")
 
     def _wrong(self, owner: int, slot: Slot, memory: Memory) -> str:
         if slot.state is SlotState.COMPLETE:
@@ -354,15 +330,15 @@ class Job:
         if self.phase != "running" or len(self._mates()) < self.world_size:
             self.restart(rng)
             self.settle(rng)
-        self.check(self.phase == "running", "the job does not come up")
+        check(self.phase == "running", "the job does not come up")
         assert self.session is not None
         book = self.nodes[self.session.leader].ledger
         assert book is not None
         pairs = [(names[0], name) for names in self.session.holders.values() for name in names[1:]]
         self.hung = {rng.choice(pairs)} if pairs and hang else set()
         patient = bool(self.hung) or any(node.adopted for node in self._crew)
-        commits = len(self.committed) + 6
-        self._train_until("commits do not advance", lambda: len(self.committed) >= commits, rng, uploads=False, patient=patient)
+        commits = len(self.truth.committed) + 6
+        self._train_until("commits do not advance", lambda: len(self.truth.committed) >= commits, rng, uploads=False, patient=patient)
         self.hung.clear()
         self._train_until("replicas that were left out do not come back", lambda: not book.excluded, rng)
         manifests = len(self.storage.manifests) + 1
@@ -389,5 +365,5 @@ class Job:
             for owner, shard in node.host.shards.items():
                 slots = list(shard.slots.values())
                 holds = node.name in node.host.holders[owner]
-                self.check(holds or not slots, f"{node.name} keeps rank {owner}'s shard, which it does not hold: {slots}")
-                self.check(len(slots) <= 3 or node.adopted, f"{node.name} needs {len(slots)} slots for rank {owner}'s shard: {slots}")
+                check(holds or not slots, f"{node.name} keeps rank {owner}'s shard, which it does not hold: {slots}")
+                check(len(slots) <= 3 or node.adopted, f"{node.name} needs {len(slots)} slots for rank {owner}'s shard: {slots}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemini_ft.slots import SlotState
 from gemini_ft.versions import Version
+from miniature.truth import check
 from miniature.wire import CHUNKS, Bytes, Connection, Memory, Step, Tag
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ class Fetch:
             self._ask(0)
         else:
             index, content = args
-            self.node.job.check(content == (self.version, self.owner), f"a reader of {self.version} was given {content}")
+            check(content == (self.version, self.owner), f"a reader of {self.version} was given {content}")
             if self.target is not None:
                 self.target.chunks[index] = content
             self._ask(index + 1)

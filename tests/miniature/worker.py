@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemini_ft.versions import Incarnation, Version
 from miniature.transfer import Fetch
+from miniature.truth import check
 from miniature.wire import CHUNKS, Memory, Step, Tag
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class Worker:
         self.node.fetch(Fetch(self.node, self.rank, resumed, None, done), sources[0])
 
     def _loaded(self, right: bool) -> None:
-        self.node.job.check(right, f"rank {self.rank} resumed {self.session.resumed} from bytes that are not all of it")
+        check(right, f"rank {self.rank} resumed {self.session.resumed} from bytes that are not all of it")
         self.state = "ready"
 
 
