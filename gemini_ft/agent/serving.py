@@ -153,7 +153,8 @@ async def _fill(
         data_bytes=about.data_bytes,
         extras_capacity=about.extras_capacity,
     )
-    if not any(o == owner for o, _ in stream.vault.memory):
+    # A replica's slots may have another shape by now, or a writer of the past; those of its own worker were, or will be, reserved for it.
+    if not stream.host.owns(owner) or not any(o == owner for o, _ in stream.vault.memory):
         await inbound.make_room(offer)
     slot = stream.host.rebuild(owner, version) if stream.host.slots(owner).find(version) is None else None
     if slot is None:

@@ -155,8 +155,7 @@ class Node:
         slots = self.host.slots(owner)
         if not sources or slots.complete_version(version) is not None:
             return
-        if not slots.slots:
-            self.ensure(owner, self.job.shape_at(version.iteration), 2)
+        self.ensure(owner, self.job.shape_at(version.iteration), 2)
         memory = self.grant(owner, lambda: self.host.rebuild(owner, version))
         if memory is None:
             return
