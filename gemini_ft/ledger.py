@@ -159,16 +159,17 @@ class Ledger:
         return []
 
     def rejoin(self, committed: Version | None, now: float = 0.0) -> list[Decision]:
-        """A host speaks for the first time, or again: one of us may not have heard of the newest commit.
+        """A host speaks for the first time, or again: one of us may not have heard of the newest commit, or it of what was aborted.
 
         Comes before that host's repeated reports.
         """
-        if committed == self.committed:
-            return []
-        newest = max(version for version in (committed, self.committed) if version is not None)
-        if newest != self.committed:
-            self._close(newest)  # our own host may not know it either, after a restart of its agent
-        return [Commit(newest, freeze=False, digest_at=self._digest_at(newest, now))]
+        commits: list[Decision] = []
+        if committed != self.committed:
+            newest = max(version for version in (committed, self.committed) if version is not None)
+            if newest != self.committed:
+                self._close(newest)  # our own host may not know it either, after a restart of its agent
+            commits.append(Commit(newest, freeze=False, digest_at=self._digest_at(newest, now)))
+        return commits + [Abort(version, reason) for version, reason in sorted(self._aborted.items())]
 
     # -- uploads
 

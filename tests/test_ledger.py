@@ -94,6 +94,17 @@ def test_a_leader_that_was_restarted_hears_everything_again() -> None:
 # -- abort
 
 
+def test_a_host_that_was_away_hears_again_what_was_aborted_and_may_still_matter() -> None:
+    """Section 7: "Reports may be repeated or late": so may decisions, or a rank could wait for a slot for ever."""
+    book = ledger(committed=version(1))
+    book.report(Skipped(0, version(3), "late"), 0.0)
+    book.report(Skipped(0, version(2), "late"), 0.0)
+    aborted = [Abort(version(2), "rank 0: late"), Abort(version(3), "rank 0: late")]
+    assert book.rejoin(version(1), 0.0) == aborted
+    assert book.rejoin(None, 0.0) == [Commit(version(1), freeze=False), *aborted]
+    assert book.rejoin(version(2), 0.0) == [Commit(version(2), freeze=False), aborted[1]]
+
+
 def test_a_skipped_iteration_is_aborted_once_and_never_committed() -> None:
     """Section 7: what is late "is then skipped and counted"."""
     book = ledger()

@@ -156,9 +156,10 @@ async def _fill(
     # A replica's slots may have another shape by now, or a writer of the past; those of its own worker were, or will be, reserved for it.
     if not stream.host.owns(owner) or not any(o == owner for o, _ in stream.vault.memory):
         await inbound.make_room(offer)
-    slot = stream.host.rebuild(owner, version) if stream.host.slots(owner).find(version) is None else None
-    if slot is None:
-        return  # the owner is already writing something newer
+    if stream.host.slots(owner).find(version) is not None:
+        return
+    if (slot := stream.host.rebuild(owner, version)) is None:
+        raise PeerError("no slot is free for it; the next commit brings a copy")
     memory = stream.vault.memory[owner, slot.index]
     memory.clear()
     memory.forget()

@@ -355,8 +355,9 @@ class Stream:
                 self.perform(self.host.on_commit(version, freeze))
                 self.tell_workers(message)
             case Aborted(iteration=iteration):
-                self.counters["aborted"] += 1
-                self.perform(self.host.on_abort(self.version(iteration)))
+                version = self.version(iteration)
+                self.counters["aborted"] += version not in self.host.aborted  # it is repeated for those who may not have heard
+                self.perform(self.host.on_abort(version))
                 self.tell_workers(message)
             case HoldersChanged(epoch=epoch, excluded=excluded, newly=newly):
                 self._holders_changed(epoch, excluded, newly)
