@@ -27,6 +27,7 @@ class Room:
         self.failed: list[int] = []
         self.memories: list[SlotMemory] = []
         self.full = False
+        self.torn = False  # the slot is not in rotation any more
         self.collected: list[tuple[Parcel, SlotMemory | None]] = []
         self.log_lines: list[str] = []
         self.host_name = "b"
@@ -38,8 +39,12 @@ class Room:
         return self.memories[-1]
 
     def end_receive(self, end: End) -> bool:
-        self.kept.append(end.iteration)
-        return True
+        if not self.torn:
+            self.kept.append(end.iteration)
+        return not self.torn
+
+    def receives(self, owner: int, iteration: int) -> bool:
+        return not self.torn
 
     def fail_receive(self, owner: int, iteration: int) -> None:
         self.failed.append(iteration)
@@ -110,6 +115,29 @@ def test_an_iteration_that_is_here_already_is_acknowledged_again(room: Room) -> 
     """Section 6: a connection that breaks is dialled again, and what was not acknowledged comes once more."""
     assert hear(room, begin(2), end(2)) == [(2, True)]
     assert hear(room, begin(2), end(2)) == [(2, True)]
+
+
+def test_a_shard_whose_slot_was_taken_away_is_asked_for_anew(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Section 7: what an earlier connection still had to say, with another layout, must not make its sender wait for ever."""
+    monkeypatch.setattr("gemini_ft.agent.receiving._FULL", 0.0)
+
+    async def story() -> list[Message]:
+        wire = Wire()
+        receiver = Receiver(room, wire, "b")  # type: ignore[arg-type]
+        receiver.on_message(begin(2))
+        room.torn = True
+        receiver.on_message(end(2))
+        await asyncio.sleep(0.01)
+        room.torn = False
+        receiver.on_message(begin(2))
+        receiver.on_message(end(2))
+        return wire.said
+
+    asked, acknowledged = asyncio.run(story())
+    assert isinstance(asked, Resend)
+    assert asked.restart
+    assert isinstance(acknowledged, Ack)
+    assert (room.failed, room.kept) == ([2], [2])
 
 
 CONTENT = bytes(range(NBYTES))

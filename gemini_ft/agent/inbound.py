@@ -111,6 +111,9 @@ class Inbound:
     def fail_receive(self, owner: int, iteration: int) -> None:
         self._home.perform(self._home.host.receive_failed(owner, self._home.version(iteration)))
 
+    def receives(self, owner: int, iteration: int) -> bool:
+        return self._home.vault.writing(owner, self._home.version(iteration)) is not None
+
     def holds(self, owner: int, iteration: int) -> bool:
         return self._home.host.slots(owner).complete_version(self._home.version(iteration)) is not None
 

@@ -30,6 +30,9 @@ class ReceiverOwner(Protocol):
 
     def fail_receive(self, owner: int, iteration: int) -> None: ...
 
+    def receives(self, owner: int, iteration: int) -> bool:
+        """Whether there still is a slot that it is laid down in."""
+
     def holds(self, owner: int, iteration: int) -> bool: ...
 
     def keeper(self, owner: int) -> int | None:
@@ -194,8 +197,7 @@ class Receiver:
         memory = self._owner.begin_receive(begin.owner, begin.iteration, begin.committed)
         self._open[begin.owner] = (begin.iteration, memory)
         if memory is None and not self._owner.holds(begin.owner, begin.iteration):
-            restart = Resend(owner=begin.owner, iteration=begin.iteration, chunks=[], restart=True)
-            asyncio.get_running_loop().call_later(_FULL, self._connection.send, restart)
+            self._ask_anew(begin.owner, begin.iteration)
 
     def _end(self, end: End) -> None:
         if self._owner.holds(end.owner, end.iteration):
@@ -210,6 +212,13 @@ class Receiver:
         elif self._owner.end_receive(end):
             del self._open[end.owner]
             self._connection.send(Ack(owner=end.owner, iteration=end.iteration, ok=True))
+        elif not self._owner.receives(end.owner, end.iteration):  # what an earlier connection still had to say has taken the slot away
+            self._abandon(end.owner, end.iteration)
+            self._ask_anew(end.owner, end.iteration)
+
+    def _ask_anew(self, owner: int, iteration: int) -> None:
+        restart = Resend(owner=owner, iteration=iteration, chunks=[], restart=True)
+        asyncio.get_running_loop().call_later(_FULL, self._connection.send, restart)
 
     def _abandon(self, owner: int, iteration: int) -> None:
         """Give a shard up; its memory is free as soon as nobody writes to it any more."""

@@ -153,6 +153,9 @@ class Receiver:
             del self.open[owner]
             memory.header = version
             self.node.perform(self.node.host.received(owner, version, layout, digest))
+        elif now == version and memory is not None and (slot is None or slot.state is SlotState.TORN):
+            self._abandon(owner, version)  # what an earlier connection still had to say has taken the slot away
+            self.again.append((owner, version))
         if slots.complete_version(version) is not None:
             self._reply("kept", owner, version)
 
