@@ -350,8 +350,7 @@ class Host:
         """
         out: list[Report] = [Skipped(owner, version, "repeated") for owner, version in self.skipped.items()]
         for owner, slots in self.shards.items():
-            fresh = [s.version for s in slots.slots.values() if s.state is SlotState.COMPLETE and s.version and not s.past]
-            above = [version for version in fresh if slots.committed is None or version > slots.committed]
+            above = [slot.version for slot in slots.undecided() if slot.version and slot.state is SlotState.COMPLETE]
             out += [Completed(owner, self.name, version, *self.details.get((owner, version), ("", ""))) for version in above]
         return sorted(out, key=lambda report: report.version)
 

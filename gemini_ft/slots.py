@@ -3,7 +3,7 @@
     EMPTY -> WRITING -> COMPLETE      ``begin``, ``complete``
              WRITING -> TORN          ``discard``: given up, but its writer may still lay bytes down
              WRITING, TORN -> EMPTY   ``let_go``: its writer has stopped
-             COMPLETE -> EMPTY        ``discard``, ``abort``; or straight to WRITING once a newer version is committed
+             COMPLETE -> EMPTY        ``discard``, ``abort``, ``drop_past``; or straight to WRITING once a newer version is committed
                       -> COMPLETE     ``adopt``: found in memory, or read from storage before a session opens
 
 The newest state that is safe everywhere is never overwritten, a slot that somebody reads or may still write is
@@ -83,7 +83,7 @@ class SlotSet:
         """The newest complete version here, of the present history."""
         return max((s.version for s in self.slots.values() if s.version and s.state is SlotState.COMPLETE and not s.past), default=None)
 
-    def _undecided(self) -> list[Slot]:
+    def undecided(self) -> list[Slot]:
         """Slots whose version will be committed or aborted."""
         hopeful = [s for s in self.slots.values() if s.state in (SlotState.WRITING, SlotState.COMPLETE)]
         return [s for s in hopeful if s.version and not s.past and (self.committed is None or s.version > self.committed)]
@@ -99,7 +99,7 @@ class SlotSet:
         A complete version above the committed one still waits for its commit, so it is as untouchable as
         the committed one itself, retired or not; ``commit``, ``discard`` or ``supersede`` decide its fate first.
         """
-        if self.sealed or self.find(version) is not None or self._undecided():
+        if self.sealed or self.find(version) is not None or self.undecided():
             return None
         keep = self.newest  # with nothing undecided, that is the committed version wherever it is here at all
         free = [slot for slot in self.slots.values() if self._is_free(slot, keep)]
@@ -112,7 +112,7 @@ class SlotSet:
     def supersede(self, version: Version, committed: Version | None) -> None:
         """Learn from the owner, about to send ``version``, what is committed; everything between was aborted."""
         self.commit(committed)
-        for slot in self._undecided():
+        for slot in self.undecided():
             if slot.version is not None and slot.version < version:
                 self.abort(slot.version)
 

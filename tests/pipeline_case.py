@@ -497,7 +497,7 @@ def planned(fusion: str, ddp: bool, snapshots: bool) -> list[str]:
                 wrong.append(f"step {step}: plans differ")
         if sorted(name for group in loop.synchronizer.averager.plan.groups for name in group.names) != sorted(shapes):
             wrong.append("a tensor is lost")
-        if not loop.synchronizer.state_dict()["tuner"]["settled"]:
+        if not loop.synchronizer.state_dict()["tuner"]["settled"] or len(set(labels[-3:])) != 1:
             wrong.append(f"not settled: {labels}")
         if loop.synchronizer.averager.plan.predicted.keys() != {0}:
             wrong.append(f"predictions {loop.synchronizer.averager.plan.predicted}")
