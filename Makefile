@@ -12,7 +12,7 @@ WHEEL_TESTS = tests/test_imports.py tests/test_layout.py tests/test_placement.py
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help venv test soak demo lint format types imports wheel wheel-test check clean
+.PHONY: help venv test soak chaos demo lint format types imports wheel wheel-test check clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -29,10 +29,13 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 test: $(STAMP) ## all tests except the long ones
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --max-worker-restart 0 $(ARGS)
 
 soak: $(STAMP) ## the long tests
 	$(BIN)/python -m pytest -m soak --timeout 7200 $(ARGS)
+
+chaos: $(STAMP) ## random failures on real processes; ARGS=--quick: under two minutes
+	$(BIN)/python benchmarks/chaos.py $(ARGS)
 
 demo: $(STAMP) ## a training job is killed three ways and ends with the same bits
 	$(BIN)/python examples/survive_failures.py

@@ -25,6 +25,7 @@ PLANS = {
     1000: (1, Plan(1000, TOKENS, pairs=2, plain=2, saved=3)),
 }
 QUICK = {64: (1, Plan(64, 512, pairs=1, plain=2, saved=3, warm=2))}
+SHORT = Plan(64, 512, pairs=2, plain=2, saved=5, warm=2)  # of --against: many short rounds tell more of ratios than a few long ones
 FLOOR, RIVAL, OURS = "floor", "lm_resiliency", "gemini"
 
 
@@ -53,6 +54,39 @@ def report(results: Mapping[int, Mapping[str, Mapping[str, Any]]], ratio: Mappin
     return "\n\n".join([*parts, trials.ratio_table(ratio)])
 
 
+def compare(rows: Mapping[str, trials.Measured], base: str, rounds: int) -> str:
+    """The body of a report of --against."""
+
+    def cells(name: str, key: str) -> list[str]:
+        values = [1e3 * figures[key] for figures in rows[name].rounds.values() if key in figures]
+        ratio = trials.paired(rows, base, key).get(name)
+        return [_spread(common.interval(values), 1) if values else "-", _spread(ratio, 3) if ratio else "-"]
+
+    header = ("row", "complete, ms", "ratio", "lost, ms", "ratio", "rounds")
+    lines = [
+        [
+            ROWS[name].title,
+            *cells(name, "complete_s"),
+            *cells(name, "lost_s"),
+            str(len(found.rounds)) + f": {found.problem}" * bool(found.problem),
+        ]
+        for name, found in rows.items()
+    ]
+    return "\n\n".join(
+        [
+            f"Two ranks, one torch thread each, {SHORT.megabytes} MB of state per rank, every step saved; {rounds} rounds of one trial of "
+            "each row, in random order. Medians over rounds and their 95 % intervals; ratios are against "
+            f"{ROWS[base].title!r} of the same round. Every block counts, however noisy the machine was.",
+            common.table(header, lines),
+        ]
+    )
+
+
+def _spread(value: tuple[float, float, float], digits: int) -> str:
+    middle, low, high = (f"{number:.{digits}f}" for number in value)
+    return f"{middle} ({low} to {high})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="64 MB, few steps, rows that start fast: under a minute, writes no report")
@@ -60,10 +94,28 @@ def main() -> None:
     parser.add_argument(
         "--sizes", nargs="+", type=int, choices=PLANS, metavar="MB", help=f"state per rank, of: {', '.join(map(str, PLANS))}"
     )
+    parser.add_argument(
+        "--against", choices=ROWS, metavar="ROW", help="short rounds in random order, each row divided by this one of the same round"
+    )
     trials.options(parser)
     arguments = parser.parse_args()
     common.clean_up_on_sigterm()
 
+    if arguments.against:
+        rounds, rows = arguments.rounds or 12, dict.fromkeys([arguments.against, *(arguments.rows or ["gemini", "gemini_encrypted"])])
+        found = trials.measure("overhead_worker.py", {row: ROWS[row] for row in rows}, {64: (rounds, SHORT)}, 1.0, 0.0)[64]
+        body = compare(found, arguments.against, rounds)
+        path = common.write_report(
+            "checkpoint-overhead", f"Cost of keeping every step, beside {arguments.against}", body, common.versions(PACKAGES)
+        )
+        print(f"report: benchmarks/results/{path.name}", file=sys.stderr)
+        ratio = {
+            f"{row}_{key}": value[0]
+            for key in ("complete_s", "lost_s")
+            for row, value in trials.paired(found, arguments.against, key).items()
+        }
+        common.print_result("checkpoint_overhead", {row: measured.summary(64 * 10**6) for row, measured in found.items()}, ratio)
+        return
     plans = QUICK if arguments.quick else {size: PLANS[size] for size in arguments.sizes or PLANS}
     plans = {size: (arguments.rounds or rounds, plan) for size, (rounds, plan) in plans.items()}
     rows = arguments.rows or [name for name, row in ROWS.items() if row.quick or not arguments.quick]

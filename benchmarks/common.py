@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import platform
+import random
 import signal
 import socket
 import statistics
@@ -267,6 +268,13 @@ def median(values: Iterable[float]) -> float | None:
     """Median, or None of nothing."""
     kept = list(values)
     return statistics.median(kept) if kept else None
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, and the 95 % interval of it by drawing again with replacement."""
+    drawn = random.Random(1)
+    medians = sorted(statistics.median(drawn.choices(values, k=len(values))) for _ in range(2000))
+    return statistics.median(values), medians[50], medians[1949]
 
 
 def ratio(top: float | None, bottom: float | None) -> float | None:

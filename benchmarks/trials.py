@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import re
 import sys
 import tempfile
@@ -54,6 +55,8 @@ class Measured:
     rejected: int = 0
     problem: str | None = None
     leftover: list[str] = field(default_factory=list)
+    rounds: dict[int, dict[str, float]] = field(default_factory=dict)  # round -> key -> median over its one trial
+    _complete_before: int = 0
 
     def add(self, ranks: list[list[Block]], limit: float) -> int:
         """Add one trial's blocks, those in which other programs took more than ``limit`` left out; returns how many were added."""
@@ -68,6 +71,14 @@ class Measured:
             added += 1
             self._add_pair([rank[i - 1 : i + 2] for rank in ranks], start_held=first[i - 1 if self.restarts else 0].held)
         return added
+
+    def note_round(self, turn: int, added: int) -> None:
+        """Keep what the last ``added`` pairs alone come to."""
+        lost = [saved - plain for saved, plain in zip(self.saved, self.plain, strict=True)]
+        complete = self.complete[self._complete_before :]
+        self._complete_before = len(self.complete)
+        figures = {"lost_s": common.median(lost[-added:]) if added else None, "complete_s": common.median(complete)}
+        self.rounds[turn] = {key: value for key, value in figures.items() if value is not None}
 
     def _add_pair(self, ranks: list[list[Block]], start_held: int) -> None:
         before, block, after = ranks[0]
@@ -140,7 +151,7 @@ def reason(error: BaseException) -> str:
 def measure(
     worker: str, rows: Mapping[str, Row], plans: Mapping[K, tuple[int, Plan]], limit: float, patience: float
 ) -> dict[K, dict[str, Measured]]:
-    """All plans, all rounds, all rows. A row whose trial fails twice in a row is not tried again in that plan.
+    """All plans, all rounds, all rows in random order. A row whose trial fails twice in a row is not tried again in that plan.
 
     Args:
         worker: the program of one rank.
@@ -153,15 +164,15 @@ def measure(
     for key, (rounds, plan) in plans.items():
         failures = dict.fromkeys(rows, 0)
         for turn in range(rounds):
-            for row in rows:
+            for row in random.sample(list(rows), len(rows)):
                 if failures[row] < 2:
-                    note = _attempt(found[key][row], worker, row, plan, limit, patience)
+                    note = _attempt(found[key][row], worker, row, plan, limit, patience, turn)
                     failures[row] = failures[row] + 1 if found[key][row].problem else 0
                     print(f"{key}, round {turn + 1}/{rounds}, {row}: {note}", file=sys.stderr, flush=True)
     return found
 
 
-def _attempt(into: Measured, worker: str, row: str, plan: Plan, limit: float, patience: float) -> str:
+def _attempt(into: Measured, worker: str, row: str, plan: Plan, limit: float, patience: float, turn: int) -> str:
     if patience > 0:
         common.wait_until_quiet(limit, patience)
     try:
@@ -172,8 +183,19 @@ def _attempt(into: Measured, worker: str, row: str, plan: Plan, limit: float, pa
     into.problem = None
     into.leftover += left
     added = into.add(blocks, limit)
+    into.note_round(turn, added)
     lost = common.median(saved - plain for saved, plain in zip(into.saved[-added:], into.plain[-added:], strict=True)) if added else None
     return f"{added} pairs" + (f", lost {lost * 1e3:.1f} ms" if lost is not None else "") + (f", killed {left}" if left else "")
+
+
+def paired(rows: Mapping[str, Measured], base: str, key: str) -> dict[str, tuple[float, float, float]]:
+    """Row -> its figure divided by that of ``base`` in the same round: median and 95 % interval."""
+    found = {}
+    for name, measured in rows.items():
+        turns = [turn for turn, figures in measured.rounds.items() if key in figures and rows[base].rounds.get(turn, {}).get(key, 0.0) > 0]
+        if name != base and turns:
+            found[name] = common.interval([measured.rounds[turn][key] / rows[base].rounds[turn][key] for turn in turns])
+    return found
 
 
 def table(title: str, rows: Mapping[str, Row], results: Mapping[str, Mapping[str, Any]]) -> str:

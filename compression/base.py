@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal, TypeAlias
@@ -279,6 +279,10 @@ class Reducer(ABC):
         What copies them step by step can then be planned once. It costs a copy of every residual a step; results are the same bits.
         """
         return  # most methods have no tensors to keep, or write them in place anyway
+
+    def forget(self, names: Collection[str]) -> None:
+        """Make zero what residuals and momenta keep of the tensors of these names."""
+        return  # most methods keep nothing
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there as if never interrupted; tensors are copied."""

@@ -8,7 +8,7 @@ What comes out holds the momentum already: the optimizer must have none.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -129,6 +129,11 @@ class MomentumCorrection(Reducer):
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
         return self.inner.wire_bytes(layout, world=world, selected=selected)
+
+    def forget(self, names: Collection[str]) -> None:
+        self.velocities.forget(names)
+        self.residuals.forget(names)
+        self.inner.forget(names)
 
     def state_dict(self) -> State:
         return {"velocities": self.velocities.state_dict(), "residuals": self.residuals.state_dict(), "inner": self.inner.state_dict()}

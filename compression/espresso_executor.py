@@ -10,7 +10,7 @@ is compressed in parts: a payload cannot be cut. The one rank of a reduce, gathe
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -126,6 +126,10 @@ class OptionExecutor(Reducer):
     def hold_still(self) -> None:
         self.residuals.fixed = True
         self.inner.hold_still()
+
+    def forget(self, names: Collection[str]) -> None:
+        self.residuals.forget(names)
+        self.inner.forget(names)
 
     def state_dict(self) -> State:
         return {"residuals": self.residuals.state_dict(), "options": dict(sorted(self._taken.items())), "inner": self.inner.state_dict()}

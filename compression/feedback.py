@@ -6,7 +6,7 @@ the others. Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from .base import Bundle, Compressor, Exchange, Layout, Payload, Reducer, State, Turn
@@ -69,6 +69,10 @@ class ErrorFeedback(Reducer):
     def hold_still(self) -> None:
         self.residuals.fixed = True
         self.inner.hold_still()
+
+    def forget(self, names: Collection[str]) -> None:
+        self.residuals.forget(names)
+        self.inner.forget(names)
 
     def state_dict(self) -> State:
         return {"residuals": self.residuals.state_dict(), "lr": dict(sorted(self._lr.items())), "inner": self.inner.state_dict()}

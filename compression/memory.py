@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +62,12 @@ class Memory:
         for layout, flat in self._flat.values():
             state.update(zip(layout.names, layout.views(flat), strict=True))
         return dict(sorted(state.items()))
+
+    def forget(self, names: Collection[str]) -> None:
+        """Make zero what is kept for these names, and for what is made of them (``name/mean``, ``name#1``)."""
+        for name, kept in self.state_dict().items():
+            if name in names or re.split("[/#]", name)[0] in names:
+                kept.zero_()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._flat.clear()

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from gemini_ft.validation import check_options
+
 from .adaq import AdaQ
 from .atomo import Atomo
 from .base import Compressor, Reducer
@@ -17,6 +19,7 @@ from .dgc import MomentumCorrection, SampledThreshold
 from .dynamic import Dynamic8
 from .feedback import ErrorFeedback
 from .natural import Natural, Natural8
+from .options import METHOD_OPTIONS
 from .powersgd import PowerSGD
 from .quantise import QSGD, GlobalInt8, TernGrad
 from .sidco import SIDCo
@@ -77,14 +80,15 @@ def create(name: str, *, feedback: float | None = None, two_phase: bool = False,
         options: the method's own.
 
     Raises:
-        ValueError: no such method, or a combination that makes no sense.
+        ValueError: no such method or option, a value that is not allowed, or a combination that makes no sense.
     """
+    if name not in METHODS:
+        raise ValueError(f"compression {name!r}: must be one of {', '.join(METHODS)}")
+    check_options(f"compression {name!r}", METHOD_OPTIONS[name], options)
     if name in REDUCERS:
         if feedback is not None or two_phase:
             raise ValueError(f"{name!r} has its own memory and aggregation: feedback and two_phase cannot be given")
         return REDUCERS[name](**options)
-    if name not in COMPRESSORS:
-        raise ValueError(f"compression {name!r}: must be one of {', '.join(METHODS)}")
     compressor = COMPRESSORS[name](**options)
     beta = feedback if feedback is not None else 0.0 if name in _NO_FEEDBACK or compressor.unbiased else 1.0
     if two_phase:

@@ -5,7 +5,7 @@ A gradient M of m x n becomes P of m x r and Q of n x r; both are averaged, so b
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -133,6 +133,9 @@ class PowerSGD(Reducer):
 
     def hold_still(self) -> None:
         self.errors.fixed = True
+
+    def forget(self, names: Collection[str]) -> None:
+        self.errors.forget(names)
 
     def state_dict(self) -> State:
         return {"errors": self.errors.state_dict(), "factors": dict(sorted(self.factors.items()))}

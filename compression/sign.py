@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -126,6 +126,9 @@ class MajorityVote(Reducer):
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
         block = -(-(layout.total // 8) // world)
         return world * (block + -(-len(layout.names) // 8)) + block
+
+    def forget(self, names: Collection[str]) -> None:
+        self.averages.forget(names)
 
     def state_dict(self) -> State:
         return {"averages": self.averages.state_dict()}

@@ -7,7 +7,7 @@ compressor whose payloads have a length known beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,11 @@ class TwoPhase(Reducer):
     def hold_still(self) -> None:
         self.sender.fixed = self.owner.fixed = True
         self.inner.hold_still()
+
+    def forget(self, names: Collection[str]) -> None:
+        self.sender.forget(names)
+        self.owner.forget(names)
+        self.inner.forget(names)
 
     def state_dict(self) -> State:
         return {"sender": self.sender.state_dict(), "owner": self.owner.state_dict(), "inner": self.inner.state_dict()}

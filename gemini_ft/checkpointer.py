@@ -18,6 +18,7 @@ import os
 import re
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -26,20 +27,29 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gemini_ft import codec, faults
+from gemini_ft.census import Census, Fate, Finding, declare, table
 from gemini_ft.config import GeminiConfig, load_config
-from gemini_ft.ddp import ddp_state, restore_buckets, restore_sync
+from gemini_ft.ddp import ddp_state, findings, refuse_hooks, restore_buckets, restore_sync
 from gemini_ft.errors import ConfigError, RecoveryError, StateError
-from gemini_ft.gradients import FiguresReporter, GradientState, WithGradients, check_presence
+from gemini_ft.fixed_size import say_fixed
+from gemini_ft.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence
+from gemini_ft.rebuilding import Changes
 from gemini_ft.recorder import Recorder, Stats
 from gemini_ft.rendezvous import exchange_or_raise
 from gemini_ft.restore import fill
 from gemini_ft.rng import rng_state, set_rng_state
+from gemini_ft.sources import every_optimizer
 from gemini_ft.storage.base import WORD
 from gemini_ft.training_state import PlainState, TrainingState
 
+EXPLAIN = "GEMINI_EXPLAIN"  # in the environment: print the census
+
 T = TypeVar("T")
+GIVEN = declare("objects given as `state=`, or in the state of fabric.save", Fate.CAPTURED, "by their state_dict and load_state_dict")
+declare("random generators of Python, numpy and torch", Fate.CAPTURED, "with the small state of each rank")
 _log = logging.getLogger("gemini_ft")
 
 
@@ -64,7 +74,10 @@ class Checkpointer:
         name: of the stream; several at a time need different ones.
         hooks: False: the caller calls ``wait_before_update`` and ``save`` itself.
         replicated: whether plain parameters hold the same bytes on all ranks; default: whether a model is a DDP one.
-        gradients: state of what synchronises the gradients, captured and restored with the rest (`attach_gradients`).
+        gradients: state of what synchronises the gradients, captured and restored with the rest (`attach_gradients`); default: the
+            `gemini_ft.GradientSynchronizer` of the model, if it has one.
+        rebuild: builds what was added while training (layers, optimizers) in a fresh process, before its state is loaded; it is called
+            with the `gemini_ft.rebuilding.Changes` that the snapshot describes, and may call ``bind``.
         resizable: whether the state to be bound can be loaded from a snapshot that another number of ranks has made.
         **options: fields of ``GeminiConfig``.
 
@@ -83,6 +96,7 @@ class Checkpointer:
         hooks: bool = True,
         replicated: bool | None = None,
         gradients: GradientState | None = None,
+        rebuild: Callable[[Changes], None] | None = None,
         resizable: bool = False,
         **options: Any,
     ) -> None:
@@ -93,9 +107,14 @@ class Checkpointer:
         self.config = config if config is not None else load_config(options)
         self.name = name
         self.scalars: dict[str, Any] = {}
-        self.stats = Stats()
         self._stateful = dict(state or {})
+        self.stats = Stats()
+        self.census = Census(self.config.ignore)
+        self.census.register("models and optimizers", lambda: self._state.findings(), lambda: self._state.structure())
+        self.census.register("state", self._stateful_findings)
+        self.census.register("communication hooks", self._hook_findings, lambda: [len(m._comm_hooks) for m in self._wrapped.values()])
         self._hooks, self._replicated, self._resizable = hooks, replicated, resizable
+        self._rebuild = rebuild
         self._bound: TrainingState = PlainState({}, ())
         self._state: TrainingState = self._bound  # with the gradients', if there are any
         self._gradients: GradientState | None = None
@@ -107,6 +126,8 @@ class Checkpointer:
         self._updates = 0
         self._blocked = 0.0
         self._handles: list[Any] = []
+        self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._stranger: torch.optim.Optimizer | None = None  # one that has stepped and was not given
         if gradients is not None:
             self.attach_gradients(gradients)
         if model is not None:
@@ -115,7 +136,7 @@ class Checkpointer:
     # -- the plain loop
 
     def resume(self) -> int:
-        """Join the run and load the newest state there is, into everything given to the constructor.
+        """Join the run and load the newest state there is, into everything given to the constructor; the last call before the loop.
 
         Collective. Returns the number of iterations already done: 0 at a first start.
 
@@ -123,6 +144,9 @@ class Checkpointer:
             GeminiError: see ``open`` and ``load_tensors``.
         """
         found = self.open()
+        with self._script_to_blame():
+            for model in self._wrapped.values():
+                refuse_hooks(model, self._is_replicated)
         if found is None:
             return 0
         saved = found.extras["state"]
@@ -133,9 +157,10 @@ class Checkpointer:
                 )
         self.load_tensors()
         for name, value in found.extras["ddp"].items():
-            if isinstance(model := self._models[name], DistributedDataParallel):
-                restore_buckets(model, value)
-                restore_sync(model, value)
+            if name in self._wrapped:
+                restore_buckets(self._wrapped[name], value)
+                with self._script_to_blame():
+                    restore_sync(self._wrapped[name], value)
         for name, value in saved.items():
             self._stateful[name].load_state_dict(value)
         self.scalars = found.extras["scalars"]
@@ -145,7 +170,7 @@ class Checkpointer:
     def step(self, **scalars: Any) -> None:
         """The iteration is over: take a snapshot, if the optimizer has stepped and the interval says so.
 
-        In the middle of an accumulation there is none: its gradients would be lost.
+        In the middle of an accumulation there is none; where another optimizer steps meanwhile, the gradients that wait are part of it.
 
         Args:
             **scalars: values to find in ``scalars`` after a resume; those not given keep their last value.
@@ -155,6 +180,7 @@ class Checkpointer:
         """
         begin = time.perf_counter()
         self._iteration += 1
+        self._refuse_stranger()
         self._end_of_step()
         self.scalars.update(scalars)
         before, self._updates, self._stepped = self._updates, self._updates + self._stepped, False
@@ -163,13 +189,13 @@ class Checkpointer:
                 "state": {name: value.state_dict() for name, value in self._stateful.items()},
                 "scalars": self.scalars,
                 "rng": rng_state(),
-                "ddp": {name: ddp_state(model) for name, model in self._models.items() if isinstance(model, DistributedDataParallel)},
+                "ddp": {name: ddp_state(model, self._is_replicated) for name, model in self._wrapped.items()},
             }
             self._save(self._iteration, extras)
         else:
             self.alive(self._iteration)
         self._blocked += time.perf_counter() - begin
-        self.stats.blocked.append(self._blocked)
+        self.stats.note_blocked(self._blocked)
         self._blocked = 0.0
 
     # -- finer grain
@@ -181,8 +207,12 @@ class Checkpointer:
             GeminiError: a rank could not join, or the state cannot be resumed; the same text on all ranks.
         """
         _log_to_stderr()
+        if isinstance(self._bound, PlainState):
+            self._bound.remember()
         atexit.register(self._leave_if_interrupted)
         self._recorder = recorder = Recorder(self.config, self.name, self.stats, self._resizable)
+        if not self._resizable:
+            say_fixed()
         plan = recorder.session.plan
         if plan.version is None:
             return None
@@ -202,19 +232,41 @@ class Checkpointer:
             extras[owner] = codec.decode(blob, session.secret, trust_pickle=trust)
         return extras
 
-    def bind(self, models: nn.Module | Mapping[str, nn.Module], optimizers: Any = ()) -> None:
-        """Say what to capture; as early as the objects exist."""
-        self.bind_state(state := PlainState.of(models, optimizers, self._replicated))
+    def bind(self, models: nn.Module | Mapping[str, nn.Module], optimizers: Any = (), *, modes: bool = True) -> None:
+        """Say what to capture; as early as the objects exist.
+
+        Args:
+            models: module, or name -> module.
+            optimizers: one, or several.
+            modes: False: the caller keeps flags and attributes of modules (`gemini_ft.modes`) itself.
+        """
+        is_begun = self._recorder is not None and bool(self.stats.snapshots or self.stats.restore_seconds)
+        state = PlainState.of(
+            models,
+            optimizers,
+            self._replicated,
+            ignored=self.census.is_ignored,
+            modes=modes,
+            can_rebuild=self._rebuild is not None,
+            before=self._bound if is_begun and isinstance(self._bound, PlainState) else None,
+        )
+        self.bind_state(state)
+        self._handles += state.watch()
         if self._hooks:
-            for optimizer in state.optimizers:
-                self._handles.append(optimizer.register_step_pre_hook(lambda *_: self.wait_before_update()))
-                self._handles.append(optimizer.register_step_post_hook(self._mark_stepped))
+            others = [value for value in self._stateful.values() if isinstance(value, torch.optim.Optimizer)]
+            for optimizer in [*every_optimizer(state.optimizers).values(), *others]:
+                self._hook(optimizer)
+            looking = weakref.WeakMethod(self._any_stepped)  # of all optimizers of the process: it must not keep this object alive
+            self._handles.append(
+                register_optimizer_step_post_hook(lambda optimizer, *_: look(optimizer) if (look := looking()) is not None else None)
+            )
 
     def bind_state(self, state: TrainingState) -> None:
         """Say what to capture where that is no plain module and optimizer; the caller calls ``wait_before_update`` and ``save``."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._hooked.clear()
         self._bound = state
         self._state = state if self._gradients is None else WithGradients(state, self._gradients)
 
@@ -224,6 +276,8 @@ class Checkpointer:
         Raises:
             StateError: there is one already, or it is too late: part of the state has been resumed or recorded without it.
         """
+        if gradients is self._gradients:
+            return
         if self._gradients is not None:
             raise StateError("a Checkpointer has one gradient state; give one object that has the state of both")
         if self.stats.snapshots or self.stats.restore_seconds:
@@ -231,6 +285,20 @@ class Checkpointer:
         self._gradients = gradients
         self._state = WithGradients(self._bound, gradients)
         self._reporter = FiguresReporter(gradients.summary, lambda message: self._joined.client.offer(message))
+
+    def _find_gradients(self) -> None:
+        """Attach what synchronises the gradients of the models, where nobody has said what does."""
+        if self._gradients is not None:
+            return
+        found = announced(param for model in self._models.values() for param in model.parameters())
+        if found is None:
+            return
+        if self.stats.snapshots or self.stats.restore_seconds:
+            raise StateError(
+                "a GradientSynchronizer was given to the model after resume(), or after the first snapshot, so that its residuals would be "
+                "missing in snapshots; make it before the Checkpointer resumes, or close() it"
+            )
+        self.attach_gradients(found)
 
     def load_tensors(self) -> None:
         """Fill the bound models and optimizers with what ``open`` found. Collective.
@@ -243,6 +311,15 @@ class Checkpointer:
         if session.plan.version is None:
             raise RecoveryError("load_tensors() was called, but open() found nothing to resume")
         begin = time.perf_counter()
+        if isinstance(self._bound, PlainState):
+            self._bound.remember()
+        changes = self._state_extras[session.rank % session.plan.world_size].get("changes")
+        if changes is not None and self._rebuild is not None:
+            fresh = self._bound
+            self._rebuild(Changes(**changes))
+            if isinstance(fresh, PlainState) and isinstance(self._bound, PlainState):
+                self._bound.inherit(fresh)
+        self._find_gradients()
         everything = (self._state, self._state_extras, session.rank, session.world_size)
         with self._script_to_blame():
             if self._gradients is None:
@@ -266,8 +343,12 @@ class Checkpointer:
         self._iteration = iteration
         self._end_of_step()
         self._save(iteration, extras)
-        self.stats.blocked.append(self._blocked + time.perf_counter() - begin)
+        self.stats.note_blocked(self._blocked + time.perf_counter() - begin)
         self._blocked = 0.0
+
+    def marks(self) -> dict[str, list[tuple[int, int]]]:
+        """Name -> what is another after a write, of every tensor that the last snapshot has."""
+        return self._joined.marks()
 
     def due(self, before: int, now: int) -> bool:
         """Whether there is to be a snapshot, by how many updates had been made at the last one that was asked about, and now.
@@ -346,7 +427,28 @@ class Checkpointer:
             self._joined.excuse()
             raise
 
+    def explain(self) -> str:
+        """The census as a table: what the state of this rank consists of, where it is, what becomes of it, and its bytes."""
+        return table(self.census.findings())
+
+    def _stateful_findings(self) -> Iterator[Finding]:
+        for name, value in self._stateful.items():
+            yield GIVEN.found(f"state[{name!r}]", note=f"the state_dict of a {type(value).__qualname__}")
+
+    def _hook_findings(self) -> Iterator[Finding]:
+        for name, model in self._wrapped.items():
+            yield from findings(name, model)
+
+    def _take_census(self) -> None:
+        """Refuse what is not captured, at the first snapshot and after a change; show it where ``gemini run --explain`` asks for it."""
+        if self.census.is_due():
+            found = self.census.take()
+            if os.environ.get(EXPLAIN) and self._joined.session.rank == 0:
+                print(f"gemini: state of rank 0, stream {self.name}, after iteration {self._iteration}\n{table(found)}", flush=True)
+
     def _save(self, iteration: int, extras: Any) -> None:
+        self._find_gradients()
+        self._take_census()
         self._joined.record(iteration, self._state, extras)
         self._report()
         faults.at_step(iteration, "in_copy")
@@ -369,8 +471,42 @@ class Checkpointer:
     def _models(self) -> Mapping[str, nn.Module]:
         return self._bound.models if isinstance(self._bound, PlainState) else {}
 
+    @property
+    def _wrapped(self) -> dict[str, DistributedDataParallel]:
+        """The models that DDP wraps."""
+        return {name: model for name, model in self._models.items() if isinstance(model, DistributedDataParallel)}
+
+    @property
+    def _is_replicated(self) -> bool:
+        return isinstance(self._bound, PlainState) and self._bound.is_replicated
+
     def _mark_stepped(self, *_: Any) -> None:
         self._stepped = True
+
+    def _hook(self, optimizer: torch.optim.Optimizer) -> None:
+        """Wait for the copy before each of its steps, and count them."""
+        self._hooked.add(optimizer)
+        self._handles.append(optimizer.register_step_pre_hook(lambda *_: self.wait_before_update()))
+        self._handles.append(optimizer.register_step_post_hook(self._mark_stepped))
+
+    def _any_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """An optimizer of this process has stepped; one that nobody has given writes what is captured without its own state being so."""
+        if optimizer not in self._hooked and self._stranger is None:
+            ours = {id(param) for model in self._models.values() for param in model.parameters()}
+            if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
+                self._stranger = optimizer
+
+    def _refuse_stranger(self) -> None:
+        """Raise StateError if an optimizer has stepped that was not given; one that another holds since then is taken in."""
+        stranger, self._stranger = self._stranger, None
+        if stranger is None:
+            return
+        if stranger not in set(every_optimizer(self._bound.optimizers if isinstance(self._bound, PlainState) else ()).values()):
+            raise StateError(
+                f"an optimizer that was not given has stepped, a {type(stranger).__qualname__} with parameters of a model that was, "
+                "so its state is in no snapshot; where an optimizer is replaced, call checkpointer.bind(model, optimizers) with the new one"
+            )
+        self._hook(stranger)
 
 
 def _on_all_ranks(work: Callable[[], T], timeout: float = 60.0) -> T:

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.config import GeminiConfig
-from gemini_ft.errors import CorruptDataError, ObjectGoneError
+from gemini_ft.errors import CorruptDataError, ObjectGoneError, StorageError, StorageUnclearError, WorldSizeError
 from gemini_ft.faults import Orders
 from gemini_ft.messages import Inventory, Stage, Staged, Verified, Verify, Welcome
 from gemini_ft.recovery import Holding, Plan, plan_recovery, require
-from gemini_ft.rendezvous import exchange_or_raise
+from gemini_ft.rendezvous import exchange, exchange_or_raise
 from gemini_ft.storage.base import Storage
-from gemini_ft.storage.checkpoints import Manifest, newest_whole
-from gemini_ft.versions import Version
+from gemini_ft.storage.checkpoints import Manifest
+from gemini_ft.storage.decisions import Descent, Here, Look, Sighting, Unclear, continued, decide, describe
+from gemini_ft.storage.lookout import Lookout, within
+from gemini_ft.storage.retention import reading
+from gemini_ft.versions import Incarnation, Version
 
 _log = logging.getLogger("gemini_ft")
 _VERIFY_SECONDS = 600.0  # reading all of a host's copies may take that long
 _STAGE_SECONDS = 6 * 3600.0  # reading a host's part of a checkpoint from storage too
+_QUICK_LOOK_SECONDS = 10.0  # where memory is whole
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0  # seconds between two looks at storage that is away
+
+Told = tuple[tuple[Incarnation, Descent], ...]  # incarnations, and where they come from
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,7 @@ class Introduction:
     configured_secret: str  # fingerprint, empty when none was configured
     config: str
     orders: Orders
+    stored: Version | None = None  # what the host remembers as stored
 
 
 @dataclass(frozen=True)
@@ -41,10 +50,37 @@ class Choice:
 
     plan: Plan
     given_up: frozenset[Version]
+    descent: Descent = field(default_factory=Descent)  # of the incarnation that resumes it
+    damaged: frozenset[str] = frozenset()  # folders of checkpoints in storage that turned out to be damaged
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Rank 0's findings in storage, for all ranks.
+
+    Attributes:
+        manifest: the checkpoint to resume; None: none, or it cannot be told.
+        unclear: why it cannot be told; empty: it can.
+        told: incarnations in storage, and where they come from.
+    """
+
+    manifest: Manifest | None = None
+    unclear: str = ""
+    told: Told = ()
 
 
 class Chooser:
-    """Finds what to resume, the same on every rank: collective."""
+    """Finds what to resume, the same on every rank: collective.
+
+    Args:
+        config: options.
+        client: this rank's agent.
+        everyone: what all ranks have said, by rank.
+        stream: which stream of snapshots.
+        reopen: opens the storage anew; None: there is none.
+        rank: this rank.
+        resizable: whether what another number of ranks has made can be loaded.
+    """
 
     def __init__(
         self,
@@ -52,14 +88,19 @@ class Chooser:
         client: AgentClient,
         everyone: Sequence[Introduction],
         stream: str,
-        storage: Storage | None,
+        reopen: Callable[[], Storage] | None,
         rank: int,
         resizable: bool,
     ) -> None:
         self._config, self._client, self._everyone, self._stream = config, client, everyone, stream
-        self._storage, self._rank, self._resizable = storage, rank, resizable
+        self._reopen, self._rank, self._resizable = reopen, rank, resizable
         self._holdings = {about.welcome.info.host: Holding(about.welcome.info.host, about.inventory.slots) for about in everyone}
         self._damaged: set[str] = set()  # folders in storage
+        self._since: float | None = None  # when storage was first found to be away, on the monotonic clock
+        self._stored = Stored()
+        remembered = {about.stored for about in everyone if about.stored is not None}
+        run = everyone[0].run
+        self._lookout = Lookout(reopen, run, stream, remembered) if reopen is not None else None
 
     def choose(self) -> Choice:
         """Obey ``resume``, and leave out what has led to failure after failure, unless there is nothing else.
@@ -67,56 +108,230 @@ class Chooser:
         Raises:
             WorldSizeError: all there is was made by another number of ranks.
             RecoveryError: there is nothing to resume, and something is required.
+            StorageUnclearError: storage cannot say what there is, and memory does not have it.
             StorageError: the newest checkpoint is of a format that cannot be read.
         """
         stuck = self._stuck()
         given_up = frozenset(version for about in self._everyone for version in about.inventory.given_up) | stuck.keys()
         if self._config.resume == "never":
-            return Choice(Plan("nothing"), given_up)
-        choice = self._find(given_up)
-        if choice.plan.version is None and given_up:
-            choice = self._find(frozenset())  # rather one more failure than to start over what took weeks
+            self._stored = self._look(frozenset(), insist=self._config.storage is not None and self._config.storage.required)
+            return Choice(Plan("nothing"), given_up, self._descent(None))
+        plan = self._find(given_up)
+        if plan.version is None and given_up:
+            plan = self._find(frozenset())  # rather one more failure than to start over what took weeks
         for version, attempts in stuck.items():
-            then = "giving it up" if version != choice.plan.version else "there is nothing else, so it is tried again"
+            then = "giving it up" if version != plan.version else "there is nothing else, so it is tried again"
             self._warn("%s was resumed %d times in a row without one step of progress: %s", version, attempts, then)
         if self._config.resume == "require":
-            require(choice.plan)
-        return choice
+            require(plan)
+        return Choice(plan, given_up, self._descent(plan.version), frozenset(self._damaged))
 
     def _stuck(self) -> dict[Version, int]:
         """Versions that every attempt since has failed to get beyond, and the number of attempts."""
         welcomes = [about.welcome for about in self._everyone if about.welcome.attempts >= self._config.max_retries]
         return {welcome.resumed: welcome.attempts for welcome in welcomes if welcome.resumed is not None}
 
-    def _find(self, refused: frozenset[Version]) -> Choice:
+    def _find(self, refused: frozenset[Version]) -> Plan:
         """Plan, check the copies the plan needs against their checksums, and plan again without those that are damaged."""
         while True:
-            manifest = exchange_or_raise(lambda: self._newest(refused) if self._rank == 0 else None, self._config.timeout)[0]
-            stored, size = (manifest.version, manifest.world_size) if manifest is not None else (None, None)
-            holdings, world_size = list(self._holdings.values()), len(self._everyone)
-            plan = plan_recovery(holdings, world_size, stored, size, sorted(refused), self._resizable)
+            memory = self._best_in_memory(refused)
+            stored = self._stored = self._look(refused, insist=memory is None)
+            if stored.unclear and memory is not None:
+                self._warn("storage cannot say what there is (%s); memory is whole and is resumed from without it", stored.unclear)
+            if memory is not None and self._are_strangers(memory, stored):
+                self._warn("%s in memory is not of the history that storage.history names: it is left aside", memory)
+                refused |= {memory}
+                continue
+            version, size = (stored.manifest.version, stored.manifest.world_size) if stored.manifest is not None else (None, None)
+            plan = plan_recovery(list(self._holdings.values()), len(self._everyone), version, size, sorted(refused), self._resizable)
             if plan.kind == "memory":
                 if not (damaged := self._damaged_in_memory(plan)):
-                    return Choice(plan, refused)
+                    return plan
                 self._holdings = {h: _without(holding, plan.version, damaged.get(h, set())) for h, holding in self._holdings.items()}
-            elif plan.kind == "storage" and manifest is not None and self._storage is not None:
-                if all(exchange_or_raise(partial(self._stage, manifest), _STAGE_SECONDS)):
-                    hosts = [about.welcome.info.host for about in self._everyone]
-                    sources = {owner: (hosts[owner % world_size],) for owner in range(plan.world_size)}
-                    return Choice(replace(plan, sources=sources), refused)
-                self._warn("%s in storage is damaged or gone: trying the one before", manifest.folder)
-                self._damaged.add(manifest.folder)
+            elif plan.kind == "storage" and stored.manifest is not None:
+                if (staged := self._staged(plan, stored.manifest)) is not None:
+                    return staged
             else:
-                return Choice(plan, refused)
+                return plan
 
-    def _newest(self, refused: frozenset[Version]) -> Manifest | None:
-        passed = set(self._damaged)
-        while self._storage is not None:
-            manifest = newest_whole(self._storage, self._everyone[0].run, self._stream, passed)
-            if manifest is None or manifest.version not in refused:
-                return manifest
-            passed.add(manifest.folder)
-        return None
+    def _best_in_memory(self, refused: frozenset[Version]) -> Version | None:
+        """The plan that memory alone allows."""
+        try:
+            return plan_recovery(list(self._holdings.values()), len(self._everyone), None, None, sorted(refused), self._resizable).version
+        except WorldSizeError:
+            return None
+
+    # -- storage
+
+    def _look(self, refused: frozenset[Version], insist: bool) -> Stored:
+        """Rank 0's findings in storage; ``insist``: it waits for an answer, and there is an error in place of none.
+
+        Raises:
+            StorageUnclearError: there was none in time, or the user has to choose.
+        """
+        patience = self._patience if insist else 0.0
+        stored = exchange_or_raise(
+            lambda: self._ask(refused, patience, insist) if self._rank == 0 else None, patience + 3 * self._config.timeout
+        )[0]
+        assert stored is not None
+        return stored
+
+    @property
+    def _patience(self) -> float:
+        return self._config.storage.patience if self._config.storage is not None else 0.0
+
+    def _ask(self, refused: frozenset[Version], patience: float, insist: bool) -> Stored:
+        """On rank 0: ask until there is an answer, or ``patience`` seconds have passed since there was none for the first time."""
+        if self._lookout is None:
+            return Stored()
+        pause = _FIRST_PAUSE
+        while True:
+            stored, final = self._ask_once(refused, self._config.timeout if insist else _QUICK_LOOK_SECONDS)
+            if not stored.unclear or not insist:
+                return stored
+            self._since, first = self._since or time.monotonic(), self._since is None
+            left = 0.0 if final else self._since + patience - time.monotonic()
+            if left <= 0:
+                raise self._unclear(stored.unclear)
+            if first:
+                text = "memory is not whole and storage cannot say what there is (%s); asking again for up to %g s (storage.patience)"
+                _log.warning(text, stored.unclear, patience)
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            self._damaged.clear()  # what read as damaged may have been the way it came
+
+    def _ask_once(self, refused: frozenset[Version], seconds: float) -> tuple[Stored, bool]:
+        """The findings, and whether asking again is of no use."""
+        settings, lookout = self._config.storage, self._lookout
+        assert settings is not None
+        assert lookout is not None
+        try:
+            look = within(min(self._config.timeout, seconds), settings.url, lambda: lookout.look(self._damaged))
+        except StorageError as error:
+            if type(error) is not StorageError:
+                raise
+            look = Look(trouble=str(error))
+        told = tuple((sighting.version.incarnation, sighting.descent) for sighting in look.sightings)
+        if self._config.resume == "never":  # what there is must be known of, so that it counts as older, and no more
+            return Stored(unclear=look.trouble, told=told), False
+        answer = decide(look, settings.history, self._config.resume == "found")
+        if isinstance(answer, Unclear):
+            return Stored(unclear=answer.why, told=told), answer.contested
+        for sighting in answer.order if isinstance(answer, Here) else ():
+            if sighting.version not in refused:
+                manifest = lookout.read(sighting.folder)
+                if manifest is None:
+                    return Stored(unclear=f"{sighting.folder} cannot be read as sound", told=told), False
+                return Stored(manifest, told=told), False
+        return Stored(told=told), False
+
+    def _unclear(self, why: str) -> StorageUnclearError:
+        settings = self._config.storage
+        assert settings is not None
+        return StorageUnclearError(
+            f"{settings.url}: {why}. Nothing has been begun; start the same command again when storage is well. To start from the "
+            f"beginning on purpose, give another run id (GEMINI_RUN_ID={self._everyone[0].run}-2): what is stored stays as it is. "
+            "To make do with what can be found, set resume='found' (GEMINI_RESUME=found)"
+        )
+
+    def _are_strangers(self, memory: Version, stored: Stored) -> bool:
+        """Whether memory knows nothing of what the user has chosen in storage.
+
+        Raises:
+            StorageUnclearError: they are of two histories, and the user has not chosen.
+        """
+        manifest = stored.manifest
+        if manifest is None:
+            return False
+        found = Sighting(manifest.folder, manifest.version, "whole", manifest.descent, manifest.created)
+        descent = continued(memory, self._told_by_hosts())
+        known = {memory.incarnation, *descent.overtaken, *(version.incarnation for version in descent.lineage or ())}
+        if found.version == memory or found.knows(memory.incarnation) or found.version.incarnation in known:
+            return False
+        root = (descent.lineage or (memory,))[0].incarnation
+        if self._config.storage is not None and self._config.storage.history is not None:
+            return True
+        raise self._unclear(
+            f"memory has step {memory.iteration} of history {root}, storage has {describe(found)}, and neither descends from the other. "
+            "Choose one by storage.history (GEMINI_STORAGE__HISTORY=NUMBER-NONCE)"
+        )
+
+    def _told_by_hosts(self) -> Told:
+        welcomes = [about.welcome for about in self._everyone]
+        told = [(w.incarnation, Descent(tuple(w.lineage), frozenset(w.overtaken))) for w in welcomes if w.incarnation is not None]
+        return (*told, *((w.info.known, Descent()) for w in welcomes if w.info.known is not None))
+
+    def _descent(self, resumed: Version | None) -> Descent:
+        """Where the incarnation comes from that is about to begin."""
+        told = (*self._told_by_hosts(), *self._stored.told)
+        if resumed is not None:
+            return continued(resumed, told)
+        known = {incarnation for incarnation, _ in told}
+        for _, descent in told:
+            known |= {*descent.overtaken, *(version.incarnation for version in descent.lineage or ())}
+        return Descent((), frozenset(known))
+
+    def _staged(self, plan: Plan, manifest: Manifest) -> Plan | None:
+        """As `_stage_all`; meanwhile the checkpoint is not deleted by another job of this run, or what is left of one."""
+        if self._rank != 0 or self._reopen is None:
+            return self._stage_all(plan, manifest)
+        with reading(self._reopen(), self._everyone[0].run, self._stream, manifest.version):
+            return self._stage_all(plan, manifest)
+
+    def _stage_all(self, plan: Plan, manifest: Manifest) -> Plan | None:
+        """The plan, once all shards are in memory; None: one is damaged in storage, or gone.
+
+        Raises:
+            StorageError: the storage cannot be read. That is no reason to go back to an older checkpoint, or to none.
+        """
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                done = exchange_or_raise(partial(self._stage, manifest), _STAGE_SECONDS)
+            except StorageError as error:
+                left = exchange(self._time_left(), self._config.timeout)[0]
+                if left <= 0:
+                    raise StorageUnclearError(
+                        f"{error}. Nothing has been begun; start the same command when storage is well again"
+                    ) from None
+                self._warn("%s; asking again for up to %.0f s (storage.patience)", error, left)
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+                continue
+            if all(done):
+                hosts, world_size = [about.welcome.info.host for about in self._everyone], len(self._everyone)
+                sources = {owner: (hosts[owner % world_size],) for owner in range(plan.world_size)}
+                return replace(plan, sources=sources, roots={o: record.root for o, record in manifest.shards.items() if record.root})
+            self._warn("%s in storage is damaged or gone: trying the one before", manifest.folder)
+            self._damaged.add(manifest.folder)
+            return None
+
+    def _time_left(self) -> float:
+        """Seconds for which storage is still waited for."""
+        self._since = self._since or time.monotonic()
+        return self._since + self._patience - time.monotonic()
+
+    def _stage(self, manifest: Manifest) -> bool:
+        """Get our part of the shards into our host's memory; False if one is damaged in storage, or has been deleted.
+
+        That is the shard of our own number, unless the checkpoint was made by another number of ranks.
+
+        Raises:
+            StorageError: the storage cannot be read.
+        """
+        assert self._config.storage is not None
+        storage = self._config.storage.model_dump()
+        for owner in range(self._rank, manifest.world_size, len(self._everyone)):
+            record = manifest.shards[owner].model_dump_json()
+            order = Stage(owner=owner, version=manifest.version, record=record, storage=storage)
+            try:
+                self._client.call(order, Staged, timeout=_STAGE_SECONDS)
+            except (CorruptDataError, ObjectGoneError) as error:
+                _log.warning("%s", error)
+                return False
+        return True
+
+    # -- memory
 
     def _damaged_in_memory(self, plan: Plan) -> dict[str, set[int]]:
         """Host -> owners whose copies of the planned version are damaged there."""
@@ -133,26 +348,6 @@ class Chooser:
             text = "host %s: the copies of ranks %s of %s do not match their checksums and are ignored"
             self._warn(text, host, sorted(owners), plan.version)
         return damaged
-
-    def _stage(self, manifest: Manifest) -> bool:
-        """Get our part of the shards into our host's memory; False if one is damaged in storage, or has been deleted.
-
-        That is the shard of our own number, unless the checkpoint was made by another number of ranks.
-
-        Raises:
-            StorageError: the storage cannot be read. That is no reason to go back to an older checkpoint, or to none.
-        """
-        assert self._config.storage is not None
-        storage, chunk_bytes = self._config.storage.model_dump(), self._config.chunk_bytes
-        for owner in range(self._rank, manifest.world_size, len(self._everyone)):
-            record = manifest.shards[owner].model_dump_json()
-            order = Stage(owner=owner, version=manifest.version, record=record, storage=storage, chunk_bytes=chunk_bytes)
-            try:
-                self._client.call(order, Staged, timeout=_STAGE_SECONDS)
-            except (CorruptDataError, ObjectGoneError) as error:
-                _log.warning("%s", error)
-                return False
-        return True
 
     def _warn(self, text: str, *values: object) -> None:
         if self._rank == 0:

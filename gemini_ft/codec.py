@@ -110,6 +110,14 @@ def decode(blob: bytes, secret: bytes | None = None, trust_pickle: bool = False,
         raise CorruptDataError(f"not encoded state: {type(error).__name__}: {error}") from None
 
 
+def is_exact(obj: object) -> bool:
+    """Whether `encode` keeps an object that holds no others without pickling it: numbers, arrays, dates, paths, enums."""
+    if type(obj) in _ATOMS:
+        return True
+    how = _kind_of(obj)
+    return how is not None and how != _TENSOR and how.take(obj) is not None
+
+
 class _NoSuchPart(KeyError):
     """Told apart from the KeyErrors that damaged bytes lead to."""
 
@@ -227,15 +235,26 @@ def _make_datetime(text: str, fold: int, zone: datetime.timezone | None) -> date
     return datetime.datetime.fromisoformat(text).replace(fold=fold, tzinfo=zone)
 
 
+def _of(kind: type, make: Callable[..., Any]) -> Callable[..., Any]:
+    """``make`` of what the blob itself holds: out of a range, or a number, it could make as much as it likes."""
+
+    def checked(part: Any, *more: Any) -> Any:
+        if type(part) is not kind:
+            raise CorruptDataError(f"a {type(part).__name__} where a {kind.__name__} is due")
+        return make(part, *more)
+
+    return checked
+
+
 _KINDS: dict[type, _Kind] = {
     complex: _Kind(8, lambda o: (o.real, o.imag), complex),
-    bytearray: _Kind(9, lambda o: (bytes(o),), bytearray),
-    tuple: _Kind(10, lambda o: (list(o),), tuple),
-    set: _Kind(11, lambda o: (list(o),), set),
-    frozenset: _Kind(12, lambda o: (list(o),), frozenset),
-    deque: _Kind(13, lambda o: (list(o), o.maxlen), deque),
-    OrderedDict: _Kind(14, lambda o: (dict(o),), OrderedDict),
-    Counter: _Kind(15, lambda o: (dict(o),), Counter),
+    bytearray: _Kind(9, lambda o: (bytes(o),), _of(bytes, bytearray)),
+    tuple: _Kind(10, lambda o: (list(o),), _of(list, tuple)),
+    set: _Kind(11, lambda o: (list(o),), _of(list, set)),
+    frozenset: _Kind(12, lambda o: (list(o),), _of(list, frozenset)),
+    deque: _Kind(13, lambda o: (list(o), o.maxlen), _of(list, deque)),
+    OrderedDict: _Kind(14, lambda o: (dict(o),), _of(dict, OrderedDict)),
+    Counter: _Kind(15, lambda o: (dict(o),), _of(dict, Counter)),
     defaultdict: _Kind(16, _take_defaultdict, lambda name, items: defaultdict(_FACTORIES[name], items)),
     range: _Kind(17, lambda o: (o.start, o.stop, o.step), range),
     slice: _Kind(18, lambda o: (o.start, o.stop, o.step), slice),
@@ -243,7 +262,7 @@ _KINDS: dict[type, _Kind] = {
     datetime.date: _Kind(20, lambda o: (o.toordinal(),), datetime.date.fromordinal),
     datetime.timedelta: _Kind(21, lambda o: (o.days, o.seconds, o.microseconds), datetime.timedelta),
     datetime.timezone: _Kind(22, lambda o: o.__getinitargs__(), datetime.timezone),
-    torch.Size: _Kind(23, lambda o: (list(o),), torch.Size),
+    torch.Size: _Kind(23, lambda o: (list(o),), _of(list, torch.Size)),
     torch.dtype: _Kind(24, lambda o: (str(o).removeprefix("torch."),), lambda name: _dtype(name)),
     torch.device: _Kind(25, lambda o: (str(o),), torch.device),
 }
@@ -294,7 +313,7 @@ def _take_array(obj: Any) -> tuple[Any, ...] | None:
 
 def _make_array(dtype: str, shape: list[int], order: Any, raw: bytes) -> Any:
     kind = np.dtype(dtype)
-    if kind.kind not in "biufcSUmM" or math.prod(shape) * kind.itemsize != len(raw):
+    if kind.kind not in "biufcSUmM" or not _are_sizes(shape) or math.prod(shape) * kind.itemsize != len(raw):
         raise CorruptDataError(f"an array of {shape} {dtype} in {len(raw)} bytes")
     return np.ndarray(shape, kind, bytearray(raw), order=order).copy(order)
 
@@ -320,7 +339,7 @@ def _take_tensor(obj: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 def _make_tensor(name: str, shape: list[int], stride: list[int], device: str, grad: bool, parameter: bool, raw: bytes) -> torch.Tensor:
-    dtype, numel = _dtype(name), math.prod(shape)
+    dtype, numel = _dtype(name), math.prod(shape) if _are_sizes(shape) and _are_sizes(stride) else -1
     if numel * dtype.itemsize != len(raw) or (numel and _extent(shape, stride) != numel):
         raise CorruptDataError(f"a tensor of {shape} {name} with strides {stride} in {len(raw)} bytes")
     out = torch.empty_strided(shape, stride, dtype=dtype)
@@ -329,6 +348,11 @@ def _make_tensor(name: str, shape: list[int], stride: list[int], device: str, gr
     if device != "cpu" and (accelerator := torch.accelerator.current_accelerator()) and accelerator.type == device:
         out = out.to(torch.device(device, torch.accelerator.current_device_index()))
     return torch.nn.Parameter(out, grad) if parameter else out.requires_grad_(grad)
+
+
+def _are_sizes(values: Any) -> bool:
+    """Whether these are plain numbers: products of anything else may be as large as they like."""
+    return type(values) is list and all(type(value) is int for value in values)
 
 
 def _extent(shape: Iterable[int], stride: Iterable[int]) -> int:

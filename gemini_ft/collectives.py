@@ -253,8 +253,10 @@ class _Watch:
         with self._condition:
             self._works.append((flight, work))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="gemini-collectives", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="gemini-collectives", daemon=True)
+                with contextlib.suppress(RuntimeError):  # no thread can be started: perhaps at the next collective
+                    thread.start()
+                    self._thread = thread
             self._condition.notify()
 
     def close(self) -> None:

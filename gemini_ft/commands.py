@@ -5,20 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
-from gemini_ft.storage.base import Storage, open_storage
-from gemini_ft.storage.checkpoints import Manifest, examine
+from gemini_ft.hosts import host_id
+from gemini_ft.storage.base import Storage, open_existing
+from gemini_ft.storage.checkpoints import Manifest, examine, list_checkpoints
 from gemini_ft.storage.shard import StoredShard
 from gemini_ft.versions import Version
 from gemini_ft.visits import Remembered, remembered
 
 Row = tuple[str, ...]
+_STATE = 6  # column of a row
+_WRONG = ("damaged", "unreadable")  # how states begin that --verify exits with 1 for
 
 
 def agent(arguments: Sequence[str]) -> int:
@@ -55,7 +60,8 @@ def checkpoints(arguments: Sequence[str]) -> int:
     """``gemini checkpoints [URL]``: what there is in storage and in the memory of this machine's agents."""
     description = """List checkpoints, newest first: those in storage, and those in the memory of this machine's agents.
 
-state: whole; whole, newest: what a job would resume; else what is wrong with it."""
+state: whole; whole, newest: what a job would resume; else what is wrong with it. The exit status is 1 where --verify finds
+something that is damaged or cannot be read."""
     parser = argparse.ArgumentParser(
         prog="gemini checkpoints", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -67,29 +73,35 @@ state: whole; whole, newest: what a job would resume; else what is wrong with it
     settings = load_config().storage if options.url is None else None
     url = options.url or (settings.url if settings is not None else None)
     rows = [row for memory in remembered(options.run_id) for row in _in_memory(memory)]
-    failure: StorageError | None = None
+    failure: StorageError | ConfigError | None = None
+    stored: list[Row] = []
     if url is not None:
-        endpoint = options.endpoint_url or (settings.endpoint_url if settings is not None else None)
+        reopen = partial(open_existing, url, options.endpoint_url or (settings.endpoint_url if settings is not None else None))
         try:
-            rows += _in_storage(open_storage(url, endpoint), options.run_id, options.verify)
-        except StorageError as error:  # what is in memory is worth knowing all the more
+            stored += _in_storage(reopen, options.run_id, options.verify)
+        except (StorageError, ConfigError) as error:  # what is in memory is worth knowing all the more
             failure = error
+    rows += stored
     head = ("run", "stream", "step", "age", "bytes", "ranks", "state", "where")
     if rows or failure is None:
         print(table([head, *rows]) if rows else f"no checkpoints in {url or 'memory; give the URL of a storage to look there'}")
     if failure is not None:
         raise failure
-    return 0
+    return int(options.verify and any(row[_STATE].startswith(_WRONG) for row in stored))
 
 
-def _in_storage(storage: Storage, run: str | None, verify: bool) -> Iterator[Row]:
+def _in_storage(reopen: Callable[[], Storage], run: str | None, verify: bool) -> Iterator[Row]:
+    storage = reopen()
     newest: dict[tuple[str, str], bool] = {}  # line -> whether its newest whole checkpoint has been listed
     for info, manifest, reason in examine(storage, run):
         line = (info.run, info.stream)
+        if not reason and verify and manifest is not None and (reason := _damage(storage, manifest)):
+            reason = _damage(reopen(), manifest)  # on another connection before it is believed
+        if reason.startswith(_WRONG) and info not in list_checkpoints(storage, info.run, info.stream):
+            reason = "deleted meanwhile"
         if manifest is None:
             yield (*line, str(info.iteration), "?", "?", "?", reason, storage.url)
             continue
-        reason = reason or (_damage(storage, manifest) if verify else "")
         state = reason or ("whole" if newest.get(line) else "whole, newest")
         newest[line] = newest.get(line, False) or not reason
         size = sum(record.nbytes for record in manifest.shards.values())
@@ -103,6 +115,8 @@ def _damage(storage: Storage, manifest: Manifest) -> str:
             StoredShard(storage, record).verify()
         except CorruptDataError:
             return f"damaged: {record.key.rpartition('/')[2]} does not match its checksum"
+        except StorageError as error:
+            return f"unreadable: {error}"
     return ""
 
 
@@ -134,7 +148,7 @@ def _age(seconds: float) -> str:
 def _with_run(name: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"gemini {name}", description=description)
     parser.add_argument("--run-id", default=os.environ.get("GEMINI_RUN_ID"), help="run id (default: GEMINI_RUN_ID)")
-    parser.add_argument("--host", default=lifecycle.host_id(), help="host id (default: GEMINI_HOST_ID, or this machine's)")
+    parser.add_argument("--host", default=host_id(), help="host id (default: GEMINI_HOST_ID, or this machine's)")
     return parser
 
 
@@ -187,6 +201,8 @@ def _describe_storage(storage: dict[str, Any]) -> list[str]:
     if storage["uploading"]:
         left = "" if storage["seconds_left"] is None else f", {storage['seconds_left']:.0f} s left"
         lines.append(f"    uploading {storage['uploading']}: {storage['done_bytes']:,} of {storage['total_bytes']:,} bytes{left}")
+    if storage["stored"] is not None:
+        lines.append(f"    stored: iteration {storage['stored']}, {_age(time.time() - storage['stored_at'])} ago")
     if storage["failing_since"]:
         since = datetime.fromtimestamp(storage["failing_since"]).astimezone()
         lines.append(f"    storage fails since {since:%Y-%m-%d %H:%M:%S}: {storage['error']}")

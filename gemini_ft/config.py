@@ -46,6 +46,10 @@ def _interval(value: object) -> object:
     return steps
 
 
+def _patterns(value: object) -> object:
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
@@ -58,9 +62,11 @@ class StorageConfig(_Model):
     every_seconds: float | None = Field(None, gt=0, description="Upload at least this often, in seconds.")
     keep_last: int = Field(2, ge=1, description="Newest checkpoints to keep.")
     keep_every: int | None = Field(None, gt=0, description="Also keep every checkpoint whose step divides by this.")
-    required: bool = Field(True, description="Whether unusable storage at start-up is an error instead of a warning.")
+    required: bool = Field(True, description="Whether storage that cannot be written at the start is an error, unless memory is whole; false: a warning. In both cases nothing is begun while storage cannot tell what there is.")
     endpoint_url: str | None = Field(None, description="Endpoint of an S3-compatible store; default: boto3's own choice.")
     max_bandwidth: Bytes | None = Field(None, description="Bytes per second that one host's uploads to S3 may take.")
+    patience: float = Field(300.0, ge=0, description="Seconds to wait for storage that cannot say what there is to resume, and at the end of the job for the last upload.")
+    history: str | None = Field(None, description="Which history to resume (its first incarnation, 1-0a1b2c3d) where storage has several that do not descend from each other.")
     trust_pickle: bool = Field(False, description="Whether pickled objects found in storage may be loaded.")
 
     @model_validator(mode="after")
@@ -70,14 +76,6 @@ class StorageConfig(_Model):
         if self.every_steps is None and self.every_seconds is None:
             raise ValueError("storage needs every_steps or every_seconds, otherwise nothing is ever uploaded")
         return self
-
-
-class TlsConfig(_Model):
-    """Mutual TLS between agents, in place of clear bytes behind a challenge-response."""
-
-    certificate: Path = Field(description="PEM file with this host's certificate chain.")
-    key: Path = Field(description="PEM file with this host's private key.")
-    authority: Path = Field(description="PEM file with the authority that signed all hosts' certificates.")
 
 
 class TrafficConfig(_Model):
@@ -114,19 +112,23 @@ class GeminiConfig(_Model):
     interval: Annotated[int | Literal["auto"], BeforeValidator(_interval)] = Field("auto", description="Take a snapshot every this many optimizer steps; auto: every step, or as often as the idle network can carry.")
     storage: StorageConfig | None = Field(None, description="The slow tier, for when every copy in memory is gone.")
     run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=64, description="Name of the run (letters, digits and . _ -); default: a hash of uid, working directory and command.")
-    resume: Literal["auto", "never", "require"] = Field("auto", description="Whether to resume from what exists.")
+    resume: Literal["auto", "never", "require", "found"] = Field("auto", description="Whether to resume from what exists; found: from what can be found, be it older than what was reported as stored.")
     memory_limit: Bytes | None = Field(None, description="Most bytes one host's agent may hold; default: 60 % of the memory available to it.")
     interface: str | None = Field(None, description="Network for replicas: interface name or CIDR; default: the route to the master.")
     port_range: tuple[int, int] | None = Field(None, description="First and last TCP port agents may listen on; default: any.")
     domain: str | None = Field(None, description="Failure domain of this host, for example its rack.")
     secret_file: Path | None = Field(None, description="File (mode 0600) with the run secret.")
-    tls: TlsConfig | None = Field(None, description="Mutual TLS between agents.")
+    encrypt: bool = Field(False, description="Encrypt replicas between hosts; without it they are sealed against changes and can be read on the wire.")
     on_late: Literal["skip", "wait"] | None = Field(None, description="What to do when the previous snapshot is still uncommitted at the next update; default: wait where interval is a number, else skip.")
+    copy_when: Literal["auto", "background", "at_step"] = Field("auto", description="Copy the state beside the next forward pass (background), or at once when a step ends (at_step), for loops that write it in forward; auto: at_step from when such a write has been found.")
     verify: bool = Field(False, description="Compare each copy with the live state just before the next update.")
+    ignore: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = Field((), description="Names in the census (`gemini run --explain`) that are not captured because the script sees to them; patterns as for files, separated by commas.")
     chunk_bytes: Bytes = Field(8 * 2**20, description="Bytes that travel to a peer at a time.")
     traffic: TrafficConfig = Field(DEFAULT_TRAFFIC, description="How replicas travel beside the training's own traffic.")
     timeout: float = Field(60.0, gt=0, description="Seconds to wait for an agent or a peer before an error names it.")
     replica_timeout: float = Field(30.0, gt=0, description="Seconds after which a holder that has not acknowledged is left out of the commit.")
+    agent_timeout: float = Field(10.0, ge=0, description="Seconds without an answer until a host's agent is killed and started anew with its memory; 0 = never.")
+    start_timeout: float = Field(1800.0, ge=0, description="Seconds without progress until local workers are killed that join, restore or make their first three steps; 0 = never.")
     hang_timeout: float | None = Field(None, ge=0, description="Seconds without progress until local workers are killed; 0 = never; default: the greater of 300 s and 10 median steps.")
     linger: float = Field(1800.0, ge=0, description="Seconds an agent keeps its memory after the job has crashed.")
     max_retries: int = Field(3, ge=1, description="Failures without progress after which a snapshot is given up for an older one.")
@@ -147,6 +149,8 @@ class GeminiConfig(_Model):
             raise ValueError(f"port_range={self.port_range} must be (first, last) with 0 < first <= last < 65536")
         if self.chunk_bytes % 64:
             raise ValueError(f"chunk_bytes={self.chunk_bytes} must be a multiple of 64, so that no element is cut")
+        if self.encrypt and self.traffic.transport == "collective":
+            raise ValueError("encrypt=True with traffic.transport='collective': process groups encrypt nothing; choose traffic.transport='tcp'")
         return self
 
 
@@ -191,7 +195,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return out
 
 
-_SECTIONS: dict[str, type[BaseModel]] = {"storage": StorageConfig, "tls": TlsConfig, "traffic": TrafficConfig}
+_SECTIONS: dict[str, type[BaseModel]] = {"storage": StorageConfig, "traffic": TrafficConfig}
 
 
 def _explain(error: ValidationError) -> str:

@@ -4,15 +4,14 @@ A shard holds the elements of a piece in logical (row-major) order. A contiguous
 view for that; of any other (channels_last, transposed, strided) a range of elements is cut into a few
 rectangular views that have the same order, so that no staging copy is needed either way.
 
-    copies = plan_copies(sources, layout)          once per layout
-    targets = targets_of(copies, slot)             once per slot
-    run_copies(copies, targets)                    every step, from any thread
+    copies = plan_copies(sources, layout)          once per layout; `gemini_ft.copyplan` carries them out
+    copy_into(tensor, start, stop, source)         at a restore
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -69,32 +68,6 @@ def plan_copies(sources: Iterable[Source], layout: Layout, limit: int | None = N
             copies.append(Copy(piece.name, view, offset, nbytes, source.mutable))
             offset += nbytes
     return copies
-
-
-def targets_of(copies: Iterable[Copy], slot: torch.Tensor) -> list[torch.Tensor]:
-    """Views of ``slot`` (uint8, one dimension, begins at byte 0 of the shard), one for each copy, of the same dtype and shape."""
-    return [_shaped(slot[copy.offset : copy.offset + copy.nbytes], copy.view) for copy in copies]
-
-
-def run_copies(copies: Sequence[Copy], targets: Sequence[torch.Tensor], non_blocking: bool = False) -> None:
-    """Copy every view to its target, with the GIL released throughout.
-
-    With CUDA sources and pinned targets, ``non_blocking`` queues the copies on the current stream.
-    """
-    if copies:
-        with torch.no_grad():
-            # One call for all: half the time of a loop over copy_, and no fight for the GIL in between.
-            torch._foreach_copy_(list(targets), [copy.view for copy in copies], non_blocking=non_blocking)
-
-
-def copy_out(source: torch.Tensor, start: int, stop: int, target: Memory) -> None:
-    """Write elements ``start:stop`` of a live tensor to ``target``: writable memory, or a flat uint8 tensor, of that many bytes."""
-    memory, at = as_bytes(target), 0
-    with torch.no_grad():
-        for view in _views(source, start, stop, None):
-            part = memory[at : at + view.numel() * view.itemsize]
-            _shaped(part, view).copy_(view)
-            at += part.numel()
 
 
 def copy_into(destination: torch.Tensor, start: int, stop: int, source: Memory) -> None:

@@ -13,7 +13,9 @@ import torch
 
 from gemini_ft.agent.memory import keep_from_children, populate
 from gemini_ft.copies import Copy, plan_copies
+from gemini_ft.errors import MemoryBudgetError
 from gemini_ft.layout import Layout
+from gemini_ft.messages import Reserved
 from gemini_ft.sources import Source
 
 _libc = ctypes.CDLL(None)
@@ -75,6 +77,26 @@ class Slot:
         os.close(self.fd)  # it alone would keep the memory; the mapping goes when the last tensor view of it does
 
 
+def map_slots(fds: Sequence[int], reserved: Reserved, pinned: bool) -> list[Slot]:
+    """Map all slots that the agent has handed over, or none; the descriptors are this function's.
+
+    Raises:
+        MemoryBudgetError: the kernel, or the CUDA driver, gives no memory for that.
+    """
+    mapped: list[Slot] = []
+    try:
+        for fd in fds:
+            mapped.append(Slot(fd, reserved.data_offset, reserved.capacity, pinned))
+    except (OSError, RuntimeError) as error:
+        for slot in mapped:
+            slot.close()
+        for fd in fds[len(mapped) :]:
+            os.close(fd)
+        what = f"{len(fds)} slots of {reserved.capacity:,} bytes"
+        raise MemoryBudgetError(f"this worker cannot map {what} ({error}); see `ulimit -v`, `ulimit -l` and the control group's") from None
+    return mapped
+
+
 def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
@@ -84,15 +106,22 @@ class CopyPlan:
 
     There is one batch of copies per chunk. A copy that crosses the end of a chunk belongs to the batch in which it begins,
     so a chunk is whole when its own batch and all before it have been laid down.
+
+    Args:
+        sources: this rank's tensors.
+        layout: where they go.
+        chunk_bytes: see `gemini_ft.config.GeminiConfig`.
+        at_step: copy everything at once when the step ends, into memory of this process; from there it goes to the slot.
     """
 
-    def __init__(self, sources: Sequence[Source], layout: Layout, chunk_bytes: int) -> None:
+    def __init__(self, sources: Sequence[Source], layout: Layout, chunk_bytes: int, at_step: bool = False) -> None:
         self.sources = sources  # kept alive: their addresses are in the plan
         self.nbytes, self.chunk_bytes = layout.nbytes, chunk_bytes
         copies = plan_copies(sources, layout, chunk_bytes)
-        self.device = next((copy.view.device for copy in copies if copy.view.is_cuda), None)
-        self.background = [copy for copy in copies if not copy.mutable]
-        self._mutable = [copy for copy in copies if copy.mutable]
+        self.device = None if at_step else next((copy.view.device for copy in copies if copy.view.is_cuda), None)
+        self._all = copies
+        self.background = [] if at_step else [copy for copy in copies if not copy.mutable]
+        self._mutable = copies if at_step else [copy for copy in copies if copy.mutable]
         self._staged = [torch.empty_like(copy.view, device="cpu", memory_format=torch.contiguous_format) for copy in self._mutable]
         staged = {id(copy): target for copy, target in zip(self._mutable, self._staged, strict=True)}
         moves = [(copy.offset, staged.get(id(copy), copy.view)) for copy in copies]
@@ -105,6 +134,13 @@ class CopyPlan:
     def marks(self) -> list[tuple[int, int]]:
         """Version counter and address of every tensor that is copied in the background."""
         return [(_version(copy.view), copy.view.data_ptr()) for copy in self.background]
+
+    def all_marks(self) -> dict[str, list[tuple[int, int]]]:
+        """Name -> version counters and addresses, of every tensor that is captured."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for copy in self._all:
+            found.setdefault(copy.name, []).append((_version(copy.view), copy.view.data_ptr()))
+        return found
 
     def stage(self) -> None:
         """Copy what may change before the next update."""
@@ -119,15 +155,20 @@ class CopyPlan:
 
 def _batch(moves: Sequence[tuple[int, torch.Tensor]], start: int, stop: int) -> Batch:
     mine = [(offset, source) for offset, source in moves if start <= offset < stop]
-    is_large = [source.nbytes >= _LARGE and source.is_contiguous() and not source.is_cuda for _, source in mine]
+    is_large = [source.nbytes >= _LARGE and _is_plain_memory(source) for _, source in mine]
     small = [move for move, large in zip(mine, is_large, strict=True) if not large]
     return Batch(small, [move for move, large in zip(mine, is_large, strict=True) if large])
+
+
+def _is_plain_memory(source: torch.Tensor) -> bool:
+    """Whether the bytes at its address are its values in order: a view may conjugate or negate what lies there."""
+    return source.is_contiguous() and not source.is_cuda and not source.is_conj() and not source.is_neg()
 
 
 def same_bytes(slot: Slot, copy: Copy) -> bool:
     """Whether the slot holds what is live now; bytes, not values: NaN equals itself."""
     copied = slot.tensor[copy.offset : copy.offset + copy.nbytes]
-    live = copy.view.cpu().contiguous().view(-1).view(torch.uint8)
+    live = copy.view.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     return bool(torch.equal(copied, live))
 
 

@@ -17,7 +17,9 @@
     │   └── SupersededError       this worker belongs to an older incarnation of the job
     ├── PeerError                 another host's agent is gone, refuses, or does not answer
     └── StorageError              the slow tier cannot be read or written
-        └── ObjectGoneError       what was listed is not there any more
+        ├── FormatError           what lies there is sound, and of a format that this version does not read
+        ├── ObjectGoneError       what was listed is not there any more
+        └── StorageUnclearError   what there is to resume cannot be told now; nothing has been begun
 
 A message says what was given, what is allowed, and the way out.
 """
@@ -95,3 +97,13 @@ class StorageError(GeminiError):
 
 class ObjectGoneError(StorageError):
     """An object that was listed is not there any more, because retention or somebody else has deleted it."""
+
+
+class FormatError(StorageError):
+    """An object is sound, and of a format that this version of gemini_ft does not read."""
+
+
+class StorageUnclearError(StorageError):
+    """Storage does not say now what there is to resume, and memory does not have it; the job must not begin without it."""
+
+    exit_status = 74  # of a worker of `gemini run`, and of `gemini run` itself, which does not try again: EX_IOERR

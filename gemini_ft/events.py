@@ -14,11 +14,15 @@ system's clock), ``pid``, ``host``, ``rank`` and ``stream``, and besides:
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import time
 from pathlib import Path
 from typing import Any
+
+_log = logging.getLogger("gemini_ft")
 
 
 class EventLog:
@@ -26,6 +30,7 @@ class EventLog:
 
     def __init__(self, **who: Any) -> None:
         path = os.environ.get("GEMINI_EVENTS")
+        self._torn, self._lost = False, 0  # whether the last line is there in part only; lines that are not there at all
         self._who = {"pid": os.getpid(), **who}
         # Appending is atomic: the lines of several processes do not mix.
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644) if path else -1
@@ -34,7 +39,16 @@ class EventLog:
         """Append one line."""
         if self._fd >= 0:
             line = {"event": event, "at": time.time(), **self._who, **facts}
-            os.write(self._fd, (json.dumps(line) + "\n").encode())
+            data = (json.dumps(line) + "\n").encode()
+            try:
+                written = os.write(self._fd, b"\n" + data if self._torn else data)
+                self._torn = written < len(data) + self._torn
+            except OSError as error:  # a full disk costs events, and no step
+                self._lost += 1
+                if self._lost == 1:
+                    _log.warning(
+                        "events are lost: GEMINI_EVENTS=%s cannot be written (%s)", os.environ.get("GEMINI_EVENTS"), error.strerror
+                    )
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -48,4 +62,8 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
         text = Path(path).read_text()
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    found = []
+    for line in text[: text.rfind("\n") + 1].splitlines():
+        with contextlib.suppress(ValueError):  # the disk was full in the middle of it
+            found.append(json.loads(line))
+    return found

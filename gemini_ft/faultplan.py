@@ -32,6 +32,7 @@ HOST_KINDS = {
     "storage_full": "the file system of storage.url is filled (until=STEP: and freed again)",
 }
 KINDS = RANK_KINDS | HOST_KINDS
+OCCURRENCE = re.compile(r"\d+-[0-9a-f]{8}(-\d+)?")  # all that `Fault.occurrence` can return
 
 MOMENTS = {
     "end_of_step": "the step is computed, its snapshot not yet begun",

@@ -13,7 +13,8 @@ A fault says what, who and when (`gemini_ft.faultplan` has all words):
 
 A fault happens once in a run, although the job restarts and comes to its step again: what has happened is kept in files
 (GEMINI_FAULTS_DIR, by default a folder of this user and run under the temporary directory), and the ranks tell each other
-when they come together, so that a host that joins later knows too. A run that starts from the beginning forgets.
+when they come together, so that a host that joins later knows too. A run that starts from the beginning removes these files;
+whatever else lies in the folder stays.
 
 A training loop of your own around the Checkpointer needs nothing more; ``at_step`` is for integrations.
 """
@@ -25,7 +26,8 @@ import logging
 import os
 import shutil
 import signal
-import tempfile
+import threading
+import time
 import urllib.parse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -38,8 +40,9 @@ from gemini_ft.agent.client import AgentClient
 from gemini_ft.config import parse_bytes
 from gemini_ft.errors import AgentError, ConfigError
 from gemini_ft.events import EventLog
-from gemini_ft.faultplan import Fault, World, parse
+from gemini_ft.faultplan import OCCURRENCE, Fault, World, parse
 from gemini_ft.messages import Inject
+from gemini_ft.private import runtime_folder
 
 __all__ = ["Fault", "InjectedFault", "at_step", "from_environment"]
 
@@ -146,7 +149,7 @@ def arm(orders: Orders, scene: Scene) -> None:
             _check_room(scene.storage)
     folder, happened = _folder(scene.run), set(orders.happened)
     if not (scene.has_past or orders.restarted):
-        shutil.rmtree(folder, ignore_errors=True)
+        _forget(folder)
         happened.clear()
     if scene.rank == 0:
         _log.warning("fault injection: %s", "; ".join(f.text for f in faults if f.name not in happened) or "all has happened")
@@ -160,11 +163,18 @@ _drill: Drill | None = None
 
 def _folder(run: str) -> Path:
     chosen = os.environ.get("GEMINI_FAULTS_DIR")
-    return Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"gemini-ft-{os.getuid()}" / f"faults-{run}"
+    return Path(chosen) if chosen else runtime_folder() / f"faults-{run}"
 
 
 def _files(folder: Path) -> Iterable[Path]:
     return folder.iterdir() if folder.is_dir() else ()
+
+
+def _forget(folder: Path) -> None:
+    """Remove what earlier runs have noted; the folder is the user's, so everything else in it stays."""
+    for path in _files(folder):
+        if OCCURRENCE.fullmatch(path.name) and (path.is_file() or path.is_symlink()):
+            path.unlink(missing_ok=True)  # another rank of this host may have been quicker
 
 
 # -- at a moment ----------------------------------------------------------------------------------
@@ -225,7 +235,9 @@ def _do(fault: Fault, scene: Scene) -> None:
         case "sigkill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "sigstop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            while True:  # the agent lets a hanging worker go on for a moment, to write down its stacks
+                os.kill(os.getpid(), signal.SIGSTOP)
+                time.sleep(0.1)
         case "exception":
             raise InjectedFault(fault.text)
         case "exit":
@@ -244,11 +256,19 @@ def _do(fault: Fault, scene: Scene) -> None:
 
 
 def _kill_host(agent: int) -> None:
-    """The launcher goes first: it must not see its workers die, nor say goodbye for them. This process goes last."""
+    """The launcher must not see its workers die, nor say goodbye for them; this process goes last.
+
+    A host that dies tells nobody: no worker may live to hear the SIGTERM that follows its launcher's death, of which Lightning's
+    rank 0 would tell all others.
+    """
     own, launcher = os.getpid(), _launcher()
     family = [child.pid for child in launcher.children(recursive=True)] if launcher is not None else []
-    _kill([launcher.pid] if launcher is not None else [])
-    _kill([agent, *(pid for pid in family if pid != own), own])
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    launchers = [launcher.pid] if launcher is not None else []
+    _kill(launchers, signal.SIGSTOP)
+    _kill(pid for pid in family if pid != own)
+    _kill([*launchers, agent, own])
 
 
 def _fill(path: Path) -> None:
@@ -270,10 +290,10 @@ def _launcher() -> psutil.Process | None:
     return None
 
 
-def _kill(pids: Iterable[int]) -> None:
+def _kill(pids: Iterable[int], signum: int = signal.SIGKILL) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signum)
 
 
 def _storage_folder(url: str | None) -> Path:

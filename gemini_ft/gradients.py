@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
+from gemini_ft.census import Fate, Finding, declare
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
 from gemini_ft.layout import PER_RANK, Layout, Read, TensorSpec
 from gemini_ft.messages import Figures, Message
@@ -25,6 +27,7 @@ from gemini_ft.sources import Live, Role, Source, describe, split_state_name, st
 from gemini_ft.state import Extras
 from gemini_ft.training_state import TrainingState
 
+_PIPELINE = declare("what a gradient pipeline remembers", Fate.CAPTURED, "residuals, momenta, factors, plans and counters of each rank")
 KEY = "gradients"  # begins the names of tensors; of the rest in the extras
 _PREFIX = f"{KEY}."
 _Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype, torch.device]
@@ -55,6 +58,46 @@ class GradientState(Protocol):
         the elements that travelled), both from 0 to 1. Others are shown by their names.
         """
         ...
+
+
+_announced: list[tuple[weakref.ref[Any], list[weakref.ref[torch.Tensor]]]] = []  # in the order of announcement
+
+
+def announce(gradients: GradientState, parameters: Iterable[torch.Tensor]) -> None:
+    """Let a `gemini_ft.Checkpointer` of these parameters' model find what synchronises their gradients."""
+    _announced.append((weakref.ref(gradients), [weakref.ref(param) for param in parameters]))
+
+
+def withdraw(gradients: GradientState) -> None:
+    """It synchronises them no more."""
+    _announced[:] = [each for each in _announced if each[0]() is not None and each[0]() is not gradients]
+
+
+def announced(parameters: Iterable[torch.Tensor]) -> GradientState | None:
+    """The synchronizer of any of these parameters' gradients: several as one, None if nothing does."""
+    if not _announced:
+        return None
+    known = {id(param) for param in parameters}
+    found = [gradients() for gradients, refs in _announced if any(id(ref()) in known for ref in refs)]
+    alive = [gradients for gradients in found if gradients is not None]
+    return alive[0] if len(alive) == 1 else _Several(alive) if alive else None
+
+
+class _Several:
+    """The states of several synchronizers, in the order in which they were made."""
+
+    def __init__(self, inner: Sequence[GradientState]) -> None:
+        self._inner = {str(number): each for number, each in enumerate(inner)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {number: each.state_dict() for number, each in self._inner.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for number, each in self._inner.items():
+            each.load_state_dict(state[number])
+
+    def summary(self) -> Mapping[str, Mapping[str, float]]:
+        return {f"{number}, {rule}": figures for number, each in self._inner.items() for rule, figures in each.summary().items()}
 
 
 class WithGradients:
@@ -94,6 +137,13 @@ class WithGradients:
     def check(self, extras: Extras) -> None:
         check_presence(extras, attached=True)
         self._inner.check(extras)
+
+    def findings(self) -> Iterable[Finding]:
+        live = [item for item in self.survey() if is_gradient(item.name)]
+        return [*self._inner.findings(), _PIPELINE.found(KEY, sum(item.tensor.nbytes for item in live))]
+
+    def structure(self) -> object:
+        return self._inner.structure()
 
     def destinations(self, stored: Iterable[TensorSpec], rank: int, world_size: int) -> list[Source]:
         specs = list(stored)

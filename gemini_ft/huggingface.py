@@ -21,19 +21,22 @@ import functools
 import inspect
 import json
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
+import transformers.trainer
 from transformers import Trainer, TrainerCallback
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from transformers.trainer import _is_peft_model
 from transformers.trainer_callback import ExportableState
 
+from gemini_ft.census import Finding
 from gemini_ft.errors import ConfigError
+from gemini_ft.fates import TRAINER, TRAINER_DATA
 from gemini_ft.rng import rng_state, set_rng_state
 
 __all__ = ["GeminiCallback"]
@@ -151,7 +154,8 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         if in_the_middle:
             self._steps_before -= named["steps_trained_in_current_epoch"] // accumulated
         self._epoch, self._epoch_rng = epoch, rng_state()
-        run(**named)
+        with _telling_the_whole_loader() if in_the_middle else nullcontext():
+            run(**named)
         if trainer.control.should_training_stop or epoch + 1 >= trainer.state.num_train_epochs:
             self._save(finished=True)
             self._protection.checkpointer.wait_before_update()  # what follows may load the best model
@@ -226,7 +230,46 @@ def _protect(trainer: Any) -> Any:
         return None
     protection = attach(engine).gemini  # under `gemini run` it is already
     protection.deferred = True
+    protection.checkpointer.census.register("transformers' Trainer", lambda: _findings(trainer))
     return protection
+
+
+@contextmanager
+def _telling_the_whole_loader() -> Iterator[None]:
+    """The loader of the rest of an epoch, which the Trainer makes, passes the epoch on to the one that it is the rest of.
+
+    Told itself, it would miss samplers and datasets that lie one level deeper in it, or tell a dataset that is not told otherwise.
+    """
+    skip = transformers.trainer.skip_first_batches
+
+    def rest_of(loader: Any, num_batches: int = 0) -> Any:
+        rest = skip(loader, num_batches)
+
+        def set_epoch(epoch: int) -> None:
+            rest.iteration = epoch
+            batch_sampler = getattr(loader, "batch_sampler", None)
+            for part in (loader, getattr(batch_sampler, "batch_sampler", None)):  # as the Trainer does for a whole epoch
+                if part is not None and hasattr(part, "set_epoch"):
+                    part.set_epoch(epoch)
+
+        rest.set_epoch = set_epoch
+        return rest
+
+    transformers.trainer.skip_first_batches = rest_of
+    try:
+        yield
+    finally:
+        transformers.trainer.skip_first_batches = skip
+
+
+def _findings(trainer: Any) -> Iterator[Finding]:
+    """Census entries for state that transformers' Trainer holds outside the DeepSpeed engine."""
+    yield TRAINER.found("trainer")
+    yield from (TRAINER.found(f"callbacks.{name}") for name, _ in _with_state(trainer))
+    for callback in trainer.callback_handler.callbacks:
+        if not isinstance(callback, ExportableState | GeminiCallback) and vars(callback):
+            yield TRAINER_DATA.found(f"callbacks.{type(callback).__name__}")
+    yield TRAINER_DATA.found("train_dataset", note=f"a {type(trainer.train_dataset).__name__}")
 
 
 def _with_state(trainer: Any) -> list[tuple[str, Any]]:
@@ -251,6 +294,8 @@ def _extend_trainer() -> None:
                 f"transformers {transformers.__version__} is not supported: Trainer.{name} is missing or takes other arguments; "
                 "install transformers>=5.23,<5.24"
             )
+    if not hasattr(transformers.trainer, "skip_first_batches"):
+        raise ConfigError(f"transformers {transformers.__version__} is not supported: its Trainer skips batches in another way")
     if hasattr(Trainer._run_epoch, "_gemini_original"):
         return
     prepare, run_epoch = (getattr(Trainer, name) for name in _SEAMS)

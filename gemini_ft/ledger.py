@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from gemini_ft.protocol import Completed, Report, Skipped
+from gemini_ft.protocol import NO_ROOTS, Completed, Report, Skipped
 from gemini_ft.versions import Version
 
 Pair = tuple[int, str]  # (owner, holding host)
@@ -22,6 +22,7 @@ class Commit:
     version: Version
     freeze: bool
     digest_at: int | None = None  # iteration from which ranks must add digests of their replicated state
+    roots: Mapping[int, str] = field(default_factory=dict)  # owner -> root of its shard: of its own copy, and of every other that counts
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,13 @@ class Ledger:
     ) -> None:
         self.holders = dict(holders)
         self.committed = committed
+        self.roots: Mapping[int, str] = NO_ROOTS  # of the committed version, where this ledger has seen it come about
         self.epoch = 0
         self.excluded: set[Pair] = set()
         self.uploading: Version | None = None
+        self.upload_error = ""  # of the last upload that is over, or could not begin
+        self.obstacle = ""  # why no upload may begin now
+        self._held_back: Version | None = None  # was due meanwhile
         self._timeout = replica_timeout
         self._cadence = cadence
         self._rounds: dict[Version, _Round] = {}
@@ -124,7 +129,7 @@ class Ledger:
     def report(self, report: Report, now: float) -> list[Decision]:
         """Take in what a host says, in the order in which it was said. Old news changes nothing."""
         if self.committed is not None and report.version <= self.committed:
-            return self._readmit(report)
+            return self._readmit(self._caught_up(report))
         if isinstance(report, Skipped):
             decisions = self._abort(report.version, f"rank {report.owner}: {report.reason}")
             return decisions + self._overtaken(report.owner, report.version)
@@ -134,7 +139,7 @@ class Ledger:
             return [Abort(report.version, self._aborted[report.version])] if self._is_own(report) else []
         current = self._rounds.setdefault(report.version, _Round())
         current.acks[report.owner, report.host] = report
-        decisions = self._readmit(report)
+        decisions = self._readmit(_agreeing(self.holders, current.acks))
         if self._is_own(report):
             decisions += self._overtaken(report.owner, report.version)
         return decisions + self._judge(report.version, current, now)
@@ -150,7 +155,7 @@ class Ledger:
         for version, current in sorted(self._rounds.items()):
             if current.own_copies_since is None or now - current.own_copies_since < self._timeout:
                 continue
-            missing = self._expected() - current.acks.keys()
+            missing = self._expected() - _agreeing(self.holders, current.acks)
             late = frozenset((owner, host) for owner, host in missing if self.holders[owner][0] not in absent)
             if not late and missing:
                 continue
@@ -158,17 +163,20 @@ class Ledger:
             return [*([self._epoch(late)] if late else []), *self._try_commit(version, now)]
         return []
 
-    def rejoin(self, committed: Version | None, now: float = 0.0) -> list[Decision]:
+    def rejoin(self, committed: Version | None, now: float = 0.0, roots: Mapping[int, str] = NO_ROOTS) -> list[Decision]:
         """A host speaks for the first time, or again: one of us may not have heard of the newest commit, or it of what was aborted.
 
-        Comes before that host's repeated reports.
+        Comes before that host's repeated reports. ``roots``: of what is held there of ``committed`` (`protocol.Host.heard_roots`).
         """
-        commits: list[Decision] = []
-        if committed != self.committed:
-            newest = max(version for version in (committed, self.committed) if version is not None)
-            if newest != self.committed:
-                self._close(newest)  # our own host may not know it either, after a restart of its agent
-            commits.append(Commit(newest, freeze=False, digest_at=self._digest_at(newest, now)))
+        before, commits = self.committed, list[Decision]()
+        newest = max((version for version in (committed, before) if version is not None), default=None)
+        if newest is not None and newest != before:
+            self._close(newest)  # our own host may not know it either, after a restart of its agent
+        lacks = committed == newest and any(not root and owner in self.roots for owner, root in roots.items())
+        if committed == newest:
+            self.roots = {owner: root for owner, root in roots.items() if root} | dict(self.roots)
+        if newest is not None and (lacks or not committed == before == newest):
+            commits.append(Commit(newest, False, self._digest_at(newest, now), self.roots))
         return commits + [Abort(version, reason) for version, reason in sorted(self._aborted.items())]
 
     # -- uploads
@@ -187,21 +195,41 @@ class Ledger:
         if version != self.uploading:
             return []
         self.uploading = None
+        self.upload_error = error
         return [Thaw(version, error)]
+
+    def unobstructed(self, now: float) -> list[Decision]:
+        """Uploads may begin again: with what was due meanwhile, where nothing newer is committed."""
+        self.obstacle = ""
+        version, self._held_back = self._held_back, None
+        if version is None or version != self.committed or self.uploading is not None:
+            return []
+        self._begin(version, now)
+        return [Commit(version, True, self._digest_at(version, now), self.roots)]
+
+    def upload_last(self) -> list[Decision]:
+        """The job has finished and its last upload has failed: upload what is committed, once more."""
+        if self.committed is None or self.uploading is not None or not self.upload_error or self.obstacle:
+            return []
+        self.uploading, self._records = self.committed, {}
+        return [Commit(self.committed, freeze=True)]
 
     # -- inside
 
     def _expected(self) -> set[Pair]:
         return {(owner, host) for owner, hosts in self.holders.items() for host in hosts} - self.excluded
 
-    def _readmit(self, report: Report) -> list[Decision]:
-        """A holder that was left out counts again once it has what is committed; a straggler's older copy is not enough."""
-        if isinstance(report, Skipped) or (self.committed is not None and report.version < self.committed):
+    def _caught_up(self, report: Report) -> set[Pair]:
+        """The holder whose copy of the committed version this reports; a straggler's older one, or a damaged one, is not enough."""
+        if isinstance(report, Skipped) or report.version != self.committed:
+            return set()
+        return {(report.owner, report.host)} if self.roots.get(report.owner, report.root) == report.root else set()
+
+    def _readmit(self, holders: Collection[Pair]) -> list[Decision]:
+        """Holders that were left out count again once they have what is committed, or will be."""
+        if not (back := self.excluded.intersection(holders)):
             return []
-        pair = (report.owner, report.host)
-        if pair not in self.excluded:
-            return []
-        self.excluded.discard(pair)
+        self.excluded -= back
         return [self._epoch(frozenset())]
 
     def _epoch(self, newly: frozenset[Pair]) -> Holders:
@@ -226,11 +254,12 @@ class Ledger:
 
     def _try_commit(self, version: Version, now: float) -> list[Decision]:
         current = self._rounds.get(version)
-        if current is None or current.own_copies_since is None or not self._expected() <= current.acks.keys():
+        if current is None or current.own_copies_since is None or not self._expected() <= _agreeing(self.holders, current.acks):
             return []
         self._close(version)
+        self.roots = {owner: root for owner, hosts in self.holders.items() if (root := current.acks[owner, hosts[0]].root)}
         freeze = self._freeze(version, current, now)
-        return [Commit(version, freeze, self._digest_at(version, now))]
+        return [Commit(version, freeze, self._digest_at(version, now), self.roots)]
 
     def _digest_at(self, version: Version, now: float) -> int | None:
         return self._cadence.next_iteration(version.iteration, now) if self._cadence else None
@@ -241,9 +270,16 @@ class Ledger:
             return False
         if not all(current.acks[owner, hosts[0]].digest for owner, hosts in self.holders.items()):
             return False  # the ranks did not know yet that this one may be uploaded; they do after this commit
-        cadence.last_iteration, cadence.last_time = version.iteration, now
-        self.uploading, self._records = version, {}
+        if self.obstacle:
+            self._held_back, self.upload_error = version, self.obstacle
+            return False
+        self._begin(version, now)
         return True
+
+    def _begin(self, version: Version, now: float) -> None:
+        if self._cadence is not None:
+            self._cadence.last_iteration, self._cadence.last_time = version.iteration, now
+        self.uploading, self._records = version, {}
 
     def _abort(self, version: Version, reason: str) -> list[Decision]:
         self._rounds.pop(version, None)
@@ -278,9 +314,15 @@ class Ledger:
         return self._try_commit(version, now)
 
     def _close(self, version: Version) -> None:
-        self.committed = version
+        self.committed, self.roots = version, NO_ROOTS
         self._rounds = {v: r for v, r in self._rounds.items() if v > version}
         self._aborted = {v: reason for v, reason in self._aborted.items() if v > version}
+
+
+def _agreeing(holders: Mapping[int, tuple[str, ...]], acks: Mapping[Pair, Completed]) -> set[Pair]:
+    """Holders whose copies have the root of the owner's own; a copy with another one is damaged, and counts for nothing."""
+    own = {owner: acks[owner, hosts[0]].root for owner, hosts in holders.items() if (owner, hosts[0]) in acks}
+    return {pair for pair, ack in acks.items() if ack.root == own.get(pair[0])}
 
 
 def _by_value(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:

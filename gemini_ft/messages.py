@@ -1,6 +1,9 @@
 """Everything agents and workers say to each other: msgpack maps checked against these models, never pickled.
 
 A message that does not fit its model is refused as a whole; unknown fields and unknown kinds too.
+
+A call carries a number of its asker's choice, its answer the same number and the shard it is about: an answer that
+comes after its asker's patience has ended must not be taken for the answer to the next call (`check_answer`).
 """
 
 from __future__ import annotations
@@ -15,12 +18,24 @@ from gemini_ft.errors import PeerError
 from gemini_ft.traffic import Profile
 from gemini_ft.versions import Incarnation, Version
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 5
 MAX_MESSAGE = 64 * 2**20  # bytes; layouts of very large models are the longest messages
 
 
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _Call(_Message):
+    """A message that is answered, if only by Failed."""
+
+    call: int = 0  # its number on this connection; 0: the asker never has two of them under way
+
+
+class _Answer(_Message):
+    """A message that is only said when asked for."""
+
+    call: int = 0  # number of the call that is answered
 
 
 class SlotInfo(_Message):
@@ -33,6 +48,8 @@ class SlotInfo(_Message):
     data_bytes: int
     extras_bytes: int
     age: float  # seconds since its last byte was written
+    root: str  # of the copy (gemini_ft.roots)
+    committed: bool  # its host knows of the commit, and the root is the committed one
 
 
 class HostInfo(_Message):
@@ -59,20 +76,24 @@ class SessionSpec(_Message):
     holders: dict[int, list[str]]
     leader: str
     resumed: Version | None
+    lineage: list[Version] = []  # what this incarnation descends from, oldest first; the last one is what it resumed
+    overtaken: list[Incarnation] = []  # those it knows of and does not descend from, or only in part
     sources: dict[int, list[str]] = {}  # who holds the resumed version of each shard
     given_up: list[Version] = []  # versions that led to failure after failure
+    damaged: list[str] = []  # folders of checkpoints in storage that turned out to be damaged
     replica_timeout: float = 30.0
     hang_timeout: float | None = None
     chunk_bytes: int = 8 * 2**20
     storage: dict[str, object] | None = None  # StorageConfig, as checked on every rank
     interval: int | None = 1  # steps between snapshots; None: as many as the network needs
     traffic: TrafficConfig = DEFAULT_TRAFFIC
+    roots: dict[int, str] = {}  # owner -> root of its shard of the resumed version, where it is known
 
 
 # -- worker to agent (Unix socket) ----------------------------------------------------------------
 
 
-class Hello(_Message):
+class Hello(_Call):
     """First words of a worker."""
 
     kind: Literal["hello"] = "hello"
@@ -87,16 +108,18 @@ class Hello(_Message):
     memory_limit: int | None = None
     domain: str = ""
     linger: float
-    tls: dict[str, str] | None = None
+    encrypt: bool = False  # payloads between hosts are encrypted, and not only sealed
+    agent_timeout: float = 10.0  # as in GeminiConfig
+    start_timeout: float = 1800.0
 
 
-class GetInventory(_Message):
+class GetInventory(_Call):
     """Ask for all complete slots of the stream on this host."""
 
     kind: Literal["get_inventory"] = "get_inventory"
 
 
-class OpenSession(_Message):
+class OpenSession(_Call):
     """Begin a new incarnation; every local worker says so, the first one counts."""
 
     kind: Literal["open_session"] = "open_session"
@@ -106,7 +129,7 @@ class OpenSession(_Message):
     committed: Version | None = None  # the newest commit this worker knows of
 
 
-class Reserve(_Message):
+class Reserve(_Call):
     """Ask for the memory of this rank's shard."""
 
     kind: Literal["reserve"] = "reserve"
@@ -142,6 +165,7 @@ class Copied(_Message):
     iteration: int
     extras_bytes: int
     digest: str = ""
+    root: str  # of the copy, as its owner formed it (gemini_ft.roots)
 
 
 class GiveUp(_Message):
@@ -204,21 +228,22 @@ class Excuse(_Message):
     kind: Literal["excuse"] = "excuse"
 
 
-class Verify(_Message):
+class Verify(_Call):
     """Ask for a check of every local copy of ``version`` against its checksums."""
 
     kind: Literal["verify"] = "verify"
     version: Version
 
 
-class Verified(_Message):
+class Verified(_Answer):
     """Answer to Verify: owners whose copies are sound; damaged ones have been discarded."""
 
     kind: Literal["verified"] = "verified"
+    version: Version
     sound: list[int]
 
 
-class Stage(_Message):
+class Stage(_Call):
     """Ask for a shard of a stored checkpoint to be laid down in this host's memory, as complete as if it had been replicated here."""
 
     kind: Literal["stage"] = "stage"
@@ -226,16 +251,17 @@ class Stage(_Message):
     version: Version
     record: str  # gemini_ft.storage.shard.ShardRecord as JSON
     storage: dict[str, object]  # gemini_ft.config.StorageConfig
-    chunk_bytes: int
 
 
-class Staged(_Message):
+class Staged(_Answer):
     """Answer to Stage."""
 
     kind: Literal["staged"] = "staged"
+    owner: int
+    version: Version
 
 
-class Map(_Message):
+class Map(_Call):
     """Ask for a local slot's descriptor, to read it."""
 
     kind: Literal["map"] = "map"
@@ -248,6 +274,14 @@ class Adopt(_Message):
 
     kind: Literal["adopt"] = "adopt"
     count: int
+    shared: list[bool] = []  # of each, whether another process may still write to it; none: no other can
+    incarnation: Incarnation | None = None  # of the worker that hands them back, and may go on writing to them
+
+
+class Ping(_Message):
+    """Ask for a sign of life; allowed before Hello."""
+
+    kind: Literal["ping"] = "ping"
 
 
 class Goodbye(_Message):
@@ -257,13 +291,13 @@ class Goodbye(_Message):
     finished: bool
 
 
-class GetStatus(_Message):
+class GetStatus(_Call):
     """Ask what the agent holds and does (``gemini status``)."""
 
     kind: Literal["get_status"] = "get_status"
 
 
-class Visit(_Message):
+class Visit(_Call):
     """A process that is no worker asks what can be read here (``gemini export``, ``gemini checkpoints``); changes nothing."""
 
     kind: Literal["visit"] = "visit"
@@ -274,6 +308,14 @@ class Leave(_Message):
 
     kind: Literal["leave"] = "leave"
     run: str
+    finished: bool = False  # the job is, and its last upload is worth waiting for; answered when the agent leaves
+
+
+class Left(_Message):
+    """Answer to a Leave after a finished job."""
+
+    kind: Literal["left"] = "left"
+    unstored: str = ""  # why the last upload failed for good
 
 
 class Inject(_Message):
@@ -287,7 +329,7 @@ class Inject(_Message):
 # -- agent to worker ------------------------------------------------------------------------------
 
 
-class Welcome(_Message):
+class Welcome(_Answer):
     """Answer to Hello."""
 
     kind: Literal["welcome"] = "welcome"
@@ -297,9 +339,12 @@ class Welcome(_Message):
     resumed: Version | None  # what the last session resumed, if nothing has been committed since
     attempts: int  # sessions in a row that resumed it
     finished: bool  # this stream's work was already finished in this run
+    incarnation: Incarnation | None = None  # the last one of this stream here
+    lineage: list[Version] = []  # of that one, see SessionSpec
+    overtaken: list[Incarnation] = []
 
 
-class Inventory(_Message):
+class Inventory(_Answer):
     """Answer to GetInventory."""
 
     kind: Literal["inventory"] = "inventory"
@@ -307,19 +352,26 @@ class Inventory(_Message):
     given_up: list[Version] = []
 
 
-class Opened(_Message):
+class Opened(_Answer):
     """The session is open."""
 
     kind: Literal["opened"] = "opened"
 
 
-class Reserved(_Message):
+class Reserved(_Answer):
     """The slots' descriptors travel beside this message, in the order of ``slots``."""
 
     kind: Literal["reserved"] = "reserved"
+    layout_hash: str
     slots: list[int]
     data_offset: int
     capacity: int
+
+
+class Room(_Message):
+    """There was no room for all slots of this rank, and there is now: reserve again."""
+
+    kind: Literal["room"] = "room"
 
 
 class Granted(_Message):
@@ -337,6 +389,7 @@ class Committed(_Message):
     iteration: int
     freeze: bool = False
     digest_at: int | None = None
+    roots: dict[int, str] = {}  # owner -> root of its shard, for those that the addressed host holds
 
 
 class Aborted(_Message):
@@ -347,14 +400,13 @@ class Aborted(_Message):
     reason: str
 
 
-class Failed(_Message):
+class Failed(_Answer):
     """A request was refused, or (``fatal``) the job must not go on. ``error`` names a class of gemini_ft.errors."""
 
     kind: Literal["failed"] = "failed"
     error: str
     text: str
     fatal: bool = False
-    reply_to: str = ""  # kind of the message that was refused
 
 
 class Notice(_Message):
@@ -409,13 +461,22 @@ class Collect(_Message):
     nbytes: int
 
 
-class Mapped(_Message):
+class Mapped(_Answer):
     """Answer to Map; the descriptor travels beside it."""
 
     kind: Literal["mapped"] = "mapped"
+    owner: int
+    version: Version
     data_offset: int
     data_bytes: int
     extras_bytes: int
+
+
+class Pong(_Message):
+    """Answer to Ping."""
+
+    kind: Literal["pong"] = "pong"
+    agent_timeout: float  # seconds of silence after which an agent of this job hangs; 0: never
 
 
 class Custody(_Message):
@@ -426,7 +487,7 @@ class Custody(_Message):
     drop: bool = False
 
 
-class Status(_Message):
+class Status(_Answer):
     """Answer to GetStatus: a JSON document."""
 
     kind: Literal["status"] = "status"
@@ -441,7 +502,7 @@ class StreamInfo(_Message):
     spec: SessionSpec | None  # of the newest incarnation
 
 
-class Visited(_Message):
+class Visited(_Answer):
     """Answer to Visit: all a reader needs to fetch shards, here and from the other hosts."""
 
     kind: Literal["visited"] = "visited"
@@ -449,42 +510,37 @@ class Visited(_Message):
     host: str
     address: tuple[str, int] | None  # None: no worker has come yet, so there is nothing to read
     secret: bytes
-    tls: dict[str, str] | None
     streams: dict[str, StreamInfo]
 
 
 # -- agent to agent (TCP) -------------------------------------------------------------------------
 
 
-class Challenge(_Message):
-    """First words of the listening side."""
+class Claims(_Message):
+    """First words of the dialling side; role ``replicate`` brings shards, ``report`` talks to the leader, ``fetch`` reads.
 
-    kind: Literal["challenge"] = "challenge"
+    TLS has proved by then that both sides know the run secret.
+    """
+
+    kind: Literal["claims"] = "claims"
     protocol: int = PROTOCOL_VERSION
-    nonce: bytes
-
-
-class Proof(_Message):
-    """The dialling side knows the secret; role ``replicate`` brings shards, ``report`` talks to the leader, ``fetch`` reads."""
-
-    kind: Literal["proof"] = "proof"
     run: str
     stream: str
     host: str
+    to: str  # id of the host that is meant; nobody else accepts
     role: Literal["replicate", "report", "fetch"]
     incarnation: Incarnation | None
-    nonce: bytes
-    mac: bytes
 
 
 class Accepted(_Message):
-    """The listening side knows the secret too."""
+    """The listening side will do what the role needs. Payloads travel on a lane of their own, or, without one, encrypted like messages."""
 
     kind: Literal["accepted"] = "accepted"
-    mac: bytes
+    lane: bytes  # names the connection to which a lane belongs; empty: there is none
+    key: bytes  # for the tags of the lane's payloads
 
 
-class Offer(_Message):
+class Offer(_Call):
     """A shard that will be sent: the holder makes room."""
 
     kind: Literal["offer"] = "offer"
@@ -495,7 +551,7 @@ class Offer(_Message):
     extras_capacity: int
 
 
-class Ready(_Message):
+class Ready(_Answer):
     """There is room for the offered shard."""
 
     kind: Literal["ready"] = "ready"
@@ -503,7 +559,7 @@ class Ready(_Message):
     rank: int | None = None  # of the worker that keeps the replica's memory, and can receive for it
 
 
-class Refused(_Message):
+class Refused(_Answer):
     """There is no room, or the offer makes no sense."""
 
     kind: Literal["refused"] = "refused"
@@ -530,6 +586,7 @@ class End(_Message):
     chunks: int
     layout: str
     digest: str
+    root: str  # of the owner's copy
 
 
 class Drop(_Message):
@@ -594,6 +651,7 @@ class ReportCompleted(_Message):
     version: Version
     layout: str
     digest: str
+    root: str
 
 
 class ReportSkipped(_Message):
@@ -653,6 +711,7 @@ class Rejoin(_Message):
     kind: Literal["rejoin"] = "rejoin"
     committed: Version | None
     uploading: Version | None
+    roots: dict[int, str] = {}  # owner -> root of its committed shard, for those held there; empty where the host does not know it
 
 
 class HoldersChanged(_Message):
@@ -673,12 +732,13 @@ class Thawed(_Message):
 
 
 class AllFinished(_Message):
-    """Every rank has finished: agents may go."""
+    """Every rank has finished, and the last upload is over: agents may go."""
 
     kind: Literal["all_finished"] = "all_finished"
+    unstored: str = ""  # why the last upload failed for good
 
 
-class Fetch(_Message):
+class Fetch(_Call):
     """Ask for a range of a complete shard (data and extras are one range)."""
 
     kind: Literal["fetch"] = "fetch"
@@ -688,7 +748,7 @@ class Fetch(_Message):
     nbytes: int
 
 
-class Describe(_Message):
+class Describe(_Call):
     """Ask for a shard's layout and sizes."""
 
     kind: Literal["describe"] = "describe"
@@ -696,10 +756,12 @@ class Describe(_Message):
     version: Version
 
 
-class Description(_Message):
+class Description(_Answer):
     """Answer to Describe."""
 
     kind: Literal["description"] = "description"
+    owner: int
+    version: Version
     layout: bytes
     layout_hash: str
     data_bytes: int
@@ -707,28 +769,42 @@ class Description(_Message):
     extras_capacity: int
     chunk_bytes: int
     digests: list[int]
+    root: str
 
 
-class Data(_Message):
+class Data(_Answer):
     """``nbytes`` of a fetched shard follow on the wire."""
 
     kind: Literal["data"] = "data"
+    owner: int
+    version: Version
     offset: int
     nbytes: int
-    digest: int
 
 
 Message = Annotated[
     Hello | GetInventory | OpenSession | Reserve | Request | Chunk | Copied | GiveUp | Progress | Watch | Observed
-    | Figures | Dispatched | Collected | Excuse | Map | Verify | Verified | Stage | Staged | Adopt | Goodbye | GetStatus | Visit | Leave
-    | Inject | Welcome | Inventory | Opened | Reserved | Granted | Committed | Aborted | Failed | Notice | Travelled
-    | Dispatch | Collect | Mapped | Custody | Status | Visited | Challenge | Proof | Accepted | Offer | Ready | Refused
+    | Figures | Dispatched | Collected | Excuse | Map | Verify | Verified | Stage | Staged | Adopt | Ping | Goodbye | GetStatus | Visit
+    | Left | Leave | Pong | Inject | Welcome | Inventory | Opened | Reserved | Granted | Committed | Aborted | Failed | Notice | Travelled
+    | Room | Dispatch | Collect | Mapped | Custody | Status | Visited | Claims | Accepted | Offer | Ready | Refused
     | Begin | End | Drop | Ack | Resend | Parcel | Astray | Unchanged | ReportCompleted | ReportSkipped | ReportUploaded
     | ReportFinished | Heartbeat | ReportNeed | Paced | Rejoin | HoldersChanged | Thawed | AllFinished | Fetch | Describe
     | Description | Data,
     Field(discriminator="kind"),
 ]  # fmt: skip
 _adapter: TypeAdapter[Message] = TypeAdapter(Message)
+
+
+def check_answer(asked: Message, answer: Message) -> None:
+    """Compare an answer with its call: the number, and the shard both speak of.
+
+    Raises:
+        PeerError: it answers another call, or speaks of another shard.
+    """
+    for name in ("call", "owner", "version", "layout_hash"):
+        wanted, given = getattr(asked, name, None), getattr(answer, name, None)
+        if None not in (wanted, given) and wanted != given:
+            raise PeerError(f"{asked.kind!r} asked for {name} {wanted}, the answer {answer.kind!r} is about {name} {given}; it is not used")
 
 
 def pack(message: _Message) -> bytes:

@@ -20,9 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from gemini_ft.slots import Slot, SlotSet, SlotState
 from gemini_ft.versions import Incarnation, Version
+
+NO_ROOTS: Mapping[int, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Completed:
     version: Version
     layout: str = ""
     digest: str = ""
+    root: str = ""  # of the copy, formed by its host (gemini_ft.roots)
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,15 @@ class Free:
     slot: int
 
 
-Effect = Grant | Withdraw | Send | CancelSend | Tell | Upload | Free
+@dataclass(frozen=True)
+class Damaged:
+    """This host's copy has another root than the one that was committed, and has been discarded."""
+
+    owner: int
+    version: Version
+
+
+Effect = Damaged | Grant | Withdraw | Send | CancelSend | Tell | Upload | Free
 
 
 @dataclass
@@ -123,6 +135,8 @@ class Host:
     details: dict[tuple[int, Version], tuple[str, str]] = field(default_factory=dict)  # layout and digest as reported
     aborted: set[Version] = field(default_factory=set)  # above the committed one
     committed: Version | None = None  # the newest version this host knows to be complete everywhere
+    roots: dict[int, str] = field(default_factory=dict)  # owner -> root of its committed shard, as far as it was said with the commit
+    incarnation: Incarnation | None = None  # the present one
     sealed: bool = False  # between ``seal`` and ``open`` or ``unseal``; the same for every shard, those that come later too
 
     # -- incarnations
@@ -144,24 +158,30 @@ class Host:
                 slots.abort(version)
         return [effect for owner in self.shards for effect in [*self._reap(owner), *self._grant(owner)]]
 
-    def open(self, holders: Mapping[int, Sequence[str]], resumed: Version | None) -> list[Effect]:
+    def open(
+        self,
+        holders: Mapping[int, Sequence[str]],
+        resumed: Version | None,
+        roots: Mapping[int, str] = NO_ROOTS,
+        incarnation: Incarnation | None = None,
+    ) -> list[Effect]:
         """A new incarnation begins from ``resumed`` (None: from nothing). Versions above it will never be committed.
 
         They stay until somebody trains, as does what was committed before: this incarnation may never come about.
         The former incarnation's connections must be closed. Shards that are no longer held here stay readable
-        until the next commit: nobody else may have a copy yet.
+        until the next commit: nobody else may have a copy yet. ``roots``: of the shards of ``resumed``.
         """
         self.holders = {owner: tuple(hosts) for owner, hosts in holders.items()}
         self.waiting.clear()
         self.skipped.clear()
         self.details.clear()
         self.aborted.clear()
-        self.committed = resumed
+        self.committed, self.roots, self.incarnation = resumed, dict(roots), incarnation
         for slots in self.shards.values():
             slots.rewind(resumed)
         self._set_sealed(False)
         self._retire_strangers()
-        return []
+        return self._discard_damaged()
 
     def reopen(self, holders: Mapping[int, Sequence[str]], committed: Version | None, incarnation: Incarnation) -> None:
         """Go on with the present incarnation after this host's agent has lost its memory, but not the slots.
@@ -170,11 +190,27 @@ class Host:
         stay: those of this incarnation may have been committed meanwhile, or still will be.
         """
         self.holders = {owner: tuple(hosts) for owner, hosts in holders.items()}
-        self.committed = committed
+        self.committed, self.roots, self.incarnation = committed, {}, incarnation
         for slots in self.shards.values():
             slots.commit(committed)
             slots.resume(incarnation)
         self._retire_strangers()
+
+    def adopt(self, owner: int, index: int, version: Version | None, root: str = "") -> Slot:
+        """Take over a slot that was here before this host's agent was: COMPLETE with ``version``, or EMPTY.
+
+        Workers hand slots back one by one, so that it may come after ``reopen``, or when a new incarnation has been opened long since.
+        """
+        slots = self.slots(owner)
+        slot = slots.adopt(index, version, root)
+        if self.incarnation is not None:
+            slots.resume(self.incarnation)
+        slot.retired = self.is_stranger(owner)
+        return slot
+
+    def is_stranger(self, owner: int) -> bool:
+        """Whether the present incarnation keeps no copy of a shard here."""
+        return bool(self.holders) and self.name not in self.holders.get(owner, ())
 
     def owns(self, owner: int) -> bool:
         return self.holders.get(owner, ("",))[0] == self.name
@@ -221,9 +257,9 @@ class Host:
         unfinished = [slot.version for slot in self._written_by_worker(owner) if slot.version is not None]
         return [effect for version in unfinished for effect in self.give_up(owner, version, "its worker died")]
 
-    def copied(self, owner: int, version: Version, layout: str = "", digest: str = "") -> list[Effect]:
+    def copied(self, owner: int, version: Version, layout: str = "", digest: str = "", root: str = "") -> list[Effect]:
         """The worker has laid down all bytes of its shard."""
-        return self._completed(owner, version, layout, digest)
+        return self._completed(owner, version, layout, digest, root)
 
     def sent(self, owner: int, slot_index: int, peer: str) -> list[Effect]:
         """The peer acknowledged all bytes, or the connection is closed: nothing refers to the slot any more."""
@@ -241,9 +277,9 @@ class Host:
         slots.supersede(version, committed)
         return None if version in self.aborted else slots.begin(version)
 
-    def received(self, owner: int, version: Version, layout: str = "", digest: str = "") -> list[Effect]:
+    def received(self, owner: int, version: Version, layout: str = "", digest: str = "", root: str = "") -> list[Effect]:
         """Every byte of a peer's shard is here and verified."""
-        return self._completed(owner, version, layout, digest)
+        return self._completed(owner, version, layout, digest, root)
 
     def receive_failed(self, owner: int, version: Version) -> list[Effect]:
         """The sender is gone or gave up before its shard was whole; no more bytes of it will come."""
@@ -257,9 +293,9 @@ class Host:
         """
         return self.slots(owner).begin(version)
 
-    def rebuilt(self, owner: int, version: Version) -> list[Effect]:
+    def rebuilt(self, owner: int, version: Version, root: str = "") -> list[Effect]:
         """Every byte of the lost copy is here again, verified: what was kept in its stead may be overwritten now."""
-        self.slots(owner).complete(version)
+        self.slots(owner).complete(version, root)
         return [*self._reap(owner), *self._grant(owner)]
 
     # -- readers
@@ -280,15 +316,19 @@ class Host:
 
     # -- decisions of the ledger
 
-    def on_commit(self, version: Version, freeze: bool) -> list[Effect]:
+    def on_commit(self, version: Version, freeze: bool, roots: Mapping[int, str] = NO_ROOTS) -> list[Effect]:
         """``version`` is complete everywhere. ``freeze``: it is also the one to upload, on all hosts alike.
 
-        A send of an older version is of no more use to anybody; a peer that has hung must not keep its slot.
+        A send of an older version is of no more use to anybody; a peer that has hung must not keep its slot. ``roots``: of the shards
+        that are held here; a copy that has another one was left out of this commit, and is damaged.
         """
-        self.committed = max(version, self.committed or version)
+        if self.committed is None or version > self.committed:
+            self.committed, self.roots = version, {}
+        if version == self.committed:
+            self.roots.update(roots)
         self.aborted = {other for other in self.aborted if other > version}
         self.details = {key: value for key, value in self.details.items() if key[1] > version}
-        effects: list[Effect] = []
+        effects: list[Effect] = self._discard_damaged()
         for owner, slots in self.shards.items():
             slots.commit(version)
             if freeze and self.owns(owner):
@@ -343,6 +383,16 @@ class Host:
                 del slots.slots[slot.index]
         return effects
 
+    @property
+    def heard_roots(self) -> dict[int, str]:
+        """Owner -> root said with the present incarnation's newest commit, for all shards held here; empty: it was not heard.
+
+        A ledger that lost its memory learns them from the hosts, and they from it if they have lost theirs.
+        """
+        if self.committed is None or self.committed.incarnation != self.incarnation:
+            return {}
+        return {owner: self.roots.get(owner, "") for owner, hosts in self.holders.items() if self.name in hosts}
+
     def reports(self) -> list[Report]:
         """Everything a ledger that lost its memory, or the way to us, needs to hear again.
 
@@ -350,8 +400,8 @@ class Host:
         """
         out: list[Report] = [Skipped(owner, version, "repeated") for owner, version in self.skipped.items()]
         for owner, slots in self.shards.items():
-            above = [slot.version for slot in slots.undecided() if slot.version and slot.state is SlotState.COMPLETE]
-            out += [Completed(owner, self.name, version, *self.details.get((owner, version), ("", ""))) for version in above]
+            above = [(slot.version, slot.root) for slot in slots.undecided() if slot.version and slot.state is SlotState.COMPLETE]
+            out += [Completed(owner, self.name, version, *self.details.get((owner, version), ("", "")), root) for version, root in above]
         return sorted(out, key=lambda report: report.version)
 
     # -- inside
@@ -364,14 +414,28 @@ class Host:
     def _retire_strangers(self) -> None:
         """Shards that are not held here any more are on their way out."""
         for owner, slots in self.shards.items():
-            if self.name not in self.holders.get(owner, ()):
+            if self.is_stranger(owner):
                 slots.retire()
 
-    def _completed(self, owner: int, version: Version, layout: str, digest: str) -> list[Effect]:
-        if not self.slots(owner).complete(version):
+    def _completed(self, owner: int, version: Version, layout: str, digest: str, root: str) -> list[Effect]:
+        if not self.slots(owner).complete(version, root):
             return []
+        if damaged := self._discard_damaged():  # it was committed meanwhile without this copy
+            return damaged
         self.details[owner, version] = (layout, digest)
-        return [Tell(Completed(owner, self.name, version, layout, digest))]
+        return [Tell(Completed(owner, self.name, version, layout, digest, root))]
+
+    def _discard_damaged(self) -> list[Effect]:
+        """Give up copies of the committed version whose roots are not the committed ones."""
+        effects: list[Effect] = []
+        if (version := self.committed) is None:
+            return effects
+        for owner, slots in self.shards.items():
+            slot = slots.complete_version(version)
+            if slot is not None and slot.root != self.roots.get(owner, slot.root):
+                slots.discard(version)
+                effects += [Damaged(owner, version), *self._reap(owner), *self._grant(owner)]
+        return effects
 
     def _grant(self, owner: int) -> list[Effect]:
         version, slots = self.waiting.get(owner), self.slots(owner)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,7 +20,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient, as_error
 from gemini_ft.agent.memory import SlotShape, extras_room
 from gemini_ft.config import GeminiConfig
-from gemini_ft.copyplan import CopyPlan, Slot
+from gemini_ft.copyplan import CopyPlan, Slot, map_slots
 from gemini_ft.errors import AgentError, GeminiError, MemoryBudgetError
 from gemini_ft.events import EventLog
 from gemini_ft.faultplan import World
@@ -43,17 +43,20 @@ from gemini_ft.messages import (
     Progress,
     Reserve,
     Reserved,
+    Room,
     Travelled,
 )
 from gemini_ft.observation import Observation
 from gemini_ft.rendezvous import exchange, exchange_or_raise
 from gemini_ft.replicas import check_replicas, replicated_digest
+from gemini_ft.roots import layout_digest, shard_root
 from gemini_ft.session import Session, join
 from gemini_ft.snapshot import Job, Snapshotter
 from gemini_ft.sources import Source, fingerprint
 from gemini_ft.training_state import TrainingState
 from gemini_ft.transport.collective import Courier
 from gemini_ft.versions import Version
+from gemini_ft.writes import WriteWatch
 
 _log = logging.getLogger("gemini_ft")
 _POLL = 0.001  # seconds
@@ -62,7 +65,7 @@ _SILENCE = 60.0  # seconds before the same warning is given again
 
 @dataclass
 class Stats:
-    """Counts of this process since it started. Seconds are of the training thread."""
+    """Counts of this process since it started, and what it remembers of its last steps. Seconds are of the training thread."""
 
     snapshots: int = 0
     committed: int | None = None  # newest committed iteration
@@ -74,6 +77,30 @@ class Stats:
     commit_seconds: dict[int, float] = field(default_factory=dict)  # iteration -> from its end until all replicas were verified
     lag: dict[int, int] = field(default_factory=dict)  # iteration -> steps that had ended after it when it was committed
     traffic: dict[int, list[Travelled]] = field(default_factory=dict)  # iteration -> how it got to each peer
+
+    KEPT: ClassVar[int] = 1_000  # steps; a job makes millions
+
+    def note_blocked(self, seconds: float) -> None:
+        """A step is over."""
+        self.blocked.append(seconds)
+        if len(self.blocked) >= 2 * self.KEPT:
+            del self.blocked[: -self.KEPT]
+
+    def note_commit(self, iteration: int, seconds: float, lag: int) -> None:
+        """A snapshot of this rank is committed."""
+        self.commit_seconds[iteration], self.lag[iteration] = seconds, lag
+        _forget_oldest(self.commit_seconds, self.KEPT)
+        _forget_oldest(self.lag, self.KEPT)
+
+    def note_travelled(self, message: Travelled) -> None:
+        """A replica of this rank's has arrived."""
+        self.traffic.setdefault(message.iteration, []).append(message)
+        _forget_oldest(self.traffic, self.KEPT)
+
+
+def _forget_oldest(table: dict[int, Any], kept: int) -> None:
+    while len(table) > kept:
+        del table[next(iter(table))]
 
 
 class Recorder:
@@ -87,6 +114,7 @@ class Recorder:
         self._config, self._stats = config, stats
         self._fatal: GeminiError | None = None
         self._layout: Layout | None = None
+        self._layout_digest = b""
         self._sources: list[Source] = []
         self._fingerprint: tuple[Any, ...] = ()
         self._frozen: dict[str, bool] = {}
@@ -97,13 +125,20 @@ class Recorder:
         self._paces = [(0, config.fixed_interval or 1)]  # (from iteration, steps between snapshots)
         self._observation: Observation | None = None
         self._courier: Courier | None = None
+        self._has_room = False  # for slots that this rank could not get when it asked
         self._suspended = 0
+        self._slots_lock = (
+            threading.RLock()
+        )  # whoever replaces slots or submits a snapshot, which may be two threads when the agent has died
         self._warned: dict[str, float] = {}  # reason -> when it was last said
         self._digest_at: int | None = None
+        self._at_step = config.copy_when == "at_step"
+        self._writes: WriteWatch | None = None
         self._snapshotter: Snapshotter | None = None  # events may come before it exists
         self.session: Session = join(config, name, self._on_event, resizable)
         self._snapshotter = Snapshotter(
             self.session.rank,
+            self._root,
             lambda message: self.client.tell(message),
             lambda: self.client.lost,
             self._reconnect,
@@ -111,6 +146,7 @@ class Recorder:
             config.verify,
             config.waits,
             config.timeout,
+            config.agent_timeout + config.replica_timeout if config.agent_timeout else None,
         )
         self._observe()
         self._employ()
@@ -138,13 +174,20 @@ class Recorder:
         self._step_over(iteration)
         snapshotter = self._copying
         snapshotter.settle()
+        suspicious = self._judge_writes()
+        with self._slots_lock:
+            self._submit(iteration, state, extras, suspicious)
+        self._stats.snapshots += 1
+
+    def _submit(self, iteration: int, state: TrainingState, extras: Any, suspicious: bool) -> None:
+        snapshotter = self._copying
         live = state.survey()
         blob = codec.encode({"tensors": state.extras(live), "extras": extras}, self.session.secret)
         if (now := fingerprint(live)) != self._fingerprint:
             self._plan(state.describe(live, self.session.rank, self.session.world_size), len(blob))
             self._fingerprint = now
-        if len(blob) > extras_room(self._extras_bytes):
-            self._reserve(len(blob))
+        if len(blob) > extras_room(self._extras_bytes) or self._has_room:
+            self._reserve_or_mend(max(len(blob), self._extras_bytes))
         plan = snapshotter.plan
         assert plan is not None
         plan.stage()
@@ -155,8 +198,42 @@ class Recorder:
         job = Job(iteration, blob, self._digest if digest_due else None, plan.marks(), ready)
         if job.ready is not None:
             job.ready.record()
+        if suspicious:
+            self._writes = WriteWatch(plan, job.marks)
         snapshotter.submit(job)
-        self._stats.snapshots += 1
+
+    def _judge_writes(self) -> bool:
+        """After a snapshot that was given up because state was written during the copy: copy at the end of each step from now on, where
+        it was written in forward. Returns whether to look when the next one is written."""
+        written, self._copying.written = self._copying.written, []
+        watch, self._writes = self._writes, None
+        if watch is not None:
+            watch.end()
+        if not written or self._at_step or self._config.copy_when != "auto":
+            return False
+        if watch is None or watch.early is None:
+            return True
+        if watch.early:
+            self._on_discard(
+                self._newest,
+                f"{', '.join(watch.early[:5])} written between the snapshot and the next forward; if that is the end of an iteration, take "
+                "the snapshot after it (checkpointer.step() is the last statement), if it is the beginning of one, set copy_when='at_step'",
+            )
+            return True
+        self._at_step, self._fingerprint = True, ()
+        _log.warning(
+            "%s written in forward or backward, while the state is copied: from iteration %d on it is copied at once at the end of each "
+            "step, which makes the step longer by that copy and takes %s bytes more of this worker's memory (copy_when='at_step')",
+            ", ".join(written[:5]),
+            self._at,
+            f"{self._stats.shard_bytes:,}",
+        )
+        self.events.write("copied at step", iteration=self._at, tensors=written[:5])
+        return False
+
+    def marks(self) -> dict[str, list[tuple[int, int]]]:
+        """By which a write to what the last snapshot has is seen; empty before the first one."""
+        return self._copying.plan.all_marks() if self._copying.plan is not None else {}
 
     def before_update(self) -> None:
         """Return when the snapshot under way has read what the update will write."""
@@ -288,7 +365,7 @@ class Recorder:
         layout = build_layout(specs, self.session.rank, self.session.world_size)
         self._sources, self._layout = sources, layout
         self._stats.shard_bytes = layout.nbytes
-        self._copying.plan = CopyPlan(sources, layout, self.session.spec.chunk_bytes)
+        self._copying.plan = CopyPlan(sources, layout, self.session.spec.chunk_bytes, self._at_step)
         if layout == before:  # the same tensors at other addresses (LBFGS makes new ones every step)
             for slot in self._copying.slots.values():
                 slot.forget()
@@ -296,31 +373,49 @@ class Recorder:
             check_replicas(sources, exchange)
             slot_bytes = _slot_bytes(self.session, layout, extras_room(extras_bytes))
             _check_memory(self.session, exchange(slot_bytes, self._config.timeout))
-            exchange_or_raise(lambda: self._reserve(extras_bytes), self._config.timeout + 10)
+            exchange_or_raise(lambda: self._reserve_or_mend(extras_bytes), self._config.timeout + 10)
         else:
-            self._reserve(extras_bytes)
+            self._reserve_or_mend(extras_bytes)
 
     def _settled(self, spec: TensorSpec) -> TensorSpec:
         """Where a tensor lies is settled when it is first seen: training that freezes and unfreezes in turns moves nothing."""
         return replace(spec, frozen=self._frozen.setdefault(spec.name, spec.frozen))
 
+    def _reserve_or_mend(self, extras_bytes: int) -> None:
+        """As `_reserve`, on the training thread, also if the agent dies over it: then another is started."""
+        try:
+            self._reserve(extras_bytes)
+        except AgentError:
+            if not self.client.lost:
+                raise
+            self._extras_bytes = extras_bytes
+            self._reconnect()
+
     def _reserve(self, extras_bytes: int) -> None:
         """Get slots for the present layout and so much small state from the agent, and map them."""
         layout, snapshotter = self._layout, self._copying
+        self._has_room = False
         assert layout is not None
         assert snapshotter.plan is not None
-        message = Reserve(
-            layout=layout.to_bytes(), layout_hash=layout.logical_hash, data_bytes=layout.nbytes, extras_capacity=extras_room(extras_bytes)
-        )
+        blob = layout.to_bytes()
+        self._layout_digest = layout_digest(blob)
+        message = Reserve(layout=blob, layout_hash=layout.logical_hash, data_bytes=layout.nbytes, extras_capacity=extras_room(extras_bytes))
         reserved, fds = self.client.call(message, Reserved)
-        for slot in snapshotter.slots.values():
+        before, snapshotter.slots = snapshotter.slots, {}
+        for slot in before.values():
             slot.close()
-        pinned = snapshotter.plan.on_cuda
-        snapshotter.slots = {
-            index: Slot(fd, reserved.data_offset, reserved.capacity, pinned) for index, fd in zip(reserved.slots, fds, strict=True)
-        }
         self._extras_bytes = extras_bytes
-        threading.Thread(target=_prefault, args=(list(snapshotter.slots.values()),), name="gemini-prefault", daemon=True).start()
+        snapshotter.slots = dict(zip(reserved.slots, map_slots(fds, reserved, snapshotter.plan.on_cuda), strict=True))
+        with contextlib.suppress(RuntimeError):  # no thread can be started: the pages come with the first copy
+            threading.Thread(target=_prefault, args=(list(snapshotter.slots.values()),), name="gemini-prefault", daemon=True).start()
+
+    def _root(self, job: Job) -> str:
+        """The root of a copy of this rank's shard."""
+        session, layout = self.session, self._layout
+        assert layout is not None
+        version = Version(session.spec.incarnation, job.iteration)
+        sizes = layout.nbytes, len(job.extras), session.spec.chunk_bytes
+        return shard_root(session.rank, version, self._layout_digest, sizes, job.checksums)
 
     def _digest(self) -> str:
         return replicated_digest(self._sources) or "none"
@@ -330,6 +425,8 @@ class Recorder:
     def _on_event(self, message: Message) -> None:
         """From the agent, on the client's thread."""
         match message:
+            case Room():
+                self._has_room = True
             case Granted(iteration=iteration, slot=slot):
                 self._copying.granted(iteration, slot)
             case Committed(iteration=iteration, digest_at=digest_at):
@@ -337,40 +434,52 @@ class Recorder:
                 self._digest_at = digest_at
                 self.events.write("committed", iteration=iteration)
                 if (ended := self._ended.pop(iteration, None)) is not None:
-                    self._stats.commit_seconds[iteration] = time.perf_counter() - ended
-                    self._stats.lag[iteration] = self._at - iteration
+                    self._stats.note_commit(iteration, time.perf_counter() - ended, self._at - iteration)
+                for older in [other for other in list(self._ended) if other < iteration]:
+                    self._given_up(older)  # its abort may have been lost with an agent
             case Dispatch() if self._courier is not None:
                 self._courier.dispatch(message)
             case Collect() if self._courier is not None:
                 self._courier.collect(message)
-            case Travelled(iteration=iteration):
-                self._stats.traffic.setdefault(iteration, []).append(message)
+            case Travelled():
+                self._stats.note_travelled(message)
                 self.events.write("travelled", **message.model_dump(exclude={"kind"}))
             case Paced(start=start, interval=interval, why=why):
                 if (start, interval) != self._paces[-1]:
-                    self._paces.append((start, interval))
+                    current = next(at for at, _ in reversed(self._paces) if at <= self._at or at == self._paces[0][0])
+                    self._paces = [*(pace for pace in self._paces if pace[0] >= current), (start, interval)]
                     self.events.write("paced", iteration=start, interval=interval)
                     _log.warning("from iteration %d on, a snapshot every %d steps: %s", start, interval, why)
             case Aborted(iteration=iteration):
-                if self._ended.pop(iteration, None) is not None:  # every rank that gives up says so, and all hear it
-                    self._stats.skipped += 1
-                    self.events.write("skipped", iteration=iteration)
+                self._given_up(iteration)
                 self._copying.aborted(iteration)
             case Failed():
                 self._fatal = as_error(message)
             case Notice(text=text):
                 _log.warning("%s", text)
 
+    def _given_up(self, iteration: int) -> None:
+        """A snapshot will never be committed. Every rank that gives one up says so, and all hear it."""
+        if self._ended.pop(iteration, None) is not None:
+            self._stats.skipped += 1
+            self.events.write("skipped", iteration=iteration)
+
     def _on_discard(self, iteration: int, reason: str) -> None:
         """This rank has no snapshot of an iteration; say why, each reason once a minute."""
         now = time.monotonic()
         if now - self._warned.get(reason, -_SILENCE) >= _SILENCE:
-            self._warned[reason] = now
+            self._warned = {other: at for other, at in self._warned.items() if now - at < _SILENCE} | {reason: now}
             committed = "none yet" if self._stats.committed is None else f"that of iteration {self._stats.committed}"
             _log.warning("iteration %d has no snapshot: %s (newest that is committed: %s)", iteration, reason, committed)
 
     def _reconnect(self) -> None:
-        """The agent died: start another and hand it the slots that we hold too. On the snapshot thread."""
+        """The agent died: start another and hand it the slots that we hold too. On the snapshot thread, or instead of it."""
+        with self._slots_lock:
+            if self.client.lost:
+                self._start_another()
+            self._reserve(self._extras_bytes)
+
+    def _start_another(self) -> None:
         session, spec = self.session, self.session.spec
         _log.warning("this host's agent has ended; starting another and giving it the memory back")
         old = session.client
@@ -380,19 +489,20 @@ class Recorder:
         try:
             for start in range(0, len(fds), 100):
                 part = fds[start : start + 100]
-                client.tell(Adopt(count=len(part)), part)
+                client.tell(Adopt(count=len(part), incarnation=spec.incarnation), part)
             client.call(OpenSession(spec=spec, secret=session.secret, readopt=True, committed=self._committed), Opened)
         except GeminiError:
             client.close()
             raise
         session.client = client
+        # The next agent gives numbers of its own: until they have come, nothing that it grants may be taken for one of the old slots.
+        self._copying.slots = {-1 - number: slot for number, slot in enumerate(self._copying.slots.values())}
         old.close()
         if self._courier is not None:
             self._courier.forget()
         if self._observation is not None:
             self._observation.introduce()
         self._sign_of_life(self._at)  # what the training thread has said meanwhile went to the old one
-        self._reserve(self._extras_bytes)
 
     @property
     def _committed(self) -> Version | None:

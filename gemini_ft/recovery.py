@@ -7,17 +7,19 @@ in memory, the newest whole checkpoint in storage.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
-
-import xxhash
 
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, PeerError, RecoveryError, WorldSizeError
 from gemini_ft.layout import Layout
-from gemini_ft.messages import Data, Describe, Description, Failed, Fetch, Map, Mapped, Proof, SlotInfo
+from gemini_ft.messages import Claims, Data, Describe, Description, Failed, Fetch, Heartbeat, Map, Mapped, Message, SlotInfo, check_answer
+from gemini_ft.roots import checksum, layout_digest, shard_root
 from gemini_ft.transport.wire import BlockingWire
 from gemini_ft.versions import Version
 
@@ -46,6 +48,7 @@ class Plan:
         lost: steps that copies existed of, but not of all shards (kind: storage).
         incomplete: iteration -> owners without any copy.
         world_size: ranks of the job that made it, which is the number of its owners.
+        roots: owner -> root of its shard (`gemini_ft.roots`); none where a checkpoint in storage does not say it.
     """
 
     kind: Literal["nothing", "memory", "storage"]
@@ -55,6 +58,7 @@ class Plan:
     lost: int | None = None
     incomplete: Mapping[int, Sequence[int]] = field(default_factory=dict)
     world_size: int = 0
+    roots: Mapping[int, str] = field(default_factory=dict)
 
 
 def plan_recovery(
@@ -88,7 +92,8 @@ def plan_recovery(
             sources.setdefault(info.owner, []).append(host)
         age = min(info.age for _, info in copies[best])
         by_owner = {owner: tuple(sorted(hosts)) for owner, hosts in sorted(sources.items())}
-        return Plan("memory", best, by_owner, age, world_size=len(by_owner))
+        roots = {info.owner: info.root for _, info in copies[best]}
+        return Plan("memory", best, by_owner, age, world_size=len(by_owner), roots=roots)
     if stored is not None:
         assert stored_world_size is not None
         if stored_world_size != world_size and not resizable:
@@ -114,7 +119,19 @@ def _copies(holdings: Sequence[Holding], refused: Sequence[Version]) -> dict[Ver
         for info in holding.slots:
             if info.version not in refused:
                 copies.setdefault(info.version, []).append((holding.host, info))
-    return copies
+    return {version: kept for version, held in copies.items() if (kept := genuine(held))}
+
+
+def genuine(held: Sequence[tuple[str, SlotInfo]]) -> list[tuple[str, SlotInfo]]:
+    """The copies of one version, by host, that are what was committed.
+
+    Where no host has heard of the commit, all copies of a shard must have one root: which of two is damaged cannot be told then.
+    """
+    copies: dict[int, list[SlotInfo]] = {}
+    for _, info in held:
+        copies.setdefault(info.owner, []).append(info)
+    roots = {owner: {each.root for each in of if each.committed} or {each.root for each in of} for owner, of in copies.items()}
+    return [(host, info) for host, info in held if roots[info.owner] == {info.root}]
 
 
 def _is_whole(held: Sequence[tuple[str, SlotInfo]]) -> bool:
@@ -180,27 +197,39 @@ class LocalShard:
         owner: whose shard.
         version: which state.
         where: where its bytes came from.
+        root: which copy it must be; None: nobody knows.
+
+    Raises:
+        CorruptDataError: it is another one.
+        GeminiError: the agent has none, or does not answer.
     """
 
-    def __init__(self, client: AgentClient, owner: int, version: Version, where: str = "own memory") -> None:
+    def __init__(self, client: AgentClient, owner: int, version: Version, where: str = "own memory", root: str | None = None) -> None:
         self.where = where
         _, (fd,) = client.call(Map(owner=owner, version=version), Mapped)
-        self._memory = SlotMemory.adopt(fd)
-        self.layout = Layout.from_bytes(self._memory.shape.layout)
-        self._cuts = self._memory.cuts(self._memory.extras_bytes)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(os.close, fd)
+            memory = self._memory = SlotMemory.adopt(fd)
+            on_error.pop_all()
+            on_error.callback(memory.close)
+            if (memory.shape.owner, memory.version) != (owner, version):
+                text = f"the memory that came has rank {memory.shape.owner}'s of {memory.version}"
+                raise CorruptDataError(f"rank {owner}'s shard of {version} was asked for, {text}")
+            if root not in (None, memory.root):
+                raise _wrong_root(f"rank {owner}'s shard of {version} in this host's memory", memory.root, root)
+            self.layout = Layout.from_bytes(memory.shape.layout)
+            on_error.pop_all()
+        self._cuts = list(enumerate(memory.cuts(memory.extras_bytes)))
 
     def extras(self) -> bytes:
-        data = self._memory.shape.data_bytes
-        return b"".join(bytes(view) for offset, view in self._verified() if offset >= data)
+        return b"".join(bytes(view) for _, view in self._verified(extras=True))
 
     def chunks(self) -> Iterator[tuple[int, memoryview]]:
-        data = self._memory.shape.data_bytes
-        return ((offset, view) for offset, view in self._verified(data))
+        return self._verified(extras=False)
 
-    def _verified(self, until: int | None = None) -> Iterator[tuple[int, memoryview]]:
-        for index, (offset, nbytes) in enumerate(self._cuts):
-            if until is not None and offset >= until:
-                return
+    def _verified(self, extras: bool) -> Iterator[tuple[int, memoryview]]:
+        first = self._memory.shape.data_bytes
+        for index, (offset, nbytes) in [each for each in self._cuts if (each[1][0] >= first) == extras]:
             view = self._memory.data(offset, nbytes)
             _compare(view, self._memory.chunks[index][2], f"chunk {index} of rank {self._memory.shape.owner}'s shard in this host's memory")
             yield offset, view
@@ -210,35 +239,68 @@ class LocalShard:
 
 
 class PeerShard:
-    """From another host's agent, over the network."""
+    """From another host's agent, over the network. ``root``: which copy it must be; None: nobody knows.
+
+    Raises:
+        CorruptDataError: it is another one.
+        GeminiError: the agent has none, or does not answer.
+    """
 
     def __init__(
         self,
         host: str,
         address: tuple[str, int],
-        claims: Proof,
+        claims: Claims,
         secret: bytes,
         owner: int,
         version: Version,
         timeout: float,
-        tls: dict[str, str] | None,
+        root: str | None = None,
     ) -> None:
         self.where = f"peer {host}"
         self._owner, self._version = owner, version
-        self._wire = BlockingWire(address, claims, secret, timeout, tls)
+        self._calls = itertools.count(1)
+        self._sending, self._reading = threading.Lock(), 0  # how many answers are under way
+        self._wire = BlockingWire(address, claims.model_copy(update={"to": host}), secret, timeout)
         try:
             self._about = self._describe(host)
+            self._check_root(root)
             self.layout = Layout.from_bytes(self._about.layout)
         except GeminiError:
             self.close()
             raise
 
     def _describe(self, host: str) -> Description:
-        self._wire.send(Describe(owner=self._owner, version=self._version))
-        about = self._wire.receive()
+        asked = Describe(call=next(self._calls), owner=self._owner, version=self._version)
+        self._wire.send(asked)
+        about = self._answer(asked)
         if not isinstance(about, Description):
             raise PeerError(f"host {host}: {about.text if isinstance(about, Failed) else about.kind}")
         return about
+
+    def _check_root(self, root: str | None) -> None:
+        """Form the root of what was described: layout and checksums can be wrong as well as the bytes."""
+        about = self._about
+        sizes = about.data_bytes, about.extras_bytes, about.chunk_bytes
+        found = shard_root(self._owner, self._version, layout_digest(about.layout), sizes, about.digests)
+        if found != (root or about.root):
+            raise _wrong_root(f"rank {self._owner}'s shard of {self._version} from {self.where}", found, root or about.root)
+
+    def _answer(self, asked: Describe | Fetch) -> Message:
+        """The next message that answers this call; whatever is left of the answer to an earlier one is dropped."""
+        while True:
+            message = self._wire.receive()
+            if not isinstance(message, Description | Data | Failed) or message.call >= asked.call:
+                check_answer(asked, message)
+                return message
+            if isinstance(message, Data):
+                self._wire.receive_payload(memoryview(bytearray(message.nbytes)))
+
+    def renew(self) -> None:
+        """Keep the slot although nothing is read just now; from any thread."""
+        with self._sending:
+            if not self._reading:
+                self._wire.send(Heartbeat())
 
     def extras(self) -> bytes:
         about = self._about
@@ -250,16 +312,26 @@ class PeerShard:
     def _fetch(self, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
         if start == stop:
             return
-        self._wire.send(Fetch(owner=self._owner, version=self._version, offset=start, nbytes=stop - start))
+        with self._sending:
+            self._reading += 1
+        try:
+            yield from self._fetched(start, stop)
+        finally:
+            with self._sending:
+                self._reading -= 1
+
+    def _fetched(self, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        asked = Fetch(call=next(self._calls), owner=self._owner, version=self._version, offset=start, nbytes=stop - start)
+        self._wire.send(asked)
         first = 0 if start == 0 else len(self._about.digests) - self._extras_chunks(stop - start)
         at, index, buffer = start, first, bytearray(0)
         while at < stop:
-            head = self._wire.receive()
-            if not isinstance(head, Data) or head.offset != at:
+            head = self._answer(asked)
+            if not isinstance(head, Data) or head.offset != at or not 0 < head.nbytes <= stop - at:
                 raise PeerError(f"{self.where} sent {head.kind!r} where bytes from {at} were due")
             if len(buffer) != head.nbytes:
                 buffer = bytearray(head.nbytes)
-            self._wire.receive_into(memoryview(buffer))
+            self._wire.receive_payload(memoryview(buffer))
             _compare(buffer, self._about.digests[index], f"chunk {index} of rank {self._owner}'s shard from {self.where}")
             yield at, memoryview(buffer)
             at, index = at + head.nbytes, index + 1
@@ -271,8 +343,12 @@ class PeerShard:
         self._wire.close()
 
 
+def _wrong_root(what: str, found: str, committed: str | None) -> CorruptDataError:
+    return CorruptDataError(f"{what} is not what was committed: its root is {found}, should be {committed}")
+
+
 def _compare(view: memoryview | bytearray, digest: int, what: str) -> None:
-    if xxhash.xxh3_64_intdigest(view) != digest:
+    if checksum(view) != digest:
         raise CorruptDataError(f"{what} does not match its checksum")
 
 
@@ -284,10 +360,9 @@ class Sources:
     host: str
     plan: Plan
     addresses: Mapping[str, tuple[str, int]]
-    claims: Proof
+    claims: Claims
     secret: bytes
     timeout: float
-    tls: dict[str, str] | None = None
 
     def candidates(self, owner: int, reader: int) -> list[str]:
         """Hosts to ask for ``owner``'s shard; readers are spread over them."""
@@ -298,9 +373,10 @@ class Sources:
     def open(self, owner: int, host: str) -> LocalShard | PeerShard:
         """Open one copy. Raises GeminiError when it cannot be had."""
         assert self.plan.version is not None
+        version, root = self.plan.version, self.plan.roots.get(owner)
         if host == self.host:
-            return LocalShard(self.client, owner, self.plan.version, "storage" if self.plan.kind == "storage" else "own memory")
-        return PeerShard(host, self.addresses[host], self.claims, self.secret, owner, self.plan.version, self.timeout, self.tls)
+            return LocalShard(self.client, owner, version, "storage" if self.plan.kind == "storage" else "own memory", root)
+        return PeerShard(host, self.addresses[host], self.claims, self.secret, owner, version, self.timeout, root)
 
     def read(self, owner: int, reader: int, use: Callable[[LocalShard | PeerShard], T]) -> T:
         """Let ``use`` read one shard; when that fails, let it start over with the next copy.

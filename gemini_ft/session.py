@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
-from collections.abc import Callable, Collection
+import secrets
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -20,9 +21,11 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.choice import Choice, Chooser, Introduction
 from gemini_ft.config import GeminiConfig
-from gemini_ft.errors import ConfigError, SecretError, StorageError
+from gemini_ft.errors import ConfigError, StorageError
 from gemini_ft.faults import Orders
+from gemini_ft.hosts import host_id
 from gemini_ft.messages import (
+    Claims,
     GetInventory,
     Hello,
     HostInfo,
@@ -30,19 +33,23 @@ from gemini_ft.messages import (
     Message,
     Opened,
     OpenSession,
-    Proof,
     SessionSpec,
 )
 from gemini_ft.network import bind_address, is_loopback
 from gemini_ft.recovery import Plan, Sources, describe
 from gemini_ft.rendezvous import exchange, exchange_or_raise
 from gemini_ft.runid import default_run_id
-from gemini_ft.storage.base import Storage, open_storage
-from gemini_ft.storage.checkpoints import list_checkpoints
-from gemini_ft.transport.wire import fingerprint
-from gemini_ft.versions import Incarnation
+from gemini_ft.secret import agree_on_secret, read_secret
+from gemini_ft.storage.base import Storage, find_sign, open_storage
+from gemini_ft.storage.decisions import Sighting
+from gemini_ft.storage.lookout import within
+from gemini_ft.storage.marks import recall_on_host
+from gemini_ft.storage.retention import Retention
+from gemini_ft.transport.trust import fingerprint
+from gemini_ft.versions import Incarnation, Version
 
 _log = logging.getLogger("gemini_ft")
+_CHECK_SECONDS = 20.0  # for one small object to be written, read and deleted
 
 
 @dataclass
@@ -65,7 +72,7 @@ class Session:
     @property
     def sources(self) -> Sources:
         """Where the resumed version can be read."""
-        claims = Proof(run=self.run, stream=self.spec.stream, host=self.host, role="fetch", incarnation=None, nonce=b"", mac=b"")
+        claims = Claims(run=self.run, stream=self.spec.stream, host=self.host, to="", role="fetch", incarnation=None)
         return Sources(
             self.client,
             self.host,
@@ -74,7 +81,6 @@ class Session:
             claims,
             self.secret,
             self.config.timeout,
-            self.hello.tls,
         )
 
 
@@ -94,26 +100,6 @@ def rank_and_world() -> tuple[int, int]:
     return 0, 1
 
 
-def read_secret(config: GeminiConfig) -> bytes:
-    """The run secret from the user: ``secret_file``, or GEMINI_SECRET; empty when there is none.
-
-    Raises:
-        SecretError: the file is missing, empty, or readable by others.
-    """
-    if config.secret_file is None:
-        return os.environ.get("GEMINI_SECRET", "").encode()
-    path = Path(config.secret_file)
-    try:
-        mode, secret = path.stat().st_mode, path.read_bytes().strip()
-    except OSError as error:
-        raise SecretError(f"secret_file={path}: {error.strerror}; create it with `umask 077; openssl rand -hex 32 > {path}`") from None
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise SecretError(f"secret_file={path} has mode {stat.S_IMODE(mode):04o} and may be read by others; `chmod 600 {path}`")
-    if not secret:
-        raise SecretError(f"secret_file={path} is empty; it must hold the run secret, the same on all hosts")
-    return secret
-
-
 def join(config: GeminiConfig, stream: str, on_event: Callable[[Message], None], resizable: bool = False) -> Session:
     """Take part in the run: collective.
 
@@ -128,13 +114,15 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[Message], None],
     """
     rank, _ = rank_and_world()
     run = exchange(config.run_id or default_run_id(), config.timeout)[0]
-    secret = exchange_or_raise(lambda: read_secret(config), config.timeout)[rank]
+    given: list[bytes] = []
+    exchange_or_raise(lambda: given.append(read_secret(config)), config.timeout)  # only that it can be read is for all
+    secret = given[0]
     hello = _hello(config, run, stream, rank, secret)
     clients: list[AgentClient] = []
 
     def introduce() -> Introduction:
-        clients.append(AgentClient(run, lifecycle.host_id(), hello, on_event, config.timeout))
-        return _introduction(config, clients[0], run, fingerprint(secret))
+        clients.append(AgentClient(run, host_id(), hello, on_event, config.timeout))
+        return _introduction(config, clients[0], run, stream, fingerprint(secret))
 
     try:
         everyone = exchange_or_raise(introduce, config.timeout + 10)
@@ -148,8 +136,9 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[Message], None],
     return session
 
 
-def _introduction(config: GeminiConfig, client: AgentClient, run: str, configured_secret: str) -> Introduction:
+def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: str, configured_secret: str) -> Introduction:
     lifecycle.set_oom_score(500)
+    lifecycle.write_stacks_on_request(run, client.welcome.info.host)
     if lifecycle.shares_fate(client.welcome.pid):
         _log.warning(
             "the agent of host %s shares a cgroup with its workers: if the job step or container ends, its memory goes too. "
@@ -157,19 +146,24 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, configure
             client.welcome.info.host,
         )
     inventory = client.call(GetInventory(), Inventory)[0]
-    shared = config.model_dump_json(exclude={"domain", "secret_file", "tls", "memory_limit", "interface"})
-    return Introduction(run, client.welcome, inventory, configured_secret, shared, Orders.read(run))
+    shared = config.model_dump_json(exclude={"domain", "secret_file", "memory_limit", "interface"})
+    welcome = client.welcome.model_copy(update={"secret": b""})  # what ranks exchange travels openly
+    mark = recall_on_host(config.storage.url, run, stream) if config.storage is not None else None
+    stored = mark.version if mark is not None else None
+    return Introduction(run, welcome, inventory, configured_secret, shared, Orders.read(run), stored)
 
 
 def _agree(config: GeminiConfig, client: AgentClient, hello: Hello, everyone: list[Introduction], rank: int, resizable: bool) -> Session:
     """Everything that all ranks must see alike, and the opening of the incarnation."""
     run, stream = hello.run, hello.stream
-    secret = _agree_on_secret(everyone)
+    secret = agree_on_secret(everyone, client.welcome.secret, rank, config.timeout)
     _agree_on_config(everyone)
     orders = Orders.agree([about.orders for about in everyone])
-    storage = _open_storage(config)
-    choice = Chooser(config, client, everyone, stream, storage, rank, resizable).choose()
-    make_spec = partial(_make_spec, config, stream, everyone, choice, storage)
+    reopen = storage_opener(config)
+    choice = Chooser(config, client, everyone, stream, reopen, rank, resizable).choose()
+    if reopen is not None and _check_storage(config, reopen, choice, partial(_make_room, config, reopen, run, stream, rank, choice)):
+        _check_shared(config, reopen, everyone, rank)
+    make_spec = partial(_make_spec, config, stream, everyone, choice)
     spec = exchange_or_raise(lambda: make_spec() if rank == 0 else None, config.timeout)[0]
     assert spec is not None
     opening = OpenSession(spec=spec, secret=secret)
@@ -179,7 +173,6 @@ def _agree(config: GeminiConfig, client: AgentClient, hello: Hello, everyone: li
 
 
 def _hello(config: GeminiConfig, run: str, stream: str, rank: int, secret: bytes) -> Hello:
-    tls = {name: str(value.resolve()) for name, value in config.tls.model_dump().items()} if config.tls is not None else None
     return Hello(
         run=run,
         stream=stream,
@@ -190,20 +183,10 @@ def _hello(config: GeminiConfig, run: str, stream: str, rank: int, secret: bytes
         memory_limit=config.memory_limit,
         domain=config.domain or "",
         linger=config.linger,
-        tls=tls,
+        encrypt=config.encrypt,
+        agent_timeout=config.agent_timeout,
+        start_timeout=config.start_timeout,
     )
-
-
-def _agree_on_secret(everyone: list[Introduction]) -> bytes:
-    given = {about.configured_secret: rank for rank, about in reversed(list(enumerate(everyone)))}
-    if len(given) > 1:
-        who = ", ".join(f"rank {rank} has {print_ or 'none'}" for print_, rank in given.items())
-        raise SecretError(
-            f"the ranks were given different run secrets (fingerprints: {who}); give all hosts the same GEMINI_SECRET_FILE, or none"
-        )
-    # An agent that lived before this incarnation has the secret under which older state was signed.
-    chosen = max(everyone, key=lambda about: about.welcome.info.known or (0, ""))
-    return chosen.welcome.secret
 
 
 def _agree_on_config(everyone: list[Introduction]) -> None:
@@ -212,28 +195,110 @@ def _agree_on_config(everyone: list[Introduction]) -> None:
             raise ConfigError(f"rank {rank} has other gemini options than rank 0: {about.config} instead of {everyone[0].config}")
 
 
-def _open_storage(config: GeminiConfig) -> Storage | None:
+def storage_opener(config: GeminiConfig) -> Callable[[], Storage] | None:
+    """Opens the storage that was configured; nothing is touched before it is used.
+
+    Raises:
+        ConfigError: there is none that this version can open.
+    """
     settings = config.storage
     if settings is None:
         return None
+    reopen = partial(open_storage, settings.url, settings.endpoint_url, settings.max_bandwidth)
+    reopen()
+    return reopen
 
-    found: list[Storage] = []
 
-    def check() -> None:
-        found.append(open_storage(settings.url, settings.endpoint_url, settings.max_bandwidth))
-        found[0].check()
+def _check_storage(config: GeminiConfig, reopen: Callable[[], Storage], choice: Choice, make_room: Callable[[], None]) -> bool:
+    """Find out on every host whether storage can be written; False: it cannot, and the job goes on without.
 
+    Where it cannot, ``make_room`` is called before that is believed: storage may be full of what uploads of the past have left.
+
+    Raises:
+        StorageError: it cannot, it is required, and the job does not resume from memory.
+    """
+    settings = config.storage
+    assert settings is not None
+    seconds = min(config.timeout, _CHECK_SECONDS)
+
+    def check() -> str:
+        try:
+            within(seconds, settings.url, lambda: reopen().check())
+        except StorageError as error:
+            return str(error)
+        return ""
+
+    room_made = False
+    pause, end = 1.0, time.monotonic() + (settings.patience if choice.plan.kind == "storage" and settings.required else 0.0)
+    while failed := {rank: text for rank, text in enumerate(exchange_or_raise(check, seconds + config.timeout)) if text}:
+        text = "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {said}" for said, ranks in _by_text(failed).items())
+        if choice.plan.kind == "memory" or not settings.required:
+            why = "the job resumes from memory" if settings.required else "it is not required"
+            _log.warning("storage cannot be used now, and %s: training goes on, uploads are tried when they are due (%s)", why, text)
+            return False
+        if not room_made:
+            room_made = True
+            exchange_or_raise(make_room, seconds + config.timeout)
+            continue
+        if exchange(end - time.monotonic(), config.timeout)[0] <= 0:
+            raise StorageError(text)
+        time.sleep(pause)
+    return True
+
+
+def _make_room(config: GeminiConfig, reopen: Callable[[], Storage], run: str, stream: str, rank: int, choice: Choice) -> None:
+    """On rank 0, delete from storage what is old and what earlier uploads have left."""
+    if rank != 0:
+        return
+    settings = config.storage
+    assert settings is not None
+    this = Sighting("", Version(Incarnation(sys.maxsize, ""), 0), "torn", choice.descent)
+    retention = Retention(reopen, run, stream, settings.keep_last, settings.keep_every, choice.damaged)
     try:
-        exchange_or_raise(check, config.timeout)
-        return found[0]
+        within(min(config.timeout, _CHECK_SECONDS), settings.url, lambda: retention.tidy(this))
     except StorageError as error:
-        if settings.required:
-            raise
-        _log.warning("storage is unusable and not required, so this run has no slow tier: %s", error)
-        return None
+        _log.warning("%s", error)
 
 
-def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], choice: Choice, storage: Storage | None) -> SessionSpec:
+def _check_shared(config: GeminiConfig, reopen: Callable[[], Storage], everyone: list[Introduction], rank: int) -> None:
+    """Let every rank read what the one before has written: a folder of the same name may be another one on each host.
+
+    Raises:
+        ConfigError: it is; both hosts are named.
+    """
+    hosts = [about.welcome.info.host for about in everyone]
+    if len({*hosts}) == 1:
+        return
+    storage, seconds = reopen(), min(config.timeout, _CHECK_SECONDS)
+    own = f"gemini-check-{secrets.token_hex(8)}"
+
+    def attempt(work: Callable[[], None]) -> None:
+        try:
+            within(seconds, storage.url, work)
+        except StorageError as error:  # it was well a moment ago: that is no proof of anything
+            _log.warning("whether all hosts share the storage could not be looked at: %s", error)
+
+    def leave() -> str:
+        attempt(lambda: storage.put(own, [own.encode()]))
+        return own
+
+    signs = exchange_or_raise(leave, seconds + config.timeout)
+    before = rank - 1
+    try:
+        find = partial(find_sign, storage, signs[before], hosts[before], hosts[rank])
+        exchange_or_raise(lambda: attempt(find), seconds + config.timeout)
+    finally:
+        attempt(lambda: storage.delete(own))
+
+
+def _by_text(said: Mapping[int, str]) -> dict[str, list[int]]:
+    out: dict[str, list[int]] = {}
+    for rank, text in said.items():
+        out.setdefault(text, []).append(rank)
+    return out
+
+
+def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], choice: Choice) -> SessionSpec:
     hosts = [about.welcome.info.host for about in everyone]
     infos = {about.welcome.info.host: about.welcome.info for about in everyone}
     domains = {host: info.domain for host, info in infos.items()}
@@ -245,9 +310,8 @@ def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], 
     plan = choice.plan
     rebuildable = plan.sources if plan.world_size == len(everyone) else {}  # shards of another cut are never asked for again
     known = [info.known for info in infos.values() if info.known is not None]
-    known += [plan.version.incarnation] if plan.version is not None else []
-    if storage is not None:  # even those that are damaged or not wanted: what comes now must count as newer
-        known += [checkpoint.version.incarnation for checkpoint in list_checkpoints(storage, everyone[0].run, stream)]
+    # Even those that are damaged or not wanted: what comes now must count as newer.
+    known += [*choice.descent.overtaken, *(version.incarnation for version in choice.descent.lineage or ())]
     return SessionSpec(
         stream=stream,
         incarnation=Incarnation.after(known),
@@ -257,12 +321,16 @@ def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], 
         holders={rank: list(placed[host]) for rank, host in enumerate(hosts)},
         leader=hosts[0],
         resumed=plan.version,
+        lineage=list(choice.descent.lineage or ()),
+        overtaken=sorted(choice.descent.overtaken),
         sources={owner: list(holders) for owner, holders in rebuildable.items()},
+        roots=dict(plan.roots) if rebuildable else {},
         given_up=sorted(choice.given_up),
+        damaged=sorted(choice.damaged),
         replica_timeout=config.replica_timeout,
         hang_timeout=config.hang_timeout,
         chunk_bytes=config.chunk_bytes,
-        storage=config.storage.model_dump() if config.storage is not None and storage is not None else None,
+        storage=config.storage.model_dump() if config.storage is not None else None,
         interval=config.fixed_interval,
         traffic=config.traffic,
     )
@@ -286,8 +354,8 @@ def _announce(session: Session, configured_secret: bool) -> None:
     if spec.incarnation.number == 1:
         if not configured_secret and len(placed) > 1:
             _log.warning(
-                "no run secret was configured: a made-up one travels through the rendezvous store, and is as safe as that store "
-                "(GEMINI_SECRET_FILE)"
+                "no run secret was configured: hosts send each other a made-up one through the rendezvous, sealed against readers but "
+                "not against whoever can write there (GEMINI_SECRET_FILE)"
             )
         _log.info("%s", placement.describe(placed))
         machines: dict[str, list[str]] = {}

@@ -37,10 +37,11 @@ class Slot:
     frozen: bool = False  # being uploaded; only a COMPLETE slot is frozen
     retired: bool = False  # of an earlier layout, an earlier placement, or a writer that may still live; never granted again
     past: bool = False  # COMPLETE, and to be kept until it is certain that all hosts have left it behind
+    root: str = ""  # of a COMPLETE slot: what its bytes come to (gemini_ft.roots)
     readers: set[str] = field(default_factory=set)  # who may still look at the bytes, whatever has become of the version
 
     def clear(self) -> None:
-        self.state, self.version, self.frozen, self.past = SlotState.EMPTY, None, False, False
+        self.state, self.version, self.frozen, self.past, self.root = SlotState.EMPTY, None, False, False, ""
 
 
 class SlotSet:
@@ -58,9 +59,9 @@ class SlotSet:
         self.slots.update((slot.index, slot) for slot in fresh)
         return fresh
 
-    def adopt(self, index: int, version: Version | None) -> Slot:
+    def adopt(self, index: int, version: Version | None, root: str = "") -> Slot:
         """Take over a slot found in memory: COMPLETE with ``version``, or EMPTY."""
-        slot = Slot(index, SlotState.COMPLETE if version else SlotState.EMPTY, version)
+        slot = Slot(index, SlotState.COMPLETE if version else SlotState.EMPTY, version, root=root)
         self.slots[index] = slot
         return slot
 
@@ -106,7 +107,7 @@ class SlotSet:
         if not free:
             return None
         slot = min(free, key=lambda s: (s.state is not SlotState.EMPTY, s.version or version))
-        slot.state, slot.version = SlotState.WRITING, version
+        slot.state, slot.version, slot.root = SlotState.WRITING, version, ""
         return slot
 
     def supersede(self, version: Version, committed: Version | None) -> None:
@@ -116,13 +117,13 @@ class SlotSet:
             if slot.version is not None and slot.version < version:
                 self.abort(slot.version)
 
-    def complete(self, version: Version) -> bool:
+    def complete(self, version: Version, root: str = "") -> bool:
         """All bytes are there; False when that comes too late (the slot is free again then): given up, or sealed."""
         slot = self.find(version)
         if slot is None or slot.state is not SlotState.WRITING or self.sealed:
             self.let_go(version)
             return False
-        slot.state = SlotState.COMPLETE
+        slot.state, slot.root = SlotState.COMPLETE, root
         return True
 
     def discard(self, version: Version) -> None:

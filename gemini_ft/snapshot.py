@@ -7,6 +7,7 @@ What changes at other times (buffers, RNG, counters) is copied at once, before `
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -15,14 +16,15 @@ from enum import StrEnum
 from typing import Any
 
 import torch
-import xxhash
 
 from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.copyplan import CopyPlan, Slot, same_bytes
 from gemini_ft.errors import AgentError, ConcurrentWriteError, GeminiError
 from gemini_ft.messages import Chunk, Copied, GiveUp, Message, Request
+from gemini_ft.roots import checksum
 
 _GRANT_POLL = 0.25  # seconds between looks at whether the agent still lives
+_RETRY = 20.0  # seconds between attempts to start another
 
 
 class JobState(StrEnum):
@@ -47,6 +49,7 @@ class Job:
     state: JobState = JobState.WAITING
     slot: int | None = None
     cancelled: str = ""
+    checksums: list[int] = field(default_factory=list)  # of the chunks that are in the slot
     finished: bool = False  # verify: nobody declares it copied before it was compared
     submitted: float = field(default_factory=time.perf_counter)
 
@@ -56,6 +59,7 @@ class Snapshotter:
 
     Args:
         owner: this rank.
+        root: forms the root of a copy that is whole.
         tell: sends a message to the agent; raises AgentError when it is gone.
         lost: whether the agent is gone.
         recover: called on the thread when the agent is gone; brings a new one up, or raises GeminiError.
@@ -63,11 +67,13 @@ class Snapshotter:
         verify: compare each copy with the live state before the update, and declare it copied only then.
         waits: whether an update waits for a snapshot that is late; else the snapshot is given up.
         timeout: seconds a wait may take.
+        grant_timeout: seconds an update waits for a slot.
     """
 
     def __init__(
         self,
         owner: int,
+        root: Callable[[Job], str],
         tell: Callable[[Message], None],
         lost: Callable[[], bool],
         recover: Callable[[], None],
@@ -75,14 +81,19 @@ class Snapshotter:
         verify: bool,
         waits: bool,
         timeout: float,
+        grant_timeout: float | None = None,
     ) -> None:
-        self._owner, self._tell, self._lost, self._recover, self._on_discard = owner, tell, lost, recover, on_discard
+        self._grant_timeout = timeout if grant_timeout is None else min(timeout, grant_timeout)
+        self._owner, self._root, self._tell, self._lost, self._recover, self._on_discard = owner, root, tell, lost, recover, on_discard
         self._verify, self._waits, self._timeout = verify, waits, timeout
         self.plan: CopyPlan | None = None
         self.slots: dict[int, Slot] = {}
+        self.written: list[str] = []  # names of what was written during the last copy that was given up for that
         self._job: Job | None = None
         self._condition = threading.Condition()
         self._stop = False
+        self._next_try = 0.0  # when the agent may be brought back, after this has failed
+        self._impatient = False  # a slot has been waited for in vain: not again, until one is granted
         self._broken: Exception | None = None  # what ended the thread: a fault of ours
         self._stream: Any = None
         self._thread = threading.Thread(target=self._run, name="gemini-snapshot", daemon=True)
@@ -109,7 +120,7 @@ class Snapshotter:
             return
         on_cuda = job.ready is not None and job.digest is None and not self._verify
         with self._condition:
-            if job.state is JobState.WAITING and not self._waits:
+            if job.state is JobState.WAITING and (self._impatient or not self._waits):
                 self._forget(job, "the snapshot before was still uncommitted at the next update")
                 return
             self._wait(job, (JobState.ISSUED, JobState.DONE) if on_cuda else (JobState.DONE,))
@@ -132,12 +143,12 @@ class Snapshotter:
         Raises:
             AgentError: the copy has begun, and does not end.
         """
-        if self._condition.wait_for(lambda: job.state in enough, self._timeout):
-            return
-        text = f"it was not copied within {self._timeout:g} s"
-        if job.state is not JobState.WAITING:
-            raise AgentError(f"iteration {job.iteration}: {text}; is the agent stuck?")
-        self._forget(job, text)
+        granted = (JobState.COPYING, *enough)
+        if not self._condition.wait_for(lambda: job.state in granted, self._grant_timeout):
+            self._impatient = True
+            self._forget(job, f"no slot became free for it within {self._grant_timeout:g} s")
+        elif not self._condition.wait_for(lambda: job.state in enough, self._timeout):
+            raise AgentError(f"iteration {job.iteration}: it was not copied within {self._timeout:g} s; is the agent stuck?")
 
     def _forget(self, job: Job, reason: str) -> None:
         job.cancelled = reason
@@ -156,6 +167,7 @@ class Snapshotter:
     def granted(self, iteration: int, slot: int) -> None:
         """From the agent."""
         with self._condition:
+            self._impatient = False
             if self._job is not None and self._job.iteration == iteration:
                 self._job.slot = slot
                 self._condition.notify_all()
@@ -194,10 +206,13 @@ class Snapshotter:
         yield_to_training()
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._stop or (self._job is not None and self._job.state is JobState.WAITING))
+                due = self._condition.wait_for(lambda: self._stop or self._has_work, _GRANT_POLL)
                 if self._stop:
                     return
                 job = self._job
+            if not due:
+                self._mend()
+                continue
             assert job is not None
             try:
                 self._take(job)
@@ -211,6 +226,24 @@ class Snapshotter:
                     job.state = JobState.DONE
                     self._condition.notify_all()
 
+    @property
+    def _has_work(self) -> bool:
+        return self._job is not None and self._job.state is JobState.WAITING
+
+    def _mend(self) -> None:
+        """Bring an agent back that has died between two snapshots: the other hosts cannot commit without it."""
+        if self._lost() and self.slots:
+            with contextlib.suppress(GeminiError):
+                self._bring_back()
+
+    def _bring_back(self) -> None:
+        """Recover; where that fails it takes its time, and training shall not wait for that at every step."""
+        if time.monotonic() < self._next_try:
+            raise AgentError("this host has no agent; another try to start one follows")
+        self._next_try = time.monotonic() + _RETRY
+        self._recover()
+        self._next_try = 0.0
+
     def _take(self, job: Job) -> None:
         self._tell(Request(iteration=job.iteration))
         with self._condition:
@@ -222,10 +255,15 @@ class Snapshotter:
                     self._discard(job, job.cancelled or "the process ends")
                 return
             job.state = JobState.COPYING
+        if job.slot not in self.slots:
+            # The answer that says where it lies was lost. Unless this one is given up, the agent waits for it and grants no other.
+            self._discard(job, f"the agent granted slot {job.slot}, which this worker does not map; asking for its slots anew")
+            self._recover()
+            return
         self._copy(job, self.slots[job.slot])
         assert self.plan is not None
         if changed := self.plan.changed(job.marks):
-            shown = ", ".join(changed[:5])
+            shown, self.written = ", ".join(changed[:5]), changed
             self._discard(job, f"{shown} written during the copy (write inside `with checkpointer.mutate():`)")
         elif not self._verify:
             self._declare(job)
@@ -270,13 +308,14 @@ class Snapshotter:
             self._publish(job, chunks + number, slot, offset, min(step, start + len(job.extras) - offset))
 
     def _publish(self, job: Job, index: int, slot: Slot, offset: int, nbytes: int) -> None:
-        digest = xxhash.xxh3_64_intdigest(slot.view[offset : offset + nbytes])
+        digest = checksum(slot.view[offset : offset + nbytes])
+        job.checksums.append(digest)
         self._tell(Chunk(owner=self._owner, iteration=job.iteration, index=index, offset=offset, nbytes=nbytes, digest=digest))
 
     def _declare(self, job: Job) -> None:
         job.finished = True
         digest = job.digest() if job.digest is not None else ""
-        self._tell(Copied(iteration=job.iteration, extras_bytes=len(job.extras), digest=digest))
+        self._tell(Copied(iteration=job.iteration, extras_bytes=len(job.extras), digest=digest, root=self._root(job)))
 
     def _discard(self, job: Job, reason: str) -> None:
         job.cancelled = job.cancelled or reason
@@ -288,8 +327,13 @@ class Snapshotter:
         """The agent went away in the middle: bring it back, and tell it that this one is lost."""
         job.cancelled = str(error)
         self._on_discard(job.iteration, str(error))
+        if self._stream is not None:
+            self._stream.synchronize()  # copies that are under way need their slots, which go when there is another agent
+        with self._condition:
+            job.state = JobState.DONE  # the update need not wait for another agent
+            self._condition.notify_all()
         try:
-            self._recover()
+            self._bring_back()
             self._tell(GiveUp(iteration=job.iteration, reason="this host's agent was restarted"))
         except GeminiError as failure:
             self._on_discard(job.iteration, f"training goes on without snapshots: {failure}")

@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from gemini_ft.attributes import held
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.layout import ITEMSIZES, PER_RANK, TensorSpec
 
@@ -38,6 +39,15 @@ _MODULE_WRAPPERS = {
     "_FabricModule": "_original_module",
 }
 _OPTIMIZER_WRAPPERS = {"LightningOptimizer": "_optimizer", "_FabricOptimizer": "optimizer"}
+# Its defaults are the script's; step is there when a scheduler counts calls; the rest is of one call alone.
+_TORCH_ATTRIBUTES = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {
+    "step",
+    "zero_grad",
+    "_opt_called",
+    "_step_count",
+    "grad_scale",
+    "found_inf",
+}
 _open_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # known to keep all their state in sight
 _FSDP1 = "_fsdp_wrapped_module"
 _NO_FSDP1 = "belongs to FSDP1, whose flat parameters hide who owns what; use FSDP2 (fully_shard)"
@@ -111,13 +121,35 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
     if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
         raise UnsupportedStateError(f"{kind} shards its state without DTensors; use FSDP2 (fully_shard) or DeepSpeed instead")
     if optimizer not in _open_optimizers:
-        if hidden := sorted(_state_keys(optimizer) - {"state", "param_groups"}):
+        hidden = sorted(map(str, _state_keys(optimizer) - {"state", "param_groups"}))
+        if hidden and not own_attributes(optimizer):
             raise UnsupportedStateError(
-                f"{kind} keeps state outside of optimizer.state ({', '.join(hidden)}); "
+                f"{kind} keeps state outside of optimizer.state ({', '.join(hidden)}), and not in attributes either; "
                 "give the optimizer as extra state (an object with state_dict and load_state_dict) instead"
             )
         _open_optimizers.add(optimizer)
     return optimizer
+
+
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes that an optimizer has beside those of every torch optimizer."""
+    attributes = vars(optimizer)
+    return {name: value for name, value in attributes.items() if name not in _TORCH_ATTRIBUTES}
+
+
+def every_optimizer(optimizers: Sequence[Any]) -> dict[str, Optimizer]:
+    """Name -> torch optimizer, of those that are given (``optim0``, ...), and then of those that they hold (``optim0.base_optimizer``)."""
+    found = {f"optim{index}": unwrap_optimizer(optimizer) for index, optimizer in enumerate(optimizers)}
+    seen, queue = set(map(id, found.values())), list(found.items())
+    while queue:
+        path, outer = queue.pop(0)
+        for name, value in own_attributes(outer).items():
+            for where, inner in held(value, f"{path}.{name}"):
+                if id(inner) not in seen:
+                    seen.add(id(inner))
+                    found[where] = unwrap_optimizer(inner)
+                    queue.append((where, inner))
+    return found
 
 
 def _state_keys(optimizer: Optimizer) -> set[str]:
@@ -140,13 +172,17 @@ def survey(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> list[L
         if id(tensor) not in names:
             names[id(tensor)] = name
             found.append(Live(name, tensor, role))
-    inner = [unwrap_optimizer(optimizer) for optimizer in optimizers]
+    inner = list(every_optimizer(optimizers).values())
     for index, optimizer in enumerate(inner):  # all parameters before any state, which may refer to one
         for place, param in _params(optimizer):
             if id(param) not in names:
                 names[id(param)] = f"optim{index}.{place}"
                 found.append(Live(names[id(param)], param, Role.PARAMETER))
+    states: set[int] = set()
     for index, optimizer in enumerate(inner):
+        if id(optimizer.state) in states:
+            continue  # one that another holds, and that shares its state with it
+        states.add(id(optimizer.state))
         for _, param in _params(optimizer):
             label = state_label(index, names[id(param)])
             for key, value in optimizer.state.get(param, {}).items():

@@ -1,16 +1,15 @@
 """The live training state as named tensors and extras, and back.
 
-Capture:
+Capture, per step:
 
-    sources, extras = collect(models, optimizers, rank, world_size, replicated)
+    live = survey(models, optimizers)              named tensors, see `gemini_ft.sources`
+    extras = collect_extras(models, optimizers, live)
 
-    sources   tensors, see `gemini_ft.sources`; they go into shards by `gemini_ft.copies`
-    extras    everything else: hyperparameters of the parameter groups, optimizer state that is no tensor
-              (Python numbers, the lists of LBFGS), modules' extra state. It refers to live objects, so encode
-              it at once. Every rank keeps its own.
+    extras    everything else: hyperparameters of the parameter groups, optimizer state that is no tensor (Python numbers, the lists of
+              LBFGS), attributes of optimizers, modules' extra state. It refers to live objects, so encode it at once. Every rank keeps
+              its own.
 
-Per step, ``live = survey(...)``, ``fingerprint(live)`` and ``collect_extras(models, optimizers, live)`` do;
-sources are described again only when the fingerprint changes.
+Sources are described (`gemini_ft.sources.describe`) and laid out again only when the fingerprint changes.
 
 Restore, all on the existing objects:
 
@@ -27,7 +26,7 @@ dropped. Nothing is ever cast, no gradient is touched and no collective is calle
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -37,11 +36,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from gemini_ft.copies import Copy, copy_into, copy_out, plan_copies, run_copies, targets_of
+from gemini_ft.attributes import ATTRIBUTES, NOT_SEEN, OF_PROCESS, Return, Walk, is_linked
+from gemini_ft.census import Fate, Finding, declare
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
 from gemini_ft.layout import TensorSpec
-from gemini_ft.replicas import check_replicas, first_difference, replicated_digest, tensor_digests
-from gemini_ft.rng import rng_state, set_rng_state
 from gemini_ft.sources import (
     HOST,
     Live,
@@ -50,105 +48,100 @@ from gemini_ft.sources import (
     captured,
     clean,
     describe,
-    fingerprint,
+    every_optimizer,
     local,
     overlaps,
+    own_attributes,
     placement_words,
     split_state_name,
     state_label,
     survey,
     unwrap_model,
-    unwrap_optimizer,
 )
-
-__all__ = [
-    "Copy",
-    "Live",
-    "Source",
-    "apply_extras",
-    "check_replicas",
-    "collect",
-    "collect_extras",
-    "copy_into",
-    "copy_out",
-    "describe",
-    "destinations",
-    "fingerprint",
-    "first_difference",
-    "plan_copies",
-    "replicated_digest",
-    "rng_state",
-    "run_copies",
-    "set_rng_state",
-    "survey",
-    "targets_of",
-    "tensor_digests",
-    "unwrap_model",
-    "unwrap_optimizer",
-]
 
 Models = Mapping[str, nn.Module]
 Extras = dict[str, Any]
+_TENSORS = declare("parameters, buffers, state of optimizers", Fate.CAPTURED, "each tensor once, under its name")
+declare("hyperparameters of parameter groups, extra state of modules", Fate.CAPTURED, "with the small state of each rank")
+_HELD = declare("optimizers that another optimizer holds (SAM, Lookahead)", Fate.CAPTURED, "like those that are given to the Checkpointer")
 _STATIC_KEYS = ("params", "param_names")  # of a parameter group: they are in the tensors' names already
 _namings: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], Extras]] = weakref.WeakKeyDictionary()
 
 
-def collect(models: Models, optimizers: Sequence[Any], rank: int, world_size: int, replicated: bool) -> tuple[list[Source], Extras]:
-    """All tensors of this rank, and its extras.
+def collect_extras(
+    models: Models, optimizers: Sequence[Any], live: Sequence[Live] | None = None, ignored: Callable[[str], bool] = lambda _: False
+) -> Extras:
+    """The part of the state that is no tensor; holds live objects, so encode it before training goes on.
 
     Args:
         models: name -> module; names may not contain dots.
-        optimizers: torch optimizers, wrapped by Lightning or Fabric or not.
-        rank: this rank in the job.
-        world_size: ranks of the job.
-        replicated: whether plain (not DTensor) parameters are the same on all ranks, as under DDP.
+        optimizers: torch optimizers, wrapped by Lightning or Fabric or not; what they hold is found.
+        live: their survey, if there is one already.
+        ignored: whether the user sees to what has this name.
 
     Raises:
         UnsupportedStateError: something cannot be captured exactly; named.
     """
-    live = survey(models, optimizers)
-    return describe(live, rank, world_size, replicated), collect_extras(models, optimizers, live)
-
-
-def collect_extras(models: Models, optimizers: Sequence[Any], live: Sequence[Live] | None = None) -> Extras:
-    """What is no tensor; holds live objects, so encode it before training goes on.
-
-    Args:
-        models: as given to `collect`.
-        optimizers: as given to `collect`.
-        live: their survey, if there is one already.
-    """
     live = survey(models, optimizers) if live is None else live
     parameters = _parameters(live, optimizers)
-    saved = [
-        _optimizer_extras(optimizer) | facts | {"parameters": parameters.get(id(optimizer), "")}
-        for optimizer, facts in _identified(optimizers, parameters)
-    ]
-    for label, optimizer, param in _labelled(live, optimizers):
-        if rest := {key: value for key, value in optimizer.state.get(param, {}).items() if not captured(key, value)}:
-            saved[_index(label)]["state"][label] = rest
+    walk = _walk(models, optimizers, live, ignored)
+    saved = []
+    for (name, optimizer), (_, facts) in zip(every_optimizer(optimizers).items(), _identified(optimizers, parameters), strict=True):
+        attributes = own_attributes(optimizer)
+        entry = _optimizer_extras(optimizer) | facts | {"name": name, "parameters": parameters.get(id(optimizer), "")}
+        saved.append(entry | {"attributes": walk.attributes(attributes, name) if attributes else {}})
+    for label, optimizer, param in _with_state(live, optimizers):
+        for key, value in optimizer.state.get(param, {}).items():
+            if not captured(key, value):
+                taken = walk.take(value, f"{label}[{key!r}]")
+                where = saved[_index(label)]["linked" if is_linked(taken) else "state"]
+                where.setdefault(label, {})[key] = taken if is_linked(taken) else value
     for item in live:
         if item.same_as is not None:
             label, key = split_state_name(item.name)
             saved[_index(label)]["shared"].setdefault(label, {})[key] = item.same_as
     modules = {name: module.get_extra_state() for name, module in _with_extra_state(models)}
-    return {"optimizers": saved, "modules": modules, "naming": {name: _naming(name, model, live) for name, model in models.items()}}
+    return {
+        "optimizers": saved,
+        "modules": modules,
+        "strides": dict(_odd_strides(live)),
+        "naming": {name: _naming(name, model, live) for name, model in models.items()},
+    }
+
+
+def _walk(models: Models, optimizers: Sequence[Any], live: Sequence[Live], ignored: Callable[[str], bool] = lambda _: False) -> Walk:
+    """For attributes of optimizers, which may refer to parameters, to state, to each other and to modules."""
+    inner = list(every_optimizer(optimizers).values())
+    owned: list[Any] = [*inner, *models.values()]
+    for optimizer in inner:
+        owned += [optimizer.param_groups, optimizer.state, optimizer.defaults, *optimizer.param_groups]
+        owned += [group["params"] for group in optimizer.param_groups]
+    if any(map(own_attributes, inner)):
+        owned += [module for model in models.values() for module in model.modules()]
+    return Walk({item.name: item.tensor for item in live if item.same_as is None}, map(id, owned), ignored)
 
 
 def destinations(
-    models: Models, optimizers: Sequence[Any], stored: Iterable[TensorSpec], rank: int, world_size: int, replicated: bool
+    models: Models,
+    optimizers: Sequence[Any],
+    stored: Iterable[TensorSpec],
+    rank: int,
+    world_size: int,
+    replicated: bool,
+    strides: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Source]:
     """Live tensors to fill, after giving the optimizers the state tensors that the snapshot has.
 
     Between this and `apply_extras` the optimizers are not usable.
 
     Args:
-        models: as given to `collect`.
-        optimizers: as given to `collect`.
+        models: as given to `collect_extras`.
+        optimizers: as given to `collect_extras`.
         stored: this rank's tensors in the snapshot (`gemini_ft.layout.stored_specs`).
         rank: this rank.
         world_size: ranks of the job.
-        replicated: as given to `collect`.
+        replicated: whether plain (not DTensor) parameters are the same on all ranks, as under DDP.
+        strides: name -> strides of state that is laid out otherwise than its parameter (the extras' ``strides``).
 
     Raises:
         LayoutMismatchError: state was sharded otherwise than its parameter is now.
@@ -160,9 +153,10 @@ def destinations(
     live = survey(models, optimizers)
     used = {id(item.tensor) for item in live if item.role is not Role.STATE}
     with torch.no_grad():
-        for label, optimizer, param in _labelled(live, optimizers):
+        for label, optimizer, param in _with_state(live, optimizers):
             old = optimizer.state.pop(param, {})
-            if new := {key: _room(spec, param, old.get(key), used) for key, spec in wanted.get(label, {}).items()}:
+            specs = wanted.get(label, {}).items()
+            if new := {key: _room(spec, param, old.get(key), used, (strides or {}).get(spec.name)) for key, spec in specs}:
                 optimizer.state[param] = new
     return describe(survey(models, optimizers), rank, world_size, replicated)
 
@@ -176,8 +170,9 @@ def apply_extras(models: Models, optimizers: Sequence[Any], extras: Extras) -> N
         LayoutMismatchError: other optimizers, parameter groups or modules than those of the snapshot.
     """
     live, saved = survey(models, optimizers), extras["optimizers"]
-    modules = dict(_with_extra_state(models))
-    _same("number of optimizers", len(optimizers), len(saved))
+    modules, named = dict(_with_extra_state(models)), every_optimizer(optimizers)
+    _same("number of optimizers", len(named), len(saved))
+    _same("optimizers", list(named), [entry["name"] for entry in saved])
     _same("modules with extra state", sorted(modules), sorted(extras["modules"]))
     for index, (optimizer, facts) in enumerate(_identified(optimizers, _parameters(live, optimizers))):
         for what, now in facts.items():
@@ -185,9 +180,17 @@ def apply_extras(models: Models, optimizers: Sequence[Any], extras: Extras) -> N
         _apply_groups(optimizer, saved[index]["groups"])
         _replace_other(optimizer, saved[index]["other"])
     tensors = {item.name: item.tensor for item in live}
-    for label, optimizer, param in _labelled(live, optimizers):
-        shared = saved[_index(label)]["shared"].get(label, {})
-        if values := saved[_index(label)]["state"].get(label, {}) | {key: tensors[name] for key, name in shared.items()}:
+    back = Return(tensors)
+    for entry, optimizer in zip(saved, named.values(), strict=True):
+        for name in own_attributes(optimizer).keys() - entry["attributes"].keys():
+            delattr(optimizer, name)
+        back.attributes(optimizer, entry["attributes"], entry["name"])
+    for label, optimizer, param in _with_state(live, optimizers):
+        entry = saved[_index(label)]
+        shared, linked = entry["shared"].get(label, {}), entry["linked"].get(label, {})
+        values = entry["state"].get(label, {}) | {key: tensors[name] for key, name in shared.items()}
+        values |= {key: back.give(None, taken, f"{label}[{key!r}]") for key, taken in linked.items()}
+        if values:
             optimizer.state.setdefault(param, {}).update(values)
     for name, module in modules.items():
         module.set_extra_state(extras["modules"][name])
@@ -196,10 +199,18 @@ def apply_extras(models: Models, optimizers: Sequence[Any], extras: Extras) -> N
 def _labelled(live: Iterable[Live], optimizers: Sequence[Any]) -> Iterator[tuple[str, Optimizer, torch.Tensor]]:
     """Label of its state, optimizer and parameter, for everything that is optimized."""
     names = {id(item.tensor): item.name for item in live if item.role is Role.PARAMETER}
-    for index, optimizer in enumerate(map(unwrap_optimizer, optimizers)):
+    for index, optimizer in enumerate(every_optimizer(optimizers).values()):
         for group in optimizer.param_groups:
             for param in group["params"]:
                 yield state_label(index, names[id(param)]), optimizer, param
+
+
+def _with_state(live: Iterable[Live], optimizers: Sequence[Any]) -> Iterator[tuple[str, Optimizer, torch.Tensor]]:
+    """As `_labelled`, with every dictionary of state once, where optimizers share theirs."""
+    firsts: dict[int, Optimizer] = {}
+    for label, optimizer, param in _labelled(live, optimizers):
+        if firsts.setdefault(id(optimizer.state), optimizer) is optimizer:
+            yield label, optimizer, param
 
 
 def _index(label: str) -> int:
@@ -252,7 +263,7 @@ def state_dict_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _identified(optimizers: Sequence[Any], parameters: Mapping[int, str]) -> Iterator[tuple[Optimizer, Extras]]:
     """Each optimizer, with what must be the same when its state is put back."""
-    for optimizer in map(unwrap_optimizer, optimizers):
+    for optimizer in every_optimizer(optimizers).values():
         yield (
             optimizer,
             {
@@ -275,6 +286,7 @@ def _optimizer_extras(optimizer: Optimizer) -> Extras:
         "groups": [{key: value for key, value in group.items() if key not in _STATIC_KEYS} for group in optimizer.param_groups],
         "other": {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)},
         "state": {},
+        "linked": {},
         "shared": {},
     }
 
@@ -286,7 +298,23 @@ def _with_extra_state(models: Models) -> Iterator[tuple[str, nn.Module]]:
                 yield f"{model}.{clean(name)}", module
 
 
-def _room(spec: TensorSpec, param: torch.Tensor, current: object, used: set[int]) -> torch.Tensor:
+def _odd_strides(live: Iterable[Live]) -> Iterator[tuple[str, list[int]]]:
+    """Strides of state that is laid out neither like its parameter nor row by row: products of matrices depend on them, bit for bit."""
+    for item in live:
+        if item.param is not None and item.same_as is None:
+            part, param = local(item.tensor), local(item.param)
+            if not (part.is_contiguous() and param.is_contiguous()) and part.stride() != _usual_strides(part.shape, param):
+                yield item.name, list(part.stride())
+
+
+def _usual_strides(shape: Sequence[int], param: torch.Tensor) -> tuple[int, ...]:
+    """As `_room` would have it: the parameter's strides, as optimizers make their state."""
+    if tuple(shape) == tuple(param.shape):
+        return torch.empty_like(param, device="meta").stride()
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
+def _room(spec: TensorSpec, param: torch.Tensor, current: object, used: set[int], strides: Sequence[int] | None = None) -> torch.Tensor:
     """A state tensor as in the snapshot: ``current`` if it is just like that, else a new one."""
     whole = spec.logical.removesuffix(HOST).strip()
     if whole and not (isinstance(param, DTensor) and placement_words(spec.name, param) == whole):
@@ -295,24 +323,21 @@ def _room(spec: TensorSpec, param: torch.Tensor, current: object, used: set[int]
         )
     part = local(param)
     device = torch.device("cpu") if spec.logical.endswith(HOST) else part.device
-    if isinstance(current, torch.Tensor) and id(current) not in used and _fits(current, spec, whole, device):
+    steps = tuple(strides) if strides is not None else _usual_strides(spec.shape, part)
+    if isinstance(current, torch.Tensor) and id(current) not in used and _fits(current, spec, whole, device, steps):
         used.add(id(current))
         return current
-    dtype = getattr(torch, spec.dtype)
-    if spec.shape == tuple(part.shape):
-        room = torch.empty_like(part, dtype=dtype, device=device)  # with the parameter's strides, as optimizers make it
-    else:
-        room = torch.empty(spec.shape, dtype=dtype, device=device)
+    room = torch.empty_strided(spec.shape, steps, dtype=getattr(torch, spec.dtype), device=device)
     if isinstance(param, DTensor) and whole:
         return DTensor.from_local(room, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
     return room
 
 
-def _fits(current: torch.Tensor, spec: TensorSpec, whole: str, device: torch.device) -> bool:
+def _fits(current: torch.Tensor, spec: TensorSpec, whole: str, device: torch.device, strides: tuple[int, ...]) -> bool:
     words = placement_words(spec.name, current) if isinstance(current, DTensor) else ""
     part = local(current)
     facts = (words, str(part.dtype).removeprefix("torch."), tuple(part.shape), part.device)
-    return facts == (whole, spec.dtype, spec.shape, device) and not overlaps(part)
+    return facts == (whole, spec.dtype, spec.shape, device) and (part.stride() == strides or part.numel() < 2) and not overlaps(part)
 
 
 def _apply_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -344,3 +369,35 @@ def _same(what: str, now: object, then: object) -> None:
             f"{what}: {now!r} now and {then!r} in the snapshot; resume with the script that made it, "
             "or start afresh with another run_id or resume='never'"
         )
+
+
+def findings(models: Models, optimizers: Sequence[Any]) -> Iterator[Finding]:
+    """Models and optimizers in the census."""
+    live = survey(models, optimizers)
+    for name, model in models.items():
+        own = [item for item in live if item.role is not Role.STATE and item.name.startswith(f"{name}.")]
+        yield _TENSORS.found(name, _nbytes(own), f"{len(own)} tensors of {type(unwrap_model(model)).__qualname__}")
+    for index, (name, optimizer) in enumerate(every_optimizer(optimizers).items()):
+        own = [item for item in live if item.role is Role.STATE and item.same_as is None and item.name.startswith(f"optim{index}.")]
+        rule = _TENSORS if "." not in name else _HELD
+        yield rule.found(name, _nbytes(own), f"{len(own)} tensors of {type(optimizer).__qualname__}")
+        walk = _walk(models, optimizers, live)
+        for attribute, value in own_attributes(optimizer).items():
+            where = f"{name}.{attribute}"
+            try:
+                kept = walk.take(value, where)[0] == "kept"
+            except UnsupportedStateError as error:
+                yield NOT_SEEN.found(where, note=str(error))
+            else:
+                yield (OF_PROCESS if kept else ATTRIBUTES).found(where, note=type(value).__qualname__)
+
+
+def structure(optimizers: Sequence[Any]) -> object:
+    """Which optimizers there are, their groups, and the kinds of their attributes."""
+    found = every_optimizer(optimizers)
+    groups = tuple((name, id(optimizer), tuple(map(id, optimizer.param_groups))) for name, optimizer in found.items())
+    return groups, tuple((name, type(value)) for optimizer in found.values() for name, value in own_attributes(optimizer).items())
+
+
+def _nbytes(live: Iterable[Live]) -> int:
+    return sum(local(item.tensor).nbytes for item in live)

@@ -6,6 +6,8 @@ with EmulatedHosts(4, ["train.py", "--steps", "100"], folder) as hosts:
     hosts.add()
     hosts.finish()
 assert_identical(torch.load(folder / "final.pt"), torch.load("undisturbed/final.pt"))
+
+`Network` puts the hosts behind links that can be slowed down and cut; `S3Proxy` stands in front of their storage and fails on command.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ import torch
 
 from gemini_ft.errors import GeminiError
 from gemini_ft.events import read_events
+from gemini_ft.s3proxy import S3Fault as S3Fault
+from gemini_ft.s3proxy import S3Proxy as S3Proxy
+from gemini_ft.s3proxy import S3Request as S3Request
 from gemini_ft.testbed import DEVICE, HUB
 from gemini_ft.testbed import Network as Network
 from gemini_ft.testbed import NetworkError as NetworkError
@@ -115,6 +120,10 @@ class EmulatedHosts:
             process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         self._launchers[name] = process
         return name
+
+    def launcher_pid(self, host: str) -> int:
+        """The process that starts the host's workers; to stop or kill it alone."""
+        return self._launchers[host].pid
 
     def kill(self, host: str) -> None:
         """Everything of a host dies at once: launcher, workers, agent."""

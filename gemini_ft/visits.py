@@ -7,16 +7,20 @@ read. A job that runs meanwhile may leave out the snapshots for which it then la
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.errors import CorruptDataError, GeminiError, PeerError, RecoveryError
-from gemini_ft.messages import Proof, SlotInfo, StreamInfo, Visit, Visited
-from gemini_ft.recovery import PeerShard
+from gemini_ft.messages import Claims, SlotInfo, StreamInfo, Visit, Visited
+from gemini_ft.recovery import PeerShard, genuine
 from gemini_ft.versions import Version
 
 _TIMEOUT = 60.0  # seconds an agent may take for an answer while it is read
+_RENEWAL = 1.0  # seconds
 _ATTEMPTS = 5  # a running job moves on between the look at what there is and the reading
 
 
@@ -46,12 +50,21 @@ class Remembered:
 
     @property
     def copies(self) -> dict[Version, dict[str, list[SlotInfo]]]:
-        """Version -> host -> complete copies there, newest version first."""
-        found: dict[Version, dict[str, list[SlotInfo]]] = {}
+        """Version -> host -> complete copies there, newest version first; without those that are known to be damaged."""
+        held: dict[Version, list[tuple[str, SlotInfo]]] = {}
         for host, part in self.parts.items():
             for slot in part.slots:
-                found.setdefault(slot.version, {}).setdefault(host, []).append(slot)
-        return dict(sorted(found.items(), reverse=True))
+                held.setdefault(slot.version, []).append((host, slot))
+        found: dict[Version, dict[str, list[SlotInfo]]] = {}
+        for version in sorted(held, reverse=True):
+            for host, slot in genuine(held[version]):
+                found.setdefault(version, {}).setdefault(host, []).append(slot)
+        return found
+
+    def root(self, owner: int, version: Version) -> str | None:
+        """The root of a shard, where an agent of this machine has a copy of it."""
+        slots = (slot for held in self.copies.get(version, {}).values() for slot in held)
+        return next((slot.root for slot in slots if slot.owner == owner), None)
 
     def missing(self, version: Version) -> list[int]:
         """Ranks of whose shard no agent of this machine has a copy; empty: the version is whole here."""
@@ -91,9 +104,10 @@ class RememberedShard:
 
     def __init__(self, memory: Remembered, owner: int, version: Version) -> None:
         self._memory, self._owner, self._version = memory, owner, version
-        self._places = _places(memory, owner, version)
+        self._places, self._root = _places(memory, owner, version), memory.root(owner, version)
         self._failures: list[str] = []
         self._shard = self._next()
+        _keep(self)
         self.layout, self.where = self._shard.layout, self._shard.where
 
     def extras(self) -> bytes:
@@ -117,8 +131,14 @@ class RememberedShard:
             except (PeerError, CorruptDataError, OSError) as error:
                 self._give_up(error)
 
+    def renew(self) -> None:
+        """Keep the copy while others are read, by a thread: an export that is stopped must not keep slots from the job."""
+        with contextlib.suppress(PeerError):  # whoever reads on will hear of it
+            self._shard.renew()
+
     def close(self) -> None:
         """Let go of the copy."""
+        _kept.discard(self)
         self._shard.close()
 
     def _give_up(self, error: Exception) -> None:
@@ -129,15 +149,33 @@ class RememberedShard:
     def _next(self) -> PeerShard:
         guide = next(iter(self._memory.hosts.values()))
         stream = self._memory.stream
-        claims = Proof(run=self._memory.run, stream=stream, host="visitor", role="fetch", incarnation=None, nonce=b"", mac=b"")
+        claims = Claims(run=self._memory.run, stream=stream, host="visitor", to="", role="fetch", incarnation=None)
         while self._places:
             host, address = self._places.pop(0)
             try:
-                return PeerShard(host, address, claims, guide.secret, self._owner, self._version, _TIMEOUT, guide.tls)
+                return PeerShard(host, address, claims, guide.secret, self._owner, self._version, _TIMEOUT, self._root)
             except (GeminiError, OSError) as error:
                 self._failures.append(str(error))
         why = "; ".join(self._failures) or "no host that is known from here has a copy"
         raise RecoveryError(f"rank {self._owner}'s shard of {self._version} cannot be read from memory: {why}")
+
+
+_kept: weakref.WeakSet[RememberedShard] = weakref.WeakSet()
+
+
+def _keep(shard: RememberedShard) -> None:
+    if not _kept:
+        threading.Thread(target=_renew_all, name="gemini-leases", daemon=True).start()
+    _kept.add(shard)
+
+
+def _renew_all() -> None:
+    while True:
+        time.sleep(_RENEWAL)
+        if not (shards := list(_kept)):
+            return
+        for shard in shards:
+            shard.renew()
 
 
 def open_newest(memory: Remembered, iteration: int | None) -> tuple[Version, list[RememberedShard]]:

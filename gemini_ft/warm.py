@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import ctypes
 import inspect
 import logging
+import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -19,8 +22,12 @@ from typing import IO, Any
 from torch.distributed.elastic.multiprocessing import api as torch_api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from gemini_ft import channel as messages
 from gemini_ft import cold, forkserver
+from gemini_ft.early import Early, read_early
 from gemini_ft.errors import GeminiError
+from gemini_ft.grace import Process, Workers
+from gemini_ft.script import import_root, starter
 
 logger = logging.getLogger(__name__)
 
@@ -36,23 +43,28 @@ _VENDORS = {
     "transformers": ("transformers.trainer", "accelerate"),
 }
 
+ColdStart = Callable[[tuple[str, ...]], tuple[str, ...]]  # makes of Python's command line for a program that of a cold worker
+
 _READY_SECONDS = 600.0  # for the imports, which a shared file system can make slow
-_ANSWER_SECONDS = 30.0  # for anything else, which takes milliseconds
-_STOP_SECONDS = 30.0  # for workers to end after a signal, as torch's launcher gives them
+_ANSWER_SECONDS = 30.0  # for a fork, which takes milliseconds, unless the host swaps
+_PR_SET_CHILD_SUBREAPER = 36
+_END_SECONDS = 15.0  # for a server to end when its launcher is done with it
 
 
 class ForkServerError(GeminiError):
-    """The fork server cannot serve (any more); its workers, if there were any, are dead."""
+    """The fork server cannot start this worker; those it has started live on."""
 
 
-def modules_to_preload(program: Sequence[str], extra: Sequence[str] = ()) -> list[str]:
+def modules_to_preload(program: Sequence[str], extra: Sequence[str] = (), copy: Path | None = None) -> list[str]:
     """What the fork server imports for ``program``: torch, this package, and what the script's source says it needs of the rest.
 
     Args:
         program: script and arguments, or ``-m``, module name and arguments.
         extra: names of further modules.
+        copy: of the script, which has come through a pipe.
     """
-    text = _text(_source(program))
+    sources = [copy] if copy else _sources(program)
+    text = _text(sources[-1]) if sources else ""
     imported = _imported_by(text)
     if imported & {"accelerate", "transformers"} and ("deepspeed" in text or any("deepspeed" in argument for argument in program)):
         imported.add("deepspeed")  # by them, later
@@ -60,17 +72,30 @@ def modules_to_preload(program: Sequence[str], extra: Sequence[str] = ()) -> lis
     return list(dict.fromkeys([*_ALWAYS, *vendors, *extra]))
 
 
-def _source(program: Sequence[str]) -> Path | None:
+def early_environment(program: Sequence[str], modules: Sequence[str], copy: Path | None = None) -> Early:
+    """The variables that ``program`` sets before it imports what the fork server has imported; arguments as above."""
+    sources = [copy] if copy else _sources(program)
+    imported = _imported_by(_text(sources[-1])) if sources else set()
+    heavy = {"torch", *({name.partition(".")[0] for name in modules} & imported)} - {"gemini_ft"}  # which reads variables when it is used
+    return read_early(sources, Path(import_root(program)), heavy, os.environ)
+
+
+def _sources(program: Sequence[str]) -> list[Path]:
+    """The files that Python runs for this program, the last one as ``__main__``."""
     if program[0] != "-m":
-        return Path(program[0])
-    base = Path(forkserver.import_root(program), *program[1].split("."))
-    return next((path for path in (base.with_suffix(".py"), base / "__main__.py") if path.is_file()), None)
+        return [Path(program[0])]
+    *packages, name = program[1].split(".")
+    root = Path(import_root(program))
+    inits = [root.joinpath(*packages[: count + 1], "__init__.py") for count in range(len(packages))]
+    base = root.joinpath(*packages, name)
+    mains = [base.with_name(f"{name}.py"), base / "__main__.py"]
+    return [path for path in [*inits, base / "__init__.py", *mains] if path.is_file()]
 
 
-def _text(source: Path | None) -> str:
+def _text(source: Path) -> str:
     """What is in the file; nothing if it cannot be read."""
     try:
-        return source.read_text(errors="replace") if source else ""
+        return source.read_text(errors="replace") if source.is_file() else ""
     except OSError:
         return ""
 
@@ -87,18 +112,37 @@ def _imported_by(text: str) -> set[str]:
 
 
 class ForkServer:
-    """A :mod:`gemini_ft.forkserver` process that belongs to this one. Not for use by several threads at once."""
+    """A :mod:`gemini_ft.forkserver` process that belongs to this one. For use by the main thread."""
 
-    def __init__(self, program: Sequence[str], modules: Sequence[str]) -> None:
-        """Start it; it imports in the background until :meth:`wait_ready`."""
-        self._channel, theirs = socket.socketpair()
+    def __init__(
+        self,
+        program: Sequence[str],
+        modules: Sequence[str],
+        workers: Workers,
+        early: Mapping[str, str | None] | None = None,
+        copy: Path | None = None,
+    ) -> None:
+        """Start it; it imports in the background until :meth:`wait_ready`.
+
+        Args:
+            program: script and arguments, or ``-m``, module name and arguments.
+            modules: what it imports.
+            workers: take in those that it starts.
+            early: variables that are set during these imports, as the script sets them before its own; None removes one.
+            copy: of the script, which has come through a pipe.
+        """
+        self._workers, self._copy = workers, copy
+        environ = {name: value for name, value in {**os.environ, **(early or {})}.items() if value is not None}
+        self._channel, theirs = messages.pair()
         with theirs:
             # Script and arguments are there for ps, which shows this command line for the workers too.
-            command = [sys.executable, "-u", "-m", "gemini_ft.forkserver", str(theirs.fileno()), ",".join(modules), *program]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+            command = [sys.executable, "-u", *starter("gemini_ft.forkserver"), str(theirs.fileno()), ",".join(modules), *program]
+            self._process = subprocess.Popen(command, env=environ, pass_fds=[theirs.fileno()], start_new_session=True)
         self._refusal: str | None = None
-        self._ready = False
-        self.lost = False  # never served again after that
+        self._asked = 0  # number of the last question; the server answers 0 by itself, when it is ready
+        self._answered = -1
+        self._slow = False  # it has been waited for in vain
+        self.lost = False  # never serves again after that
 
     @property
     def pid(self) -> int:
@@ -111,101 +155,124 @@ class ForkServer:
         Raises:
             ForkServerError: the server has died or takes longer than 10 minutes.
         """
-        if not self._ready:
-            self._refusal = self._receive(_READY_SECONDS)["refused"]
-            self._ready = True
+        if self._answered < 0:
+            self._refusal = self._answer(0.0 if self._slow else _READY_SECONDS)["refused"]
         return self._refusal
 
-    def fork(self, program: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]) -> Worker:
+    def fork(self, program: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]) -> Process:
         """Start a worker that runs ``program`` with ``streams`` as its standard input, output and error.
 
         Raises:
-            ForkServerError: the server has died or does not answer.
+            ForkServerError: the server has died, has not answered in time, or could not fork. The worker will not run then, however
+                late the answer comes.
         """
-        return Worker(self, self._ask({"fork": list(program), "environ": dict(environ)}, streams)["pid"])
+        if self._answered < self._asked:
+            self._answer(0.0)  # to the question before, which nobody waits for any longer
+        gun, trigger = (os.fdopen(end, mode, 0) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
+        with trigger:
+            with _handed_over():
+                with gun:
+                    copy = str(self._copy) if self._copy else None
+                    question = {"fork": list(program), "copy": copy, "environ": dict(environ), "parent": os.getpid()}
+                    self._ask(question, [*streams, gun.fileno()])
+                answer = self._answer(_ANSWER_SECONDS)
+            if answer["failed"] is not None:
+                raise ForkServerError(f"the fork server (pid {self.pid}) cannot fork: {answer['failed']}")
+            return self._begin(answer["pid"], trigger)
 
-    def poll(self, pid: int) -> int | None:
-        """Exit status of a worker as ``subprocess`` counts it, None while it runs. To be asked no more once it is known."""
-        try:
-            status: int | None = self._ask({"poll": pid})["status"]
-        except ForkServerError:
-            return -signal.SIGKILL  # by the kernel: it was bound to the server's life
-        return status
+    def _begin(self, pid: int, trigger: IO[bytes]) -> Process:
+        """Let the worker run, unless the job has been told to end in the meantime."""
+        with self._workers.undisturbed():
+            try:
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                raise ForkServerError("the kernel has not handed its worker over to this process") from None
+            process = self._workers.adopt(pid, partial(_reap, pid))
+            if self._workers.stopped_by is None:
+                with contextlib.suppress(BrokenPipeError):  # it has been killed already
+                    trigger.write(forkserver.GO)
+        return process
 
-    def close(self, signum: int = signal.SIGTERM) -> None:
-        """Pass ``signum`` to the workers that still run, kill those that stay for 30 s, and end the server."""
-        with contextlib.suppress(OSError):  # it is lost already
-            forkserver.send(self._channel, {"stop": signum, "seconds": _STOP_SECONDS})
+    def close(self) -> None:
+        """End the server, which kills what its workers have left."""
         self._channel.close()
-        try:
-            self._process.wait(_STOP_SECONDS + _ANSWER_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self._answered < 0:
+            self._process.kill()  # in the midst of its imports
+        self._end(_END_SECONDS)
 
-    def _ask(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
-        try:
-            self._channel.settimeout(_ANSWER_SECONDS)
-            forkserver.send(self._channel, message, descriptors)
-        except OSError as error:
-            raise self._lost(str(error)) from error
-        return self._receive(_ANSWER_SECONDS)
+    def _ask(self, question: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        with self._workers.undisturbed():
+            try:
+                messages.send(self._channel, {**question, "number": self._asked + 1}, descriptors)
+            except ConnectionError:
+                raise self._lost() from None
+            except OSError as error:
+                raise ForkServerError(f"the fork server (pid {self.pid}) cannot be asked: {error}") from error
+            self._asked += 1
 
-    def _receive(self, seconds: float) -> dict[str, Any]:
+    def _answer(self, seconds: float) -> dict[str, Any]:
+        """The answer to the last question. Answers to earlier ones, which came too late, are dropped."""
+        end = time.monotonic() + seconds
+        waiting = select.poll()
+        waiting.register(self._channel, select.POLLIN)
+        while waiting.poll(max(0.0, end - time.monotonic()) * 1000):
+            with self._workers.undisturbed():
+                answer = self._received()
+                self._answered = answer["number"]
+            if self._answered == self._asked:
+                return answer
+        self._slow = True
+        raise ForkServerError(
+            f"the fork server (pid {self.pid}) is slow: it has not answered {f'within {seconds:g} s' if seconds else 'yet'}"
+        )
+
+    def _received(self) -> dict[str, Any]:
         try:
-            self._channel.settimeout(seconds)
-            received = forkserver.receive(self._channel)
-        except OSError as error:
-            raise self._lost(str(error)) from error
+            received = messages.receive(self._channel, socket.MSG_DONTWAIT)
+        except ConnectionError:
+            raise self._lost() from None
         if received is None:
-            raise self._lost(f"it has died with status {self._process.wait()}")
+            raise self._lost()
         return received[0]
 
-    def _lost(self, reason: str) -> ForkServerError:
+    def _lost(self) -> ForkServerError:
         self.lost = True
-        self._process.kill()  # an answer that comes later would be taken for that of another question
         self._channel.close()
-        return ForkServerError(f"the fork server (pid {self.pid}) no longer serves: {reason}")
+        return ForkServerError(f"the fork server (pid {self.pid}) no longer serves: it has died with status {self._end(1.0)}")
+
+    def _end(self, seconds: float) -> int:
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
 
-class Worker:
-    """A forked worker, in the shape of ``subprocess.Popen`` as far as torch's launcher uses it."""
+def _reap(pid: int) -> int | None:
+    done, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if done else None
 
-    def __init__(self, server: ForkServer, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        self._server = server
 
-    def poll(self) -> int | None:
-        """Exit status, negative for a signal; None while it runs."""
-        if self.returncode is None:
-            self.returncode = self._server.poll(self.pid)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """As Popen's: wait for the end; TimeoutExpired after ``timeout`` seconds."""
-        end = None if timeout is None else time.monotonic() + timeout
-        while (status := self.poll()) is None:
-            if end is not None and time.monotonic() > end:
-                raise subprocess.TimeoutExpired("forked worker", timeout or 0.0)
-            time.sleep(0.01)
-        return status
+@contextlib.contextmanager
+def _handed_over() -> Iterator[None]:
+    """Inside, this process becomes the parent of what its descendants leave behind: of a worker, whose forking process ends."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)  # orphans of the user's processes are not for this process to wait for
 
 
 class WarmStart:
     """Where the workers come from: the fork server, a new one if that has died, or none once it has refused."""
 
-    def __init__(self, program: Sequence[str], modules: Sequence[str]) -> None:
-        """Start the server, which imports in the background.
-
-        Args:
-            program: script and arguments, or ``-m``, module name and arguments.
-            modules: what the server imports.
-        """
-        self._start_server = partial(ForkServer, program, modules)
+    def __init__(self, start_server: Callable[[], ForkServer]) -> None:
+        """Start the server, which imports in the background."""
+        self._start_server = start_server
         self._server: ForkServer | None = self._start_server()
 
-    def start_worker(self, program: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]) -> Worker | None:
+    def start_worker(self, program: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]) -> Process | None:
         """A forked worker, or None if it must be started cold; then the log says why."""
         if self._server is not None and self._server.lost:
             logger.warning("the fork server has died; starting a new one")
@@ -222,28 +289,38 @@ class WarmStart:
             logger.warning("starting a worker cold: %s", error)
             return None
 
-    def close(self, signum: int = signal.SIGTERM) -> None:
+    def close(self) -> None:
         """End the server, as :meth:`ForkServer.close`."""
         if self._server is not None:
-            self._server.close(signum)
+            self._server.close()
             self._server = None
 
 
 class _Handler(SubprocessHandler):
     """Torch's handler of a worker process, with a forked one inside where that is possible."""
 
-    def __init__(self, warm: WarmStart | None, **arguments: Any) -> None:
-        self._warm = warm
+    def __init__(self, workers: Workers, warm: WarmStart | None, cold_start: ColdStart, **arguments: Any) -> None:
+        self._workers, self._warm, self._cold = workers, warm, cold_start
         super().__init__(**arguments)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        self._workers.go_on()
         if args[:2] == (sys.executable, "-u"):  # else it is wrapped in something, such as numactl
             streams = [0, _descriptor(self._stdout, 1), _descriptor(self._stderr, 2)]
             worker = self._warm.start_worker(args[2:], env, streams) if self._warm is not None else None
             if worker is not None:
                 return worker
-            args = cold.command(args[:2], args[2:])
-        return super()._popen(args, env)
+            args = self._cold(args)
+        with self._workers.undisturbed():
+            process = super()._popen(args, env)
+            return self._workers.adopt(process.pid, process.poll)
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """As torch's own, but a worker that has had the signal does not get it again."""
+        self._workers.send(self.proc, death_sig or signal.SIGTERM)  # type: ignore[arg-type]  # see _popen
+        for file in (self._stdout, self._stderr):
+            if file:
+                file.close()
 
 
 def _descriptor(redirect: IO[str] | None, default: int) -> int:
@@ -255,32 +332,36 @@ _ARGUMENTS = ["entrypoint", "args", "env", "stdout", "stderr", "local_rank_id", 
 
 
 @contextlib.contextmanager
-def forked_workers(program: Sequence[str], modules: Sequence[str]) -> Iterator[None]:
-    """Inside, torch's launcher forks the workers of ``program`` from a server that has imported ``modules``."""
+def forked_workers(
+    program: Sequence[str], modules: Sequence[str], early: Mapping[str, str | None] | None = None, copy: Path | None = None
+) -> Iterator[None]:
+    """Inside, torch's launcher forks the workers of ``program`` from a server that has imported ``modules``; see `ForkServer`."""
     if not _is_known():
         logger.warning("starting workers cold: this version of torch starts them in a way not known here")
         yield
         return
-    warm = WarmStart(program, modules)
+    workers = Workers()
+    warm = WarmStart(partial(ForkServer, program, modules, workers, early, copy))
     try:
-        with _started_by(warm):
+        with _started_by(workers, warm, partial(cold.command, copy=copy)):
             yield
-    except torch_api.SignalException as error:
-        # Torch's launcher ends its workers itself, but does not yet know those that it is just starting.
-        warm.close(error.sigval)
-        raise
     finally:
         warm.close()
 
 
 @contextlib.contextmanager
-def cold_workers() -> Iterator[None]:
-    """Inside, torch's launcher starts workers from nothing, by way of `gemini_ft.cold`."""
+def cold_workers(copy: Path | None = None, by_python: bool = False) -> Iterator[None]:
+    """Inside, torch's launcher starts workers from nothing.
+
+    Args:
+        copy: of the script, which has come through a pipe.
+        by_python: whether Python itself runs the program, and not `gemini_ft.cold`, which knows scripts and modules only.
+    """
     if not _is_known():
         logger.warning('a "gemini" section is not seen by itself: this version of torch starts workers in a way not known here')
         yield
         return
-    with _started_by(None):
+    with _started_by(Workers(), None, tuple if by_python else partial(cold.command, copy=copy)):
         yield
 
 
@@ -290,11 +371,16 @@ def _is_known() -> bool:
 
 
 @contextlib.contextmanager
-def _started_by(warm: WarmStart | None) -> Iterator[None]:
+def _started_by(workers: Workers, warm: WarmStart | None, cold_start: ColdStart) -> Iterator[None]:
     """Torch has no setting for the way a worker process is started, so its function for that is replaced."""
     original = getattr(torch_api, _STARTER)
-    setattr(torch_api, _STARTER, partial(_Handler, warm))
+    setattr(torch_api, _STARTER, partial(_Handler, workers, warm, cold_start))
     try:
-        yield
+        with workers.signalled():
+            try:
+                yield
+                workers.go_on()
+            finally:
+                workers.stop()
     finally:
         setattr(torch_api, _STARTER, original)

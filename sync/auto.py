@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +44,22 @@ class Plan:
     units: int | None = None
     strange: int = 0
 
+    def pack(self) -> dict[str, Any]:
+        """As plain data, with keys that are strings."""
+        traffic = asdict(self.traffic) if self.traffic is not None else None
+        if traffic is not None:
+            traffic["densities"] = [[ranks, density] for ranks, density in traffic["densities"].items()]
+        names = ("predicted", "measured", "chosen", "units", "strange")
+        return copy.deepcopy({"traffic": traffic, **{name: getattr(self, name) for name in names}})
+
+    @classmethod
+    def unpack(cls, packed: Mapping[str, Any]) -> Plan:
+        """The inverse of `pack`."""
+        given = copy.deepcopy(dict(packed))
+        if (traffic := given.pop("traffic")) is not None:
+            given["traffic"] = Traffic(**{**traffic, "densities": dict(traffic["densities"])})
+        return cls(**given)
+
 
 class Auto(SparseScheme):
     """Profiles, predicts, tries, picks; and does so again when the gradient changes.
@@ -79,16 +96,19 @@ class Auto(SparseScheme):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been chosen; what is still being tried is tried anew."""
-        chosen = {key: plan for key, plan in self.plans.items() if plan.chosen is not None}
-        rows = [[key[1], key[2], str(key[3]), plan.chosen, plan.units, plan.strange] for key, plan in chosen.items()]
-        return {"chosen": rows} if rows else {}
+        """All that has been measured, tried and chosen, alike on all ranks."""
+        plans = [[*_packed(key), plan.pack()] for key, plan in self.plans.items()]
+        plans += [[rows, width, str(dtype), plan.pack()] for (rows, width, dtype), plan in self._restored.items()]
+        links = [[name, link.alpha, link.beta] for name, link in self._links.items()]
+        return {"plans": plans, "links": links} if plans else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.plans.clear()
-        for rows, width, dtype, chosen, units, strange in state.get("chosen", ()):
-            key = rows, width, getattr(torch, dtype.removeprefix("torch."))
-            self._restored[key] = Plan(chosen=chosen, units=units, strange=strange)
+        self._restored = {
+            (rows, width, getattr(torch, dtype.removeprefix("torch."))): Plan.unpack(plan)
+            for rows, width, dtype, plan in state.get("plans", ())
+        }
+        self._links = {name: Link(alpha, beta) for name, alpha, beta in state.get("links", ())}
 
     def _explore(self, plan: Plan, gradient: SparseRows, exchange: Exchange) -> SparseRows:
         exchange.agree()
@@ -110,6 +130,11 @@ class Auto(SparseScheme):
         plan.traffic = profiling.traffic(gradient, exchange)
         plan.predicted = {name: seconds(name, plan.traffic, self._links[group]) for name in self._schemes}
         plan.measured = {name: [] for name in candidates(self._schemes, plan.traffic, self._links[group])}
+
+
+def _packed(key: tuple[object, ...]) -> list[object]:
+    _, rows, width, dtype = key
+    return [rows, width, str(dtype)]
 
 
 def candidates(names: Iterable[str], traffic: Traffic, link: Link) -> list[str]:

@@ -6,8 +6,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from gemini_ft.validation import check_options
+
 from .base import Dimensions, SparseScheme, admit_dense
 from .exchange import Exchange
+from .options import SCHEME_OPTIONS
 from .rows import SparseRows, from_dense, to_matrix
 
 
@@ -25,6 +28,7 @@ class Dense(SparseScheme):
     dimensions = Dimensions("ring", "incremental", "parallelism", "balanced")
 
     def __init__(self, check: bool = True) -> None:
+        check_options("Dense", SCHEME_OPTIONS["dense"], {"check": check})
         self._check = check
 
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:

@@ -6,8 +6,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from gemini_ft.validation import check_options
+
 from .backends import open_exchange
 from .base import Dimensions, Scheme, SparseScheme, admit_dense
+from .options import SCHEME_OPTIONS
 from .rows import from_dense, to_tensor
 
 
@@ -28,8 +31,7 @@ class Hierarchical(Scheme):
     dimensions = Dimensions("hierarchy", "one-shot", "parallelism", "balanced")
 
     def __init__(self, inter: SparseScheme, local_size: int) -> None:
-        if local_size < 1:
-            raise ValueError(f"local_size={local_size}: a host has at least one rank")
+        check_options("Hierarchical", SCHEME_OPTIONS["hierarchical"], {"local_size": local_size})
         self._inter, self._local_size = inter, local_size
         self._groups: tuple[ProcessGroup, ProcessGroup, ProcessGroup] | None = None  # whole, host, place
 

@@ -6,9 +6,12 @@ from typing import Literal
 
 import torch
 
+from gemini_ft.validation import check_options
+
 from . import wire
 from .base import Dimensions, SparseScheme
 from .exchange import Exchange
+from .options import SCHEME_OPTIONS
 from .parameter_server import push
 from .partition import HashedPartition, HashPartition, RotatedPartition
 from .rows import SparseRows
@@ -31,8 +34,7 @@ class Zen(SparseScheme):
     dimensions = Dimensions("point-to-point", "one-shot", "parallelism", "balanced")
 
     def __init__(self, hashing: Literal["rotation", "hierarchical"] = "rotation", seed: int = 0) -> None:
-        if hashing not in ("rotation", "hierarchical"):
-            raise ValueError(f"hashing={hashing!r}: must be 'rotation' or 'hierarchical'")
+        check_options("Zen", SCHEME_OPTIONS["zen"], {"hashing": hashing, "seed": seed})
         self._hashing, self._seed = hashing, seed
         self._tables: dict[tuple[int, int, torch.device], HashedPartition] = {}
 

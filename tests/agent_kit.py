@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import json
@@ -13,21 +14,23 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-import xxhash
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
+from gemini_ft.errors import GeminiError
 from gemini_ft.layout import Layout, TensorSpec, build_layout
 from gemini_ft.messages import (
     Adopt,
     Chunk,
+    Claims,
     Copied,
+    Data,
     GetInventory,
     GiveUp,
     Goodbye,
@@ -38,7 +41,6 @@ from gemini_ft.messages import (
     Opened,
     OpenSession,
     Progress,
-    Proof,
     Request,
     Reserve,
     Reserved,
@@ -46,10 +48,13 @@ from gemini_ft.messages import (
     SlotInfo,
     Verified,
     Verify,
-    unpack,
 )
+from gemini_ft.roots import checksum, layout_digest, shard_root
+from gemini_ft.transport.handshake import dial, listen
+from gemini_ft.transport.tcp import Connection, Handler
 from gemini_ft.versions import Incarnation, Version
 
+T = TypeVar("T")
 context = multiprocessing.get_context("forkserver")
 _PRELOAD = ["torch", "torch._dynamo", "gemini_ft.rendezvous", "gemini_ft.checkpointer", "agent_kit"]
 if importlib.util.find_spec("deepspeed"):
@@ -172,11 +177,16 @@ class Rank:
         slot[:nbytes] = content(self.rank, iteration, nbytes, self.frozen)
         slot[nbytes : nbytes + len(EXTRAS)] = EXTRAS
         cuts = [(at, min(CHUNK, nbytes - at)) for at in range(0, nbytes, CHUNK)] + [(nbytes, len(EXTRAS))]
+        checksums = [checksum(slot[at : at + size]) for at, size in cuts]
         for index, (at, size) in list(enumerate(cuts))[chunks]:
-            digest_of = xxhash.xxh3_64_intdigest(slot[at : at + size])
-            self.client.tell(Chunk(owner=self.rank, iteration=iteration, index=index, offset=at, nbytes=size, digest=digest_of))
+            self.client.tell(Chunk(owner=self.rank, iteration=iteration, index=index, offset=at, nbytes=size, digest=checksums[index]))
         if chunks == slice(None):
-            self.client.tell(Copied(iteration=iteration, extras_bytes=len(EXTRAS), digest=digest))
+            version, sizes = Version(self.spec.incarnation, iteration), (nbytes, len(EXTRAS), CHUNK)
+            self.finish_copy(iteration, shard_root(self.rank, version, layout_digest(self.layout.to_bytes()), sizes, checksums), digest)
+
+    def finish_copy(self, iteration: int, root: str, digest: str = "") -> None:
+        """Declare that all chunks are in the slot, and what they come to."""
+        self.client.tell(Copied(iteration=iteration, extras_bytes=len(EXTRAS), digest=digest, root=root))
 
     def snapshot(self, iteration: int, digest: str = "") -> None:
         """Take a snapshot; returns when it is copied."""
@@ -192,7 +202,7 @@ class Rank:
         kept = [*self.fds, *old.custody.values()]
         hello = self.hello.model_copy(update={"preferred_port": self.spec.addresses[self.host][1]})
         self.client = AgentClient(self.run, self.host, hello, self._hear, 10.0)
-        self.client.tell(Adopt(count=len(kept)), kept)
+        self.client.tell(Adopt(count=len(kept), incarnation=self.spec.incarnation), kept)
         self.open(self.spec, readopt=True, committed=committed)
         old.close()
         for fd in self.fds:
@@ -218,6 +228,10 @@ class Rank:
         """Which memory this worker was given."""
         return {os.fstat(fd).st_ino for fd in self.fds}
 
+    def write_stacks(self) -> None:
+        """As a worker does when it joins."""
+        lifecycle.write_stacks_on_request(self.run, self.host)
+
     def leave_orphan(self) -> int:
         """Fork a child that lives on and keeps the socket open; its pid."""
         self.kept = os.dup(self.client._socket.fileno())  # as a child does that was not forked by Python
@@ -225,6 +239,18 @@ class Rank:
             time.sleep(600)
             os._exit(0)
         return pid
+
+    def say_rubbish(self) -> None:
+        self.client._socket.sendall(bytes(4))
+
+    def ask_and_hang_up(self) -> None:
+        """So that the agent finds nobody to answer."""
+        os.kill(agent := agent_pid(self.run, self.host) or 0, signal.SIGSTOP)
+        try:
+            self.client.tell(GetInventory())
+            self.client._socket.shutdown(socket.SHUT_RDWR)
+        finally:
+            os.kill(agent, signal.SIGCONT)
 
     def goodbye(self, finished: bool = True) -> None:
         self.client.tell(Goodbye(finished=finished))
@@ -301,6 +327,7 @@ class Job:
         self.spec: SessionSpec | None = None
 
     def __enter__(self) -> Job:
+        self._others = set(lifecycle._children)  # agents of other tests of this process, which may still linger
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -317,7 +344,7 @@ class Job:
         """Several agents may have been started for one host; the next would take the place of the one that is ended."""
         for host in self._hosts:
             end_agent(self.run, host)
-        return all(child.poll() is not None for child in lifecycle._children)
+        return all(child.poll() is not None for child in lifecycle._children if child not in self._others)
 
     def rank(self, host: str, number: int, **hello: Any) -> Rank:
         self._hosts.add(host)
@@ -386,9 +413,9 @@ class Job:
             for rank in ranks:
                 rank.wait_for("committed", iteration=iteration)
 
-    def claims(self, role: str = "fetch", **fields: Any) -> Proof:
-        base = {"run": self.run, "stream": "main", "host": "test", "role": role, "incarnation": None, "nonce": b"", "mac": b""}
-        return Proof(**(base | fields))
+    def claims(self, role: str = "fetch", **fields: Any) -> Claims:
+        base = {"run": self.run, "stream": "main", "host": "test", "to": "a", "role": role, "incarnation": None}
+        return Claims(**(base | fields))
 
     def status(self, host: str) -> Any:
         text = lifecycle.status(self.run, host)
@@ -412,79 +439,133 @@ class Job:
 
 
 class Proxy:
-    """Stands between a dialling agent and a listening one: it can withhold everything, or damage what passes."""
+    """A host that stands between a dialling agent and a listening one and knows the secret: it withholds, cuts, damages and rewrites.
 
-    def __init__(self, target: tuple[str, int]) -> None:
-        self._target = target
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address: tuple[str, int] = self._listener.getsockname()
+    What an attacker without the secret can do is in tests/test_relay.py; this is a network card, or memory, that fails.
+    """
+
+    def __init__(self, target: tuple[str, int], secret: bytes = b"s" * 16) -> None:
+        self._target, self._secret = target, secret
         self.damage = 0  # payloads still to be damaged
+        self.forge = False  # whether payloads are exchanged together with their checksums
+        self.rewrite: Callable[[Message], Message] = lambda message: message  # of what passes on the way there
         self.connections = 0
-        self._open = threading.Event()
+        self._sides: list[_Side] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._loop = asyncio.new_event_loop()
+        self._open = asyncio.Event()
         self._open.set()
-        self._sockets: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._listener = self._on_loop(listen("127.0.0.1", None, lambda: secret, self._accept, print, encrypt=lambda stream: True))
+        self.address = self._listener.address
 
     def __enter__(self) -> Proxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.set()
-        for sock in [self._listener, *self._sockets]:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
-        for thread in self._threads:
-            thread.join(WAIT)
+        self._on_loop(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(WAIT)
+        self._loop.close()
+
+    def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT)
 
     def withhold(self) -> None:
         """From now on nothing passes, and nobody is told."""
-        self._open.clear()
+        self._loop.call_soon_threadsafe(self._open.clear)
+
+    def let_pass(self) -> None:
+        self._loop.call_soon_threadsafe(self._open.set)
 
     def cut(self) -> None:
         """Close every connection."""
-        for sock in self._sockets:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
 
-    def let_pass(self) -> None:
-        self._open.set()
+        async def work() -> None:
+            for side in self._sides:
+                if side.connection is not None:
+                    side.connection.abort("cut")
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                self.connections += 1
-                far = socket.create_connection(self._target)
-                self._sockets += [near, far]
-                for work in ((self._there, near, far), (self._back, far, near)):
-                    self._threads.append(threading.Thread(target=self._forward, args=work))
-                    self._threads[-1].start()
+        self._on_loop(work())
 
-    def _forward(self, way: Callable[[socket.socket, socket.socket], None], source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError, EOFError):
-            way(source, sink)
-        for sock in (source, sink):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+    async def _end(self) -> None:
+        self._listener.close()
+        for side in self._sides:
+            if side.connection is not None:
+                side.connection.abort("the end")
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        for _ in range(3):
+            await asyncio.sleep(0)  # connections hear that they are closed
 
-    def _there(self, source: socket.socket, sink: socket.socket) -> None:
+    def _accept(self, connection: Connection, claims: Claims) -> Handler:
+        self.connections += 1
+        near, far = _Side(self._open, self._alter), _Side(self._open, lambda message, payload: message)
+        near.connection = connection
+        near.other, far.other = far, near
+        self._sides += [near, far]
+        near.there.set()
+        self._tasks = [*self._tasks, self._loop.create_task(near.forward()), self._loop.create_task(self._dial(claims, near, far))]
+        return near
+
+    async def _dial(self, claims: Claims, near: _Side, far: _Side) -> None:
+        try:
+            far.connection = await dial(self._target, claims, self._secret, far)
+        except GeminiError as error:
+            connection = near.connection
+            assert connection is not None
+            connection.abort(str(error))
+            return
+        far.there.set()
+        await far.forward()
+
+    def _alter(self, message: Message, payload: bytearray) -> Message:
+        if payload and self.damage:
+            self.damage -= 1
+            payload[len(payload) // 2] ^= 1
+        if payload and self.forge:
+            payload[0] ^= 1
+            message = message.model_copy(update={"digest": checksum(payload)})
+        return self.rewrite(message)
+
+
+class _Side:
+    """One end of a proxied connection; what it hears goes to the other one."""
+
+    other: _Side
+
+    def __init__(self, open_: asyncio.Event, alter: Callable[[Message, bytearray], Message]) -> None:
+        self._open, self._alter = open_, alter
+        self._heard: asyncio.Queue[tuple[Message, bytearray]] = asyncio.Queue()
+        self._payload = bytearray()
+        self.connection: Connection | None = None
+        self.there = asyncio.Event()
+
+    def on_message(self, message: Message) -> memoryview | None:
+        self._payload = bytearray(message.nbytes if isinstance(message, Chunk | Data) else 0)
+        if not self._payload:
+            self._heard.put_nowait((message, self._payload))
+        return memoryview(self._payload)
+
+    def on_bytes(self, message: Message) -> None:
+        self._heard.put_nowait((message, self._payload))
+
+    def on_lost(self, reason: str) -> None:
+        if self.other.connection is not None:
+            self.other.connection.abort(reason)
+
+    async def forward(self) -> None:
+        await self.other.there.wait()
+        connection = self.other.connection
+        assert connection is not None
         while True:
-            head = exactly(source, 4)
-            body = exactly(source, int.from_bytes(head, "big"))
-            message = unpack(body)
-            payload = exactly(source, message.nbytes) if isinstance(message, Chunk) else bytearray()
-            if payload and self.damage:
-                self.damage -= 1
-                payload[len(payload) // 2] ^= 1
-            self._open.wait()
-            sink.sendall(head + body + payload)
-
-    def _back(self, source: socket.socket, sink: socket.socket) -> None:
-        while data := source.recv(2**16):
-            self._open.wait()
-            sink.sendall(data)
+            message, payload = await self._heard.get()
+            await self._open.wait()
+            message = self._alter(message, payload)
+            connection.send(message, memoryview(payload) if payload else None)
 
 
 def exactly(sock: socket.socket, count: int) -> bytearray:

@@ -1,11 +1,21 @@
 from __future__ import annotations
 
+import atexit
+import gc
 import os
+import shutil
 import sys
+import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from rank_kit import World
 
 # A deadline per example would be a timing assertion, which a busy machine breaks.
 settings.register_profile("gemini", deadline=None, print_blob=True)
@@ -18,6 +28,44 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extens
 # Options of the developer's own shell must not reach the tests, nor the processes they start.
 for _name in [name for name in os.environ if name.startswith("GEMINI_")]:
     del os.environ[_name]
+
+# What hosts remember of runs belongs to this run of the tests alone.
+os.environ["GEMINI_STATE_DIR"] = tempfile.mkdtemp(prefix="gemini-state-")
+atexit.register(shutil.rmtree, os.environ["GEMINI_STATE_DIR"], ignore_errors=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_agent_is_left_behind() -> Iterator[None]:
+    """An agent takes a process that stays connected, and says nothing for minutes, for one that hangs: it would kill the tests'."""
+    yield
+    gc.collect()
+    left = [thread for thread in threading.enumerate() if thread.name == "gemini-agent-client"]
+    assert not left, f"{len(left)} connections of this process to agents have not been closed"
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Iterator[World]:
+    """A run of one rank."""
+    yield from _world(tmp_path, 1)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[World]:
+    """A run of two ranks, each on an emulated host of its own."""
+    yield from _world(tmp_path, 2)
+
+
+def _world(folder: Path, size: int) -> Iterator[World]:
+    from rank_kit import World  # only where it is needed: it imports torch
+
+    with World(folder, size) as world:
+        yield world
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Where a run's checkpoints go."""
+    return tmp_path / "store"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

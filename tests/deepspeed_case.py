@@ -145,12 +145,34 @@ def train(case: Case, out: str) -> dict[str, Any]:
     first, dtype = engine.global_steps, torch.bfloat16 if case.bf16 else torch.float32
     with open(f"{out}.{rank}", "a", buffering=1) as trace:
         for step in range(first, case.steps):
+            if step == 2:  # once: a process that goes on later does not do it again
+                engine.module.drop.p = 0.5
             for micro in range(case.accumulate):
                 loss = engine(torch.randn(4, 8).to(dtype)).float().square().mean()
                 trace.write(f"{step * case.accumulate + micro} {loss.item().hex()} {engine.get_lr()[0].hex()}\n")
                 engine.backward(loss)
                 engine.step()
             time.sleep(case.pause)
+    return result_of(engine, first)
+
+
+def train_average(case: Case, out: str) -> dict[str, Any]:
+    """As `train`, with an average of the weights in a buffer, which the script moves behind ``engine.step()``, without a pause."""
+    import gemini_ft
+
+    gemini_ft.init_process_group("gloo")
+    torch.manual_seed(0)
+    net = Smooth()
+    net.register_buffer("average", torch.zeros_like(net.last.weight))
+    engine = start(case, net)
+    first = engine.global_steps
+    with open(f"{out}.{dist.get_rank()}", "a", buffering=1) as trace:
+        for step in range(first, case.steps):
+            loss = engine(torch.randn(4, 8)).square().mean() + engine.module.average.sum() * 0
+            engine.backward(loss)
+            engine.step()
+            engine.module.average.lerp_(engine.module.last.weight.detach(), 0.3)
+            trace.write(f"{step} {loss.item().hex()} {engine.module.average.sum().item().hex()}\n")
     return result_of(engine, first)
 
 

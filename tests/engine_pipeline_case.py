@@ -156,6 +156,10 @@ def refusals(cases: Mapping[str, Case]) -> dict[str, str]:
                 net = PipelineModule(layers=[nn.Linear(8, 1)], num_stages=1, loss_fn=nn.functional.mse_loss)
                 optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
                 gemini_ft.deepspeed.initialize(model=net, optimizer=optimizer, config=configuration(case))
+            elif name == "complex":
+                net = Net()
+                net.register_parameter("turn", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
+                gemini_ft.deepspeed.initialize(model=net, optimizer=torch.optim.SGD(net.parameters()), config=configuration(case))
             elif name == "no optimizer":
                 engine, *_ = deepspeed.initialize(model=Net(), config=configuration(case))
                 gemini_ft.deepspeed.attach(engine)

@@ -33,6 +33,19 @@ class Texts(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self._ids[index], "labels": self._ids[index]}
 
 
+class ToldTexts(Texts):
+    """Other texts in each epoch, of which a loader tells it."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = (self._ids[index] + self.epoch) % VOCABULARY
+        return {"input_ids": ids, "labels": ids}
+
+
 def model() -> GPT2LMHeadModel:
     torch.manual_seed(1)
     sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
@@ -110,7 +123,8 @@ def train(run: dict[str, Any], diary: Diary) -> None:
             self.log(metrics)
             return metrics
 
-    trainer = Evaluating(model=model(), args=arguments, train_dataset=Texts(SAMPLES), eval_dataset=Texts(4), callbacks=callbacks)
+    texts = ToldTexts(SAMPLES)
+    trainer = Evaluating(model=model(), args=arguments, train_dataset=texts, eval_dataset=Texts(4), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=run.get("checkpoint"))
     clock = ("runtime", "per_second")
     history = [{key: value for key, value in entry.items() if not key.endswith(clock)} for entry in trainer.state.log_history]

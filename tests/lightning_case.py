@@ -203,6 +203,7 @@ def make_module(package: Any, run: dict[str, Any], diary: Diary) -> Any:
 
 def make_callbacks(package: Any, run: dict[str, Any]) -> list[Any]:
     callbacks = package.callbacks
+
     makers = {
         "averaging": lambda: callbacks.EMAWeightAveraging(decay=0.5),
         "accumulation": lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 2}),
@@ -281,6 +282,8 @@ def train_with_fabric(run: dict[str, Any], diary: Diary) -> None:
         for batch in loader:
             step = state["step"]
             diary.reached("step", step)
+            if step == 3:  # once: a process that goes on later does not do it again
+                next(part for part in model.modules() if isinstance(part, nn.Dropout)).p = 0.5
             loss = functional.mse_loss(model(batch + 0.05 * torch.randn_like(batch)), batch)
             fabric.backward(loss)
             optimizer.step()

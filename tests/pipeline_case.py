@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -625,7 +626,24 @@ def failing(ddp: bool, how: str, is_compressed: bool) -> tuple[str, str]:
             route.reducer.inner.compress = fail
         else:
             route._flat = fail
-    return error_of(lambda: loop.step(own(2))), error_of(lambda: loop.step(own(3)))
+    said = error_of(lambda: loop.step(own(2))), error_of(lambda: loop.step(own(3)))
+    _until_all_have_failed(rank)
+    return said
+
+
+def _until_all_have_failed(rank: int) -> None:
+    """The rank that fails first lives on until the others have failed too: it is not its end that tells them."""
+    store = _whole().get_group_store()  # type: ignore[attr-defined]
+    store.set(f"failed {rank}", "")
+    if rank == 0:
+        store.wait([f"failed {other}" for other in range(dist.get_world_size())], timedelta(seconds=20))
+
+
+def _whole() -> dist.ProcessGroup:
+    """The default group."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def _raise(*_: Any) -> Any:

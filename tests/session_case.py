@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gemini_ft
+from gemini_ft import rendezvous
 from gemini_ft.agent import lifecycle
 from gemini_ft.snapshot import JobState
 
@@ -82,6 +83,7 @@ def loop(
         "scalars": dict(checkpointer.scalars),
         "restored": stats.restored,
         "memfds": memfds(),
+        "longest": max(stats.blocked),
     }
 
 
@@ -153,6 +155,12 @@ def drift(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, chec
             next(net.parameters()).add_(1)
 
 
+def add_buffer(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    """A buffer that the script had not built, after iteration 2."""
+    if iteration == 2:
+        net.register_buffer("extra", torch.ones(1000))
+
+
 def add_parameters(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
     """A new group of parameters after iteration 2."""
     if iteration == 2:
@@ -178,6 +186,13 @@ def stop_the_agent(iteration: int, net: nn.Module, optimizer: torch.optim.Optimi
             os.kill(agent_of(checkpointer), signal.SIGCONT)
 
 
+def stop_the_agent_for_good(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    """That of one host hangs, and nobody wakes it up."""
+    if os.environ["RANK"] == os.environ["VICTIM"] and iteration == 2:
+        settle(checkpointer)
+        os.kill(agent_of(checkpointer), signal.SIGSTOP)
+
+
 def wait_for_copy(checkpointer: gemini_ft.Checkpointer) -> None:
     """Until the snapshot thread has nothing to do."""
     recorder = checkpointer._recorder
@@ -194,6 +209,9 @@ def wait_for_upload(iteration: int, net: nn.Module, optimizer: torch.optim.Optim
     assert recorder is not None
     run, hosts = recorder.session.run, set(recorder.session.spec.hosts)
     end = time.monotonic() + 20
+    leader = recorder.session.spec.leader
+    while not (_stream(run, leader)["storage"] or {"looked_through": True})["looked_through"] and time.monotonic() < end:
+        time.sleep(0.01)
     while any((_stream(run, host)["storage"] or {}).get("uploading") for host in hosts) and time.monotonic() < end:
         time.sleep(0.01)
 
@@ -241,3 +259,21 @@ def growth(numel: int, steps: int) -> dict[str, int]:
 def memory_of(pid: int, what: str) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{what}:"))
+
+
+def overheard() -> dict[str, Any]:
+    """Whether the run's secret was in anything that this rank told the others through the network."""
+    said: list[bytes] = []
+    tell = rendezvous._exchange_bytes
+
+    def listen(blob: bytes, timeout: float) -> list[bytes]:
+        said.append(blob)
+        return tell(blob, timeout)
+
+    rendezvous._exchange_bytes = listen
+    start_ranks()
+    model = nn.Linear(2, 2)
+    checkpointer = gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    checkpointer.resume()
+    secret = checkpointer._joined.session.secret
+    return {"said": len(said), "length": len(secret), "overheard": any(secret in blob for blob in said), "secret": secret}

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgpack
 import pytest
-from agent_kit import WAIT, Job, eventually, exactly, open_fds, stopped, versions
+from agent_kit import WAIT, Job, eventually, open_fds, stopped, versions
 
 from gemini_ft.agent import lifecycle
+from gemini_ft.agent.main import _TICK
 from gemini_ft.errors import AgentError, AgentTimeoutError, ConfigError, MemoryBudgetError, PeerError, SecretError
-from gemini_ft.messages import MAX_MESSAGE, PROTOCOL_VERSION, Challenge, Failed, GetInventory, Hello, Request, pack, unpack
-from gemini_ft.transport.wire import BlockingWire, make_proof
+from gemini_ft.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, GetInventory, Hello, Request, pack
+from gemini_ft.transport.trust import tls_context
+from gemini_ft.transport.wire import BlockingWire
 
 SECRET = b"s" * 16  # of the kit's ranks
 
@@ -149,10 +154,19 @@ print(answer)
 class TestTcpPort:
     def test_rubbish_ends_the_connection_and_nothing_else(self, job: Job) -> None:
         ranks = job.start()
-        for data in [*RUBBISH, (2**16 + 1).to_bytes(4, "big")]:  # the last: too much for somebody unknown
+        for data in RUBBISH:
             with socket.create_connection(ranks[1].address, WAIT) as sock:
                 sock.sendall(data)
-                assert isinstance(unpack(said(sock)[4:]), Challenge)
+                sock.shutdown(socket.SHUT_WR)
+                assert said(sock)[:1] in (b"", b"\x15")  # nothing, or an alert of TLS
+        context = tls_context(SECRET, server=False)
+        for data in [
+            *RUBBISH,
+            (2**16 + 1).to_bytes(4, "big"),
+        ]:  # of one who knows the secret; the last: too much at once
+            with socket.create_connection(ranks[1].address, WAIT) as plain, context.wrap_socket(plain) as sock:
+                sock.sendall(data)
+                assert said(sock) == b""
         job.commit(ranks, 1, 2)
 
     def test_a_stranger_without_the_secret_gets_nothing(self, job: Job) -> None:
@@ -160,26 +174,35 @@ class TestTcpPort:
         job.commit(ranks, 1)
         for role in ("fetch", "replicate", "report"):
             claims = job.claims(role, incarnation=ranks[0].spec.incarnation)
-            with pytest.raises(PeerError, match="refused this host: this run has another secret"):
+            with pytest.raises(SecretError, match="does not know this run's secret; something else listens at its address"):
                 BlockingWire(ranks[0].address, claims, b"guessed", 10.0)
-        assert "host 'test' does not know this run's secret" in job.log("a")
+        eventually(lambda: "does not know this run's secret" in job.log("a"))
         assert SECRET.decode() not in job.log("a")
 
-    def test_a_proof_that_was_overheard_is_worth_nothing(self, job: Job) -> None:
+    def test_a_stranger_who_checks_nothing_gets_no_further(self, job: Job) -> None:
+        """The listening side asks for a certificate of its own accord."""
         ranks = job.start()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with socket.create_connection(ranks[0].address, WAIT) as plain, context.wrap_socket(plain) as sock:
+            sock.sendall(pack(job.claims()))
+            with contextlib.suppress(ssl.SSLError):  # an alert, or only the end
+                assert sock.recv(1) == b""
+        eventually(lambda: "refused 127.0.0.1" in job.log("a"))
 
-        def challenged(sock: socket.socket) -> Challenge:
-            message = unpack(exactly(sock, int.from_bytes(exactly(sock, 4), "big")))
-            assert isinstance(message, Challenge)
-            return message
+    def test_strangers_do_not_fill_the_disk(self, job: Job) -> None:
+        rank = job.rank("a", 0)
+        for _ in range(300):
+            with socket.create_connection(rank.address, WAIT) as sock:
+                sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        eventually(lambda: "no more of this kind is logged" in job.log("a"))
+        assert job.log("a").count("refused") < 100
 
-        with socket.create_connection(ranks[0].address, WAIT) as first, socket.create_connection(ranks[0].address, WAIT) as second:
-            proof = make_proof(SECRET, job.claims(), challenged(first))
-            challenged(second)
-            second.sendall(pack(proof))
-            assert b"this run has another secret" in said(second)
-            first.sendall(pack(proof))
-            assert unpack(exactly(first, int.from_bytes(exactly(first, 4), "big"))).kind == "accepted"
+    def test_a_host_that_was_not_meant_refuses(self, job: Job) -> None:
+        ranks = job.start()
+        for meant in ("b", ""):
+            with pytest.raises(PeerError, match=f"host 'test' takes this host for '{meant}', but it is 'a'; two hosts share an address"):
+                BlockingWire(ranks[0].address, job.claims(to=meant), SECRET, 10.0)
 
     def test_a_host_of_another_incarnation_is_refused_by_number(self, job: Job) -> None:
         ranks = job.start()
@@ -195,7 +218,7 @@ class TestTcpPort:
     def test_only_the_leader_takes_reports(self, job: Job) -> None:
         ranks = job.start()
         with pytest.raises(PeerError, match="host 'b' does not lead this run"):
-            BlockingWire(ranks[1].address, job.claims("report", incarnation=ranks[1].spec.incarnation), SECRET, 10.0)
+            BlockingWire(ranks[1].address, job.claims("report", to="b", incarnation=ranks[1].spec.incarnation), SECRET, 10.0)
 
     def test_a_peer_that_says_what_it_must_not_is_hung_up_on(self, job: Job) -> None:
         ranks = job.start()
@@ -236,6 +259,18 @@ class TestLeaving:
     def test_at_once_when_the_user_interrupts(self, job: Job) -> None:
         rank = job.rank("a", 0)
         rank.goodbye(finished=False)
+        job.gone("a")
+
+    def test_not_before_the_other_workers_have_ended_too(self, job: Job) -> None:
+        """One that still lives would start another agent, give it the memory back, and leave it behind."""
+        ranks = [job.process("a", 0), job.process("a", 1)]
+        job.open(ranks)
+        ranks[0].goodbye(finished=False)
+        ranks[0].kill()
+        eventually(lambda: list(job.status("a")["workers"]) == ["1"], "the death of the first")
+        time.sleep(3 * _TICK)
+        assert job.pid("a")
+        ranks[1].kill()
         job.gone("a")
 
     def test_when_it_is_told_to(self, job: Job) -> None:

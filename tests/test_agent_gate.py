@@ -55,6 +55,7 @@ class Host:
     def __init__(self, **options: Any) -> None:
         self.gate = Gate(traffic(**options))
         self.workers: dict[int, ControlPage] = {}
+        self.looks = 0  # how often the gate has asked when it is late, which it does whenever it looks
 
     def worker(self, rank: int = 0, moment: Moment | None = None) -> ControlPage:
         page = self.workers[rank] = ControlPage.create()
@@ -63,8 +64,20 @@ class Host:
         return page
 
     async def leave(self, nbytes: int = 10**9, late_at: Callable[[], float] = never) -> Pass:
+        def look() -> float:
+            self.looks += 1
+            return late_at()
+
         async with asyncio.timeout(WAIT):
-            return await self.gate.leave(nbytes, late_at)
+            return await self.gate.leave(nbytes, look)
+
+    async def still_waits(self, task: asyncio.Task[Pass]) -> bool:
+        """Whether the gate has looked again, and lets nothing go."""
+        looks = self.looks
+        self.gate.poke()
+        while self.looks == looks and not task.done():
+            await asyncio.sleep(0)
+        return not task.done()
 
 
 @asynccontextmanager
@@ -80,12 +93,6 @@ async def host(**options: Any) -> AsyncIterator[Host]:
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 2 * WAIT))
-
-
-async def still_waits(task: asyncio.Task[Pass]) -> bool:
-    """Whether nothing happens although there was time for it."""
-    await asyncio.sleep(0.05)
-    return not task.done()
 
 
 class TestOpen:
@@ -150,9 +157,9 @@ class TestClosed:
                 here.worker(0)
                 other = here.worker(1, now(in_flight=2))
                 task = asyncio.create_task(here.leave())
-                assert await still_waits(task)
+                assert await here.still_waits(task)
                 other.write(now(in_flight=1))
-                assert await still_waits(task)
+                assert await here.still_waits(task)
                 other.write(now())
                 assert (await task).span == (0, 0)
 
@@ -165,7 +172,7 @@ class TestClosed:
                 page.write(Moment(since=time.monotonic() - 50.0))  # of 40 seconds that may be used
                 here.gate.link, here.gate.profiles[0] = FAST, profile(50.0, 50.0)
                 task = asyncio.create_task(here.leave())
-                assert await still_waits(task)
+                assert await here.still_waits(task)
                 page.write(now(begun=1, in_flight=1))
                 page.write(now(begun=1))
                 assert (await task).span == (0, 1)
@@ -182,7 +189,7 @@ class TestClosed:
                 sender = Sender(50 * 10**8)
                 here.gate.register(sender, sender)
                 task = asyncio.create_task(here.leave())
-                assert await still_waits(task)
+                assert await here.still_waits(task)
                 sender.unacknowledged = 0
                 assert (await task).nbytes == 400_000
 
@@ -208,7 +215,7 @@ class TestClosed:
                 page = here.worker()
                 here.gate.link, here.gate.profiles[0] = Link(0.0, 1.0), profile(1000.0)  # a thousand bytes
                 task = asyncio.create_task(here.leave())
-                assert await still_waits(task)
+                assert await here.still_waits(task)
                 page.write(now())
                 assert (await here.leave(100)).nbytes == 100
                 task.cancel()
@@ -233,7 +240,7 @@ class TestLate:
                 here.worker(moment=now(in_flight=1))
                 at = [never()]
                 task = asyncio.create_task(here.leave(late_at=lambda: at[0]))
-                assert await still_waits(task)
+                assert await here.still_waits(task)
                 at[0] = 0.0
                 here.gate.poke()
                 assert (await task).outside
@@ -270,7 +277,7 @@ class TestWorkers:
                 here.worker(1, now(in_flight=1))
                 here.gate.profiles[1] = profile(1.0)
                 task = asyncio.create_task(here.leave())
-                assert await still_waits(task)
+                assert await here.still_waits(task)
                 here.gate.forget(1)
                 assert (await task).nbytes == module._SLICE
                 assert 1 not in here.gate.profiles
@@ -285,7 +292,7 @@ class TestWorkers:
             async with host() as here:
                 here.worker(0, now(in_flight=1))
                 task = asyncio.create_task(here.leave())
-                assert await still_waits(task)
+                assert await here.still_waits(task)
                 here.gate.close()
                 assert await task == Pass(10**9)
 
@@ -297,9 +304,9 @@ class TestWorkers:
             async with host() as here:
                 first = here.worker(0, now(in_flight=1))
                 task = asyncio.create_task(here.leave())
-                assert await still_waits(task)
+                assert await here.still_waits(task)
                 again = here.worker(0, now(in_flight=1))
-                assert await still_waits(task)
+                assert await here.still_waits(task)
                 again.write(now())  # rings: the new page says too that somebody listens
                 assert (await task).nbytes == module._SLICE
                 first.close()

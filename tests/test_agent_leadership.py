@@ -34,6 +34,7 @@ class Stream:
     def __init__(self, fault: str = "") -> None:
         self.heard: list[Message] = []
         self.manifests: list[dict[int, str]] = []
+        self.clutter = ""
         self._fault = fault
 
     def on_decision(self, message: Message) -> None:
@@ -46,6 +47,9 @@ class Stream:
         if self._fault:
             raise StorageError(self._fault)
         self.manifests.append(records)
+
+    async def tidy_storage(self) -> str:
+        return self.clutter
 
     def log(self, text: str) -> None:
         pass
@@ -65,7 +69,7 @@ def complete(leader: Leader, iteration: int) -> None:
     """All hosts report all copies."""
     for owner, hosts in HOLDERS.items():
         for host in hosts:
-            leader.take(ReportCompleted(owner=owner, host=host, version=version(iteration), layout="l", digest="d"))
+            leader.take(ReportCompleted(owner=owner, host=host, version=version(iteration), layout="l", digest="d", root="r"))
 
 
 def new_leader(stream: Stream) -> Leader:
@@ -97,6 +101,47 @@ def test_a_manifest_that_cannot_be_written_ends_the_upload_with_the_reason() -> 
         for owner in (0, 1):
             leader.take(ReportUploaded(owner=owner, version=version(2), record="record"))
         assert await stream.until(Thawed) == Thawed(version=version(2), error="the disk is full")
+        leader.close()
+
+    asyncio.run(work())
+
+
+def test_nothing_is_uploaded_while_what_is_old_cannot_be_deleted_and_what_was_due_is_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leadership, "_TIDY_AGAIN", 0.001)
+
+    async def work() -> None:
+        stream = Stream()
+        stream.clutter = "the store does not delete"
+        leader = new_leader(stream)
+        complete(leader, 2)
+        for owner in (0, 1):
+            leader.take(ReportUploaded(owner=owner, version=version(2), record="record"))
+        await stream.until(Thawed)
+        for iteration in (3, 4, 5, 6):
+            complete(leader, iteration)
+        assert [message.iteration for message in stream.heard if isinstance(message, Committed) and message.freeze] == [2]
+        stream.clutter = ""
+        async with asyncio.timeout(30):
+            while leader.book.uploading is None:
+                await asyncio.sleep(0.001)
+        assert [message.iteration for message in stream.heard if isinstance(message, Committed) and message.freeze] == [2, 6]
+        leader.close()
+
+    asyncio.run(work())
+
+
+def test_a_job_that_ends_while_what_is_old_cannot_be_deleted_says_that_its_last_steps_are_not_stored() -> None:
+    async def work() -> None:
+        stream = Stream()
+        stream.clutter = "the store does not delete"
+        leader = new_leader(stream)
+        leader.book.obstacle = stream.clutter
+        complete(leader, 2)
+        for rank in (0, 1):
+            leader.take(ReportFinished(rank=rank))
+        assert await stream.until(AllFinished) == AllFinished(unstored="the store does not delete")
         leader.close()
 
     asyncio.run(work())

@@ -47,20 +47,20 @@ class TestSlot:
     def test_is_whole_only_with_every_chunk(self, slot: SlotMemory) -> None:
         fill(slot)
         del slot.chunks[3]
-        assert not slot.finish(V, 10)
+        assert not slot.finish(V, 10, None)
         assert slot.version is None
         fill(slot)
-        assert slot.finish(V, 10)
+        assert slot.finish(V, 10, None)
         assert (slot.version, slot.damaged()) == (V, [])
 
     def test_is_not_whole_with_a_chunk_at_another_place(self, slot: SlotMemory) -> None:
         fill(slot)
         slot.put_chunk(1, 0, 64, 0)
-        assert not slot.finish(V, 10)
+        assert not slot.finish(V, 10, None)
 
     def test_finds_every_bit_that_flips(self, slot: SlotMemory) -> None:
         fill(slot)
-        slot.finish(V, 10)
+        slot.finish(V, 10, None)
         for place in (0, 63, 64, 299, 300, 309):
             slot.data(place, 1)[0] ^= 4
             assert len(slot.damaged()) == 1
@@ -105,7 +105,7 @@ class TestSlot:
 class TestAdoption:
     def test_of_a_whole_slot_finds_everything(self, slot: SlotMemory) -> None:
         fill(slot)
-        slot.finish(V, 10)
+        slot.finish(V, 10, None)
         other = SlotMemory.adopt(os.dup(slot.fd))
         assert (other.shape, other.version, other.extras_bytes, other.chunks) == (slot.shape, V, 10, slot.chunks)
         assert other.damaged() == []
@@ -113,7 +113,7 @@ class TestAdoption:
 
     def test_of_a_slot_that_was_being_written_finds_nothing_in_it(self, slot: SlotMemory) -> None:
         fill(slot)
-        slot.finish(V, 10)
+        slot.finish(V, 10, None)
         slot.clear()
         fill(slot, seed=1)
         other = SlotMemory.adopt(os.dup(slot.fd))
@@ -130,7 +130,7 @@ class TestAdoption:
         monkeypatch.setattr(module, "FORMAT", 99)
         slot.clear()
         monkeypatch.undo()
-        with pytest.raises(CorruptDataError, match="a slot has format 99, this gemini-ft reads format 1; use the version that wrote it"):
+        with pytest.raises(CorruptDataError, match="a slot has format 99, this gemini-ft reads format 2; use the version that wrote it"):
             SlotMemory.adopt(slot.fd)
 
     def test_of_memory_that_could_be_truncated_is_refused(self, slot: SlotMemory) -> None:

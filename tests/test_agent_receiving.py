@@ -87,7 +87,7 @@ def begin(iteration: int) -> Begin:
 
 
 def end(iteration: int) -> End:
-    return End(owner=0, iteration=iteration, extras_bytes=0, chunks=0, layout="0" * 16, digest="")
+    return End(owner=0, iteration=iteration, extras_bytes=0, chunks=0, layout="0" * 16, digest="", root="")
 
 
 def hear(room: Room, *messages: Message) -> list[tuple[int, bool]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from agent_kit import CHUNK, EXTRAS, Job, Proxy, Rank, content, end_agent, eventually, stopped, versions
 
-from gemini_ft.errors import AgentError, CorruptDataError, PeerError, SupersededError
+from gemini_ft.errors import AgentError, CorruptDataError, PeerError, RecoveryError, SupersededError
 from gemini_ft.recovery import LocalShard, PeerShard
 
 
@@ -81,7 +82,10 @@ class TestHangingPeer:
             for rank in ranks:
                 rank.request(2)
             ranks[0].copy(2)
-            assert not ranks[0].heard("committed", iteration=2)
+            eventually(lambda: "complete:2" in job.stream("a")["shards"]["0"], "the copy of the rank whose agent is well")
+            patience = time.monotonic() + 2 * 0.5
+            eventually(lambda: time.monotonic() > patience, "the end of replica_timeout, twice")
+            assert job.stream("a")["committed"] == 1
         ranks[1].copy(2)
         for rank in ranks:
             rank.wait_for("committed", iteration=2)
@@ -172,6 +176,23 @@ class TestNewIncarnation:
             newcomer.close()
         job.commit(ranks, 2, 3)
 
+    def test_that_was_chosen_before_a_worker_handed_its_copies_back_is_refused(self, job: Job) -> None:
+        ranks = job.start()
+        job.commit(ranks, 1, 2)
+        committed, present = job.version(2), ranks[0].spec
+        end_agent(job.run, "a")
+        (newcomer,) = job.join(("a",), preferred_port=present.addresses["a"][1])
+        assert newcomer.inventory() == []
+        ranks[0].reconnect(committed)
+        chosen = job.make_spec([newcomer])
+        with pytest.raises(RecoveryError, match=r"host 'a' was handed copies back after rank 0 had asked .* start the job once more"):
+            newcomer.open(chosen)
+        newcomer.close()
+        job.spec = present
+        job.commit(ranks, 3)  # nothing is held for those who have failed
+        (newcomer,) = job.join(("a",))
+        assert {(0, 3), (1, 3)} <= versions(newcomer.inventory())
+
 
 class TestZombie:
     """A worker of the incarnation before that is still alive."""
@@ -260,6 +281,15 @@ class TestDeadWorker:
         assert "made no progress for" in job.log("a")
         assert list(job.status("b")["workers"]) == ["1"]  # it has not made a step yet, and may still be compiling
 
+    @pytest.mark.parametrize("end", ["say_rubbish", "ask_and_hang_up"])
+    def test_whose_connection_has_ended_is_nobodys_to_kill(self, job: Job, end: str) -> None:
+        """It trains on without its agent; the agent had taken its silence for a hang."""
+        lone, hanging = job.process("a", 0, start_timeout=0.5), job.process("a", 1, start_timeout=0.5)
+        getattr(lone, end)()
+        eventually(lambda: list(job.status("a")["workers"]) == ["0"], "the end of the worker that says nothing")
+        assert not os.path.exists(f"/proc/{hanging.pid}/exe")
+        assert os.path.exists(f"/proc/{lone.pid}/exe")
+
 
 class TestWire:
     def test_a_chunk_that_arrives_damaged_is_sent_again(self, job: Job) -> None:
@@ -341,7 +371,7 @@ class TestRecovery:
     def test_a_shard_is_read_from_a_peer(self, job: Job) -> None:
         ranks = job.start()
         job.commit(ranks, 1, 2)
-        shard = PeerShard("b", ranks[1].address, job.claims(), b"s" * 16, 0, job.version(2), 10.0, None)
+        shard = PeerShard("b", ranks[1].address, job.claims(), b"s" * 16, 0, job.version(2), 10.0)
         assert shard.where == "peer b"
         assert shard_of(shard) == expected(0, 2)
 
@@ -349,7 +379,7 @@ class TestRecovery:
         ranks = job.start()
         job.commit(ranks, 1)
         with pytest.raises(PeerError, match="host b has no complete copy of rank 0's shard of iteration 7 of incarnation 1"):
-            PeerShard("b", ranks[1].address, job.claims(), b"s" * 16, 0, job.version(7), 10.0, None)
+            PeerShard("b", ranks[1].address, job.claims(), b"s" * 16, 0, job.version(7), 10.0)
         with pytest.raises(AgentError, match="host b has no copy of rank 0's shard of iteration 7 of incarnation 1 any more"):
             LocalShard(ranks[1].client, 0, job.version(7))
 
@@ -380,7 +410,7 @@ class TestRecovery:
     def test_a_reader_of_the_former_incarnation_pins_nothing(self, job: Job) -> None:
         ranks = job.start()
         job.commit(ranks, 1)
-        reader = PeerShard("a", ranks[0].address, job.claims(), b"s" * 16, 0, job.version(1), 10.0, None)
+        reader = PeerShard("a", ranks[0].address, job.claims(), b"s" * 16, 0, job.version(1), 10.0)
         job.commit(ranks, 2)
         ranks = job.join(("a", "b"))
         job.open(ranks, resumed=job.version(2), sources={0: ["a", "b"], 1: ["a", "b"]})

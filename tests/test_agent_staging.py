@@ -16,8 +16,9 @@ from gemini_ft.layout import TensorSpec, build_layout
 from gemini_ft.messages import Stage, Staged
 from gemini_ft.protocol import Host
 from gemini_ft.recovery import LocalShard
+from gemini_ft.roots import checksum, layout_digest, shard_root
 from gemini_ft.storage.local import LocalStorage
-from gemini_ft.storage.shard import ShardRecord, write_shard
+from gemini_ft.storage.shard import Committed, ShardRecord, write_shard
 from gemini_ft.versions import Incarnation, Version
 
 NBYTES = 4 * CHUNK
@@ -37,12 +38,17 @@ def storage(tmp_path: Path) -> LocalStorage:
 
 def store(storage: LocalStorage, owner: int = 0) -> ShardRecord:
     layout = build_layout([TensorSpec("weight", "uint8", (2 * NBYTES,), (0, 1))], owner, 2)
-    return write_shard(storage, f"shard-{owner}", layout, memoryview(content(owner, 7, NBYTES)), EXTRAS)
+    data = content(owner, 7, NBYTES)
+    parts = [data[at : at + CHUNK] for at in range(0, NBYTES, CHUNK)]
+    root = shard_root(
+        owner, STORED, layout_digest(layout.to_bytes()), (NBYTES, len(EXTRAS), CHUNK), [*map(checksum, parts), checksum(EXTRAS)]
+    )
+    return write_shard(storage, f"shard-{owner}", layout, memoryview(data), EXTRAS, committed=Committed(owner, STORED, root, CHUNK))
 
 
 def stage(rank: Rank, storage: LocalStorage, record: ShardRecord, owner: int = 0) -> None:
     settings: dict[str, object] = {"url": storage.root.as_uri(), "every_steps": 1}
-    order = Stage(owner=owner, version=STORED, record=record.model_dump_json(), storage=settings, chunk_bytes=CHUNK)
+    order = Stage(owner=owner, version=STORED, record=record.model_dump_json(), storage=settings)
     rank.client.call(order, Staged)
 
 
@@ -82,6 +88,13 @@ def test_what_storage_does_not_give_back_costs_no_memory(job: Job, storage: Loca
     assert job.status("a")["memory"]["used"] == 0
 
 
+def test_a_sound_object_that_is_another_shard_is_refused(job: Job, storage: LocalStorage) -> None:
+    (rank,) = job.join(["a"])
+    with pytest.raises(CorruptDataError, match="every part is sound, and together they are not what was committed"):
+        stage(rank, storage, store(storage, owner=1), owner=0)
+    assert rank.inventory() == []
+
+
 def test_it_is_in_the_rotation_of_the_next_session(job: Job, storage: LocalStorage) -> None:
     ranks = job.join(("a", "b"))
     for owner, rank in enumerate(ranks):
@@ -107,7 +120,7 @@ class Copy:
     def fill(self, memory: SlotMemory) -> None:
         for index, cut in enumerate(memory.cuts(0)):
             memory.put_chunk(index, *cut, digest=0)
-        memory.finish(STORED, 0)
+        memory.finish(STORED, 0, None)
 
 
 def new_vault(limit: int) -> tuple[Vault, Budget]:

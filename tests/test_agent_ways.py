@@ -76,7 +76,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, WAIT))
 
 
-END = End(owner=0, iteration=1, extras_bytes=0, chunks=2, layout="", digest="")
+END = End(owner=0, iteration=1, extras_bytes=0, chunks=2, layout="", digest="", root="")
 
 
 def test_messages_and_chunks_keep_their_order() -> None:

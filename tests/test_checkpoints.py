@@ -11,24 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_ft.errors import ConfigError, CorruptDataError, StorageError, SupersededError
+from gemini_ft.errors import ConfigError, CorruptDataError, FormatError, ObjectGoneError, StorageError, StorageUnclearError, SupersededError
 from gemini_ft.layout import TensorSpec, build_layout
 from gemini_ft.storage.base import Storage, ignore
 from gemini_ft.storage.checkpoints import (
     Manifest,
-    apply_retention,
-    check_not_superseded,
     checkpoint_folder,
     list_checkpoints,
-    newest_whole,
     read_manifest,
     shard_key,
     write_manifest,
 )
 from gemini_ft.storage.local import LocalStorage
+from gemini_ft.storage.lookout import check_not_superseded, newest_whole
+from gemini_ft.storage.marks import write_mark
+from gemini_ft.storage.retention import Retention, reading
 from gemini_ft.storage.shard import StoredShard, write_shard
 from gemini_ft.versions import Incarnation, Version
 
@@ -53,10 +54,15 @@ class InMemory:
         self.objects[key] = b"".join(parts)
 
     def get(self, key: str) -> bytes:
+        if key not in self.objects:
+            raise ObjectGoneError(key)
         return self.objects[key]
 
     def get_range(self, key: str, offset: int, out: memoryview) -> None:
-        out[:] = self.objects[key][offset : offset + out.nbytes]
+        part = self.get(key)[offset : offset + out.nbytes]
+        if len(part) < out.nbytes:
+            raise CorruptDataError(f"{key} ends early")
+        out[:] = part
 
     def list(self, prefix: str = "") -> Sequence[str]:
         return sorted(key for key in self.objects if key.startswith(prefix))
@@ -104,9 +110,22 @@ def tear(storage: Storage, at: Version) -> str:
     return folder
 
 
-def edit_manifest(storage: Storage, folder: str, **changes: Any) -> None:
+def edit_manifest(storage: Storage, folder: str, sealed: bool = False, **changes: Any) -> None:
+    """Change a manifest; ``sealed``: with a checksum that fits, as another version of the package would write it."""
     key = f"{folder}/manifest.json"
-    storage.put(key, [json.dumps({**json.loads(storage.get(key)), **changes}).encode()])
+    body = {**json.loads(storage.get(key)), **changes}
+    if sealed:
+        del body["xxh3"]
+        body["xxh3"] = xxhash.xxh3_64_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+    storage.put(key, [json.dumps(body).encode()])
+
+
+def retain(storage: Storage, keep_last: int, keep_every: int | None = None, reopen: Callable[[], Storage] | None = None) -> list[str]:
+    """Retention as it comes after the upload of the newest whole checkpoint."""
+    newest = newest_whole(storage, "run", "main")
+    assert newest is not None
+    retention = Retention(reopen or (lambda: storage), "run", "main", keep_last, keep_every)
+    return retention.tidy(retention.stored(newest))
 
 
 def folders(storage: Storage) -> set[str]:
@@ -208,7 +227,7 @@ def test_an_upload_killed_before_its_manifest_is_invisible(storage: LocalStorage
     assert len(folders(storage)) == 2
     assert newest_whole(storage, "run", "main") == older
     newer = save(storage, version(30))
-    assert apply_retention(storage, "run", "main", keep_last=2) == [checkpoint_folder("run", "main", version(20))]
+    assert retain(storage, keep_last=2) == [checkpoint_folder("run", "main", version(20))]
     assert folders(storage) == {older.folder, newer.folder}
 
 
@@ -252,8 +271,9 @@ def test_a_damaged_shard_leads_to_the_next_older_checkpoint(storage: LocalStorag
     assert found == newer
     with pytest.raises(CorruptDataError, match=f"{newer.folder}/shard-00001.safetensors"):
         StoredShard(storage, found.shards[1]).read(0, memoryview(bytearray(256)))
-    assert newest_whole(storage, "run", "main", refused=[newer.folder]) == older
-    assert newest_whole(storage, "run", "main", refused=[newer.folder, older.folder]) is None
+    assert newest_whole(storage, "run", "main", passed=[newer.folder]) == older
+    with pytest.raises(StorageUnclearError, match="2 checkpoints are there and none can be read as sound"):
+        newest_whole(storage, "run", "main", passed=[newer.folder, older.folder])
 
 
 @pytest.mark.parametrize("damage", ["cut", "edited", "foreign", "not a map", "no shard"])
@@ -279,9 +299,9 @@ def test_what_is_visibly_damaged_is_passed_over_with_a_warning(
 def test_an_unknown_format_is_refused_by_number(storage: LocalStorage) -> None:
     """Going back to an older checkpoint without a word would lose work; the older one stays readable."""
     older, newer = save(storage, version(10)), save(storage, version(20))
-    edit_manifest(storage, newer.folder, format=2)
+    edit_manifest(storage, newer.folder, sealed=True, format=2)
     for look in (lambda: newest_whole(storage, "run", "main"), lambda: read_manifest(storage, newer.folder)):
-        with pytest.raises(StorageError, match=r"manifest.json has format 2, this gemini_ft reads format 1; .*'torch': '2.13.0'"):
+        with pytest.raises(FormatError, match=r"manifest.json has format 2, this gemini_ft reads format 1; .*'torch': '2.13.0'"):
             look()
     assert read_manifest(storage, older.folder) == older
 
@@ -292,16 +312,16 @@ def test_an_unknown_format_is_refused_by_number(storage: LocalStorage) -> None:
 def test_the_last_and_every_so_many_are_kept(storage: LocalStorage) -> None:
     for iteration in range(1, 11):
         save(storage, version(iteration))
-    deleted = apply_retention(storage, "run", "main", keep_last=2, keep_every=4)
+    deleted = retain(storage, keep_last=2, keep_every=4)
     assert [info.iteration for info in list_checkpoints(storage)] == [10, 9, 8, 4]
-    assert deleted == [checkpoint_folder("run", "main", version(iteration)) for iteration in (7, 6, 5, 3, 2, 1)]
+    assert deleted == [checkpoint_folder("run", "main", version(iteration)) for iteration in (1, 2, 3, 5, 6, 7)]
     assert len(folders(storage)) == 4
 
 
 def test_of_an_iteration_that_was_run_again_the_newest_is_kept(storage: LocalStorage) -> None:
     for at in (version(4, 1), version(4, 2), version(5, 2)):
         save(storage, at)
-    apply_retention(storage, "run", "main", keep_last=1, keep_every=4)
+    retain(storage, keep_last=1, keep_every=4)
     assert [info.version for info in list_checkpoints(storage)] == [version(5, 2), version(4, 2)]
 
 
@@ -310,27 +330,27 @@ def test_other_runs_and_streams_are_left_alone(storage: LocalStorage) -> None:
         for run, stream in (("run", "main"), ("run", "fit-0"), ("run-2", "main")):
             save(storage, version(iteration), run, stream)
     storage.put("run/main/notes.txt", [b"somebody else's"])
-    assert len(apply_retention(storage, "run", "main", keep_last=1)) == 1
+    assert len(retain(storage, keep_last=1)) == 1
     assert len(list_checkpoints(storage)) == 5
     assert "run/main/notes.txt" in storage.list()
 
 
 def test_an_upload_under_way_is_left_alone(storage: LocalStorage) -> None:
     torn, newest, running = tear(storage, version(5)), save(storage, version(10)), tear(storage, version(20))
-    assert apply_retention(storage, "run", "main", keep_last=1) == [torn]
+    assert retain(storage, keep_last=1) == [torn]
     assert folders(storage) == {newest.folder, running}
 
 
 def test_the_newest_whole_one_stays_when_newer_ones_are_damaged(storage: LocalStorage) -> None:
     old, whole, newest = (save(storage, version(iteration)) for iteration in (1, 2, 3))
     storage.delete(newest.shards[0].key)
-    assert apply_retention(storage, "run", "main", keep_last=1) == [old.folder]
+    assert retain(storage, keep_last=1) == [old.folder]
     assert newest_whole(storage, "run", "main") == whole
 
 
-def test_without_a_whole_checkpoint_nothing_is_deleted(storage: LocalStorage) -> None:
+def test_a_torn_upload_alone_is_no_checkpoint(storage: LocalStorage) -> None:
     torn = tear(storage, version(1))
-    assert apply_retention(storage, "run", "main", keep_last=1) == []
+    assert newest_whole(storage, "run", "main") is None
     assert folders(storage) == {torn}
 
 
@@ -344,9 +364,9 @@ def test_what_is_half_deleted_is_no_checkpoint(storage: LocalStorage) -> None:
     save(storage, version(1))
     newest = save(storage, version(2))
     with pytest.raises(StorageError, match="gone for now"):
-        apply_retention(Dying(storage.root), "run", "main", keep_last=1)
+        retain(storage, keep_last=1, reopen=lambda: Dying(storage.root))
     assert [info.iteration for info in list_checkpoints(storage)] == [2]
-    assert apply_retention(storage, "run", "main", keep_last=1) == [checkpoint_folder("run", "main", version(1))]
+    assert retain(storage, keep_last=1) == [checkpoint_folder("run", "main", version(1))]
     assert folders(storage) == {newest.folder}
 
 
@@ -373,15 +393,147 @@ def test_retention_keeps_what_it_must_and_no_more(states: dict[tuple[int, int], 
             storage.delete(save(storage, at).shards[1].key)
         else:
             save(storage, at)
-    newest, before, folders_before = newest_whole(storage, "run", "main"), list_checkpoints(storage), folders(storage)
-    deleted = apply_retention(storage, "run", "main", keep_last, keep_every)
+    try:
+        newest = newest_whole(storage, "run", "main")
+    except StorageUnclearError:
+        assert "lacking" in states.values()
+        assert "whole" not in states.values()
+        return
+    if newest is None:
+        assert set(states.values()) <= {"torn"}
+        return
+    before = folders(storage)
+    whole = sorted((version(iteration, number) for (number, iteration), state in states.items() if state == "whole"), reverse=True)
+    deleted = retain(storage, keep_last, keep_every)
 
     assert newest_whole(storage, "run", "main") == newest
-    assert folders(storage) == folders_before - set(deleted)
-    assert not {info.folder for info in before[:keep_last]} & set(deleted)
-    if newest is None:
-        assert deleted == []
-    else:
+    assert newest.version == whole[0]
+    assert folders(storage) == before - set(deleted)
+    assert not {checkpoint_folder("run", "main", at) for at in whole[:keep_last]} & set(deleted)
+    if len(whole) >= keep_last:
         for info in list_checkpoints(storage)[keep_last:]:
-            assert info.version >= newest.version or (keep_every and info.iteration % keep_every == 0)
-    assert apply_retention(storage, "run", "main", keep_last, keep_every) == []
+            kept = info.version in whole[:keep_last] or (keep_every and info.iteration % keep_every == 0)
+            assert kept or info.version > newest.version
+    lacking = {checkpoint_folder("run", "main", version(at, number)) for (number, at), state in states.items() if state == "lacking"}
+    assert set(retain(storage, keep_last, keep_every)) <= lacking  # read only now that nothing newer of its incarnation is left
+
+
+# -- storage that lies or lags --------------------------------------------------------------------
+
+
+class Lagging(InMemory):
+    """Listings are old: they do not name what came since, and name what has gone since."""
+
+    def __init__(self, now: InMemory) -> None:
+        super().__init__()
+        self.objects, self._then = now.objects, sorted(now.objects)
+        self.listings = 0  # still old
+
+    def list(self, prefix: str = "") -> Sequence[str]:
+        self.listings -= 1
+        return [key for key in self._then if key.startswith(prefix)] if self.listings >= 0 else super().list(prefix)
+
+
+def test_what_retention_deletes_between_the_listing_and_the_reading_is_not_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    now = InMemory()
+    older = save(now, version(10))
+    storage = Lagging(now)
+    newer = save(now, version(20))
+    for key in [key for key in now.objects if key.startswith(older.folder)]:
+        now.delete(key)
+    storage.listings = 1
+    assert newest_whole(storage, "run", "main") == newer
+
+
+def test_a_listing_that_stays_old_is_told_by_the_mark() -> None:
+    now = InMemory()
+    save(now, version(10))
+    storage = Lagging(now)
+    newer = save(now, version(20))
+    write_mark(now, "run", "main", newer.version)
+    storage.listings = 100
+    assert newest_whole(storage, "run", "main") == newer
+
+
+def test_an_empty_listing_is_no_proof_that_there_is_nothing() -> None:
+    now = InMemory()
+    storage = Lagging(now)
+    newest = save(now, version(10))
+    write_mark(now, "run", "main", newest.version)
+    storage.listings = 100
+    assert newest_whole(storage, "run", "main") == newest  # by the mark and a reading of its own
+    for key in newest.shards.values():
+        now.delete(key.key)
+    with pytest.raises(StorageUnclearError, match="1 checkpoints are there and none can be read as sound"):
+        newest_whole(storage, "run", "main")
+    now.delete(f"{newest.folder}/manifest.json")
+    with pytest.raises(StorageUnclearError, match="none can be read as sound"):
+        newest_whole(storage, "run", "main")
+
+
+def test_what_was_reported_as_stored_and_is_gone_is_no_reason_to_take_the_one_before() -> None:
+    storage = InMemory()
+    save(storage, version(10))
+    newest = save(storage, version(20))
+    write_mark(storage, "run", "main", newest.version)
+    for key in [key for key in storage.objects if key.startswith(newest.folder)]:
+        storage.delete(key)
+    with pytest.raises(StorageUnclearError, match="iteration 20 of incarnation 1 was reported as stored and is not there"):
+        newest_whole(storage, "run", "main")
+
+
+@pytest.mark.parametrize("what", ["manifest.json", "main.stored.json"])
+def test_damage_is_believed_after_a_second_reading(what: str) -> None:
+    class Flipping(InMemory):
+        flips = 1
+
+        def get(self, key: str) -> bytes:
+            content = bytearray(super().get(key))
+            if key.endswith(what) and self.flips:
+                self.flips -= 1
+                content[len(content) // 2] ^= 1
+            return bytes(content)
+
+    storage = Flipping()
+    save(storage, version(10))
+    newest = save(storage, version(20))
+    write_mark(storage, "run", "main", newest.version)
+    assert newest_whole(storage, "run", "main") == newest
+
+
+def test_a_flipped_digit_of_the_format_is_damage_and_no_other_format(storage: LocalStorage) -> None:
+    older, newer = save(storage, version(10)), save(storage, version(20))
+    edit_manifest(storage, newer.folder, format=9)
+    assert newest_whole(storage, "run", "main") == older
+
+
+def test_what_is_known_to_be_damaged_does_not_count(storage: LocalStorage) -> None:
+    """Else the last sound one would go; that the newest is sound does not make it the only one that is wanted."""
+    sound, damaged, newest = (save(storage, version(iteration)) for iteration in (1, 2, 3))
+    blob = bytearray(storage.get(damaged.shards[1].key))
+    blob[-1] ^= 1
+    storage.put(damaged.shards[1].key, [bytes(blob)])
+    assert retain(storage, keep_last=2) == [damaged.folder]
+    assert folders(storage) == {sound.folder, newest.folder}
+
+
+def test_another_history_is_not_touched(storage: LocalStorage) -> None:
+    foreign = {save(storage, version(iteration, 1)).folder for iteration in (1, 2, 3)}
+    for iteration in (1, 2, 3):
+        begun = manifest_for(storage, version(iteration, 2)).model_copy(update={"lineage": (), "overtaken": (version(1, 1).incarnation,)})
+        write_manifest(storage, begun)
+    for folder in foreign:
+        edit_manifest(storage, folder, sealed=True, lineage=[])
+    assert len(retain(storage, keep_last=1)) == 2
+    assert folders(storage) == foreign | {begun.folder}
+
+
+def test_what_a_reader_holds_stays(storage: LocalStorage) -> None:
+    older, newer = save(storage, version(1)), save(storage, version(2))
+    with reading(storage, "run", "main", older.version):
+        assert retain(storage, keep_last=1) == []
+    assert retain(storage, keep_last=1) == [older.folder]
+    storage.put("run/main.reading-0123.json", [json.dumps({"folder": newer.folder, "since": 1.0}).encode()])  # dead for long
+    save(storage, version(3))
+    assert retain(storage, keep_last=1) == [newer.folder]
+    assert not [key for key in storage.list() if "reading" in key]

@@ -14,6 +14,7 @@ import pickle
 import random
 import struct
 import sys
+import tracemalloc
 import zoneinfo
 from typing import Any, NamedTuple
 
@@ -450,6 +451,12 @@ def ext(code: int, *parts: object) -> msgpack.ExtType:
         ext(26, "Popen", "x"),
         ext(25, "nowhere"),
         ext(24, "load"),
+        *(ext(code, ext(17, 0, 1 << 20, 1)) for code in (10, 11, 12, 13, 14, 15, 16, 23)),  # a range in place of what it ranges over
+        ext(9, 1 << 24),
+        ext(28, "|u1", [b"1", 1 << 24], "C", b""),
+        ext(28, "|u1", ext(17, 1, 1 << 12, 1), "C", b""),
+        ext(30, "uint8", [b"1", 1 << 24], [1, 1], "cpu", False, False, b""),
+        ext(30, "uint8", [1], ext(17, 0, 1 << 20, 1), "cpu", False, False, b"1"),
         ext(10, 1, 2),
         ext(11, [[]]),
         ext(2, [[]], [1]),
@@ -461,8 +468,14 @@ def ext(code: int, *parts: object) -> msgpack.ExtType:
     ids=repr,
 )
 def test_contradictory_parts_are_refused(body: msgpack.ExtType) -> None:
-    with pytest.raises(CorruptDataError):
-        codec.decode(rebuilt({"x": body}), SECRET, trust_pickle=True)
+    """Without taking more memory than the blob itself does."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptDataError):
+            codec.decode(rebuilt({"x": body}), SECRET, trust_pickle=True)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_decoding_an_enum_neither_imports_nor_calls_anything(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,3 +74,9 @@ class TestTraffic:
         assert load(traffic={"buffer_bytes": 4 * 4096}).traffic.piece_bytes == 4096
         with pytest.raises(ConfigError, match="buffer_bytes=16383 in sub_buffers=4 parts: each needs 4096 bytes"):
             load(traffic={"buffer_bytes": 4 * 4096 - 1})
+
+
+def test_what_process_groups_carry_is_not_said_to_be_encrypted() -> None:
+    with pytest.raises(ConfigError, match=r"process groups encrypt nothing; choose traffic\.transport='tcp'"):
+        load(encrypt=True, traffic={"transport": "collective"})
+    assert load(encrypt=True).traffic.transport == "tcp"

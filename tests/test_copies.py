@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Callable
 
 import pytest
 import torch
+from capture_kit import shard_of, slot_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_ft.copies import as_bytes, boxes, copy_into, copy_out, plan_copies, run_copies, targets_of
+from gemini_ft.copies import as_bytes, boxes, copy_into, plan_copies
+from gemini_ft.copyplan import CopyPlan
 from gemini_ft.errors import LayoutMismatchError
 from gemini_ft.layout import ITEMSIZES, TensorSpec, build_layout
 from gemini_ft.sources import Source
@@ -53,35 +56,43 @@ def test_boxes_are_the_elements_in_logical_order(tensor: torch.Tensor, data: st.
 
 
 @given(strided(), st.data())
-def test_any_range_goes_out_and_comes_back(tensor: torch.Tensor, data: st.DataObject) -> None:
+def test_any_range_comes_back(tensor: torch.Tensor, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, tensor.numel()))
     stop = data.draw(st.integers(start, tensor.numel()))
-    memory = bytearray((stop - start) * 4)
-    copy_out(tensor, start, stop, memory)
-    assert bytes(memory) == raw(tensor)[start * 4 : stop * 4]
+    memory = raw(tensor)[start * 4 : stop * 4]
     expected = tensor.flatten().tolist()
     expected[start:stop] = [-1 - value for value in expected[start:stop]]
     copy_into(tensor, start, stop, bytes(255 - byte for byte in memory))  # -1 - x is x with every bit flipped
     assert tensor.flatten().tolist() == expected
 
 
+def captured(tensor: torch.Tensor) -> bytes:
+    """The bytes of one tensor in a slot."""
+    source = Source(TensorSpec("a", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), (0,)), tensor, mutable=False)
+    return bytes(shard_of([source], build_layout([source.spec], 0, 1))[: tensor.nbytes].tolist())
+
+
 @pytest.mark.parametrize("name", sorted(ITEMSIZES))
-@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 0, 2), (4, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 0, 2), (4, 3), (70_001,)], ids=str)
 def test_every_dtype_is_copied_bit_for_bit(name: str, shape: tuple[int, ...]) -> None:
     dtype = getattr(torch, name)
     tensor, other = filled(shape, dtype), torch.empty(shape, dtype=dtype)
     assert tensor.itemsize == ITEMSIZES[name]
-    memory = bytearray(tensor.nbytes)
-    copy_out(tensor, 0, tensor.numel(), memory)
-    assert bytes(memory) == raw(tensor)
+    memory = captured(tensor)
+    assert memory == raw(tensor)
     copy_into(other, 0, other.numel(), memory)
     assert raw(other) == raw(tensor)
+
+
+@given(strided())
+def test_any_strides_are_laid_down_in_logical_order(tensor: torch.Tensor) -> None:
+    assert captured(tensor) == raw(tensor)
 
 
 def test_bytes_may_come_from_any_memory() -> None:
     source = filled((6,), torch.int16)
     with mmap.mmap(-1, 4096) as pages:
-        copy_out(source, 0, 6, memoryview(pages)[64:76])
+        pages[64:76] = raw(source)
         for memory in (raw(source), bytearray(raw(source)), memoryview(pages)[64:76], as_bytes(raw(source))):
             target = torch.zeros(6, dtype=torch.int16)
             copy_into(target, 0, 6, memory)
@@ -101,11 +112,11 @@ def test_an_expanded_tensor_can_be_written_back() -> None:
     assert tensor.tolist() == [[1] * 4, [2] * 4, [3] * 4]
 
 
-def test_a_conjugate_view_gives_its_values() -> None:
-    tensor = torch.tensor([1 + 2j, 3 - 4j]).conj()
-    memory = bytearray(tensor.nbytes)
-    copy_out(tensor, 0, 2, memory)
-    assert torch.frombuffer(memory, dtype=torch.complex64).tolist() == [1 - 2j, 3 + 4j]
+@pytest.mark.parametrize("size", [2, 20_000])
+@pytest.mark.parametrize("view", [torch.Tensor.conj, torch._neg_view])
+def test_lazy_views_give_their_values(size: int, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    tensor = view(torch.complex(torch.arange(float(size)), torch.ones(size)))
+    assert captured(tensor) == raw(tensor.resolve_conj().resolve_neg())
 
 
 def test_gradients_are_neither_needed_nor_made() -> None:
@@ -141,9 +152,8 @@ def test_planned_copies_fill_the_shards_of_all_owners(world: int, limit: int | N
     sizes = {source.spec.name: source.tensor.itemsize for source in sources}
     for rank in range(world):
         layout = build_layout([source.spec for source in sources], rank, world)
-        slot = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        slot = shard_of(sources, layout, limit or 8 * 2**20)
         copies = plan_copies(sources, layout, limit)
-        run_copies(copies, targets_of(copies, slot))
         assert [copy.offset for copy in copies] == sorted(copy.offset for copy in copies)
         assert all(0 < copy.nbytes <= max(limit or 1000, sizes[copy.name]) for copy in copies)
         assert {copy.name for copy in copies if copy.mutable} <= {"flag"}
@@ -157,13 +167,13 @@ def test_planned_copies_follow_the_live_tensors() -> None:
     tensor = torch.zeros(4)
     sources = [Source(TensorSpec("a", "float32", (4,), (0,)), tensor, mutable=False)]
     layout = build_layout([sources[0].spec], 0, 1)
-    slot = torch.zeros(layout.nbytes, dtype=torch.uint8)
     copies = plan_copies(sources, layout)
-    targets = targets_of(copies, slot)
-    for value in (1.0, 2.0):
-        tensor.fill_(value)
-        run_copies(copies, targets)
-        assert slot[:16].view(torch.float32).tolist() == [value] * 4
+    with slot_of(layout) as slot:
+        plan = CopyPlan(sources, layout, 4096)
+        for value in (1.0, 2.0):
+            tensor.fill_(value)
+            slot.write(0, plan.batches[0])
+            assert slot.tensor[:16].view(torch.float32).tolist() == [value] * 4
     assert [copy.view.data_ptr() for copy in copies] == [tensor.data_ptr()]
 
 
@@ -173,7 +183,7 @@ def test_contiguous_tensors_are_one_flat_view() -> None:
 
 
 def test_nothing_to_copy_is_no_error() -> None:
-    run_copies([], [])
+    assert not shard_of([], build_layout([], 0, 1)).numel()
 
 
 def test_a_layout_of_other_tensors_is_refused() -> None:

@@ -22,7 +22,7 @@ class Scene:
     """A host's view of a job of three hosts, on a clock of the test's own. By default it is a spare, and all is well."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now, self.least = 0.0, 3
         self.state = _RendezvousState()
         self.state.complete, self.state.round = True, 1
         self.state.participants = dict(zip(HOSTS, range(3), strict=True))
@@ -34,7 +34,7 @@ class Scene:
     def action(self, node: _NodeDesc = SPARE) -> _Action:
         self.state.last_heartbeats[node] = datetime.now(UTC) - self.heard
         timeout, interval = RendezvousTimeout(), timedelta(seconds=5)
-        settings = SimpleNamespace(run_id="r", min_nodes=3, max_nodes=3, keep_alive_interval=interval, timeout=timeout)
+        settings = SimpleNamespace(run_id="r", min_nodes=self.least, max_nodes=3, keep_alive_interval=interval, timeout=timeout)
         found: _Action = self.join(SimpleNamespace(node=node, state=self.state, settings=settings), 1e18)
         return found
 
@@ -121,6 +121,47 @@ def test_a_host_that_is_left_over_steps_back() -> None:
     assert scene.action() is _Action.REMOVE_FROM_WAIT_LIST
     scene.state.wait_list.clear()
     assert scene.action() is _Action.ADD_TO_REDUNDANCY_LIST
+
+
+class TestFixedSize:
+    """A job of one to three hosts whose state is made for two."""
+
+    @pytest.fixture
+    def scene(self) -> Scene:
+        scene = Scene()
+        scene.least = 1
+        scene.state.redundancy_list.clear()
+        scene.state.participants = dict(zip(HOSTS[:2], range(2), strict=True))
+        scene.state.gemini_hosts = 2  # type: ignore[attr-defined]
+        return scene
+
+    def test_one_more_host_waits_as_a_spare(self, scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+        assert scene.action() is _Action.ADD_TO_REDUNDANCY_LIST
+        assert caplog.messages == ["the job's state is made for 2 hosts: this one waits as a spare"]
+
+    def test_one_more_host_that_was_quicker_than_the_state_steps_back(self, scene: Scene) -> None:
+        scene.state.wait_list = {SPARE}
+        assert scene.action() is _Action.REMOVE_FROM_WAIT_LIST
+        scene.open_round(*HOSTS[:2], SPARE)
+        assert scene.action() is _Action.REMOVE_FROM_PARTICIPANTS
+
+    def test_its_own_hosts_wait_for_nobody_else(self, scene: Scene) -> None:
+        """Torch's wait half a minute at every restart: somebody might come."""
+        scene.open_round(*HOSTS[:2])
+        assert scene.action(HOSTS[0]) is _Action.MARK_RENDEZVOUS_COMPLETE
+
+    def test_fewer_hosts_do_not_begin(self, scene: Scene) -> None:
+        scene.open_round(HOSTS[0])
+        assert set(scene.actions(60, HOSTS[0])) == {_Action.SYNC}
+
+    def test_a_spare_takes_the_place_of_a_lost_host(self, scene: Scene) -> None:
+        scene.state.redundancy_list = {SPARE}
+        scene.open_round(HOSTS[0])
+        assert scene.actions(3)[-1] is _Action.REMOVE_FROM_REDUNDANCY_LIST
+
+    def test_without_such_state_a_job_grows_as_ever(self, scene: Scene) -> None:
+        del scene.state.gemini_hosts  # type: ignore[attr-defined]
+        assert scene.action() is _Action.ADD_TO_WAIT_LIST
 
 
 def test_large_jobs_keep_torchs_pace() -> None:

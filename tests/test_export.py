@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -36,6 +37,7 @@ from gemini_ft.layout import PER_RANK
 from gemini_ft.state import collect_extras
 from gemini_ft.storage.base import open_storage
 from gemini_ft.storage.checkpoints import list_checkpoints
+from gemini_ft.storage.shard import StoredShard
 from gemini_ft.testing import assert_identical
 
 
@@ -164,7 +166,12 @@ def damaged(job: Job, *hosts: str) -> Iterator[None]:
     flipped: dict[int, SlotMemory] = {}  # by inode: a mapping has a descriptor of its own beside the agent's
     for host in hosts:
         folder = Path(f"/proc/{agent_pid(job.run, host)}/fd")
-        for entry in (entry for entry in folder.iterdir() if "memfd:gemini:main:1" in os.readlink(entry)):
+        for entry in folder.iterdir():
+            link = ""
+            with contextlib.suppress(FileNotFoundError):  # a connection that has just ended
+                link = os.readlink(entry)
+            if "memfd:gemini:main:1" not in link:
+                continue
             slot = SlotMemory.adopt(os.open(entry, os.O_RDWR))
             if slot.version is not None and slot.version.iteration == STEPS and slot.inode not in flipped:
                 slot.data(0, 1)[0] ^= 1
@@ -343,11 +350,42 @@ class TestCheckpoints:
         head, *rows = capsys.readouterr().out.splitlines()
         assert head.split() == ["run", "stream", "step", "age", "bytes", "ranks", "state", "where"]
         assert any(re.search(rf"main +{STEPS} .* 2 +whole, newest +memory of host0, host1$", row) for row in rows)
-        assert any(re.search(rf"main +{STEPS} .* s +[\d,]+ +2 +whole, newest +{ddp.store}$", row) for row in rows)
+        assert any(re.search(rf"main +{STEPS} .* (s|min) +[\d,]+ +2 +whole, newest +{ddp.store}$", row) for row in rows)
         assert cli.main(["checkpoints", f"{stored.as_uri()}/1", "--run-id", ddp.run]) == 0
         assert "incomplete: no manifest, 2 shards" in capsys.readouterr().out
         assert cli.main(["checkpoints", f"{stored.as_uri()}/2", "--run-id", ddp.run]) == 0
         assert "damaged: shard-00000.safetensors is missing (1 in all)" in capsys.readouterr().out
+
+    def test_damage_that_is_found_is_the_exit_status(self, ddp: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        stored = tmp_path / "store"
+        subprocess.run(["cp", "-r", ddp.folder / "store", stored], check=True)
+        (shard,) = stored.glob("*/*/*/shard-00001.safetensors")
+        content = bytearray(shard.read_bytes())
+        content[-100] ^= 1
+        shard.write_bytes(content)
+        assert cli.main(["checkpoints", stored.as_uri()]) == 0
+        assert cli.main(["checkpoints", stored.as_uri(), "--verify"]) == 1
+        assert "damaged: shard-00001.safetensors does not match its checksum" in capsys.readouterr().out
+
+    def test_what_is_deleted_while_it_is_read_is_no_damage(
+        self, ddp: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stored = tmp_path / "store"
+        subprocess.run(["cp", "-r", ddp.folder / "store", stored], check=True)
+
+        def verify(shard: StoredShard) -> None:
+            shutil.rmtree(next(stored.glob("*/*/step-*")))  # as retention does between a listing and a reading
+            monkeypatch.undo()
+            shard.verify()
+
+        monkeypatch.setattr(StoredShard, "verify", verify)
+        assert cli.main(["checkpoints", stored.as_uri(), "--verify"]) == 0
+        assert "deleted meanwhile" in capsys.readouterr().out
+
+    def test_a_folder_that_is_not_there_is_an_error(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for command in (["checkpoints"], ["export", "latest", "--format", "dcp", "--to", str(tmp_path / "out"), "--from"]):
+            assert cli.main([*command, f"{tmp_path.as_uri()}/no/such"]) == 2
+            assert f"{tmp_path.as_uri()}/no/such: there is no such folder on this machine; check the URL" in refused(capsys)
 
     def test_looks_where_the_configuration_says(
         self, ddp: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from gemini_ft import faults
 from gemini_ft.errors import ConfigError
+from gemini_ft.events import EventLog
 from gemini_ft.faultplan import KINDS, MOMENTS, Fault, World, parse
 from gemini_ft.testing import EmulatedHosts, assert_identical
 
@@ -195,6 +196,21 @@ def test_ranks_with_other_faults_are_refused() -> None:
 def test_without_the_variable_nothing_is_read(folder: Path) -> None:
     (folder / "of-an-earlier-time").write_text("")
     assert faults.Orders.read("run") == faults.Orders("")
+
+
+def test_a_first_start_removes_what_earlier_runs_have_noted_and_nothing_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "_drill", None)  # what is armed here ends here
+    text = "step=5:rank=0:exit; probability=0.5:seed=1:exit"
+    noted = [fault.occurrence(7) for fault in parse(text)]
+    for name in noted:
+        (folder / name).write_text(f"{text}\n")
+    (folder / "thesis.tex").write_text("years of work")
+    (folder / "data" / noted[0]).mkdir(parents=True)
+    (folder / "data" / noted[0] / "set").write_text("more of it")
+    scene = faults.Scene("run", False, 0, World(["a"], {0: ["a"]}), None, lambda: pytest.fail("no agent is needed"), EventLog())
+    faults.arm(faults.Orders(text, frozenset(noted)), scene)
+    left = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert left == [f"data/{noted[0]}/set", "thesis.tex"]
 
 
 # -- real jobs

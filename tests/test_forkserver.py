@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import api as torch_api
 
-from gemini_ft.warm import ForkServer, ForkServerError, Worker, forked_workers, modules_to_preload
+from gemini_ft import forkserver
+from gemini_ft.grace import Process, Workers
+from gemini_ft.warm import ForkServer, ForkServerError, forked_workers, modules_to_preload
 
 DEEPSPEED = ["deepspeed", "gemini_ft.deepspeed.engine", "deepspeed.runtime.zero.muon.original_muon"]
 # What a script can see of the process it runs in. Printed by a forked worker and by a real `python -u script.py`.
@@ -46,6 +49,30 @@ atexit.register(print, "exit handler")
 threading.Thread(target=lambda: print("thread")).start()
 """
 
+# Every generator that a script may draw from without a seed, and two that a library has seeded.
+DRAWS = """
+import hashlib, multiprocessing, os, random, secrets, ssl, sys, tempfile, uuid
+import numpy, torch
+own, seeded = random.Random(), random.Random(3)
+numpy_own, numpy_seeded = numpy.random.default_rng(), numpy.random.default_rng(3)
+def draw():
+    return {
+        "torch": torch.rand(1).item(), "torch's seed": torch.initial_seed(), "permutation": torch.randperm(1000).tolist(),
+        "DataLoader": [batch.item() for batch in torch.utils.data.DataLoader(range(50), shuffle=True)],
+        "random": random.random(), "SystemRandom": random.SystemRandom().random(), "secrets": secrets.token_hex(),
+        "os": os.urandom(9).hex(),
+        "random of a library": own.random(), "random of a library, seeded": seeded.random(),
+        "sympy": (sympy := sys.modules["sympy.core.random"]).rng.random(), "sympy's other": sympy._assumptions_rng.random(),
+        "numpy": numpy.random.random(), "numpy normal": numpy.random.randn(),
+        "numpy's seeds": numpy.random.get_bit_generator().seed_seq.entropy,
+        "numpy of a library": numpy_own.random(), "numpy of a library, seeded": numpy_seeded.random(),
+        "new numpy": numpy.random.default_rng().random(), "numpy generator": numpy.random.RandomState().rand(),
+        "uuid1": str(uuid.uuid1()), "uuid4": str(uuid.uuid4()), "tempfile": tempfile.mktemp(),
+        "authkey": bytes(multiprocessing.current_process().authkey).hex(),
+        "OpenSSL": ssl.RAND_bytes(9).hex(), "salt": hashlib.scrypt(b"", salt=ssl.RAND_bytes(9), n=2, r=1, p=1).hex(),
+    }
+"""
+
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., ForkServer]]:
@@ -53,7 +80,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., ForkServer]]:
     with contextlib.ExitStack() as stack:
 
         def serve(*modules: str, program: tuple[str, ...] = ("none.py",)) -> ForkServer:
-            server = ForkServer(program, modules)
+            server = ForkServer(program, modules, Workers())
             stack.callback(server.close)
             return server
 
@@ -66,7 +93,7 @@ class Output:
     def __init__(self, folder: Path) -> None:
         self.out, self.err = folder / "out", folder / "err"
 
-    def start(self, server: ForkServer, *program: str, **environ: str) -> Worker:
+    def start(self, server: ForkServer, *program: str, **environ: str) -> Process:
         assert server.wait_ready() is None
         with open(os.devnull) as stdin, self.out.open("w") as out, self.err.open("w") as err:
             return server.fork(program, {**os.environ, **environ}, [stdin.fileno(), out.fileno(), err.fileno()])
@@ -76,6 +103,21 @@ class Output:
         while text not in self.out.read_text():
             assert time.monotonic() < end, f"{text!r} did not appear in: {self.out.read_text()}{self.err.read_text()}"
             time.sleep(0.01)
+
+
+def test_nothing_is_imported_from_the_working_directory(
+    serve: Callable[..., ForkServer], output: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a folder like /tmp, where others put a ctypes.py; ``python script.py`` looks in the script's folder alone."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    for name in ("ctypes", "json", "socket", "gemini_ft"):
+        write(shared / f"{name}.py", "import os; os._exit(7)")
+    monkeypatch.chdir(shared)
+    script = write(tmp_path / "script.py", "import sys, ctypes, json, socket; print(sys.path[0])")
+    process = output.start(serve(program=(script,)), script)
+    output.wait_for(f"{tmp_path}\n")
+    assert process.wait(30) == 0
 
 
 @pytest.fixture
@@ -120,7 +162,7 @@ class TestLikePython:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("PYTHONSAFEPATH", safe_path)
         if safe_path:
-            monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+            monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
         program = (*(["-m", "pkg.report"] if as_module else ["pkg/report.py"]), "--lr", "a b", "")
         worker = output.start(serve(program=program), *program, RANK="3")
         assert worker.wait(30) == 0, output.err.read_text()
@@ -181,20 +223,35 @@ class TestLikePython:
         assert message["message"] == "ValueError: the reason"
         assert "forkserver" not in message["extraInfo"]["py_callstack"]
 
-    def test_workers_do_not_share_their_random_numbers(self, tmp_path: Path, serve: Callable[..., ForkServer], output: Output) -> None:
-        script = write(tmp_path / "script.py", "import random, numpy\nprint(random.random(), numpy.random.random())")
-        server = serve("random", "numpy.random")
-        drawn = []
-        for _ in range(2):
-            assert output.start(server, script).wait(30) == 0
-            drawn += output.out.read_text().split()
-        assert len(set(drawn)) == 4
-
-    def test_what_imports_do_to_the_environment_is_kept(
+    def test_workers_share_no_random_numbers(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: Callable[..., ForkServer], output: Output
     ) -> None:
-        write(tmp_path / "sets_variable.py", "import os\nos.environ['SET_BY_IMPORT'] = 'yes'")
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        """Whatever the server's imports have drawn from before: else all ranks train on the same data."""
+        write(tmp_path / "draws.py", DRAWS)
+        write(tmp_path / "drawn.py", "import draws, sympy.core.random, uuid\ndraws.draw()\nuuid._node = uuid.getnode()")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        script = write(tmp_path / "script.py", "import json, draws\nprint(json.dumps(draws.draw()))")
+        server = serve("torch", "numpy", "drawn")
+        first, second = [self._drawn(server, script, output) for _ in range(2)]
+        assert {name for name in first if first[name] == second[name]} == {"random of a library, seeded", "numpy of a library, seeded"}
+
+    def _drawn(self, server: ForkServer, script: str, output: Output) -> dict[str, object]:
+        assert output.start(server, script).wait(30) == 0, output.err.read_text()
+        drawn: dict[str, object] = json.loads(output.out.read_text())
+        return drawn
+
+    def test_a_worker_makes_random_numbers_as_a_fresh_process_can(
+        self, tmp_path: Path, serve: Callable[..., ForkServer], output: Output
+    ) -> None:
+        script = write(tmp_path / "script.py", "import numpy\nprint(numpy.random.get_bit_generator().seed_seq.spawn(1)[0].spawn_key)")
+        assert output.start(serve("torch", "numpy"), script).wait(30) == 0, output.err.read_text()
+        assert output.out.read_text() == "(0,)\n"
+
+    def test_what_the_scripts_imports_do_to_the_environment_is_kept(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: Callable[..., ForkServer], output: Output
+    ) -> None:
+        write(tmp_path / "sets_variable.py", "import os\nos.environ['SET_BY_IMPORT'] = os.environ['RANK'] = 'yes'")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
         script = write(
             tmp_path / "script.py", "import os\nprint(os.environ['SET_BY_IMPORT'], os.environ['RANK'], 'ONLY_HERE' in os.environ)"
         )
@@ -203,6 +260,20 @@ class TestLikePython:
         monkeypatch.setenv("ONLY_HERE", "1")  # after the server was started
         assert output.start(server, script, RANK="5").wait(30) == 0
         assert output.out.read_text() == "yes 5 True\n"
+
+    def test_what_torch_does_to_the_environment_while_it_is_imported_ahead_is_taken_back(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: Callable[..., ForkServer], output: Output
+    ) -> None:
+        """A script that gives torch's compiler a private cache would else silently use the one that all users share."""
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        lines = [
+            "import os, torch",
+            "os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', '.')",
+            "from torch._inductor.runtime import cache_dir_utils",
+        ]
+        script = write(tmp_path / "script.py", "\n".join([*lines, "print(cache_dir_utils.cache_dir())"]))
+        assert output.start(serve("torch", "torch._dynamo"), script).wait(60) == 0, output.err.read_text()
+        assert output.out.read_text() == f"{os.getcwd()}\n"
 
     def test_libraries_that_read_the_rank_when_imported_know_the_workers_rank(
         self, tmp_path: Path, serve: Callable[..., ForkServer], output: Output
@@ -228,49 +299,119 @@ def gone(pid: int) -> bool:
     return not os.path.exists(f"/proc/{pid}")
 
 
+# Starts one worker, the script that it is given, and waits to be killed.
+LAUNCHER = """
+import os, signal, sys
+from gemini_ft.grace import Workers
+from gemini_ft.warm import ForkServer
+server = ForkServer(["none.py"], [], Workers())
+server.wait_ready()
+print(server.pid, server.fork([sys.argv[1]], dict(os.environ), [0, 1, 2]).pid, file=sys.stderr)
+signal.pause()
+"""
+
+
 class TestLifetime:
-    def test_a_worker_ends_with_the_server_that_would_report_its_end(
-        self, tmp_path: Path, serve: Callable[..., ForkServer], output: Output
-    ) -> None:
+    def test_a_worker_outlives_its_server(self, tmp_path: Path, serve: Callable[..., ForkServer], output: Output) -> None:
         server = serve()
-        worker = output.start(server, write(tmp_path / "script.py", SLEEP.format(IGNORE)))
+        worker = output.start(server, write(tmp_path / "script.py", SLEEP.format(TELL)))
         output.wait_for("asleep")
         os.kill(server.pid, signal.SIGKILL)
-        assert worker.wait(30) == -signal.SIGKILL
-        assert gone(worker.pid)
-        assert server.lost
-        with pytest.raises(ForkServerError, match="no longer serves"):
+        with pytest.raises(ForkServerError, match="no longer serves: it has died with status -9"):
             server.fork(["none.py"], {}, [])
-
-    @pytest.mark.parametrize(("habit", "last_words"), [(TELL, "asleep\ntold to go\n"), (IGNORE, "asleep\n")])
-    def test_when_its_launcher_is_dead_the_server_ends_its_workers_and_itself(
-        self, habit: str, last_words: str, tmp_path: Path, serve: Callable[..., ForkServer], output: Output
-    ) -> None:
-        server = serve()
-        worker = output.start(server, write(tmp_path / "script.py", SLEEP.format(habit)))
-        output.wait_for("asleep")
-        server._channel.close()  # as the kernel does for a dead process
-        assert gone(worker.pid)
-        assert output.out.read_text() == last_words
-
-    def test_closing_it_passes_a_signal_on(self, tmp_path: Path, serve: Callable[..., ForkServer], output: Output) -> None:
-        server = serve()
-        worker = output.start(server, write(tmp_path / "script.py", SLEEP.format(TELL.replace("SIGTERM", "SIGINT"))))
-        output.wait_for("asleep")
-        server.close(signal.SIGINT)
+        assert server.lost
+        assert worker.poll() is None
+        os.killpg(worker.pid, signal.SIGTERM)
+        assert worker.wait(30) == 0
         assert output.out.read_text() == "asleep\ntold to go\n"
-        assert not os.path.exists(f"/proc/{worker.pid}")
-        assert not os.path.exists(f"/proc/{server.pid}")
 
-    def test_a_server_that_stops_answering_is_replaced_by_an_error(
+    def test_a_signal_to_all_processes_of_a_job_does_not_end_the_server(
+        self, tmp_path: Path, serve: Callable[..., ForkServer], output: Output
+    ) -> None:
+        """As service managers and schedulers send it; the workers' own handlers and default actions are as ever."""
+        server = serve()
+        assert server.wait_ready() is None
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            os.kill(server.pid, signum)
+        worker = output.start(server, write(tmp_path / "script.py", SLEEP.format("")))
+        output.wait_for("asleep")
+        os.kill(worker.pid, signal.SIGTERM)
+        assert worker.wait(30) == -signal.SIGTERM
+
+    @pytest.mark.parametrize(
+        ("habit", "last_words", "lost"), [(TELL, "told to go\n", False), (TELL, "told to go\n", True), (IGNORE, "", False)]
+    )
+    def test_when_its_launcher_is_dead_a_worker_is_told_and_then_killed(
+        self, habit: str, last_words: str, lost: bool, tmp_path: Path
+    ) -> None:
+        """Even if its server is lost too it is told."""
+        script = write(tmp_path / "script.py", SLEEP.format(habit))
+        command = [sys.executable, "-c", LAUNCHER, script]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen(command, **pipes, text=True, start_new_session=True) as launcher:  # type: ignore[call-overload]
+            server, worker = [int(pid) for pid in launcher.stderr.readline().split()]
+            assert launcher.stdout.readline() == "asleep\n"
+            if lost:
+                os.kill(server, signal.SIGKILL)
+            launcher.kill()
+            assert launcher.stdout.read() == last_words  # to the end: nobody has it open any more
+        assert gone(worker)
+        assert gone(server)
+
+    @pytest.mark.parametrize("flag", [forkserver._SIGNAL_GROUP, 1 << 9], ids=["this kernel", "one that does not know the flag"])
+    def test_of_a_session_everybody_is_killed_and_nobody_who_has_its_number_by_now(
+        self, flag: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(forkserver, "_SIGNAL_GROUP", flag)
+        command = ["sh", "-c", "sleep 60 & echo $!"]
+        with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as leader:
+            worker = os.pidfd_open(leader.pid)
+            orphan = int(leader.stdout.readline())  # type: ignore[union-attr]
+        with subprocess.Popen(["sleep", "60"], start_new_session=True) as stranger:
+            forkserver._see_off({stranger.pid: worker})
+            assert stranger.poll() is None
+            stranger.kill()
+        forkserver._see_off({leader.pid: worker})
+        os.close(worker)
+        assert gone(orphan)
+
+    def test_a_slow_server_is_waited_for_and_not_given_up(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: Callable[..., ForkServer], output: Output
     ) -> None:
         server = serve()
-        worker = output.start(server, write(tmp_path / "script.py", SLEEP.format("")))
-        monkeypatch.setattr("gemini_ft.warm._ANSWER_SECONDS", 0.5)
+        worker = output.start(server, write(tmp_path / "script.py", SLEEP.format(TELL)))
+        output.wait_for("asleep")
+        monkeypatch.setattr("gemini_ft.warm._ANSWER_SECONDS", 0.1)
         os.kill(server.pid, signal.SIGSTOP)
-        assert worker.wait(30) == -signal.SIGKILL
-        assert gone(worker.pid)
+        never = write(tmp_path / "never.py", f"open({str(tmp_path / 'begun')!r}, 'w')")
+        for reason in ("within 0.1 s", "yet"):
+            with pytest.raises(ForkServerError, match=f"is slow: it has not answered {reason}"):
+                server.fork([never], os.environ, [0, 1, 2])
+        assert worker.poll() is None
+        os.kill(server.pid, signal.SIGCONT)
+        monkeypatch.setattr("gemini_ft.warm._ANSWER_SECONDS", 30.0)
+        select.select([server._channel], [], [], 30)  # the late answer
+        again = server.fork([write(tmp_path / "again.py", "")], os.environ, [0, 1, 2])
+        assert again.wait(30) == 0
+        os.killpg(worker.pid, signal.SIGTERM)
+        assert worker.wait(30) == 0
+        server.close()
+        assert not (tmp_path / "begun").exists()  # it would run in a job that has gone on without it
+
+    def test_a_server_that_cannot_fork_says_so(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: Callable[..., ForkServer], output: Output
+    ) -> None:
+        write(tmp_path / "culprit.py", "import os, errno\ndef fork(): raise BlockingIOError(errno.EAGAIN, 'too many')\nos.fork = fork")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        server = serve("culprit")
+        with pytest.raises(ForkServerError, match=r"cannot fork: .*too many"):
+            output.start(server, "none.py")
+        assert not server.lost
+
+    def test_a_worker_is_the_launchers_child(self, tmp_path: Path, serve: Callable[..., ForkServer], output: Output) -> None:
+        worker = output.start(serve(), write(tmp_path / "script.py", "import os\nprint(os.getppid())"))
+        assert worker.wait(30) == 0
+        assert output.out.read_text() == f"{os.getpid()}\n"
 
     def test_its_pid_stays_the_workers_until_the_end_has_been_seen(
         self, tmp_path: Path, serve: Callable[..., ForkServer], output: Output
@@ -300,7 +441,7 @@ class TestRefusal:
     def refusal(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serve: Callable[..., ForkServer]) -> Callable[..., str | None]:
         def refusal(source: str, *before: str) -> str | None:
             write(tmp_path / "culprit.py", source)
-            monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+            monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
             return serve(*before, "culprit").wait_ready()
 
         return refusal
@@ -342,7 +483,7 @@ class TestRefusal:
         assert output.out.read_text() == "2.0\n"
 
     def test_a_pool_of_openmp_threads(self, refusal: Callable[..., str | None]) -> None:
-        patience = "import __main__, torch\n__main__._TRIAL_SECONDS = 3.0\n"  # the server runs as __main__
+        patience = "import gemini_ft.forkserver, torch\ngemini_ft.forkserver._TRIAL_SECONDS = 3.0\n"
         refused = refusal(patience + "torch.set_num_threads(4)\ntorch.ones(1 << 22).exp().sum()", "torch")
         assert refused == "a child forked after the imports hung for 3 s in a tensor operation"
 
@@ -350,7 +491,7 @@ class TestRefusal:
         self, serve: Callable[..., ForkServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         write(tmp_path / "culprit.py", "import os\nos._exit(7)")
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
         with pytest.raises(ForkServerError, match="it has died with status 7"):
             serve("culprit").wait_ready()
 

@@ -6,6 +6,9 @@ bytes of the undisturbed run.
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -135,6 +138,31 @@ def test_slots_are_pinned_pages_of_the_agent(run_id: str) -> None:
         slots = checkpointer._joined._copying.slots.values()
         assert all(slot.tensor.is_pinned() for slot in slots)
     checkpointer.close()
+
+
+def test_an_agent_that_dies_with_copies_in_flight_takes_no_memory_from_under_them(run_id: str) -> None:
+    """The device is held back, so that every copy of a snapshot is still queued when the agent dies; the slots go after them."""
+    build, steps = _adam(fused=True), itertools.count(1)
+    model = _model()
+    optimizer = build(model)
+    checkpointer = Checkpointer(model, optimizer, run_id=run_id, replicas=1, on_late="wait")
+    torch.manual_seed(1)
+    checkpointer.resume()
+
+    def after() -> None:
+        dies = next(steps) == FAILURE
+        if dies:
+            torch.cuda._sleep(10**9)  # cycles
+        checkpointer.step()
+        if dies:
+            assert checkpointer._recorder is not None
+            os.kill(checkpointer._recorder.client.welcome.pid, signal.SIGKILL)
+
+    _train(model, optimizer, 0, STEPS, after)
+    checkpointer.flush()
+    assert checkpointer.stats.committed == STEPS
+    checkpointer.close()
+    assert _bytes(model, optimizer) == _undisturbed(build, lambda m: m, False)
 
 
 def test_update_waits_on_the_device_and_not_on_the_host(run_id: str) -> None:

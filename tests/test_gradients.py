@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from agent_kit import Job, eventually, stopped
+from capture_kit import shard_of
 from compression_kit import EVERY, gradients, method, together
 from gradient_case import STEPS, ByHand, Toy, everything, train
 from plain_case import history
@@ -31,7 +32,6 @@ from gemini_ft.layout import PER_RANK, Layout, Read, build_layout
 from gemini_ft.messages import Figures, Message
 from gemini_ft.restore import fill
 from gemini_ft.sources import Live, fingerprint
-from gemini_ft.state import plan_copies, run_copies, targets_of
 from gemini_ft.testing import first_difference
 from gemini_ft.training_state import PlainState, TrainingState
 from gemini_ft.versions import Incarnation, Version
@@ -48,9 +48,7 @@ class Shard:
         live = state.survey()
         sources = state.describe(live, rank, world)
         self.layout = build_layout([source.spec for source in sources], rank, world)
-        self._data = torch.zeros(self.layout.nbytes, dtype=torch.uint8)
-        copies = plan_copies(sources, self.layout)
-        run_copies(copies, targets_of(copies, self._data))
+        self._data = shard_of(sources, self.layout)
         self._extras = codec.encode({"tensors": state.extras(live)})
 
     def extras(self) -> bytes:

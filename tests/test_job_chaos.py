@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from agent_kit import agent_pid
 from plain_case import Case, history, train
 from rank_kit import Attempt, World
+
+from gemini_ft.testing import EmulatedHosts
+
+CHAOS = Path(__file__).parent.parent / "benchmarks" / "chaos.py"
 
 
 class Monkey:
@@ -122,3 +133,57 @@ def test_ends_with_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(2, 42))
 def test_ends_with_the_same_bits_whatever_the_seed(tmp_path: Path, seed: int) -> None:
     chaos(tmp_path, seed, deeds=12, steps=80)
+
+
+@pytest.mark.soak
+def test_a_campaign_on_real_launchers_ends_with_the_same_bits(tmp_path: Path) -> None:
+    command = [sys.executable, str(CHAOS), "--quick", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["ratios"]["rounds_equal"] == 1.0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_nothing_grows_with_the_number_of_steps(tmp_path: Path) -> None:
+    """Memory, descriptors and threads of workers, agents and launchers are the same after a tenth of the steps and at their end."""
+    steps = int(os.environ.get("SOAK_STEPS", "100000"))
+    (tmp_path / "out").mkdir()
+    program = [str(CHAOS.with_name("chaos_worker.py")), "--steps", str(steps), "--pause", "0", "--out", str(tmp_path / "out")]
+    with EmulatedHosts(2, program, tmp_path) as job:
+        events = tmp_path / "events"
+        job.wait_for(lambda: _last_step(events) >= steps // 5, timeout=7200)
+        before = _usage(job.run)
+        job.wait_for(lambda: _last_step(events) >= steps - steps // 10, timeout=7200)
+        after = _usage(job.run)
+        job.finish(7200)
+    assert len(before) >= 6, before  # launcher, fork server's worker and agent of each host
+    assert before.keys() == after.keys()
+    for pid, then in before.items():
+        now = after[pid]
+        assert now["fds"] <= then["fds"] + 2, (then, now)
+        assert now["threads"] <= then["threads"] + 1, (then, now)
+        assert now["bytes"] <= then["bytes"] + max(4 * 2**20, then["bytes"] // 50), (then, now)
+
+
+def _last_step(events: Path) -> int:
+    """Iteration of the newest line, read from the end: the file grows with every step."""
+    if not events.exists():
+        return 0
+    with open(events, "rb") as file:
+        file.seek(max(0, events.stat().st_size - 4096))
+        steps = [line for line in file.read().split(b"\n")[1:-1] if b'"event": "step"' in line]
+    time.sleep(0.5)
+    return int(json.loads(steps[-1])["iteration"]) if steps else 0
+
+
+def _usage(run: str) -> dict[int, dict[str, Any]]:
+    """By pid: what every process of the run has."""
+    found: dict[int, dict[str, Any]] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("GEMINI_RUN_ID") == run:
+                memory = process.memory_info()
+                used = {"bytes": memory.rss - memory.shared, "fds": process.num_fds(), "threads": process.num_threads()}
+                found[process.pid] = used | {"command": " ".join(process.cmdline())[:80]}
+    return found

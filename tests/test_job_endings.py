@@ -97,7 +97,9 @@ def commands() -> dict[str, Sequence[str]]:
     return {"python": [sys.executable], "torchrun": torchrun, "gemini run": gemini}
 
 
-@pytest.fixture(params=commands().values(), ids=commands())
+@pytest.fixture(
+    params=[pytest.param(value, id=name, marks=[pytest.mark.soak] * (name == "torchrun")) for name, value in commands().items()]
+)
 def command(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Command]:
     command = Command(tmp_path, *request.param)
     yield command

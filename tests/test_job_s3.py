@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import s3_proxy
 import s3_server
 from agent_kit import end_agent, eventually
 from disks import small_disk
 from rank_kit import World
-from s3_proxy import Fault, Proxy, Request
 from session_case import loop, wait_for_upload
 
 from gemini_ft.agent import lifecycle
-from gemini_ft.errors import StorageError
+from gemini_ft.errors import StorageError, StorageUnclearError
+from gemini_ft.s3proxy import S3Fault, S3Proxy, S3Request
 from gemini_ft.storage.base import open_storage
 from gemini_ft.storage.checkpoints import list_checkpoints
 
@@ -32,8 +31,8 @@ def server(tmp_path: Path) -> Iterator[s3_server.Server]:
 
 
 @pytest.fixture
-def proxy(server: s3_server.Server) -> Iterator[Proxy]:
-    with s3_proxy.proxy(server.port) as running:
+def proxy(server: s3_server.Server) -> Iterator[S3Proxy]:
+    with S3Proxy(server.port) as running:
         yield running
 
 
@@ -80,11 +79,11 @@ def told(result: Any, text: str) -> bool:
     return any(text in said for said in result["told"])
 
 
-def is_shard(request: Request) -> bool:
+def is_shard(request: S3Request) -> bool:
     return request.method == "PUT" and "/shard-" in request.path
 
 
-def is_last_part(request: Request) -> bool:
+def is_last_part(request: S3Request) -> bool:
     return "partNumber=2" in request.path
 
 
@@ -95,7 +94,7 @@ class TestResume:
         results = two.outcome(*run(server.endpoint, 1))
         assert [(result["start"], max(result["restored"])) for result in results] == [(6, "storage")] * 2
 
-    def test_each_shard_is_read_once(self, two: World, proxy: Proxy) -> None:
+    def test_each_shard_is_read_once(self, two: World, proxy: S3Proxy) -> None:
         two.outcome(*run(proxy.endpoint, 2, width=400_000))
         lose_all(two)
         proxy.requests.clear()
@@ -105,13 +104,13 @@ class TestResume:
         state = 3 * 4 * (4 + 1 + 1) * 400_000
         assert state <= proxy.moved < 1.05 * state
 
-    def test_after_a_group_was_lost_in_the_middle_of_an_upload(self, two: World, server: s3_server.Server, proxy: Proxy) -> None:
+    def test_after_a_group_was_lost_in_the_middle_of_an_upload(self, two: World, server: s3_server.Server, proxy: S3Proxy) -> None:
         wide = {"width": 1_200_000, "timeout": 30.0}  # two parts per shard
         two.outcome(*run(proxy.endpoint, 2, **wide))
         attempt = two.start(*run(proxy.endpoint, 50, during=None, pause=0.05, **wide))
         eventually(lambda: "incarnation 2-" in two.log("host0"), "the second attempt")
         begun = len(proxy.requests)
-        proxy.faults.append(Fault("hold", 10_000, is_last_part))
+        proxy.faults.append(S3Fault("hold", 10_000, is_last_part))
         eventually(lambda: any("partNumber=1" in request.path for request in proxy.requests[begun:]), "the first part of an upload")
         (newest, *_) = iterations(server, two.run)
         attempt.kill()
@@ -119,13 +118,13 @@ class TestResume:
         proxy.release()
         assert [result["start"] for result in two.outcome(*run(proxy.endpoint, 2, **wide))] == [newest, newest]
 
-    def test_when_storage_fails_is_no_reason_to_go_back(self, two: World, server: s3_server.Server, proxy: Proxy) -> None:
+    def test_when_storage_fails_is_no_reason_to_go_back(self, two: World, server: s3_server.Server, proxy: S3Proxy) -> None:
         two.outcome(*run(proxy.endpoint, 4))
         lose_all(two)
         before = iterations(server, two.run)
-        proxy.faults.append(Fault("403 AccessDenied", 10_000, lambda request: request.method == "GET" and "/shard-" in request.path))
-        results = two.outcome(*run(proxy.endpoint, 4))
-        assert [type(result) for result in results] == [StorageError, StorageError]
+        proxy.faults.append(S3Fault("403 AccessDenied", 10_000, lambda request: request.method == "GET" and "/shard-" in request.path))
+        results = two.outcome(*run(proxy.endpoint, 4, {"patience": 1.0}))
+        assert [type(result) for result in results] == [StorageUnclearError, StorageUnclearError]
         assert "let these credentials list, read" in str(results[0])
         proxy.faults.clear()
         assert iterations(server, two.run) == before
@@ -145,6 +144,7 @@ class TestResume:
 
 
 class TestTwoJobs:
+    @pytest.mark.soak
     def test_with_the_same_prefix_are_kept_apart(self, tmp_path: Path, server: s3_server.Server) -> None:
         for name, steps in (("a", 2), ("b", 4)):
             (tmp_path / name).mkdir()
@@ -170,7 +170,7 @@ class TestTwoJobs:
             attempt.kill()
             lose_all(second)
             (again,) = second.outcome(*run(server.endpoint, 1))
-            assert again["start"] == result["start"] + 4  # nothing of the first job's later steps
+            assert again["start"] == (result["start"] + 4) // 2 * 2  # nothing of the first job's later steps
 
 
 class TestTrouble:
@@ -189,11 +189,13 @@ class TestTrouble:
         eventually(lambda: iterations(server, world.run)[0] > before, "an upload after the trouble")
         return state
 
-    @pytest.mark.parametrize("kind", ["reset", "503 SlowDown", "403 AccessDenied"])
-    def test_with_every_upload_for_a_while(self, two: World, server: s3_server.Server, proxy: Proxy, kind: str) -> None:
+    @pytest.mark.parametrize(
+        "kind", ["503 SlowDown", *(pytest.param(each, marks=pytest.mark.soak) for each in ("reset", "403 AccessDenied"))]
+    )
+    def test_with_every_upload_for_a_while(self, two: World, server: s3_server.Server, proxy: S3Proxy, kind: str) -> None:
         two.start(*run(proxy.endpoint, 10_000, during=None, pause=0.03))
         eventually(lambda: iterations(server, two.run), "the first checkpoint")
-        proxy.faults.append(Fault(kind, 10_000, is_shard))
+        proxy.faults.append(S3Fault(kind, 10_000, is_shard))
         state = self.failed_for_a_while(two, server, proxy.faults.clear)
         assert kind == "reset" or kind.split()[1] in state["error"]
         eventually(lambda: "goes through again after" in two.log("host0") + two.log("host1"), "the line in the log")
@@ -220,15 +222,17 @@ class TestTrouble:
                 pass
         self.failed_for_a_while(two, small, filler.unlink)
 
-    def test_store_that_does_not_answer(self, two: World, server: s3_server.Server, proxy: Proxy) -> None:
-        """Nothing fails for a minute; snapshots and training do not wait for it."""
+    def test_store_that_does_not_answer(self, two: World, server: s3_server.Server, proxy: S3Proxy) -> None:
+        """The third slot holds what is uploaded. Nothing fails for a minute; snapshots and training do not wait for it."""
         two.start(*run(proxy.endpoint, 10_000, during=None, pause=0.03))
         eventually(lambda: iterations(server, two.run), "the first checkpoint")
-        proxy.faults.append(Fault("hold", 10_000, is_shard))
+        proxy.faults.append(S3Fault("hold", 10_000, is_shard))
         committed = committed_of(two)
         eventually(lambda: committed_of(two) > committed + 20, "further steps")
         assert upload(two)["uploading"]
+        newest = iterations(server, two.run)[0]
         proxy.release()
+        eventually(lambda: iterations(server, two.run)[0] > newest, "the upload that hung, or the next")
 
     @pytest.fixture
     def small(self, tmp_path: Path) -> Iterator[s3_server.Server]:
@@ -236,7 +240,7 @@ class TestTrouble:
         with small_disk(tmp_path / "disk", "16m") as disk, s3_server.serve(disk, "bucket") as running:
             yield running
 
-    def test_upload_that_is_slow_says_how_far_it_is(self, two: World, server: s3_server.Server, proxy: Proxy) -> None:
+    def test_upload_that_is_slow_says_how_far_it_is(self, two: World, server: s3_server.Server, proxy: S3Proxy) -> None:
         proxy.rate = 8e6
         two.start(*run(proxy.endpoint, 10_000, {"every_steps": 3}, width=1_200_000, during=None, pause=0.05))
         begun = eventually(lambda: (state := upload(two)) and state["uploading"], "an upload")
@@ -256,11 +260,11 @@ class TestTrouble:
     def test_at_the_start_is_a_warning_where_storage_is_not_required(self, two: World, server: s3_server.Server) -> None:
         results = two.outcome(*run(server.endpoint, 2, {"url": "s3://nowhere/x", "required": False}, during=None))
         assert [result["committed"] for result in results] == [2, 2]
-        assert told(results[0], "storage is unusable and not required")
+        assert told(results[0], "storage cannot be used now, and it is not required")
 
 
-def test_credentials_are_written_down_nowhere(two: World, server: s3_server.Server, proxy: Proxy) -> None:
-    proxy.faults.append(Fault("403 AccessDenied", 3, is_shard))
+def test_credentials_are_written_down_nowhere(two: World, server: s3_server.Server, proxy: S3Proxy) -> None:
+    proxy.faults.append(S3Fault("403 AccessDenied", 3, is_shard))
     results = two.outcome(*run(proxy.endpoint, 4))
     said = [text for result in results for text in result["told"]] + [two.log(host) for host in two.hosts]
     stored = [path.read_bytes() for path in server.root.rglob("*") if path.is_file()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from agent_kit import end_agent
 from rank_kit import World
 from session_case import (
+    add_buffer,
     add_parameters,
     drift,
     growth,
@@ -21,21 +21,9 @@ from session_case import (
     write_with_permission,
 )
 
-from gemini_ft.errors import ConcurrentWriteError, ReplicaDivergedError
+from gemini_ft.errors import ConcurrentWriteError, ReplicaDivergedError, UnsupportedStateError
 from gemini_ft.storage.base import open_storage
 from gemini_ft.storage.checkpoints import list_checkpoints
-
-
-@pytest.fixture
-def two(tmp_path: Path) -> Iterator[World]:
-    with World(tmp_path, 2) as world:
-        yield world
-
-
-@pytest.fixture
-def one(tmp_path: Path) -> Iterator[World]:
-    with World(tmp_path, 1) as world:
-        yield world
 
 
 def run(steps: int = 6, **options: Any) -> Any:
@@ -89,10 +77,16 @@ class TestDrift:
 
 class TestLayout:
     def test_a_change_in_the_middle_is_followed(self, two: World) -> None:
-        results = two.outcome(*run(during=add_parameters))
+        results = two.outcome(*run(during=add_buffer))
         assert [result["committed"] for result in results] == [6, 6]
         assert not told(results[0], "has no snapshot")
-        assert [result["memfds"] for result in results] == [4, 4]  # two slots of its own and two replicas: none of the first layout
+        assert [result["memfds"] for result in results] == [4, 4]  # slots of its own and two replicas: none of the first layout
+
+    def test_parameters_of_no_model_are_refused_by_name(self, two: World) -> None:
+        for error in two.outcome(*run(during=add_parameters)):
+            assert isinstance(error, UnsupportedStateError)
+            assert "the layout has changed while training: " in str(error)
+            assert "has got a parameter of no model: a fresh process cannot build it from a snapshot" in str(error)
 
 
 class TestAgent:
@@ -120,8 +114,8 @@ class TestAgent:
 
 class TestAllocations:
     def test_of_the_size_of_the_state_end_with_the_first_steps(self, two: World) -> None:
-        for grown in two.outcome(growth, 9_000_000, 5):
-            assert grown["shard"] == 72_000_000
+        for grown in two.outcome(growth, 13_500_000, 5):
+            assert grown["shard"] == 108_000_000
             assert max(grown["worker"], grown["agent"]) < grown["shard"] // 4, grown
 
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -24,11 +25,12 @@ from torch._C._distributed_c10d import TCPStore
 
 from gemini_ft import cli, launcher
 from gemini_ft.agent import lifecycle
-from gemini_ft.messages import Leave, unpack
+from gemini_ft.messages import Leave, Ping, unpack
 from gemini_ft.runid import default_run_id
 
 GEMINI_RUN = ("gemini_ft.cli", "run")
 TORCHRUN = ("torch.distributed.run",)
+RENDEZVOUS = ["c10d", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("static", "standalone"))]
 
 # Every rank says that it is up; then one of them is killed, another one each time, until there were enough restarts.
 LOOP = """
@@ -84,8 +86,8 @@ class Job:
 
     def fork_server(self) -> int:
         children = [pid for pid in self.processes() if Path(f"/proc/{pid}/stat").read_text().split()[3] == str(self.process.pid)]
-        [server] = [pid for pid in children if b"gemini_ft.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        return server
+        servers = [pid for pid in children if b"gemini_ft.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return min(servers, key=lambda pid: int(Path(f"/proc/{pid}/stat").read_text().split()[21]))  # the others are its workers
 
     def kill(self) -> None:
         """All at once, as a host goes down; or to clean up."""
@@ -109,9 +111,11 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 
 def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    """A port below those that connections are given: another test's could have it before it is listened on."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.randrange(15_000, 30_000)))
+            return str(probe.getsockname()[1])
 
 
 def rendezvous_arguments(kind: str) -> list[str]:
@@ -132,7 +136,7 @@ class TestRestarts:
         (tmp_path / "loop.py").write_text(LOOP)
 
     @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.soak), 4])
-    @pytest.mark.parametrize("kind", ["static", "standalone", "c10d"])
+    @pytest.mark.parametrize("kind", RENDEZVOUS)
     def test_ten_in_a_row_come_up(self, kind: str, workers: int, launch: Callable[..., Job]) -> None:
         job = launch(*rendezvous_arguments(kind), "--nproc-per-node", str(workers), "loop.py", "10")
         assert job.wait() == 0, job.err
@@ -140,13 +144,13 @@ class TestRestarts:
         assert job.processes() == set()
         assert "cold" not in job.err
 
-    @pytest.mark.parametrize("kind", ["static", "standalone", "c10d"])
+    @pytest.mark.parametrize("kind", RENDEZVOUS)
     def test_under_plain_torchrun_too(self, kind: str, launch: Callable[..., Job]) -> None:
         self._torchrun(kind, 2, 2, launch)
 
     @pytest.mark.soak
     @pytest.mark.parametrize("workers", [2, 4])
-    @pytest.mark.parametrize("kind", ["static", "standalone", "c10d"])
+    @pytest.mark.parametrize("kind", RENDEZVOUS)
     def test_ten_in_a_row_under_plain_torchrun(self, kind: str, workers: int, launch: Callable[..., Job]) -> None:
         self._torchrun(kind, workers, 10, launch)
 
@@ -156,14 +160,19 @@ class TestRestarts:
         assert job.wait() == 0, job.err
         assert sorted(job.out.splitlines()) == all_up(workers, restarts)
 
-    def test_a_lost_fork_server_is_a_failure_like_any_other(self, tmp_path: Path, launch: Callable[..., Job]) -> None:
-        (tmp_path / "wait.py").write_text(LOOP.replace("os.kill(os.getpid(), signal.SIGKILL)", "signal.pause()"))
+    def test_a_lost_fork_server_is_no_failure(self, tmp_path: Path, launch: Callable[..., Job]) -> None:
+        """The next restart has a new one."""
+        signalled = "while not os.path.exists('go'):\n        pass\n    os.kill(os.getpid(), signal.SIGKILL)"
+        (tmp_path / "wait.py").write_text(LOOP.replace("os.kill(os.getpid(), signal.SIGKILL)", signalled))
         job = launch("--nproc-per-node", "2", "wait.py", "1")
         job.wait_for(lambda: job.out.count("0 restarts") == 2)
-        os.kill(job.fork_server(), signal.SIGKILL)
+        server = job.fork_server()
+        os.kill(server, signal.SIGKILL)
+        job.wait_for(lambda: Path(f"/proc/{server}/stat").read_text().split()[2] == "Z")
+        (tmp_path / "go").touch()
         assert job.wait() == 0, job.err
         assert sorted(job.out.splitlines()) == all_up(2, 1)
-        assert "the fork server has died; starting a new one" in job.err
+        assert "no longer serves: it has died with status -9" in job.err
         assert job.processes() == set()
 
     def test_what_must_not_be_forked_is_started_cold(self, tmp_path: Path, launch: Callable[..., Job]) -> None:
@@ -203,7 +212,8 @@ def asked() -> Iterator[list[object]]:
                 while True:
                     connection, _ = listener.accept()
                     with connection:
-                        asked.append(unpack(connection.recv(65536)[4:]))
+                        if frame := connection.recv(65536):  # of a launcher that asks nothing but how the agent is: perhaps none
+                            asked.extend(message for message in [unpack(frame[4:])] if not isinstance(message, Ping))
 
         thread = threading.Thread(target=listen)
         thread.start()
@@ -225,7 +235,7 @@ class TestEnding:
             assert f"failed (exitcode: {status})" in job.err
         assert 'endings.py", line 5, in <module>\n    raise ValueError("the reason")\nValueError: the reason' in job.err
         assert "forkserver.py" not in job.err
-        assert asked == [Leave(run="run-7")]
+        assert asked == [Leave(run="run-7", finished=True)]
 
     def test_a_job_that_fails_too_often_has_failed(self, asked: list[object], tmp_path: Path, launch: Callable[..., Job]) -> None:
         (tmp_path / "fails.py").write_text("import sys\nsys.stdout.write('try\\n')\nraise ValueError('the reason')\n")
@@ -253,6 +263,17 @@ class TestEnding:
         assert "Traceback" not in job.err
         assert job.processes() == set()
         assert asked == expected
+
+    def test_a_failure_is_seen_where_the_supervisor_ignores_ended_children(self, tmp_path: Path, launch: Callable[..., Job]) -> None:
+        """The kernel then keeps no exit status for the launcher."""
+        (tmp_path / "fails.py").write_text("import sys\nsys.exit(3)\n")
+        before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        try:
+            job = launch("--max-restarts", "0", "fails.py")
+        finally:
+            signal.signal(signal.SIGCHLD, before)
+        assert job.wait() == 1
+        assert "exitcode  : 3" in job.err
 
     def test_nothing_outlives_a_killed_launcher(self, tmp_path: Path, launch: Callable[..., Job]) -> None:
         (tmp_path / "waits.py").write_text("import signal, sys\nsys.stdout.write('up\\n')\nsignal.pause()\n")
@@ -360,22 +381,30 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("arguments", "reason"),
         [
-            ([], None),
-            (["-m"], None),
-            (["--cold"], ""),
+            ([], ""),
+            (["-m"], ""),
             (["--no-python"], "only what 'python SCRIPT' and 'python -m MODULE' run can be forked"),
             (["--run-path"], "only what 'python SCRIPT' and 'python -m MODULE' run can be forked"),
         ],
     )
-    def test_when_workers_are_started_cold(self, arguments: list[str], reason: str | None) -> None:
-        assert launcher._why_cold(self.options(*arguments)) == reason
+    def test_when_python_itself_runs_the_program(self, arguments: list[str], reason: str) -> None:
+        assert launcher._not_forkable(self.options(*arguments), None) == reason
+
+    def test_a_script_that_computes_a_variable_before_its_imports_is_started_cold(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "train.py").write_text("import os\nos.environ['HF_HOME'] = os.getcwd()\nimport torch")
+        launcher._workers(self.options(), ["train.py"], None)
+        assert caplog.messages == [
+            "starting workers cold: train.py sets HF_HOME in line 2, before its imports; a constant could be set for the fork server too"
+        ]
 
     def test_another_python_or_no_file_is_started_cold(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         options = self.options()
         options.training_script = str(tmp_path)
-        assert launcher._why_cold(options) == "the script is a folder or an archive"
+        assert launcher._not_forkable(options, None) == "the script is a folder or an archive"
         monkeypatch.setenv("PYTHON_EXEC", "/opt/python")
-        assert launcher._why_cold(options) == "PYTHON_EXEC names another Python"
+        assert launcher._not_forkable(options, None) == "PYTHON_EXEC names another Python"
 
 
 WORK = """
@@ -480,3 +509,56 @@ def test_a_spare_host_that_is_not_needed_ends_with_the_job(endpoint: str, tmp_pa
     assert [host.wait(), spare.wait()] == [0, 0], spare.err
     assert spare.err.endswith("gemini run: the job is over; this spare host was not needed\n")
     assert spare.out == ""
+
+
+NOTHING_TO_RESUME_FROM = """
+import torch, gemini_ft
+print("attempt", flush=True)
+model = torch.nn.Linear(1, 1)
+storage = {"url": "file://STORE", "every_steps": 1, "patience": 0.0}
+gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters(), 0.1), storage=storage).resume()
+"""
+
+
+@pytest.mark.parametrize("cold", [(), ("--cold",)], ids=["forked", "cold"])
+def test_storage_that_cannot_say_what_there_is_ends_the_job_with_a_status_of_its_own(
+    launch: Callable[..., Job], tmp_path: Path, cold: tuple[str, ...]
+) -> None:
+    (tmp_path / "store").symlink_to("store")  # it leads nowhere but in a circle
+    script = tmp_path / "script.py"
+    script.write_text(NOTHING_TO_RESUME_FROM.replace("STORE", str(tmp_path / "store")))
+    job = launch("--nproc-per-node", "1", *cold, str(script))
+    assert job.wait() == 74
+    assert job.out.count("attempt") == 1
+    assert "Nothing has been begun; start the same command again when storage is well" in job.err
+    assert "StorageUnclearError" in job.err
+
+
+ELASTIC = """
+import os, sys, time
+import torch, gemini_ft
+gemini_ft.init_process_group("gloo")
+model = torch.nn.Linear(2, 2)
+gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters())).resume()
+sys.stdout.write(f"up with {os.environ['WORLD_SIZE']}\\n")
+while not os.path.exists("finished"):
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.soak  # in short: test_elastic.py
+def test_a_job_whose_state_is_made_for_one_host_is_not_restarted_for_another(
+    endpoint: str, tmp_path: Path, launch: Callable[..., Job]
+) -> None:
+    (tmp_path / "elastic.py").write_text(ELASTIC)
+    conf = "--rdzv-conf=is_host=0,last_call_timeout=1"
+    arguments = ["--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", conf, "--local-addr=127.0.0.1", "elastic.py"]
+    host = launch(*arguments, GEMINI_HOST_ID="one")
+    host.wait_for(lambda: host.out == "up with 1\n")
+    host.wait_for(lambda: hasattr(rendezvous_state(endpoint), "gemini_hosts"))
+    other = launch(*arguments, GEMINI_HOST_ID="two")
+    other.wait_for(lambda: len(rendezvous_state(endpoint).redundancy_list) == 1)
+    (tmp_path / "finished").touch()
+    assert [host.wait(), other.wait()] == [0, 0], host.err + other.err
+    assert host.out == "up with 1\n"
+    assert "gemini run: the job's state is made for 1 hosts: this one waits as a spare\n" in other.err

@@ -28,6 +28,12 @@ def report(book: Ledger, what: Version, *pairs: tuple[int, str], now: float = 0.
     return [decision for owner, host in pairs for decision in book.report(Completed(owner, host, what, "layout", digest), now)]
 
 
+def with_root(book: Ledger, iteration: int, root: str, *pairs: tuple[int, str]) -> list[Decision]:
+    """The holders say that their copies come to this root."""
+    reports = [Completed(owner, host, version(iteration), "layout", "same", root) for owner, host in pairs]
+    return [decision for each in reports for decision in book.report(each, 0.0)]
+
+
 def uploads(book: Ledger, what: Version, now: float = 0.0) -> bool:
     """Everybody has it. Is it the one to upload?"""
     commit = report(book, what, *PAIRS, now=now)[-1]
@@ -193,7 +199,52 @@ def test_a_straggler_with_an_older_copy_has_not_caught_up() -> None:
     assert report(book, version(2), (0, "a"), (1, "b"), (1, "a")) == [Commit(version(2), freeze=False)]
     assert report(book, version(1), (0, "b")) == []
     assert book.excluded == {(0, "b")}
-    assert report(book, version(3), (0, "b")) == [Holders(2, frozenset(), frozenset())]
+    assert report(book, version(3), (0, "b")) == []  # whether this is what the owner has is not known yet
+    assert report(book, version(3), (0, "a")) == [Holders(2, frozenset(), frozenset())]
+
+
+def test_a_copy_with_another_root_than_its_owners_counts_for_nothing() -> None:
+    """Section 7: "the leader commits only copies with the owner's root"; the owner's is the one that was made of the live state."""
+    book = ledger()
+    assert with_root(book, 1, "damaged", (0, "b")) == []
+    assert with_root(book, 1, "right", (0, "a"), (1, "b"), (1, "a")) == []
+    holders, commit = book.tick(TIMEOUT)
+    assert holders == Holders(1, frozenset({(0, "b")}), frozenset({(0, "b")}))
+    assert commit == Commit(version(1), freeze=False, roots={0: "right", 1: "right"})
+
+
+def test_a_holder_of_damaged_copies_is_not_waited_for_again_and_again() -> None:
+    """It would be let in by every report, and left out again `replica_timeout` later."""
+    book = without_peer()
+    for iteration in (2, 3):
+        assert with_root(book, iteration, "damaged", (0, "b")) == []
+        (commit,) = with_root(book, iteration, "right", (0, "a"), (1, "b"), (1, "a"))
+        assert isinstance(commit, Commit)
+        assert with_root(book, iteration, "damaged", (0, "b")) == []
+    assert with_root(book, 3, "right", (0, "b")) == [Holders(2, frozenset(), frozenset())]
+
+
+def test_who_has_not_heard_of_a_commit_hears_its_roots() -> None:
+    """Section 7: "the commit carries them"."""
+    book = ledger()
+    with_root(book, 1, "right", *PAIRS)
+    assert book.rejoin(None) == [Commit(version(1), freeze=False, roots={0: "right", 1: "right"})]
+
+
+def test_a_restarted_ledger_learns_the_roots_of_the_commit() -> None:
+    """Else a holder that was left out for its damaged copy would count again with that very copy."""
+    book = ledger(version(1))
+    book.rejoin(version(1), 0.0, {0: "right", 1: "right"})
+    book.excluded = {(0, "b")}
+    assert with_root(book, 1, "damaged", (0, "b")) == []
+    assert with_root(book, 1, "right", (0, "b")) == [Holders(1, frozenset(), frozenset())]
+
+
+def test_a_host_whose_agent_was_restarted_hears_the_roots_again() -> None:
+    book = ledger()
+    with_root(book, 1, "right", *PAIRS)
+    assert book.rejoin(version(1), 0.0, {0: "right", 1: "right"}) == []
+    assert book.rejoin(version(1), 0.0, {0: "", 1: "right"}) == [Commit(version(1), freeze=False, roots={0: "right", 1: "right"})]
 
 
 # -- uploads

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import random
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from loader_kit import BATCH, SAMPLES, Job, Noisy, Stream, check_going_on, shuffled
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
-from gemini_ft import codec
 from gemini_ft.errors import StateError
 from gemini_ft.lightning.loader import ResumableIterable, make_resumable
-from gemini_ft.rng import randomness, set_randomness
 
 # Three workers are what the arithmetic of rounds needs, whatever the machine has.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
-
-SAMPLES, BATCH = 23, 4
-
-
-class Noisy(Dataset[torch.Tensor]):
-    """Each sample is augmented from all three global generators, as users do."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index), torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
 
 
 class Private(Dataset[torch.Tensor]):
@@ -43,15 +30,6 @@ class Private(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([float(index), self.transforms[0].random()], dtype=torch.float64)
-
-
-class Stream(IterableDataset[torch.Tensor]):
-    """Of a length nobody knows, split over the workers, augmented."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        info = torch.utils.data.get_worker_info()
-        for index in range(info.id if info else 0, SAMPLES, info.num_workers if info else 1):
-            yield torch.tensor([float(index), random.random()], dtype=torch.float64)
 
 
 class Own(DataLoader[torch.Tensor]):
@@ -69,10 +47,6 @@ class Batches:
     def __iter__(self) -> Iterator[torch.Tensor]:
         for index in range(6):
             yield torch.tensor([float(index)])
-
-
-def shuffled(dataset: Dataset[torch.Tensor], **options: Any) -> DataLoader[torch.Tensor]:
-    return DataLoader(dataset, BATCH, shuffle=True, **options)
 
 
 def with_generator() -> DataLoader[torch.Tensor]:
@@ -99,55 +73,12 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "own-iteration": lambda: Own(Noisy(), BATCH, shuffle=True, num_workers=2),
     "iterable": Batches,
 }
-EPOCHS = 3
-
-
-class Job:
-    """Trains on a loader: after each batch it draws from the generators, as dropout does."""
-
-    def __init__(self, make: Callable[[], Any], resumable: bool, seed: int = 1) -> None:
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
-        self.seen: list[str] = []
-        self.epoch = 0
-        self.loader = make()
-        if resumable:
-            self.loader = make_resumable(self.loader, epoch=lambda: self.epoch)
-
-    def run(self, epochs: range, stop: tuple[int, int] | None = None, first: Any = None) -> Any:
-        """Train; stop before batch ``stop`` (epoch, index) and give the state there, or go on from ``first``, such a state."""
-        for self.epoch in epochs:
-            if hasattr(self.loader, "sampler") and hasattr(self.loader.sampler, "set_epoch") and first is None:
-                self.loader.sampler.set_epoch(self.epoch)
-            if first is not None:
-                self.loader.load_state_dict(first["loader"])
-            batches, index = iter(self.loader), 0
-            if first is not None:
-                index, first = first["index"], set_randomness(first["random"])
-            while True:
-                if stop == (self.epoch, index):
-                    return {"loader": self.loader.state_dict(), "random": randomness(), "index": index}
-                if (batch := next(batches, None)) is None:
-                    break
-                index += 1
-                noise = torch.rand(()).item() + random.random() + np.random.rand()
-                self.seen.append(f"{self.epoch}/{index}: {[value.hex() for value in batch.flatten().tolist()]} {noise.hex()}")
-        return None
 
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("stop", [(0, 3), (1, 0), (1, 5)])
 def test_goes_on_with_the_next_batch(name: str, stop: tuple[int, int]) -> None:
-    plain = Job(MAKERS[name], resumable=False)
-    plain.run(range(EPOCHS))
-
-    before = Job(MAKERS[name], resumable=True)
-    state = codec.decode(codec.encode(before.run(range(EPOCHS), stop)))
-    after = Job(MAKERS[name], resumable=True, seed=99)  # a new process: other seeds, other states
-    after.run(range(stop[0], EPOCHS), first=state)
-
-    assert before.seen + after.seen == plain.seen
+    check_going_on(MAKERS[name], stop)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -189,18 +120,14 @@ def test_a_loader_stays_the_object_and_the_kind_it_was() -> None:
     assert isinstance(wrapped.iterable, Batches)
 
 
-def test_loaders_with_a_state_of_their_own_are_left_alone() -> None:
-    class Stateful(DataLoader[torch.Tensor]):
-        def state_dict(self) -> dict[str, int]:
-            return {"mine": 1}
-
-    loader = Stateful(Noisy())
-    assert type(make_resumable(loader)) is Stateful
-
-
 def test_less_data_than_before_the_restart() -> None:
     state = Job(lambda: DataLoader(Stream(), BATCH), resumable=True).run(range(1), (0, 5))
-    short = make_resumable([1, 2, 3], epoch=int)
+
+    class Short(Stream):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            yield from itertools.islice(super().__iter__(), 12)
+
+    short = make_resumable(DataLoader(Short(), BATCH), epoch=int)
     short.load_state_dict(state["loader"])
     with pytest.raises(StateError, match="ended after 3 batches, but 5 had been used"):
         iter(short)

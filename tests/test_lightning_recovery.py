@@ -208,7 +208,13 @@ def read(folder: Path, rank: int) -> Diary:
     return diary
 
 
-@pytest.mark.parametrize(("job", "name"), [(job, name) for job in JOBS for name in JOBS[job].scenarios])
+SOAK = {"torchrun", "four-ranks"}  # two ranks under `gemini run` do the same
+
+
+@pytest.mark.parametrize(
+    ("job", "name"),
+    [pytest.param(job, name, marks=[pytest.mark.soak] * (job in SOAK)) for job in JOBS for name in JOBS[job].scenarios],
+)
 def test_ends_with_the_bits_of_an_undisturbed_run(job: str, name: str, runs: Runs) -> None:
     scenario, ranks = JOBS[job].scenarios[name], JOBS[job].ranks
     folder, undisturbed = runs.job(job) / name, runs.baseline(ranks) / scenario.baseline

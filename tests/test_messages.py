@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from gemini_ft import messages
 from gemini_ft.errors import PeerError
-from gemini_ft.messages import PROTOCOL_VERSION, Chunk, Committed, End, HoldersChanged, Proof, Rejoin, SessionSpec, pack, unpack
+from gemini_ft.messages import PROTOCOL_VERSION, Chunk, Claims, Committed, End, HoldersChanged, Rejoin, SessionSpec, pack, unpack
 from gemini_ft.versions import Incarnation, Version
 
 incarnations = st.builds(Incarnation, st.integers(0, 2**31), st.text(max_size=8))
@@ -21,18 +21,17 @@ sizes = st.integers(0, 2**53)
 every = st.one_of(
     st.builds(Chunk, owner=sizes, iteration=sizes, index=sizes, offset=sizes, nbytes=sizes, digest=st.integers(0, 2**64 - 1)),
     st.builds(Committed, iteration=sizes, freeze=st.booleans(), digest_at=st.none() | sizes),
-    st.builds(End, owner=sizes, iteration=sizes, extras_bytes=sizes, chunks=sizes, layout=st.text(), digest=st.text()),
+    st.builds(End, owner=sizes, iteration=sizes, extras_bytes=sizes, chunks=sizes, layout=st.text(), digest=st.text(), root=st.text()),
     st.builds(HoldersChanged, epoch=sizes, excluded=st.lists(st.tuples(sizes, st.text())), newly=st.just([])),
     st.builds(Rejoin, committed=st.none() | versions, uploading=st.none() | versions),
     st.builds(
-        Proof,
+        Claims,
         run=st.text(),
         stream=st.text(),
         host=st.text(),
         role=st.sampled_from(["replicate", "report", "fetch"]),
         incarnation=st.none() | incarnations,
-        nonce=st.binary(),
-        mac=st.binary(),
+        to=st.text(),
     ),
 )
 anything = st.recursive(

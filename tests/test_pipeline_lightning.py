@@ -126,7 +126,7 @@ def test_residuals_survive_a_kill(tmp_path: Path, case: Case) -> None:
     for found, undisturbed in zip(results, expected, strict=True):
         assert not isinstance(undisturbed["run"], str), undisturbed
         assert not isinstance(found["run"], str), found
-        assert 0 < len(found["run"]["losses"]) < len(undisturbed["run"]["losses"])
+        assert 0 < len(found["run"]["losses"]) <= len(undisturbed["run"]["losses"])  # a list on a module is restored with it
         assert_same(found["run"], undisturbed["run"])
         assert found["run"]["steps"] == undisturbed["run"]["steps"]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,16 @@ import pytest
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from gemini_ft.compression.methods import METHODS
+from gemini_ft.compression.methods import COMPRESSORS, METHODS, REDUCERS
+from gemini_ft.compression.options import METHOD_OPTIONS
 from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.assignment import assign, trained
+from gemini_ft.pipeline.options import SCHEME_OPTIONS, options_table
 from gemini_ft.pipeline.plan import NO_RULE
-from gemini_ft.pipeline.rules import SYNCS, Buckets, Groups, load_rules
+from gemini_ft.pipeline.rules import SYNCS, Buckets, Groups, check_world, load_rules
+from gemini_ft.sync.auto import Auto
+from gemini_ft.sync.hierarchical import Hierarchical
+from gemini_ft.sync.schemes import SCHEMES
 
 NEEDED: dict[str, dict[str, Any]] = {"hard_threshold": {"count": 10}, "hierarchical": {"local_size": 1}}
 
@@ -99,17 +106,40 @@ class TestRefusals:
             ({"sync": {"local_size": 2}}, "sync.scheme={'local_size': 2}: Field required"),
             ({"sync": {"scheme": "zen", "seeds": 1}}, "sync zen has no option 'seeds'; it has hashing, seed"),
             ({"sync": {"scheme": "auto", "seed": 1}}, "sync auto has no option 'seed'; it has none"),
-            ({"sync": {"scheme": "zen", "hashing": "md5"}}, "hashing='md5': must be 'rotation' or 'hierarchical'"),
+            (
+                {"sync": {"scheme": "zen", "hashing": "md5"}},
+                "sync zen: hashing='md5': must be one of its names (how units are divided, rotation or hierarchical)",
+            ),
             ({"sync": "hierarchical"}, "sync hierarchical needs the option 'local_size'; it has local_size, inter"),
             ({"sync": {"scheme": "hierarchical", "local_size": 2, "outer": "zen"}}, "has no option 'outer'; it has local_size, inter"),
-            ({"sync": {"scheme": "hierarchical", "local_size": 2, "inter": "ring"}}, "inter='ring': must be one of dense, agsparse"),
-            ({"sync": {"scheme": "hierarchical", "local_size": "2"}}, "options {'local_size': '2'} are not of the right kind"),
+            (
+                {"sync": {"scheme": "hierarchical", "local_size": 2, "inter": "ring"}},
+                "inter='ring': must be one of its names (the scheme between hosts, one of dense, agsparse",
+            ),
+            (
+                {"sync": {"scheme": "hierarchical", "local_size": "2"}},
+                "sync hierarchical: local_size='2': must be a whole number (ranks of a host, 1 or more",
+            ),
             ({"compress": "topkk"}, f"compress 'topkk': must be one of {', '.join(METHODS)}; is it 'topk'?"),
             ({"compress": {"ratio": 0.1}}, "compress.method={'ratio': 0.1}: Field required"),
             ({"compress": {"method": "topk", "rate": 1}}, "compress topk has no option 'rate'; it has ratio, feedback, two_phase"),
             ({"compress": {"method": "dgc", "rate": 1}}, "compress dgc has no option 'rate'; it has momentum, nesterov, clip_norm, ratio"),
-            ({"compress": {"method": "topk", "ratio": 5}}, "ratio=5: must be above 0 and at most 1, for example 0.01"),
-            ({"compress": {"method": "topk", "ratio": "a"}}, "compress topk: options {'ratio': 'a'} are not of the right kind"),
+            (
+                {"compress": {"method": "topk", "ratio": 5}},
+                "ratio=5: must be a number (part of each tensor that travels, above 0 and at most 1, for example 0.01)",
+            ),
+            ({"compress": {"method": "topk", "ratio": "a"}}, "compress topk: ratio='a': must be a number (part of each tensor"),
+            ({"compress": {"method": "dgc", "clip_norm": -1}}, "compress dgc: clip_norm=-1: must be a number (L2 norm"),
+            ({"compress": {"method": "dgc", "warmup_steps": -5}}, "warmup_steps=-5: must be a whole number"),
+            ({"compress": {"method": "dgc", "seed": 1}}, "compress dgc has no option 'seed'"),
+            ({"compress": {"method": "terngrad", "clip": math.nan}}, "clip=nan: must be a number (standard deviations"),
+            ({"compress": {"method": "qsgd", "levels": 3.7}}, "levels=3.7: must be a whole number (from 1 to 127"),
+            ({"compress": {"method": "qsgd", "seed": "x"}}, "seed='x': must be a whole number"),
+            ({"compress": {"method": "hard_threshold", "count": 2.5}}, "count=2.5: must be a whole number"),
+            ({"compress": {"method": "powersgd", "least_rate": math.nan}}, "least_rate=nan: must be a number"),
+            ({"compress": {"method": "powersgd", "rank": 2.5}}, "rank=2.5: must be a whole number"),
+            ({"compress": {"method": "powersgd", "rank": True}}, "rank=True: must be a whole number"),
+            ({"compress": {"method": "topk", "feedback": math.nan}}, "compress.feedback=nan"),
             ({"compress": "hard_threshold"}, "compress hard_threshold needs the option 'count'; it has count, feedback, two_phase"),
             ({"compress": {"method": "dgc", "feedback": 1}}, "'dgc' has its own memory and aggregation: feedback and two_phase cannot"),
             ({"compress": {"method": "topk", "feedback": 3}}, "compress.feedback=3: Input should be less than or equal to 1"),
@@ -296,3 +326,24 @@ def test_there_is_a_configuration_of_each_kind() -> None:
     assert {rule.sync.scheme for rule in rules} >= {"zen"}
     assert {rule.compress.method for rule in rules if rule.compress is not None} >= {"powersgd", "dgc", "int8", "topk"}
     assert {file.suffix for file in CONFIGS} == {".yaml", ".json"}
+
+
+@pytest.mark.parametrize("name", [*METHODS, *SYNCS])
+def test_the_options_are_those_that_methods_and_schemes_take(name: str) -> None:
+    makers: dict[str, Any] = {**COMPRESSORS, **REDUCERS, **SCHEMES, "auto": Auto, "hierarchical": Hierarchical}
+    taken = {each.name: each.default for each in inspect.signature(makers[name]).parameters.values()}
+    fields = {**METHOD_OPTIONS, **SCHEME_OPTIONS}[name].model_fields
+    given = {key: inspect.Parameter.empty if field.is_required() else field.default for key, field in fields.items()}
+    assert given == taken | ({"inter": "zen"} if name == "hierarchical" else {})
+
+
+def test_the_table_of_options_is_that_of_the_docs() -> None:
+    assert options_table() in (Path(__file__).parent.parent / "docs" / "pipelines.md").read_text()
+
+
+def test_worlds_are_checked() -> None:
+    check_world(load_rules(all_parameters(sync={"scheme": "hierarchical", "local_size": 2}, compress="topk")), 4)
+    with pytest.raises(ConfigError, match=r"rule 1 .*: local_size=2: 3 ranks are no multiple of it"):
+        check_world(load_rules(all_parameters(sync={"scheme": "hierarchical", "local_size": 2})), 3)
+    with pytest.raises(ConfigError, match="int8 works on up to 127 ranks, and there are 128"):
+        check_world(load_rules(all_parameters(compress="int8")), 128)

@@ -6,7 +6,7 @@ sockets is in the lists of effects. Any order of events is tried in test_protoco
 
 from __future__ import annotations
 
-from gemini_ft.protocol import CancelSend, Completed, Free, Grant, Host, Send, Skipped, Tell, Upload, Withdraw
+from gemini_ft.protocol import CancelSend, Completed, Damaged, Free, Grant, Host, Send, Skipped, Tell, Upload, Withdraw
 from gemini_ft.slots import SlotState
 from gemini_ft.versions import Incarnation, Version
 
@@ -61,6 +61,39 @@ def test_a_replica_is_reported_by_the_host_that_holds_it() -> None:
     assert host.receive(1, version(1), None) is not None
     assert host.reports() == []
     assert host.received(1, version(1)) == [Tell(Completed(1, "a", version(1)))]
+
+
+def test_a_replica_that_was_committed_with_another_root_is_damaged() -> None:
+    """Section 7: this host was left out of the commit; what it has is not what was committed."""
+    host = begun()
+    assert host.receive(1, version(1), None) is not None
+    assert host.received(1, version(1), root="mine") == [Tell(Completed(1, "a", version(1), root="mine"))]
+    assert host.reports() == [Completed(1, "a", version(1), root="mine")]
+    assert host.on_commit(version(1), False, {1: "theirs"}) == [Damaged(1, version(1))]
+    assert host.slots(1).complete_version(version(1)) is None
+    assert host.receive(1, version(1), None) is not None
+    assert host.received(1, version(1), root="mine") == [Damaged(1, version(1))]  # as late as that
+    assert host.receive(1, version(1), None) is not None
+    assert host.received(1, version(1), root="theirs") == [Tell(Completed(1, "a", version(1), root="theirs"))]
+
+
+def test_a_copy_that_the_plan_does_not_know_is_given_up_before_it_is_served() -> None:
+    """Section 8: every rank resumes the copies with the roots of the plan."""
+    host = begun()
+    committed(host, version(1))
+    assert host.open(HOLDERS, version(1), {1: "of the plan"}) == [Damaged(1, version(1))]
+    assert host.hold(1, version(1), "reader") is None
+    assert host.hold(0, version(1), "reader") is not None
+
+
+def test_a_copy_of_the_past_that_is_handed_back_late_does_not_wait_for_its_commit() -> None:
+    """Section 4: workers hand memory back one by one; the first has let the incarnation go on, and the second has a newer left-over."""
+    host = Host("a")
+    host.adopt(0, 0, version(2), "")
+    host.reopen(HOLDERS, version(2), Incarnation(2, "nonce"))
+    host.adopt(0, 1, version(3), "")
+    assert host.slots(0).complete_version(version(3)) is not None
+    assert host.request(0, version(3, incarnation=2))[0] == Grant(0, 1, version(3, incarnation=2))
 
 
 def test_the_next_iteration_waits_for_the_commit_of_the_last_but_one() -> None:

@@ -101,6 +101,11 @@ class Machine(RuleBasedStateMachine):
         if hangs and (pairs := sorted({link.names for link in self.job.links() if link.role == "replicate"})):
             self.job.hung.add(pairs[pick % len(pairs)])
 
+    @rule(lies=st.integers(1, 3))
+    def lie(self, lies: int) -> None:
+        """Something between two hosts exchanges chunks, each with its checksum."""
+        self.job.lies = lies
+
     @rule(pick=picks, what=st.sampled_from(["upload", "agent", "worker", "host"]), seed=seeds, patience=st.integers(0, 100))
     def fail(self, pick: int, what: str, seed: int, patience: int) -> None:
         """Something dies. After a worker's or a host's death the job starts again, sooner or later."""
@@ -121,8 +126,8 @@ class Machine(RuleBasedStateMachine):
         """A new rendezvous, with so many events before the next disturbance. Workers that survive do not know of it."""
         rng = Random(seed)
         self.job.restart(rng, surviving, refuse)
-        while self.job.phase != "running" and patience > 0:
-            rng.choice(self.job.events())[1]()
+        while self.job.phase != "running" and patience > 0 and (events := self.job.events()):
+            rng.choice(events)[1]()
             self.job.verify()
             patience -= 1
 
@@ -136,6 +141,32 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "job") and sys.exc_info()[1] is None:
             self.job.drain(Random(1), hang=self.job.size % 2 == 0)
+
+
+def test_a_choice_that_lacks_what_a_worker_hands_back_meanwhile_is_made_anew() -> None:
+    """A restarted agent gives its inventory; only then does it read what a worker had handed back, which has died since."""
+    rng = Random(1)  # with which both hosts take part in every attempt
+    job = Job(hosts=2, ranks_per_host=1, replicas=1, every=None)
+    job.restart(rng)
+    job.settle(rng)
+    for worker in job.trainers():
+        worker.train()
+    job.settle(rng)
+    (committed,) = job.truth.committed
+    node, other = job.nodes.values()
+    node.restart_agent()
+    job.restart(rng)
+    job._gather(node)
+    (hand_back,) = [event for who, event in job.events() if who == (node.workers[0], "agent")]
+    hand_back()
+    assert job.phase == "broken"
+    job.restart(rng)
+    assert set(job._crew) == {node, other}
+    for each in (node, other):
+        job._gather(each)
+    assert job.session is not None
+    assert job.session.resumed == committed
+    job.drain(rng, hang=False)
 
 
 @pytest.mark.timeout(1200)  # what has been found is made as short as can be, which takes minutes

@@ -15,8 +15,17 @@ WORLD = 3
 VERSIONS = [Version(Incarnation(number, nonce), iteration) for number, nonce in ((1, "a"), (2, "b"), (2, "c")) for iteration in (4, 5)]
 
 
-def slot(owner: int, version: Version, world: int = WORLD, layout: str = "l", age: float = 1.0) -> SlotInfo:
-    return SlotInfo(owner=owner, version=version, world_size=world, layout_hash=layout, data_bytes=8, extras_bytes=1, age=age)
+def slot(
+    owner: int,
+    version: Version,
+    world: int = WORLD,
+    layout: str = "l",
+    age: float = 1.0,
+    root: str = "r",
+    committed: bool = False,
+) -> SlotInfo:
+    sizes = {"world_size": world, "data_bytes": 8, "extras_bytes": 1}
+    return SlotInfo(owner=owner, version=version, layout_hash=layout, age=age, root=root, committed=committed, **sizes)
 
 
 def hold(**hosts: list[SlotInfo]) -> list[Holding]:
@@ -156,3 +165,20 @@ class TestWords:
             RecoveryError, match=r"resume='require', but nothing to resume yet.*Set resume='auto' to allow that, or check run_id"
         ):
             require(plan_recovery([], WORLD))
+
+
+class TestRoots:
+    """A version is whole when every shard has a copy that is what was committed."""
+
+    def test_a_copy_with_another_root_than_the_committed_one_is_left_out(self) -> None:
+        sound = [slot(owner, V1, root=f"root {owner}", committed=True) for owner in range(WORLD)]
+        other = [slot(1, V1, root="another")]
+        plan = plan_recovery(hold(a=other, b=sound), WORLD)
+        assert (plan.version, plan.sources[1]) == (V1, ("b",))
+        assert plan.roots == {owner: f"root {owner}" for owner in range(WORLD)}
+
+    def test_where_nobody_knows_of_the_commit_copies_must_agree(self) -> None:
+        sound = [slot(owner, V2) for owner in range(WORLD)]
+        older = [slot(owner, V1) for owner in range(WORLD)]
+        assert plan_recovery(hold(a=sound, b=[*sound, *older]), WORLD).version == V2
+        assert plan_recovery(hold(a=[*sound[:-1], slot(WORLD - 1, V2, root="another")], b=[*sound, *older]), WORLD).version == V1

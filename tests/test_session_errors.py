@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rank_kit import World
-from session_case import loop
+from session_case import loop, overheard
 
 from gemini_ft.errors import (
     ConfigError,
@@ -20,18 +19,6 @@ from gemini_ft.errors import (
     StateError,
     WorldSizeError,
 )
-
-
-@pytest.fixture
-def two(tmp_path: Path) -> Iterator[World]:
-    with World(tmp_path, 2) as world:
-        yield world
-
-
-@pytest.fixture
-def one(tmp_path: Path) -> Iterator[World]:
-    with World(tmp_path, 1) as world:
-        yield world
 
 
 def run(steps: int = 3, **options: Any) -> Any:
@@ -52,7 +39,7 @@ def same_error(results: list[Any], kind: type[GeminiError]) -> str:
 class TestOptions:
     def test_an_unknown_one_is_named_with_those_there_are(self, one: World) -> None:
         text = same_error(one.outcome(*run(replica=3)), ConfigError)
-        assert text.startswith("gemini options: unknown option 'replica'; allowed: chunk_bytes, domain, hang_timeout")
+        assert text.startswith("gemini options: unknown option 'replica'; allowed: agent_timeout, chunk_bytes, copy_when, domain, encrypt")
 
     def test_that_differ_between_ranks_are_refused(self, two: World) -> None:
         attempt = two.start(*run(), per_rank=[{}, {"GEMINI_REPLICAS": "3"}])
@@ -93,6 +80,12 @@ class TestSecrets:
         results = two.outcome(*run(), GEMINI_SECRET="secret")
         assert [result["committed"] for result in results] == [3, 3]
         assert not any("no run secret" in text for text in results[0]["told"])
+
+    @pytest.mark.parametrize("given", [{}, {"GEMINI_SECRET": "a secret of the user's"}], ids=["made up", "given"])
+    def test_that_all_ranks_have_were_never_said_openly(self, two: World, given: dict[str, str]) -> None:
+        results = two.outcome(overheard, **given)
+        assert [(result["said"] > 3, result["length"] >= 16, result["overheard"]) for result in results] == [(True, True, False)] * 2
+        assert results[0]["secret"] == results[1]["secret"]
 
 
 class TestMemory:

@@ -10,28 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from capture_kit import collect, shard_of
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from gemini_ft import codec
+from gemini_ft.copies import copy_into
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
 from gemini_ft.layout import Layout, build_layout, plan_reads, stored_specs
 from gemini_ft.rng import rng_state, set_rng_state
-from gemini_ft.sources import HOST, Source, split_state_name, state_name
-from gemini_ft.state import (
-    apply_extras,
-    collect,
-    collect_extras,
-    copy_into,
-    describe,
-    destinations,
-    fingerprint,
-    plan_copies,
-    run_copies,
-    survey,
-    targets_of,
-)
+from gemini_ft.sources import HOST, Source, describe, fingerprint, split_state_name, state_name, survey
+from gemini_ft.state import apply_extras, collect_extras, destinations
 
 Models = Mapping[str, nn.Module]
 
@@ -57,9 +47,7 @@ def snapshot(models: Models, optimizers: Sequence[Any], world: int = 3) -> Snaps
     for rank in range(world):
         sources, loose = collect(models, optimizers, rank, world, replicated=True)
         layouts[rank] = build_layout([source.spec for source in sources], rank, world)
-        shards[rank] = torch.zeros(layouts[rank].nbytes, dtype=torch.uint8)
-        copies = plan_copies(sources, layouts[rank])
-        run_copies(copies, targets_of(copies, shards[rank]))
+        shards[rank] = shard_of(sources, layouts[rank])
         extras = codec.encode(loose)
     return Snapshot(layouts, shards, extras)
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from capture_kit import collect, shard_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,11 +22,12 @@ from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gemini_ft import codec
+from gemini_ft.copies import copy_into
 from gemini_ft.errors import LayoutMismatchError, ReplicaDivergedError, UnsupportedStateError
 from gemini_ft.layout import Layout, build_layout, plan_reads, stored_specs
 from gemini_ft.replicas import check_replicas, first_difference, replicated_digest, tensor_digests
 from gemini_ft.sources import Source
-from gemini_ft.state import apply_extras, collect, copy_into, destinations, plan_copies, run_copies, targets_of
+from gemini_ft.state import apply_extras, destinations
 
 WORLD = 2
 
@@ -102,10 +104,7 @@ def own_bytes(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, list[in
 
 def take(sources: list[Source], rank: int) -> tuple[Layout, bytes]:
     layout = build_layout([source.spec for source in sources], rank, WORLD)
-    slot = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    copies = plan_copies(sources, layout)
-    run_copies(copies, targets_of(copies, slot))
-    return layout, bytes(slot.tolist())
+    return layout, bytes(shard_of(sources, layout).tolist())
 
 
 def restore(stored: list[tuple[Layout, bytes]], extras: bytes, model: nn.Module, optimizer: Optimizer, rank: int) -> None:
@@ -247,10 +246,8 @@ def test_state_in_extras_may_not_be_sharded(mesh: DeviceMesh) -> None:
     optimizer = torch.optim.SGD(model.parameters())
     weight: Any = model.weight
     optimizer.state[weight] = {"history": [weight.detach()]}
-    _, extras = collect({"model": model}, [optimizer], 6, 8, replicated=False)
-    path = r"extras\['optimizers'\]\[0\]\['state'\]\['optim0\.model\.weight'\]\['history'\]\[0\]"
-    with pytest.raises(UnsupportedStateError, match=path + " is a DTensor; only plain tensors"):
-        codec.encode(extras)
+    with pytest.raises(UnsupportedStateError, match=r"^optim0\.model\.weight\['history'\]\[0\] is a DTensor .*; only plain dense tensors"):
+        collect({"model": model}, [optimizer], 6, 8, replicated=False)
 
 
 def test_state_of_another_sharding_is_refused(mesh: DeviceMesh) -> None:

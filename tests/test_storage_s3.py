@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import boto3
 import pytest
-import s3_proxy
 import s3_server
-from s3_proxy import Fault, Proxy, Request
+from botocore.exceptions import ClientError
 
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
+from gemini_ft.s3proxy import S3Fault, S3Proxy, S3Request
 from gemini_ft.storage.base import Storage, open_storage
 from gemini_ft.storage.s3 import PART_BYTES
 
@@ -115,31 +120,36 @@ def test_an_endpoint_that_is_down_and_comes_back(tmp_path: Path) -> None:
 
 
 class TestFaults:
-    """What networks and stores do on a bad day, by a proxy in front of the server."""
+    """What networks and stores do on a bad day, by a proxy in front of the server. Nobody waits between two attempts."""
+
+    @pytest.fixture(autouse=True)
+    def pauses(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda seconds: None))
+        monkeypatch.setattr("gemini_ft.storage.s3._PAUSE", 0, raising=False)
 
     @pytest.fixture
-    def proxy(self, server: s3_server.Server) -> Iterator[Proxy]:
-        with s3_proxy.proxy(server.port) as running:
+    def proxy(self, server: s3_server.Server) -> Iterator[S3Proxy]:
+        with S3Proxy(server.port) as running:
             yield running
 
     @pytest.fixture
-    def storage(self, proxy: Proxy, request: pytest.FixtureRequest) -> Storage:
+    def storage(self, proxy: S3Proxy, request: pytest.FixtureRequest) -> Storage:
         return open_storage(f"s3://bucket/{request.node.name}".replace("[", "-").replace("]", "").replace(" ", "-"), proxy.endpoint)
 
     @staticmethod
-    def is_part(request: Request) -> bool:
+    def is_part(request: S3Request) -> bool:
         return "partNumber" in request.path
 
     @pytest.mark.parametrize("kind", ["reset", "503 SlowDown", "500 InternalError"])
-    def test_of_single_parts_cost_nothing_but_time(self, storage: Storage, proxy: Proxy, kind: str) -> None:
-        proxy.faults.append(Fault(kind, 2, self.is_part))
+    def test_of_single_parts_cost_nothing_but_time(self, storage: Storage, proxy: S3Proxy, kind: str) -> None:
+        proxy.faults.append(S3Fault(kind, 2, self.is_part))
         storage.put("big", [BIG])
         assert not proxy.faults
         assert storage.get("big") == BIG
 
-    def test_an_answer_cut_short_is_taken_up_where_it_broke(self, storage: Storage, proxy: Proxy) -> None:
+    def test_an_answer_cut_short_is_taken_up_where_it_broke(self, storage: Storage, proxy: S3Proxy) -> None:
         storage.put("big", [BIG])
-        proxy.faults.append(Fault("cut", 2, lambda request: request.method == "GET"))
+        proxy.faults.append(S3Fault("cut", 2, lambda request: request.method == "GET"))
         out = bytearray(len(BIG))
         storage.get_range("big", 0, memoryview(out))
         assert out == BIG
@@ -154,19 +164,205 @@ class TestFaults:
             ("507 XInsufficientStorage", "see the store's documentation"),
         ],
     )
-    def test_that_stay_are_explained_and_leave_nothing(self, storage: Storage, proxy: Proxy, kind: str, way_out: str) -> None:
+    def test_that_stay_are_explained_and_leave_nothing(self, storage: Storage, proxy: S3Proxy, kind: str, way_out: str) -> None:
         storage.put("before", [b"1"])
-        proxy.faults.append(Fault(kind, 100, self.is_part))
+        proxy.faults.append(S3Fault(kind, 100, self.is_part))
         with pytest.raises(StorageError, match=f"cannot write big: {kind.split()[1]}; .*{way_out}"):
             storage.put("big", [BIG])
         proxy.faults.clear()
         assert storage.list() == ["before"]
 
-    def test_a_store_that_answers_slowly_gets_all_the_time_it_needs(self, storage: Storage, proxy: Proxy) -> None:
+    def test_a_store_that_answers_slowly_gets_all_the_time_it_needs(self, storage: Storage, proxy: S3Proxy) -> None:
         proxy.rate = 40e6
         storage.put("big", [BIG])
         proxy.rate = None
         assert storage.get("big") == BIG
+
+    def test_every_connection_breaks_after_a_mebibyte_and_the_object_comes_whole(self, storage: Storage, proxy: S3Proxy) -> None:
+        storage.put("big", [BIG[: 10 * 2**20]])
+        proxy.fail(f"cut {2**20}", "GetObject")
+        out = bytearray(10 * 2**20)
+        storage.get_range("big", 0, memoryview(out))
+        assert out == BIG[: 10 * 2**20]
+        assert len(proxy.met) >= 9
+
+    @pytest.mark.parametrize("kind", ["whole", "half", "cut 0"])
+    def test_bytes_that_were_not_asked_for_are_neither_taken_nor_called_damage(self, storage: Storage, proxy: S3Proxy, kind: str) -> None:
+        storage.put("a", [BIG[:1000]])
+        out = bytearray(100)
+        proxy.fail(kind, "GetObject", count=1)
+        storage.get_range("a", 500, memoryview(out))
+        assert out == BIG[500:600]
+        proxy.fail(kind, "GetObject")
+        with pytest.raises(StorageError, match="cannot read a: "):
+            storage.get_range("a", 500, memoryview(out))
+
+    @pytest.mark.parametrize("kind", ["cut 10", "cut 0"])
+    def test_a_small_object_that_breaks_off_is_read_again(self, storage: Storage, proxy: S3Proxy, kind: str) -> None:
+        storage.put("a", [BIG[:1000]])
+        proxy.fail(kind, "GetObject", count=2)
+        assert storage.get("a") == BIG[:1000]
+
+    @pytest.mark.parametrize("kind", ["empty", "html"])
+    def test_an_answer_that_is_no_listing_is_not_nothing(self, storage: Storage, proxy: S3Proxy, kind: str) -> None:
+        storage.put("a", [b"1"])
+        proxy.fail(kind, "ListObjects", count=1)
+        assert storage.list() == ["a"]
+        proxy.fail(kind, "ListObjects")
+        with pytest.raises(StorageError, match=r"cannot list the prefix: the answer is no .*tells nothing about what is stored"):
+            storage.list()
+
+    def test_a_listing_of_something_else_is_refused(self, storage: Storage, proxy: S3Proxy) -> None:
+        """As a cache gives it that does not look at the query."""
+        storage.put("run/a", [b"1"])
+        storage.put("run-2/a", [b"1"])
+        storage.list("run-2/")
+        (other,) = proxy.listings.values()
+        proxy.listings = _Always(other)
+        proxy.fail("stale", "ListObjects")
+        with pytest.raises(StorageError, match="no listing of it"):
+            storage.list("run/")
+
+    def test_an_answer_that_hangs_after_its_headers_is_given_up_and_read_again(
+        self, storage: Storage, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr("gemini_ft.storage.s3._READ_SILENCE", 0.3, raising=False)
+        storage = open_storage(storage.url, proxy.endpoint)
+        storage.put("a", [BIG[:1000]])
+        out = bytearray(1000)
+        proxy.fail("hang", "GetObject", count=1)
+        storage.get_range("a", 0, memoryview(out))
+        assert out == BIG[:1000]
+        assert "cannot read a: the store fell silent, no byte came for 0.3 s" in caplog.text
+        proxy.fail("hang", "GetObject")
+        with pytest.raises(StorageError, match=r"the store fell silent, no byte came for 0\.3 s"):
+            storage.get_range("a", 0, memoryview(out))
+
+    def test_what_the_store_did_not_keep_is_an_error_and_taken_away(self, storage: Storage, proxy: S3Proxy) -> None:
+        proxy.fail("torn", "PutObject")
+        with pytest.raises(StorageError, match="cannot write a: the store said that all is well and has kept 500 of 1000 bytes"):
+            storage.put("a", [BIG[:1000]])
+        proxy.faults.clear()
+        proxy.fail("torn", "UploadPart", count=1)
+        with pytest.raises(StorageError, match="cannot write big: the store said that all is well and has kept"):
+            storage.put("big", [BIG])
+        assert storage.list() == []
+
+    def test_a_checksum_that_the_store_keeps_is_compared(self, storage: Storage, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The server of the tests keeps the checksum that it is told, and looks at no byte for it."""
+        answers = iter(["AAAAAA==", "AAAAAQ=="])
+        monkeypatch.setattr("gemini_ft.storage.s3._whole_checksum", lambda head: next(answers))
+        with pytest.raises(StorageError, match="has kept other bytes"):
+            storage.put("a", [b"1"])
+        assert storage.list() == []
+
+    @pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload", "PutObject"])
+    def test_a_store_that_knows_no_checksums_is_given_none(self, storage: Storage, proxy: S3Proxy, operation: str) -> None:
+        proxy.fail("400 InvalidArgument", operation, count=1)
+        size = 1000 if operation == "PutObject" else len(BIG)
+        storage.put("a", [BIG[:size]])
+        assert storage.get("a") == BIG[:size]
+
+    def test_an_upload_whose_end_was_not_answered_is_there(self, storage: Storage, proxy: S3Proxy) -> None:
+        proxy.fail("lost", "CompleteMultipartUpload", count=1)
+        storage.put("big", [BIG])
+        assert storage.get("big") == BIG
+        assert "AbortMultipartUpload" not in [request.operation for request in proxy.requests]
+
+    def test_an_object_of_before_is_not_taken_for_the_upload(
+        self, storage: Storage, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        storage.put("big", [bytes(len(BIG))])
+        monkeypatch.setattr("gemini_ft.storage.s3._SLACK", timedelta(days=-1))  # as if the object were a day old
+        proxy.fail("403 AccessDenied", "CompleteMultipartUpload")
+        with pytest.raises(StorageError, match="AccessDenied"):
+            storage.put("big", [BIG])
+
+    def test_an_upload_that_could_not_be_aborted_is_before_the_next(self, storage: Storage, proxy: S3Proxy) -> None:
+        proxy.fail("403 AccessDenied", "UploadPart", "AbortMultipartUpload")
+        with pytest.raises(StorageError, match="AccessDenied"):
+            storage.put("big", [BIG])
+        proxy.faults.clear()
+        storage.put("other", [b"1"])
+        aborted = [request for request in proxy.requests if request.operation == "AbortMultipartUpload"]
+        assert [request.key.rpartition("/")[2] for request in aborted] == ["big", "big"]
+
+    @pytest.mark.parametrize(
+        ("kind", "way_out"),
+        [
+            ("400 ExpiredToken", "have run out: renew them"),
+            ("403 RequestTimeTooSkewed", "set this host's clock, it is .* s (ahead of|behind) the store's"),
+            ("301 PermanentRedirect", "in another region: set AWS_DEFAULT_REGION"),
+            ("403 AccessDenied", r"\(denied: ListObjectsV2\)"),
+        ],
+    )
+    def test_of_credentials_clock_and_region_say_what_to_do(self, storage: Storage, proxy: S3Proxy, kind: str, way_out: str) -> None:
+        proxy.fail(kind, "ListObjects")
+        with pytest.raises(StorageError, match=f"cannot list the prefix: {kind.split()[1]}; .*{way_out}"):
+            storage.list()
+
+    def test_a_store_that_redirects_everything_is_an_error_like_any_other(self, storage: Storage, proxy: S3Proxy) -> None:
+        proxy.fail("301 PermanentRedirect")
+        with pytest.raises(StorageError, match="redirected in a circle; the bucket is in another region"):
+            storage.list()
+
+
+class _Always(dict[str, bytes]):
+    """One answer to every path."""
+
+    def __init__(self, answer: bytes) -> None:
+        self._answer = answer
+
+    def __contains__(self, path: object) -> bool:
+        return True
+
+    def __getitem__(self, path: str) -> bytes:
+        return self._answer
+
+
+def test_names_that_are_no_keys_are_left_out_of_listings(server: s3_server.Server, storage: Storage) -> None:
+    storage.put("a", [b"1"])
+    other = f"{storage.url.removeprefix('s3://bucket/')}/a file.txt"
+    boto3.client("s3", endpoint_url=server.endpoint).put_object(Bucket="bucket", Key=other, Body=b"of another program")
+    assert storage.list() == ["a"]
+
+
+class TestUnfinishedUploads:
+    """Parts that no listing shows, of writers that have died."""
+
+    KEY = "run/main/step-00000002-inc-1-x/shard-00000.safetensors"
+
+    @pytest.fixture
+    def client(self, server: s3_server.Server) -> Any:
+        return boto3.client("s3", endpoint_url=server.endpoint)
+
+    def unfinished(self, client: Any) -> list[str]:
+        return [upload["Key"] for upload in client.list_multipart_uploads(Bucket="bucket").get("Uploads", [])]
+
+    @pytest.fixture(autouse=True)
+    def begun(self, client: Any, storage: Storage) -> Iterator[str]:
+        key = f"{storage.url.removeprefix('s3://bucket/')}/{self.KEY}"
+        upload = client.create_multipart_upload(Bucket="bucket", Key=key)["UploadId"]
+        yield key
+        with contextlib.suppress(ClientError):
+            client.abort_multipart_upload(Bucket="bucket", Key=key, UploadId=upload)
+
+    def test_of_the_living_stay_when_this_host_has_a_wrong_clock(
+        self, storage: Storage, client: Any, begun: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Ahead(datetime):
+            @classmethod
+            def now(cls, tz: Any = None) -> Any:
+                return datetime.now(tz) + timedelta(days=3)
+
+        monkeypatch.setattr("gemini_ft.storage.s3.datetime", Ahead)
+        storage.check()
+        assert self.unfinished(client) == [begun]
+
+    def test_of_the_dead_are_aborted(self, storage: Storage, client: Any, begun: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("gemini_ft.storage.s3._ABANDONED", timedelta(seconds=-5))
+        storage.check()
+        assert self.unfinished(client) == []
 
 
 def test_an_url_without_a_bucket_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,16 @@ from hypothesis import strategies as st
 
 from gemini_ft.errors import CorruptDataError, StorageError
 from gemini_ft.layout import ITEMSIZES, Layout, TensorSpec, build_layout
+from gemini_ft.roots import checksum, layout_digest, shard_root
 from gemini_ft.storage import shard
 from gemini_ft.storage.base import ignore
 from gemini_ft.storage.local import LocalStorage
-from gemini_ft.storage.shard import ShardRecord, StoredShard, write_shard
+from gemini_ft.storage.shard import Committed, ShardRecord, StoredShard, write_shard
+from gemini_ft.versions import Incarnation, Version
 
 KEY = "shard.safetensors"
 EXTRAS = b"extras of no particular size"
+VERSION = Version(Incarnation(1, "x"), 4)
 
 
 @pytest.fixture
@@ -42,6 +46,14 @@ def layout_of(*shapes: tuple[int, ...], dtype: str = "float32") -> Layout:
 def slot_for(layout: Layout) -> memoryview:
     """Random bytes, and more of them than the layout needs."""
     return memoryview(random.Random(0).randbytes(layout.nbytes + 4096))
+
+
+def committed_as(layout: Layout, slot: bytes | bytearray | memoryview) -> Committed:
+    """What the slot is, in chunks of 256 bytes."""
+    data = bytes(slot)[: layout.nbytes]
+    parts = [data[at : at + 256] for at in range(0, len(data), 256)]
+    checksums = [checksum(part) for part in [*parts, EXTRAS]]
+    return Committed(2, VERSION, shard_root(2, VERSION, layout_digest(layout.to_bytes()), (len(data), len(EXTRAS), 256), checksums), 256)
 
 
 def stored(storage: LocalStorage, layout: Layout) -> tuple[memoryview, ShardRecord]:
@@ -192,6 +204,31 @@ def read_all(opened: StoredShard) -> bytes:
     out = bytearray(opened.record.data.nbytes)
     opened.read(0, memoryview(out))
     return bytes(out)
+
+
+def test_a_slot_that_is_not_what_was_committed_is_not_stored(storage: LocalStorage) -> None:
+    layout = layout_of((100, 7))
+    slot = bytearray(slot_for(layout))
+    committed = committed_as(layout, slot)
+    record = write_shard(storage, KEY, layout, memoryview(slot), EXTRAS, committed=committed)
+    StoredShard(storage, record).check_identity(2, VERSION)
+    slot[1000] ^= 1
+    for wrong in (committed, replace(committed, owner=3), replace(committed, version=Version(Incarnation(1, "y"), 4))):
+        with pytest.raises(CorruptDataError, match=rf"other: this is not rank {wrong.owner}'s shard of iteration 4 .* as it was committed"):
+            write_shard(storage, "other", layout, memoryview(slot), EXTRAS, committed=wrong)
+        slot[1000] = slot_for(layout)[1000]
+    assert storage.list("") == [KEY]
+
+
+def test_a_sound_object_that_is_another_shard_is_found(storage: LocalStorage) -> None:
+    """Whoever exchanges two objects, or writes a manifest that names the wrong one, changes no bit of either."""
+    layout = layout_of((100, 7))
+    slot = slot_for(layout)
+    record = write_shard(storage, KEY, layout, slot, EXTRAS, committed=committed_as(layout, slot))
+    with pytest.raises(CorruptDataError, match="this is not rank 3's shard"):
+        StoredShard(storage, record).check_identity(3, VERSION)
+    with pytest.raises(CorruptDataError, match="this is not rank 2's shard"):
+        StoredShard(storage, record.model_copy(update={"root": "0" * 32})).check_identity(2, VERSION)
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rank_kit import on_ranks
 
+from gemini_ft.sync.base import Scheme
+from gemini_ft.sync.dense import Dense
+from gemini_ft.sync.hierarchical import Hierarchical
 from gemini_ft.sync.schemes import SCHEMES
+from gemini_ft.sync.zen import Zen
 
 preload("sync_case")
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, *(pytest.param(world, marks=pytest.mark.soak) for world in (5, 6, 7)), 8])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, *(pytest.param(world, marks=pytest.mark.soak) for world in (5, 6, 7, 8))])
 def test_the_sum_is_right_and_the_same_everywhere(world: int, tmp_path: Path) -> None:
     third = None if world <= 4 else world % 3
     assert on_ranks(tmp_path, world, sync_case.sums, third) == [[]] * world
@@ -25,6 +30,21 @@ def test_the_sum_is_right_and_the_same_everywhere(world: int, tmp_path: Path) ->
 
 def test_also_over_backends_that_need_to_know_sizes(tmp_path: Path) -> None:
     assert on_ranks(tmp_path, 3, sync_case.collectives) == [[]] * 3
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Zen(seed="x"), "Zen: seed='x': must be a whole number"),  # type: ignore[arg-type]
+        (lambda: Zen("md5"), "Zen: hashing='md5': must be one of its names"),  # type: ignore[arg-type]
+        (lambda: Dense(check=1), "Dense: check=1: must be true or false"),  # type: ignore[arg-type]
+        (lambda: Hierarchical(Zen(), 2.5), "Hierarchical: local_size=2.5: must be a whole number"),  # type: ignore[arg-type]
+        (lambda: Hierarchical(Zen(), 0), "Hierarchical: local_size=0: "),
+    ],
+)
+def test_a_scheme_with_an_option_that_makes_no_sense_is_refused(make: Callable[[], Scheme], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
 
 
 @pytest.mark.parametrize("world", [2, 3])

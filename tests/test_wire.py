@@ -1,75 +1,90 @@
-"""The handshake: both sides prove that they know the secret, and none of what was claimed can be changed."""
+"""Who is trusted, the seals of payloads, and the blocking end of a connection."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from agent_kit import open_fds
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_ft.errors import ConfigError, PeerError, SecretError
-from gemini_ft.messages import MAX_MESSAGE, PROTOCOL_VERSION, Accepted, Challenge, Data, Proof, pack
-from gemini_ft.transport.wire import BlockingWire, check_accepted, check_proof, fingerprint, frame_length, make_proof, tls_context
-from gemini_ft.versions import Incarnation
+from gemini_ft.errors import PeerError, SecretError
+from gemini_ft.messages import MAX_MESSAGE, Accepted, Claims, Data, pack
+from gemini_ft.transport.lane import ID_BYTES, KEY_BYTES, MARK, Seal, keys
+from gemini_ft.transport.trust import derive, fingerprint, tls_context
+from gemini_ft.transport.wire import BlockingWire, frame_length
+from gemini_ft.versions import Incarnation, Version
 
-CLAIMS = Proof(run="r", stream="s", host="h", role="fetch", incarnation=Incarnation(1, "a"), nonce=b"", mac=b"")
-CHALLENGE = Challenge(nonce=b"n" * 16)
+CLAIMS = Claims(run="r", stream="s", host="h", to="", role="fetch", incarnation=Incarnation(1, "a"))
 
 
-class TestProof:
-    def test_of_the_right_secret_is_accepted_by_both_sides(self) -> None:
-        proof = make_proof(b"secret", CLAIMS, CHALLENGE)
-        check_accepted(b"secret", check_proof(b"secret", proof, CHALLENGE.nonce), proof, CHALLENGE.nonce)
-
-    @given(st.binary(), st.binary())
-    def test_of_another_secret_is_refused(self, ours: bytes, theirs: bytes) -> None:
-        proof = make_proof(theirs, CLAIMS, CHALLENGE)
-        if ours == theirs != b"":
-            check_proof(ours, proof, CHALLENGE.nonce)
-            return
-        with pytest.raises(SecretError, match="host 'h' does not know this run's secret; give all hosts the same GEMINI_SECRET_FILE"):
-            check_proof(ours, proof, CHALLENGE.nonce)
-
-    @pytest.mark.parametrize(
-        ("field", "value"),
-        [
-            ("run", "other"),
-            ("stream", "other"),
-            ("host", "other"),
-            ("role", "report"),
-            ("incarnation", Incarnation(2, "a")),
-            ("nonce", b"other"),
-        ],
-    )
-    def test_holds_for_these_very_claims(self, field: str, value: Any) -> None:
-        proof = make_proof(b"secret", CLAIMS, CHALLENGE).model_copy(update={field: value})
-        with pytest.raises(SecretError):
-            check_proof(b"secret", proof, CHALLENGE.nonce)
-
-    def test_holds_for_this_challenge_only(self) -> None:
-        with pytest.raises(SecretError):
-            check_proof(b"secret", make_proof(b"secret", CLAIMS, CHALLENGE), b"m" * 16)
-
-    def test_of_one_side_cannot_be_sent_back_by_the_other(self) -> None:
-        proof = make_proof(b"secret", CLAIMS, CHALLENGE)
-        with pytest.raises(SecretError, match="something else listens at its address"):
-            check_accepted(b"secret", Accepted(mac=proof.mac), proof, CHALLENGE.nonce)
-
-    def test_is_not_made_for_another_protocol(self) -> None:
-        with pytest.raises(
-            PeerError, match=f"the peer speaks protocol 99, this side {PROTOCOL_VERSION}; run the same gemini-ft on all hosts"
-        ):
-            make_proof(b"secret", CLAIMS, Challenge(protocol=99, nonce=b"n"))
-
+class TestTrust:
     def test_fingerprints_tell_secrets_apart_and_show_nothing(self) -> None:
         assert fingerprint(b"") == ""
         assert fingerprint(b"one") != fingerprint(b"other")
         assert "one" not in fingerprint(b"one")
+
+    def test_keys_of_two_purposes_or_secrets_differ(self) -> None:
+        assert len({derive(secret, purpose) for secret in (b"one", b"other") for purpose in (b"authority", b"else")}) == 4
+        assert derive(b"one", b"authority") == derive(b"one", b"authority")
+
+    def test_without_a_secret_there_is_no_context(self) -> None:
+        with pytest.raises(ValueError, match="an empty secret would let everybody in"):
+            tls_context(b"", server=True)
+
+    def test_the_key_of_the_certificate_never_reaches_a_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        before = open_fds(os.getpid())
+        tls_context(os.urandom(16), server=True)
+        assert open_fds(os.getpid()) == before
+        assert not list(tmp_path.iterdir())
+
+
+def sealed(payloads: list[bytes], key: bytes) -> list[bytes]:
+    seal, tags = Seal(key), []
+    for payload in payloads:
+        seal.add(memoryview(payload))
+        tags.append(seal.close())
+    return tags
+
+
+class TestSeal:
+    KEY = bytes(range(16))
+
+    @given(st.lists(st.binary(max_size=50), min_size=1, max_size=5), st.data())
+    def test_fits_the_payload_whatever_pieces_it_comes_in(self, payloads: list[bytes], data: st.DataObject) -> None:
+        tags, seal = sealed(payloads, self.KEY), Seal(self.KEY)
+        for payload, tag in zip(payloads, tags, strict=True):
+            cut = data.draw(st.integers(0, len(payload)))
+            seal.add(memoryview(payload)[:cut])
+            seal.add(memoryview(payload)[cut:])
+            seal.check(tag, "host b")
+
+    @given(st.binary(min_size=1, max_size=50), st.data())
+    def test_breaks_with_any_bit(self, payload: bytes, data: st.DataObject) -> None:
+        (tag,) = sealed([payload], self.KEY)
+        bit = data.draw(st.integers(0, 8 * len(payload) - 1))
+        changed = (int.from_bytes(payload, "big") ^ (1 << bit)).to_bytes(len(payload), "big")
+        seal = Seal(self.KEY)
+        seal.add(memoryview(changed))
+        with pytest.raises(PeerError, match="host b: a payload was changed on its way"):
+            seal.check(tag, "host b")
+
+    def test_is_of_one_place_in_one_direction_of_one_connection(self) -> None:
+        payloads = [b"same", b"same"]
+        first, second = sealed(payloads, self.KEY)
+        assert first != second  # so none can be repeated or left out
+        assert sealed(payloads, os.urandom(16)) != [first, second]
+        there, back = keys(bytes(32 * [1])[:16] + bytes(16), dialled=True)
+        assert there != back
+        assert keys(there + back, dialled=False) == (back, there)
 
 
 class TestFrames:
@@ -84,19 +99,19 @@ class TestFrames:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Callable[[socket.socket], None]], tuple[str, int]]]:
+def serve() -> Iterator[Callable[[Callable[..., None]], tuple[str, int]]]:
     """Answer one connection by a function, on a thread; returns the address."""
     threads: list[threading.Thread] = []
     listeners: list[socket.socket] = []
 
-    def serve(answer: Callable[[socket.socket], None]) -> tuple[str, int]:
+    def serve(answer: Callable[..., None]) -> tuple[str, int]:
         listener = socket.create_server(("127.0.0.1", 0))
         listeners.append(listener)
 
         def work() -> None:
             connection, _ = listener.accept()
             with connection:
-                answer(connection)
+                answer(connection, listener) if len(inspect.signature(answer).parameters) > 1 else answer(connection)
 
         threads.append(threading.Thread(target=work))
         threads[-1].start()
@@ -110,7 +125,7 @@ def serve() -> Iterator[Callable[[Callable[[socket.socket], None]], tuple[str, i
         listener.close()
 
 
-Serve = Callable[[Callable[[socket.socket], None]], tuple[str, int]]
+Serve = Callable[[Callable[..., None]], tuple[str, int]]
 
 
 class TestBlockingWire:
@@ -123,61 +138,40 @@ class TestBlockingWire:
     def test_somebody_who_says_nothing(self, serve: Serve) -> None:
         done = threading.Event()
         address = serve(lambda connection: done.wait(30) and None)  # type: ignore[func-returns-value]
-        with pytest.raises(PeerError, match=r"stopped answering .timed out"):
+        with pytest.raises(PeerError, match=r"did not answer within 0.1 s .*timed out"):
             BlockingWire(address, CLAIMS, b"secret", 0.1)
         done.set()
 
     def test_something_else(self, serve: Serve) -> None:
         address = serve(lambda connection: connection.sendall(b"220 mail.example ESMTP\r\n"))
-        with pytest.raises(PeerError, match="a message of 842,149,920 bytes was announced"):
-            BlockingWire(address, CLAIMS, b"secret", 5.0)
-
-    def test_a_gemini_that_begins_wrongly(self, serve: Serve) -> None:
-        address = serve(lambda connection: connection.sendall(pack(Accepted(mac=b""))))
-        with pytest.raises(PeerError, match="began with 'accepted' instead of a challenge"):
+        with pytest.raises(PeerError, match=r"no TLS handshake with 127\.0\.0\.1:.*; it is no agent, or of another gemini-ft"):
             BlockingWire(address, CLAIMS, b"secret", 5.0)
 
     def test_an_impostor_who_does_not_know_the_secret(self, serve: Serve) -> None:
         def impostor(connection: socket.socket) -> None:
-            connection.sendall(pack(CHALLENGE))
-            connection.recv(1000)
-            connection.sendall(pack(Accepted(mac=b"\0" * 32)))
+            with contextlib.suppress(OSError):
+                tls_context(b"another", server=True).wrap_socket(connection, server_side=True).close()
 
-        with pytest.raises(SecretError, match="the peer does not know this run's secret"):
+        with pytest.raises(SecretError, match="does not know this run's secret; something else listens at its address"):
             BlockingWire(serve(impostor), CLAIMS, b"secret", 5.0)
 
-    def test_a_peer_that_hangs_up_in_the_middle_of_the_bytes(self, serve: Serve) -> None:
-        def quitter(connection: socket.socket) -> None:
-            connection.sendall(pack(CHALLENGE))
-            head = connection.recv(4)
-            proof = _unpack(connection.recv(int.from_bytes(head, "big")))
-            connection.sendall(pack(check_proof(b"secret", proof, CHALLENGE.nonce)))
-            connection.sendall(pack(Data(offset=0, nbytes=100, digest=0)) + b"only this")
+    @pytest.mark.parametrize("lane", [False, True], ids=["encrypted", "sealed"])
+    def test_a_peer_that_hangs_up_in_the_middle_of_the_bytes(self, lane: bool, serve: Serve) -> None:
+        head = pack(Data(owner=0, version=Version(Incarnation(1, "a"), 1), offset=0, nbytes=100))
+
+        def quitter(connection: socket.socket, listener: socket.socket) -> None:
+            with tls_context(b"secret", server=True).wrap_socket(connection, server_side=True) as tls:
+                tls.recv(1000)
+                tls.sendall(pack(Accepted(lane=b"i" * ID_BYTES if lane else b"", key=bytes(KEY_BYTES))) + head)
+                if lane:
+                    with listener.accept()[0] as second:
+                        assert second.recv(1000) == MARK + b"i" * ID_BYTES
+                        second.sendall(b"only this")
+                else:
+                    tls.sendall(b"only this")
 
         wire = BlockingWire(serve(quitter), CLAIMS, b"secret", 5.0)
         assert isinstance(wire.receive(), Data)
-        with pytest.raises(PeerError, match="closed the connection"):
-            wire.receive_into(memoryview(bytearray(100)))
+        with pytest.raises(PeerError, match=r"closed the connection|stopped answering"):
+            wire.receive_payload(memoryview(bytearray(100)))
         wire.close()
-
-
-def _unpack(body: bytes) -> Proof:
-    from gemini_ft.messages import unpack
-
-    message = unpack(body)
-    assert isinstance(message, Proof)
-    return message
-
-
-class TestTls:
-    def test_files_that_are_not_there_are_named(self, tmp_path: Path) -> None:
-        files = {name: str(tmp_path / name) for name in ("certificate", "key", "authority")}
-        with pytest.raises(ConfigError, match=r"tls\.certificate=.*No such file.*; give PEM files that the agent can read"):
-            tls_context(files, server=True)
-
-    def test_files_that_are_something_else_are_named(self, tmp_path: Path) -> None:
-        files = {name: str(tmp_path / name) for name in ("certificate", "key", "authority")}
-        for path in files.values():
-            Path(path).write_text("not PEM\n")
-        with pytest.raises(ConfigError, match=r"tls\.certificate=.*; give PEM files"):
-            tls_context(files, server=False)

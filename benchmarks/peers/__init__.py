@@ -64,6 +64,20 @@ class Row:
 ROWS = {
     "none": Row("no checkpoint", "nothing:Nothing", "", quick=True),
     "gemini": Row("gemini-ft", "gemini:Gemini", "own host, peer host (memory of agents)", quick=True),
+    "gemini_encrypted": Row(
+        "gemini-ft, encrypted between hosts",
+        "gemini:Gemini",
+        "own host, peer host (memory of agents)",
+        quick=True,
+        options=(("encrypt", True),),
+    ),
+    "gemini_plain": Row(
+        "gemini-ft, no TLS, no tags (for measurement alone)",
+        "gemini:Gemini",
+        "own host, peer host (memory of agents)",
+        quick=True,
+        options=(("protected", False),),
+    ),
     "gemini_ddp": Row(
         "gemini-ft, equal ranks: each owns half",
         "gemini:Gemini",

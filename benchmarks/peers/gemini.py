@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 
 import gemini_ft
 from common import MARK
+from gemini_ft.agent import lifecycle
 from load import Load
 from peers import Adapter
 
@@ -21,16 +24,22 @@ class Gemini(Adapter):
 
     Args:
         replicated: whether the ranks hold equal state, of which each then owns one half.
+        encrypt: whether replicas are encrypted on their way.
+        protected: False: the agents are those of `plain_agent`.
     """
 
-    def __init__(self, replicated: bool = False) -> None:
+    def __init__(self, replicated: bool = False, encrypt: bool = False, protected: bool = True) -> None:
         super().__init__()
-        self._replicated = replicated
+        self._replicated, self._encrypt, self._protected = replicated, encrypt, protected
         self._returned: dict[int, float] = {}
 
     def setup(self, load: Load, folder: Path) -> None:
         os.environ |= {"GEMINI_HOST_ID": f"host{dist.get_rank()}", "GEMINI_RUN_ID": os.environ[MARK], "GEMINI_LOG_DIR": str(folder)}
-        self._checkpointer = gemini_ft.Checkpointer(load.model, load.optimizer, replicated=self._replicated, replicas=2)
+        if not self._protected:
+            _start_plain_agent(os.environ["GEMINI_RUN_ID"], os.environ["GEMINI_HOST_ID"])
+        self._checkpointer = gemini_ft.Checkpointer(
+            load.model, load.optimizer, replicated=self._replicated, replicas=2, encrypt=self._encrypt
+        )
         self._checkpointer.resume()
 
     def save(self, step: int) -> None:
@@ -52,3 +61,14 @@ class Gemini(Adapter):
 
     def close(self) -> None:
         self._checkpointer.close()
+
+
+def _start_plain_agent(run: str, host: str) -> None:
+    """The workers of this host find it and start no other."""
+    program = Path(__file__).with_name("plain_agent.py")
+    agent = subprocess.Popen([sys.executable, str(program), "--run", run, "--host", host], stdin=subprocess.DEVNULL, start_new_session=True)
+    until = time.monotonic() + _PATIENCE
+    while not lifecycle.is_listening(run, host):
+        if agent.poll() is not None or time.monotonic() > until:
+            raise RuntimeError(f"the plain agent does not listen (status {agent.returncode})")
+        time.sleep(0.01)

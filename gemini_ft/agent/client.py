@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import queue
 import select
 import socket
-import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from gemini_ft import errors
-from gemini_ft.agent import lifecycle
+from gemini_ft.agent import lifecycle, revival
 from gemini_ft.errors import AgentError, AgentTimeoutError, GeminiError, PeerError
 from gemini_ft.messages import (
     Aborted,
@@ -32,11 +32,15 @@ from gemini_ft.messages import (
     Notice,
     Opened,
     Paced,
+    Ping,
+    Pong,
     Reserved,
+    Room,
     Staged,
     Travelled,
     Verified,
     Welcome,
+    check_answer,
     pack,
     unpack,
 )
@@ -45,9 +49,8 @@ from gemini_ft.transport.wire import frame_length
 M = TypeVar("M", bound=Message)
 _log = logging.getLogger("gemini_ft")
 _ANSWERS = (Welcome, Inventory, Opened, Reserved, Mapped, Verified, Staged)
-_CALLS = ("hello", "get_inventory", "open_session", "reserve", "map", "verify", "stage")  # kinds that get an answer
 _OFFERED = 64 * 1024  # bytes; Linux reports a Unix socket as writable while three quarters of its buffer, 156 KiB by default, are free
-_EVENTS = (Granted, Committed, Aborted, Notice, Paced, Travelled, Dispatch, Collect)
+_EVENTS = (Room, Granted, Committed, Aborted, Notice, Paced, Travelled, Dispatch, Collect)
 
 
 def as_error(failed: Failed) -> GeminiError:
@@ -57,7 +60,7 @@ def as_error(failed: Failed) -> GeminiError:
 
 
 class AgentClient:
-    """Talks to the agent; a thread of its own listens.
+    """Talks to the agent; a thread of its own listens, and replaces an agent of which nothing is heard for ``hello.agent_timeout`` seconds.
 
     Args:
         run: run id.
@@ -73,15 +76,24 @@ class AgentClient:
 
     def __init__(self, run: str, host: str, hello: Hello, on_event: Callable[[Message], None], timeout: float) -> None:
         self._run, self._host, self._on_event, self._timeout = run, host, on_event, timeout
-        self._socket = lifecycle.connect(run, host)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout), int(timeout % 1 * 1e6)))
-        self._answers: queue.SimpleQueue[tuple[Message, list[int]] | None] = queue.SimpleQueue()
+        self._socket = revival.connect(run, host, hello.agent_timeout)
+        self._agent, self._pulse = revival.Listener.of(self._socket), revival.Pulse(hello.agent_timeout)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, lifecycle.timeval(timeout))
+        self._calls: dict[int, queue.SimpleQueue[tuple[Message, list[int]] | None]] = {}  # number -> where its answer is waited for
+        self._numbers = itertools.count(1)
+        self._calls_lock = threading.Lock()
         self._send_lock = threading.Lock()
-        self._call_lock = threading.Lock()
+        self.late_answers = 0  # that came when nobody waited for them any more, and were dropped
+        self._ended = False  # no answer can come any more
         self.lost = False
         self.custody: dict[str, int] = {}  # replicas kept safe for the agent: key -> descriptor
         self._thread = threading.Thread(target=self._listen, name="gemini-agent-client", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._socket.close()
+            self._agent.close()
+            raise AgentError(f"no thread can be started that listens to the agent ({error}); see `ulimit -u` and pids.max") from None
         try:
             self.welcome = self.call(hello, Welcome)[0]
         except GeminiError:
@@ -128,26 +140,63 @@ class AgentClient:
         return True
 
     def call(self, message: Message, answer: type[M], timeout: float | None = None) -> tuple[M, list[int]]:
-        """Send, and wait ``timeout`` seconds (default: the client's) for the answer and the descriptors beside it."""
+        """Send, and wait ``timeout`` seconds (default: the client's) for the answer and the descriptors beside it.
+
+        Raises:
+            AgentTimeoutError: there is none; should it come later, it is dropped.
+            PeerError: it speaks of another shard.
+            GeminiError: the agent is gone, or refused; whatever class it named.
+        """
         seconds = self._timeout if timeout is None else timeout
-        with self._call_lock:
-            self.tell(message)
-            try:
-                got = self._answers.get(timeout=seconds)
-            except queue.Empty:
-                raise AgentTimeoutError(
-                    f"the agent of run {self._run!r} on host {self._host!r} did not answer {message.kind!r} "
-                    f"within {seconds:g} s; see {self.log}"
-                ) from None
+        message = message.model_copy(update={"call": next(self._numbers)})
+        got = self._await_answer(message, seconds)
         if got is None:
-            self._answers.put(None)
             raise AgentError(f"the agent of run {self._run!r} on host {self._host!r} ended; see {self.log}")
         reply, reply_fds = got
         if isinstance(reply, Failed):
             raise as_error(reply)
-        if not isinstance(reply, answer):
-            raise AgentError(f"the agent answered {message.kind!r} with {reply.kind!r}")
+        try:
+            if not isinstance(reply, answer):
+                raise AgentError(f"the agent answered {message.kind!r} with {reply.kind!r}")
+            check_answer(message, reply)
+        except GeminiError:
+            _close_all(reply_fds)
+            raise
         return reply, reply_fds
+
+    def _await_answer(self, message: Message, seconds: float) -> tuple[Message, list[int]] | None:
+        answers: queue.SimpleQueue[tuple[Message, list[int]] | None] = queue.SimpleQueue()
+        number: int = message.call  # type: ignore[union-attr]
+        with self._calls_lock:
+            if self._ended:
+                return None
+            self._calls[number] = answers
+        try:
+            self.tell(message)
+            return answers.get(timeout=seconds)
+        except queue.Empty:
+            text = f"the agent of run {self._run!r} on host {self._host!r} did not answer {message.kind!r} within {seconds:g} s"
+            raise AgentTimeoutError(f"{text}; see {self.log}") from None
+        finally:
+            with self._calls_lock:
+                self._calls.pop(number, None)
+            while not answers.empty():  # it came when the patience ended
+                self._drop(answers.get())
+
+    def _answered(self, message: Message, fds: list[int]) -> None:
+        """Hand an answer to the call it belongs to, if that is still waited for."""
+        with self._calls_lock:
+            waiting = self._calls.pop(message.call, None)  # type: ignore[union-attr]
+            if waiting is not None:
+                waiting.put((message, fds))
+                return
+        self._drop((message, fds))
+
+    def _drop(self, late: tuple[Message, list[int]] | None) -> None:
+        if late is not None:
+            self.late_answers += 1
+            _close_all(late[1])
+            _log.info("the agent's answer %r came too late and is dropped", late[0].kind)
 
     @property
     def log(self) -> str:
@@ -171,9 +220,10 @@ class AgentClient:
     def close(self) -> None:
         _clients.discard(self)
         self._hang_up()
-        self._socket.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
+            self._agent.close()
+        self._socket.close()
         for fd in self.custody.values():
             os.close(fd)
         self.custody.clear()
@@ -184,12 +234,14 @@ class AgentClient:
         lifecycle.yield_to_training()
         inbox, fds = bytearray(), list[int]()
         try:
-            while True:
-                data, more, _, _ = socket.recv_fds(self._socket, 256 * 1024, 250, socket.MSG_CMSG_CLOEXEC)
+            while self._await_data():
+                data, more, flags, _ = socket.recv_fds(self._socket, 256 * 1024, 250, socket.MSG_CMSG_CLOEXEC)
                 if not data:
                     break
-                inbox += data
                 fds += more
+                if flags & socket.MSG_CTRUNC:
+                    raise PeerError("descriptors of slots were lost: this process has no free ones left (ulimit -n)")
+                inbox += data
                 while len(inbox) >= 4 and len(inbox) >= 4 + (length := frame_length(inbox[:4])):
                     message = unpack(inbox[4 : 4 + length])
                     del inbox[: 4 + length]
@@ -197,8 +249,28 @@ class AgentClient:
         except (OSError, PeerError) as error:
             if not self.lost:
                 _log.warning("%s", self._gone(str(error)))
-        self._hang_up()
-        self._answers.put(None)
+        finally:  # whatever ends this thread, nobody may wait for it, or believe that the agent is heard
+            _close_all(fds)
+            self._hang_up()
+            with self._calls_lock:
+                self._ended = True
+                for waiting in self._calls.values():
+                    waiting.put(None)
+
+    def _await_data(self) -> bool:
+        """Wait for something to read; False: nothing will come, because the agent hung and has been replaced."""
+        readable = select.poll()
+        readable.register(self._socket.fileno(), select.POLLIN)
+        while not readable.poll(self._pulse.tick and 1000 * self._pulse.tick):
+            if self._pulse.over:
+                replaced = revival.replace(self._run, self._host, self._agent, f"it did not answer for {self._pulse.timeout:g} s")
+                self._pulse.heard()  # if it cannot be killed: after the same time once more
+                if replaced:
+                    return False
+            self._pulse.nothing()
+            self.offer(Ping())
+        self._pulse.heard()
+        return True
 
     def _route(self, message: Message, fds: list[int]) -> list[int]:
         """Hand a message on; returns the descriptors that belong to a later one."""
@@ -209,19 +281,26 @@ class AgentClient:
                 self.custody[message.key] = fds.pop(0)
         elif isinstance(message, Reserved):
             mine, fds = fds[: len(message.slots)], fds[len(message.slots) :]
-            self._answers.put((message, mine))
+            self._answered(message, mine)
         elif isinstance(message, Mapped):
             mine, fds = fds[:1], fds[1:]
-            self._answers.put((message, mine))
+            self._answered(message, mine)
+        elif isinstance(message, Pong):
+            pass  # that something was heard is all it says
         elif isinstance(message, _EVENTS):
             self._on_event(message)
-        elif isinstance(message, _ANSWERS) or (isinstance(message, Failed) and message.reply_to in _CALLS):
-            self._answers.put((message, []))
+        elif isinstance(message, _ANSWERS) or (isinstance(message, Failed) and message.call):
+            self._answered(message, [])
         elif isinstance(message, Failed):
             self._on_event(message)
         else:
             raise PeerError(f"the agent sent {message.kind!r}")
         return fds
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 _clients: weakref.WeakSet[AgentClient] = weakref.WeakSet()

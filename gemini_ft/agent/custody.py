@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from gemini_ft.agent.home import WorkerPort
 from gemini_ft.agent.memory import SlotMemory
+from gemini_ft.errors import AgentError
 from gemini_ft.messages import Custody
 
 
@@ -27,7 +28,10 @@ class Custodians:
         if workers and (keeper is None or keeper not in workers):
             keeper = workers[memory.shape.owner % len(workers)]
             self._keepers[id(memory)] = keeper
-            keeper.send(Custody(key=str(id(memory))), (memory.fd,))
+            try:
+                keeper.send(Custody(key=str(id(memory))), (memory.fd,))
+            except AgentError:  # no descriptor is free, which has been logged: the next time perhaps
+                del self._keepers[id(memory)]
 
     def take_back(self, memory: SlotMemory) -> None:
         """The memory is no replica any more."""

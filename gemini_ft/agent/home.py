@@ -7,7 +7,7 @@ from typing import Protocol
 
 from gemini_ft.agent.memory import Budget
 from gemini_ft.agent.vault import Vault
-from gemini_ft.messages import Message, Proof, SessionSpec
+from gemini_ft.messages import Claims, Message, SessionSpec
 from gemini_ft.protocol import Effect, Host
 from gemini_ft.versions import Incarnation, Version
 
@@ -30,7 +30,6 @@ class AgentServices(Protocol):
     run: str
     host: str
     secret: bytes
-    tls: dict[str, str] | None
     budget: Budget
 
     def log(self, text: str) -> None: ...
@@ -57,7 +56,7 @@ class Home(Protocol):
     def report(self, message: Message) -> None:
         """Tell the leader."""
 
-    def claims(self, role: str) -> Proof:
+    def claims(self, role: str, to: str) -> Claims:
         """What this host says of itself when it dials a peer."""
 
     def version(self, iteration: int) -> Version:

@@ -23,8 +23,11 @@ def shape_of(home: Home, agent: AgentServices, owner: int, wanted: Offer | Reser
 
 def may_be_written_by_another(home: Home, owner: int, worker: WorkerPort | None = None) -> bool:
     """Whether a worker that had the shard's slots before, perhaps in a former incarnation, still lives."""
-    before = home.workers.get(owner)
-    return before is not None and before is not worker and before.alive
+    before, spec = home.workers.get(owner), home.spec
+    if before is not None and before is not worker and before.alive:
+        return True
+    past = [giver for giver in home.vault.givers(owner) if spec is not None and giver.incarnation != spec.incarnation]
+    return any(giver.worker is not worker and giver.worker.alive for giver in past)
 
 
 class Inbound:
@@ -66,10 +69,10 @@ class Inbound:
     async def make_room(self, offer: Offer) -> None:
         """Have slots for a peer's shard, their pages already faulted in."""
         owner, vault = offer.owner, self._home.vault
-        before = {index for of, index in vault.memory if of == owner}
+        before = {memory for (of, _), memory in vault.memory.items() if of == owner}
         reuse = not (may_be_written_by_another(self._home, owner) or self._is_kept_by_stranger(owner))
         indices = vault.ensure(owner, shape_of(self._home, self._agent, owner, offer), REPLICA_SLOTS, reuse)
-        fresh = [index for index in indices if index not in before]
+        fresh = [index for index in indices if vault.memory[owner, index] not in before]  # a number may be that of a slot just freed
         await vault.prefault(owner, fresh)
         for index in fresh:
             self._custodians.entrust(vault.memory[owner, index])
@@ -103,9 +106,14 @@ class Inbound:
     def end_receive(self, end: End) -> bool:
         version = self._home.version(end.iteration)
         memory = self._home.vault.writing(end.owner, version)
-        if memory is None or not memory.finish(version, end.extras_bytes):
+        if memory is None or not memory.is_whole(end.extras_bytes):
             return False
-        self._home.perform(self._home.host.received(end.owner, version, end.layout, end.digest))
+        if not memory.finish(version, end.extras_bytes, end.root):
+            self._home.counters["damaged"] += 1
+            text = f"what came of rank {end.owner}'s shard of {version} has another root than its owner's copy"
+            self.log(f"{text}: asking for all of it again, on another connection")
+            raise PeerError(text)
+        self._home.perform(self._home.host.received(end.owner, version, end.layout, end.digest, memory.root))
         return True
 
     def fail_receive(self, owner: int, iteration: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Protocol
 
 from gemini_ft import ledger
@@ -18,6 +18,7 @@ from gemini_ft.ledger import Decision, Ledger
 from gemini_ft.messages import (
     Aborted,
     AllFinished,
+    Claims,
     Committed,
     Failed,
     Heartbeat,
@@ -25,7 +26,6 @@ from gemini_ft.messages import (
     Message,
     Notice,
     Paced,
-    Proof,
     Rejoin,
     ReportCompleted,
     ReportFinished,
@@ -36,13 +36,16 @@ from gemini_ft.messages import (
 )
 from gemini_ft.protocol import Completed, Report, Skipped
 from gemini_ft.traffic import Pace
-from gemini_ft.transport.tcp import Address, Connection, dial
+from gemini_ft.transport.handshake import dial
+from gemini_ft.transport.tcp import Address, Connection
 from gemini_ft.versions import Version
 
 _TICK = 0.25  # seconds between looks at who is late
 _HEARTBEAT = 1.0  # seconds
 _SILENCE = 2.5  # seconds after which a host of which nothing is heard may be lost
+_AGAIN = 5.0  # seconds between two attempts at the last upload of a job
 _SLOW_UPLOAD = 600.0  # seconds
+_TIDY_AGAIN = 2.0  # seconds between two attempts to delete what is old
 _AHEAD = 8  # steps that a change of pace is announced before it counts; who hears it later loses a snapshot
 
 
@@ -55,6 +58,8 @@ class Stream(Protocol):
 
     async def write_manifest(self, version: Version, records: dict[int, str]) -> None: ...
 
+    async def tidy_storage(self) -> str: ...
+
     def log(self, text: str) -> None: ...
 
 
@@ -62,22 +67,29 @@ def as_message(report: Report) -> Message:
     """A protocol report, on the wire."""
     if isinstance(report, Skipped):
         return ReportSkipped(owner=report.owner, version=report.version, reason=report.reason)
-    return ReportCompleted(owner=report.owner, host=report.host, version=report.version, layout=report.layout, digest=report.digest)
+    return ReportCompleted(
+        owner=report.owner, host=report.host, version=report.version, layout=report.layout, digest=report.digest, root=report.root
+    )
 
 
 class Leader:
     """Keeps the ledger, and the connections of the other hosts."""
 
-    def __init__(self, stream: Stream, book: Ledger, world_size: int) -> None:
-        self._stream, self.book, self._world_size = stream, book, world_size
-        self._members: set[Connection] = set()
+    def __init__(self, stream: Stream, book: Ledger, world_size: int, patience: float = 0.0) -> None:
+        self._stream, self.book, self._world_size, self._patience = stream, book, world_size, patience
+        self._ends_by: float | None = None  # until when the last upload of a finished job is tried again
+        self._again_at, self._ended = 0.0, False
+        self._members: dict[Connection, str] = {}  # -> host
         self._heard: dict[str, float] = {}  # host -> when it last said something
         self._finished: set[int] = set()
         self._pace: Pace | None = None  # begins with what the first to report knows: this leader may have been restarted
         self._paced: Paced | None = None  # the last change
         self._newest = 0  # iteration that was spoken of
         self._upload: tuple[Version | None, float] = (None, 0.0)  # under way, since (or when that was last said)
-        self._tasks: set[asyncio.Task[None]] = {asyncio.get_running_loop().create_task(self._tick())}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._spawn(self._tick())
+        if book.obstacle:
+            self._spawn(self._tidy())
 
     def close(self) -> None:
         for task in self._tasks:
@@ -86,7 +98,7 @@ class Leader:
             member.abort("the session is over")
 
     def join(self, connection: Connection, host: str) -> MemberPort:
-        self._members.add(connection)
+        self._members[connection] = host
         self.hear(host)
         return MemberPort(self, connection, host)
 
@@ -95,7 +107,7 @@ class Leader:
         self._heard[host] = time.monotonic()
 
     def leave(self, connection: Connection) -> None:
-        self._members.discard(connection)
+        self._members.pop(connection, None)
 
     def take(self, message: Message) -> None:
         """A report, from another host or our own."""
@@ -103,7 +115,7 @@ class Leader:
         if isinstance(message, ReportCompleted | ReportSkipped):
             self._newest = max(self._newest, message.version.iteration)
         if isinstance(message, ReportCompleted):
-            report = Completed(message.owner, message.host, message.version, message.layout, message.digest)
+            report = Completed(message.owner, message.host, message.version, message.layout, message.digest, message.root)
             self._apply(self.book.report(report, now))
         elif isinstance(message, ReportSkipped):
             self._apply(self.book.report(Skipped(message.owner, message.version, message.reason), now))
@@ -115,7 +127,7 @@ class Leader:
             )
             self._apply(outcome)
         elif isinstance(message, Rejoin):
-            self._apply(self.book.rejoin(message.committed, now))
+            self._apply(self.book.rejoin(message.committed, now, message.roots))
             self._settle_upload(message.uploading)
             if self._paced is not None:
                 self._tell(self._paced)
@@ -126,10 +138,27 @@ class Leader:
                 self._tell(self._paced)
         elif isinstance(message, ReportFinished):
             self._finished.add(message.rank)
-            if len(self._finished) == self._world_size:
-                self._tell(AllFinished())
+            if len(self._finished) == self._world_size and self._ends_by is None:
+                self._ends_by = now + self._patience
+                self._end(now)
         else:
             raise PeerError(f"{message.kind!r} is not a report")
+
+    @property
+    def ending(self) -> bool:
+        """Whether all ranks have finished and the last upload has not."""
+        return self._ends_by is not None and not self._ended
+
+    def _end(self, now: float) -> None:
+        """The job has finished: let the agents go once its last upload is over, which is tried again for as long as configured."""
+        if self._ended or self._ends_by is None or self.book.uploading is not None:
+            return
+        if not self.book.upload_error or now >= self._ends_by:
+            self._ended = True
+            self._tell(AllFinished(unstored=self.book.upload_error))
+        elif now >= self._again_at:
+            self._again_at = now + _AGAIN
+            self._apply(self.book.upload_last())
 
     def _settle_upload(self, theirs: Version | None) -> None:
         """One side was restarted in the middle of an upload: it cannot become whole any more."""
@@ -145,6 +174,7 @@ class Leader:
             absent = [host for host, heard in self._heard.items() if now - heard > _SILENCE]
             self._apply(self.book.tick(now, absent))
             self._watch_upload(now)
+            self._end(now)
 
     def _watch_upload(self, now: float) -> None:
         """Say so when storage takes very long: it may hang, and meanwhile nothing else is uploaded."""
@@ -158,9 +188,7 @@ class Leader:
     def _apply(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, ledger.Manifest):
-                task = asyncio.get_running_loop().create_task(self._manifest(decision))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._spawn(self._manifest(decision))
             else:
                 self._tell(_announcement(decision))
 
@@ -168,22 +196,45 @@ class Leader:
         error = ""
         try:
             await self._stream.write_manifest(decision.version, dict(decision.records))
+            if trouble := await self._stream.tidy_storage():
+                self.book.obstacle = trouble
+                self._spawn(self._tidy(_TIDY_AGAIN))
         except GeminiError as failure:
             error = str(failure)
         except Exception as failure:  # a fault of ours must not leave the upload unfinished for ever
             error = f"{type(failure).__name__}: {failure}"
         self._apply(self.book.upload_over(decision.version, error))
 
+    async def _tidy(self, pause: float = 0.0) -> None:
+        """Nothing is uploaded until what is old could be deleted."""
+        await asyncio.sleep(pause)
+        while trouble := await self._stream.tidy_storage():
+            self.book.obstacle = trouble
+            await asyncio.sleep(_TIDY_AGAIN)
+        self._apply(self.book.unobstructed(time.monotonic()))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     def _tell(self, message: Message) -> None:
-        for member in list(self._members):
-            member.send(message)
+        for member, host in list(self._members.items()):
+            member.send(self._for_host(host, message))
         self._stream.on_decision(message)
+
+    def _for_host(self, host: str, message: Message) -> Message:
+        """Roots go to those who hold the shards: what a host hears of a commit does not grow with the job."""
+        if not isinstance(message, Committed):
+            return message
+        holders = self.book.holders
+        return message.model_copy(update={"roots": {owner: root for owner, root in message.roots.items() if host in holders[owner]}})
 
 
 def _announcement(decision: Decision) -> Message:
     match decision:
-        case ledger.Commit(version, freeze, digest_at):
-            return Committed(iteration=version.iteration, freeze=freeze, digest_at=digest_at)
+        case ledger.Commit(version, freeze, digest_at, roots):
+            return Committed(iteration=version.iteration, freeze=freeze, digest_at=digest_at, roots=dict(roots))
         case ledger.Abort(version, reason):
             return Aborted(iteration=version.iteration, reason=reason)
         case ledger.Holders(epoch, excluded, newly):
@@ -217,8 +268,8 @@ class MemberPort:
 class MemberLink:
     """Another host's end: reports go out, decisions come in."""
 
-    def __init__(self, stream: Stream, address: Address, claims: Proof, secret: Callable[[], bytes], tls: dict[str, str] | None) -> None:
-        self._stream, self._address, self._claims, self._secret, self._tls = stream, address, claims, secret, tls
+    def __init__(self, stream: Stream, address: Address, claims: Claims, secret: Callable[[], bytes]) -> None:
+        self._stream, self._address, self._claims, self._secret = stream, address, claims, secret
         self._connection: Connection | None = None
         self._finished: set[int] = set()
         self._lost = asyncio.Event()
@@ -252,7 +303,7 @@ class MemberLink:
         while True:
             self._lost.clear()
             try:
-                connection = self._connection = await dial(self._address, self._claims, self._secret(), self, self._tls)
+                connection = self._connection = await dial(self._address, self._claims, self._secret(), self)
             except GeminiError as error:
                 if delay == 0.05:
                     self._stream.log(f"leader: {error}")

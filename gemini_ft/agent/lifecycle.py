@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import faulthandler
 import hashlib
+import logging
 import os
+import re
+import resource
+import signal
 import socket
+import struct
 import subprocess
 import sys
-import tempfile
-import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from gemini_ft.errors import AgentError, AgentTimeoutError
-from gemini_ft.messages import GetStatus, Leave, Message, Status, pack, unpack
+from gemini_ft.hosts import host_id
+from gemini_ft.messages import GetStatus, Leave, Left, Message, Status, pack, unpack
+from gemini_ft.private import check_listener, open_log, runtime_folder
 from gemini_ft.transport.wire import frame_length
 
-_START_TIMEOUT = 20.0  # seconds
+_log = logging.getLogger("gemini_ft")
+_QUEUE_SECONDS = 2.0  # that a connection waits for room among those which the agent has not taken in yet
+STACKS_SIGNAL = signal.SIGRTMIN + 11
+_stacks: list[IO[bytes]] = []  # the file of `write_stacks_on_request`, which must stay open
 _children: list[subprocess.Popen[bytes]] = []  # agents this process has started, to collect those that have ended
-
-
-def host_id() -> str:
-    """Name of this host: GEMINI_HOST_ID, or its hostname with the machine's boot id (two containers may share a name)."""
-    return os.environ.get("GEMINI_HOST_ID") or f"{socket.gethostname()}-{machine_id()[:8]}"
-
-
-def machine_id() -> str:
-    """What two hosts have in common exactly when they are one machine."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return "unknown-machine"
 
 
 def socket_name(run: str, host: str) -> bytes:
@@ -40,52 +39,63 @@ def socket_name(run: str, host: str) -> bytes:
 
 
 def log_path(run: str, host: str) -> Path:
-    """Where the agent writes: GEMINI_LOG_DIR, or a folder of this user's own under the temporary directory."""
-    folder = Path(os.environ.get("GEMINI_LOG_DIR") or Path(tempfile.gettempdir()) / f"gemini-ft-{os.getuid()}")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Path of the agent's log: in GEMINI_LOG_DIR, or in this user's own folder (`gemini_ft.private.runtime_folder`)."""
+    if chosen := os.environ.get("GEMINI_LOG_DIR"):
+        folder = Path(chosen)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    else:
+        folder = runtime_folder()
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in f"{run}-{host}")
     return folder / f"agent-{safe}.log"
 
 
 def try_connect(run: str, host: str) -> socket.socket | None:
-    """Connect to the agent, if there is one."""
-    return _try_connect(socket_name(run, host))
+    """Connect to the agent, if there is one.
+
+    Raises:
+        AgentTimeoutError: it takes in no connections.
+        AgentError: another user's process has taken its address.
+    """
+    return _try_connect(socket_name(run, host), f"the agent of run {run!r} on host {host!r}")
 
 
-def _try_connect(address: bytes) -> socket.socket | None:
+def _try_connect(address: bytes, what: str = "an agent") -> socket.socket | None:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(_QUEUE_SECONDS))
         sock.connect(address)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(0.0))
+        check_listener(sock, what)
     except (ConnectionRefusedError, FileNotFoundError):
         sock.close()
         return None
+    except BlockingIOError:  # who listens cannot be known before
+        sock.close()
+        why = "it hangs, or another user's process has the address; end that one, or give the run another id (GEMINI_RUN_ID)"
+        raise AgentTimeoutError(f"{what} has taken in no connection for {_QUEUE_SECONDS:g} s; {why}") from None
+    except AgentError:
+        sock.close()
+        raise
     return sock
 
 
-def connect(run: str, host: str) -> socket.socket:
-    """Connect to the agent of ``run`` on this host; start it if there is none.
-
-    Raises:
-        AgentTimeoutError: it did not come up; the message names its log.
-    """
-    deadline = time.monotonic() + _START_TIMEOUT
-    process: subprocess.Popen[bytes] | None = None
-    while time.monotonic() < deadline:
-        if (sock := try_connect(run, host)) is not None:
-            return sock
-        if process is None or (process.poll() is not None and process.returncode != 0):
-            process = spawn(run, host)
-        time.sleep(0.01)
-    raise AgentTimeoutError(
-        f"the agent of run {run!r} on host {host!r} did not start within {_START_TIMEOUT:g} s; see {log_path(run, host)}"
-    )
+def timeval(seconds: float) -> bytes:
+    """A time as socket options have it."""
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
-def spawn(run: str, host: str) -> subprocess.Popen[bytes]:
-    """Start an agent in a session of its own: signals to the worker's group do not reach it."""
+def is_listening(run: str, host: str) -> bool:
+    """Whether there is an agent, be it one that hangs."""
+    if (sock := try_connect(run, host)) is not None:
+        sock.close()
+    return sock is not None
+
+
+def spawn(run: str, host: str, fds: Sequence[int] = (), arguments: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    """Start an agent in a session of its own: signals to the worker's group do not reach it. It inherits ``fds``, and nothing else."""
     _children[:] = [child for child in _children if child.poll() is None]
-    with open(log_path(run, host), "ab") as log:
-        command = [sys.executable, "-m", "gemini_ft.agent.main", "--run", run, "--host", host]
+    with _open_log(run, host) as log:
+        command = [sys.executable, "-m", "gemini_ft.agent.main", "--run", run, "--host", host, *arguments]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -93,11 +103,23 @@ def spawn(run: str, host: str) -> subprocess.Popen[bytes]:
             stderr=log,
             start_new_session=True,
             close_fds=True,
+            pass_fds=fds,
             cwd="/",
             env=_agent_environment(),
         )
     _children.append(process)
     return process
+
+
+def _open_log(run: str, host: str) -> IO[bytes]:
+    """Where an agent writes; nowhere if the disk is full, as without an agent there would be no snapshots either."""
+    try:
+        return open(open_log(log_path(run, host)), "ab")
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _log.warning("the agent of host %s has no log: %s", host, error)
+        return open(os.devnull, "ab")
 
 
 def shares_fate(pid: int) -> bool:
@@ -107,10 +129,28 @@ def shares_fate(pid: int) -> bool:
     return mine == theirs and any(word in mine for word in ("slurm", "step_", "kubepods", "docker", ".service"))
 
 
+def write_stacks_on_request(run: str, host: str) -> None:
+    """Let this process write to the agent's log where its threads are, before the agent kills it because it hangs."""
+    if signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
+        return  # the script's own
+    with contextlib.suppress(OSError):
+        before, _stacks[:] = list(_stacks), [_open_log(run, host)]
+        faulthandler.register(STACKS_SIGNAL, _stacks[0])
+        for log in before:  # of an earlier run in this process
+            log.close()
+
+
 def set_oom_score(score: int) -> None:
     """When memory runs out, the kernel shall end a worker (500) and not the agent that keeps its state (0)."""
     with contextlib.suppress(OSError):  # lowering below what root has set is not allowed
         Path("/proc/self/oom_score_adj").write_text(str(score))
+
+
+def raise_descriptor_limit() -> None:
+    """As many descriptors as this process is allowed at most: every slot, worker and peer takes one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # infinity, where the kernel has a lower bound of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def yield_to_training() -> None:
@@ -151,9 +191,8 @@ def ask_at(address: bytes, message: Message, timeout: float = 5.0) -> Message | 
 
 def addresses() -> list[bytes]:
     """Where the agents of this user on this machine listen, whatever their runs."""
-    mark = f"@gemini-ft-{os.getuid()}-"
-    paths = (line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines())
-    return sorted({b"\0" + path[1:].encode() for path in paths if path.startswith(mark)})
+    mark = rb" @(gemini-ft-%d-[0-9a-f]{24})$" % os.getuid()  # other users choose other names, of any bytes
+    return sorted({b"\0" + name for name in re.findall(mark, Path("/proc/net/unix").read_bytes(), re.MULTILINE)})
 
 
 def _exactly(sock: socket.socket, count: int) -> bytes:
@@ -180,9 +219,25 @@ def leave(run: str, host: str | None = None) -> None:
         ask(run, host or host_id(), Leave(run=run))
 
 
-def job_finished(run: str) -> None:
-    """The launcher's word that the whole job has ended well."""
-    leave(run)
+def job_finished(run: str) -> str:
+    """The launcher's word that the whole job has ended well; waits for the last upload, as long as the agent answers and waits itself.
+
+    Returns:
+        Why that failed for good; empty: it did not.
+    """
+    host, said = host_id(), False
+    with contextlib.suppress(AgentError, ConnectionError):
+        while True:
+            try:
+                answer = ask(run, host, Leave(run=run, finished=True))
+                return answer.unstored if isinstance(answer, Left) else ""
+            except AgentTimeoutError:
+                if status(run, host) is None:
+                    break
+                if not said:
+                    _log.warning("the job has finished; its last upload has not, and is waited for (storage.patience)")
+                    said = True
+    return ""
 
 
 def job_interrupted(run: str) -> None:

@@ -17,19 +17,24 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 
-from gemini_ft.agent.lifecycle import machine_id, set_oom_score, socket_name, yield_to_training
+from gemini_ft.agent.identity import Identity
+from gemini_ft.agent.lifecycle import raise_descriptor_limit, set_oom_score, socket_name, yield_to_training
 from gemini_ft.agent.memory import Budget, SlotMemory
+from gemini_ft.agent.sparing import Sparing
 from gemini_ft.agent.stream import Stream
+from gemini_ft.agent.vault import Giver
 from gemini_ft.agent.watch import HangDetector
-from gemini_ft.agent.workers import Desk, WorkerConnection
+from gemini_ft.agent.workers import STACKS_SECONDS, Desk, WorkerConnection
 from gemini_ft.controlpage import ControlPage
-from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, MemoryBudgetError, SecretError, SupersededError
+from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, SecretError, SupersededError
+from gemini_ft.hosts import machine_id
 from gemini_ft.messages import (
     PROTOCOL_VERSION,
     Adopt,
     Chunk,
+    Claims,
     Collected,
     Copied,
     Dispatched,
@@ -44,14 +49,16 @@ from gemini_ft.messages import (
     Inject,
     Inventory,
     Leave,
+    Left,
     Map,
     Mapped,
     Message,
     Observed,
     Opened,
     OpenSession,
+    Ping,
+    Pong,
     Progress,
-    Proof,
     Request,
     Reserve,
     Stage,
@@ -65,10 +72,12 @@ from gemini_ft.messages import (
     Watch,
     Welcome,
 )
-from gemini_ft.transport.tcp import Connection, Handler, listen
-from gemini_ft.transport.wire import fingerprint
-from gemini_ft.versions import Incarnation, Version
+from gemini_ft.transport.handshake import Listener, listen
+from gemini_ft.transport.tcp import Connection, Handler
+from gemini_ft.transport.trust import fingerprint
+from gemini_ft.versions import Incarnation
 
+_PARTING = 5.0  # seconds for the leader's word that all have finished
 _TICK = 0.2  # seconds between looks at hangs and at whether to leave
 
 
@@ -78,23 +87,28 @@ class Agent:
     def __init__(self, run: str, host: str) -> None:
         self.run, self.host = run, host
         self.secret = b""
-        self.tls: dict[str, str] | None = None
         self.budget = Budget(None)
         self.streams: dict[str, Stream] = {}
         self._workers: set[WorkerConnection] = set()
         self._hangs: dict[WorkerConnection, HangDetector] = {}
         self._domain = ""
         self._linger = 1800.0
+        self._agent_timeout = 0.0  # as the job has it; this agent only repeats it to who looks after it
+        self._identity = Identity()
         self._idle_since = time.monotonic()
         self._leaving = asyncio.Event()
         self._asked_to_leave = False
-        self._server: asyncio.Server | None = None
+        self._interrupted: set[WorkerConnection] = set()  # by Ctrl-C: the other workers will follow, and nobody comes back
+        self._askers: list[WorkerConnection] = []  # launchers that wait for the end
+        self._waits_until = 0.0  # for the last upload, on the monotonic clock
+        self._server: Listener | None = None
         self._listening: asyncio.Task[None] | None = None
         self._known: Incarnation | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def log(self, text: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a full disk costs the log, and nothing else
+            print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
     async def serve(self, listener: socket.socket) -> None:
         """Until it is time to leave."""
@@ -108,6 +122,8 @@ class Agent:
             self._kill_hanging()
             if self._may_leave():
                 break
+        for asker in self._askers:
+            asker.send(Left(unstored="; ".join(stream.unstored for stream in self.streams.values() if stream.unstored)))
         desk.close()
         await asyncio.sleep(_TICK)  # what was said last, such as that all have finished, must get out before connections close
         for stream in self.streams.values():
@@ -116,13 +132,15 @@ class Agent:
 
     def _may_leave(self) -> bool:
         now = time.monotonic()
-        if any(worker.alive and worker.rank >= 0 for worker in self._workers):
+        if any(worker.alive and worker.rank >= 0 for worker in self._workers - self._interrupted):
             self._idle_since = now
             return self._asked_to_leave and not self._uploading()
         if now - self._idle_since > self._linger:
             return True
         finished = bool(self.streams) and all(stream.finished for stream in self.streams.values())
-        return (self._asked_to_leave or finished) and not self._uploading()
+        if any(stream.finishing for stream in self.streams.values()) and now < self._waits_until:
+            return False  # the leader's word on the last upload is still to come
+        return (self._asked_to_leave or bool(self._interrupted) or finished) and not self._uploading()
 
     def _uploading(self) -> bool:
         return any(stream.uploading for stream in self.streams.values())
@@ -131,37 +149,56 @@ class Agent:
         now = time.monotonic()
         for worker, detector in list(self._hangs.items()):
             silent = detector.hangs(now)
-            if silent is not None and worker.alive:
-                limit = f"hang_timeout {detector.patience:.1f} s"
-                self.log(f"rank {worker.rank} (pid {worker.pid}) made no progress for {silent:.1f} s ({limit}): killing it")
+            if silent is not None and worker.alive and not (detector.starting and self._trains(worker.pid)):
+                self.log(f"rank {worker.rank} (pid {worker.pid}) made no progress for {silent:.1f} s ({detector.reason}): killing it")
                 del self._hangs[worker]
-                worker.kill()
+                self._spawn(self._end(worker))
+
+    def _trains(self, pid: int) -> bool:
+        """Whether a stream of this process is watched step by step: others may have joined long before they begin."""
+        return any(worker.pid == pid and not detector.starting for worker, detector in self._hangs.items())
+
+    async def _end(self, worker: WorkerConnection) -> None:
+        """Let a worker write down where its threads are, and kill it."""
+        worker.ask_for_stacks()
+        await asyncio.sleep(STACKS_SECONDS)
+        worker.kill()
 
     # -- Office
 
     def on_worker_message(self, worker: WorkerConnection, message: Message, fds: list[int]) -> None:
         """One message from a worker, in order."""
+        if worker in self._hangs and not isinstance(message, Ping):  # which a thread sends that never hangs
+            self._hangs[worker].heard(time.monotonic())
         match message:
             case Hello():
                 self._hello(worker, message)
             case GetStatus():
-                worker.send(Status(document=self._status()))
+                worker.send(Status(call=message.call, document=self._status()))
             case Visit():
-                worker.send(self._visited())
-            case Leave():
+                worker.send(self._visited(message))
+            case Leave(finished=finished):
                 self._asked_to_leave = True
+                if finished:
+                    self._askers.append(worker)
+                    self._waits_until = (
+                        time.monotonic() + _PARTING + max((stream.patience for stream in self.streams.values()), default=0.0)
+                    )
+            case Ping():
+                worker.send(Pong(agent_timeout=self._agent_timeout))
+                return
+            case Adopt(shared=shared):
+                self.adopt(fds, shared, Giver(worker, message.incarnation) if worker.stream else None)
             case _ if not worker.stream:
                 raise AgentError(f"{message.kind!r} before hello")
-            case Adopt():
-                self._adopt(worker, fds)
             case GetInventory():
                 stream = self._stream(worker)
                 stream.seal(worker)
-                worker.send(Inventory(slots=stream.vault.inventory(), given_up=sorted(stream.given_up)))
+                worker.send(Inventory(call=message.call, slots=stream.vault.inventory(), given_up=sorted(stream.given_up)))
             case OpenSession():
                 self._open_session(worker, message)
-            case Verify(version=version):
-                self._spawn(self._answer(worker, message, self._verify(worker, version)))
+            case Verify():
+                self._spawn(self._answer(worker, message, self._verify(worker, message)))
             case Stage():
                 self._spawn(self._answer(worker, message, self._stage(worker, message)))
             case Map():
@@ -248,22 +285,25 @@ class Agent:
         task.add_done_callback(self._tasks.discard)
 
     def _open_session(self, worker: WorkerConnection, message: OpenSession) -> None:
+        self._stream(worker).check_inventory(worker)
         incarnation = message.spec.incarnation
         worker.incarnation = incarnation
         self._known = incarnation if self._known is None else max(self._known, incarnation)
         self.secret = message.secret
         self._stream(worker).open(message.spec, message.readopt, message.committed)
-        self._hangs[worker] = HangDetector(message.spec.hang_timeout)
+        self._identity.write(self.secret, self._known)
+        self._hangs.setdefault(worker, HangDetector()).limit = message.spec.hang_timeout
         if message.readopt:
             self._hangs[worker].take_over(time.monotonic())
-        worker.send(Opened())
+        worker.send(Opened(call=message.call))
 
-    async def _verify(self, worker: WorkerConnection, version: Version) -> None:
-        worker.send(Verified(sound=await self._stream(worker).vault.verify(version)))
+    async def _verify(self, worker: WorkerConnection, asked: Verify) -> None:
+        sound = await self._stream(worker).vault.verify(asked.version)
+        worker.send(Verified(call=asked.call, version=asked.version, sound=sound))
 
     async def _stage(self, worker: WorkerConnection, order: Stage) -> None:
         await self._stream(worker).stage(order)
-        worker.send(Staged())
+        worker.send(Staged(call=order.call, owner=order.owner, version=order.version))
 
     async def _answer(self, worker: WorkerConnection, message: Message, work: Coroutine[None, None, None]) -> None:
         """An answer that takes time; whatever goes wrong meanwhile is the answer then."""
@@ -288,13 +328,16 @@ class Agent:
                 "give all workers of a run the same GEMINI_SECRET_FILE"
             )
         self.secret = hello.secret or self.secret or secrets.token_bytes(32)
-        self.tls, self._domain, self._linger = hello.tls, hello.domain, hello.linger
+        self._domain, self._linger, self._agent_timeout = hello.domain, hello.linger, hello.agent_timeout
+        self._identity.write(self.secret, self._known)
         if hello.memory_limit is not None:
             self.budget.limit, self.budget.stated = hello.memory_limit, True
         worker.rank, worker.stream = hello.rank, hello.stream
         self._workers.add(worker)
+        self._hangs[worker] = HangDetector(start_limit=hello.start_timeout, last=time.monotonic())
         self._asked_to_leave = False
-        self.streams.setdefault(hello.stream, Stream(hello.stream, self))
+        self._interrupted.clear()
+        self.streams.setdefault(hello.stream, Stream(hello.stream, self)).encrypt = hello.encrypt
         self._spawn(self._welcome(worker, hello))
 
     async def _welcome(self, worker: WorkerConnection, hello: Hello) -> None:
@@ -307,7 +350,7 @@ class Agent:
             worker.refuse(hello, error)
             return
         assert self._server is not None
-        address = self._server.sockets[0].getsockname()[:2]
+        address = self._server.address
         info = HostInfo(
             host=self.host,
             machine=machine_id(),
@@ -321,38 +364,70 @@ class Agent:
         stream = self._stream(worker)
         worker.send(
             Welcome(
+                call=hello.call,
                 info=info,
                 secret=self.secret,
                 pid=os.getpid(),
                 resumed=stream.stuck_at,
                 attempts=stream.attempts,
                 finished=stream.finished,
+                incarnation=stream.spec.incarnation if stream.spec is not None else None,
+                lineage=stream.spec.lineage if stream.spec is not None else [],
+                overtaken=stream.spec.overtaken if stream.spec is not None else [],
             )
         )
 
     async def _listen(self, hello: Hello) -> None:
-        self._server = await listen(hello.bind, hello.ports, lambda: self.secret, self._accept, self.log, self.tls, hello.preferred_port)
+        self._server = await listen(
+            hello.bind, hello.ports, lambda: self.secret, self._accept, Sparing(self.log), self._encrypts, hello.preferred_port
+        )
 
-    def _accept(self, connection: Connection, proof: Proof) -> Handler:
-        if proof.run != self.run or proof.stream not in self.streams:
-            raise AgentError(f"host {proof.host!r} asks for stream {proof.stream!r} of run {proof.run!r}; this agent serves {self.run!r}")
-        return self.streams[proof.stream].accept(connection, proof)
+    def _encrypts(self, stream: str) -> bool:
+        return self.streams[stream].encrypt
 
-    def _adopt(self, worker: WorkerConnection, fds: list[int]) -> None:
-        for fd in fds:
+    def _accept(self, connection: Connection, claims: Claims) -> Handler:
+        if claims.to != self.host:
+            raise AgentError(f"host {claims.host!r} takes this host for {claims.to!r}, but it is {self.host!r}; two hosts share an address")
+        if claims.run != self.run or claims.stream not in self.streams:
+            raise AgentError(
+                f"host {claims.host!r} asks for stream {claims.stream!r} of run {claims.run!r}; this agent serves {self.run!r}"
+            )
+        return self.streams[claims.stream].accept(connection, claims)
+
+    def adopt(self, fds: Sequence[int], shared: Sequence[bool] = (), giver: Giver | None = None) -> None:
+        """Take slots over that another agent has made; ``shared``: which of them another process than the giver may still write to."""
+        for fd, is_shared in zip(fds, shared or [False] * len(fds), strict=True):
             try:
                 memory = SlotMemory.adopt(fd)
-                self.streams.setdefault(memory.shape.stream, Stream(memory.shape.stream, self)).vault.adopt(memory)
-            except (CorruptDataError, MemoryBudgetError, OSError, ValueError) as error:
+                self.streams.setdefault(memory.shape.stream, Stream(memory.shape.stream, self)).adopt(memory, is_shared, giver)
+            except (CorruptDataError, OSError, ValueError) as error:
                 self.log(f"a slot could not be adopted: {error}")
                 os.close(fd)
+
+    def inherit(self, slots: str, identity: int) -> None:
+        """Begin with what an agent before has left: ``5,6!`` are descriptors of its slots, ! those that others may still write to."""
+        entries = [entry for entry in slots.split(",") if entry]
+        fds = [int(entry.rstrip("!")) for entry in entries]
+        for fd in [*fds, *([identity] if identity >= 0 else [])]:
+            os.set_inheritable(fd, False)
+        self.adopt(fds, [entry.endswith("!") for entry in entries])
+        if identity >= 0:
+            self.secret, self._known = self._identity.take_over(identity)
+        self.log(f"begins with {len(fds)} slots of an agent that hung")
 
     def _map(self, worker: WorkerConnection, message: Map) -> None:
         stream = self._stream(worker)
         for (owner, _), memory in stream.vault.memory.items():
             if owner == message.owner and memory.version == message.version:
                 shape = memory.shape
-                mapped = Mapped(data_offset=shape.data_offset, data_bytes=shape.data_bytes, extras_bytes=memory.extras_bytes)
+                mapped = Mapped(
+                    call=message.call,
+                    owner=message.owner,
+                    version=message.version,
+                    data_offset=shape.data_offset,
+                    data_bytes=shape.data_bytes,
+                    extras_bytes=memory.extras_bytes,
+                )
                 worker.send(mapped, (memory.fd,))
                 return
         raise AgentError(f"host {self.host} has no copy of rank {message.owner}'s shard of {message.version} any more")
@@ -362,15 +437,15 @@ class Agent:
         if finished:
             self._stream(worker).on_finished(worker.rank)
         else:
-            self._asked_to_leave = True
+            self._interrupted.add(worker)
 
-    def _visited(self) -> Visited:
+    def _visited(self, visit: Visit) -> Visited:
         streams = {
             name: StreamInfo(slots=stream.vault.inventory(), committed=stream.host.committed, spec=stream.spec)
             for name, stream in self.streams.items()
         }
-        address = self._server.sockets[0].getsockname()[:2] if self._server is not None else None
-        return Visited(run=self.run, host=self.host, address=address, secret=self.secret, tls=self.tls, streams=streams)
+        address = self._server.address if self._server is not None else None
+        return Visited(call=visit.call, run=self.run, host=self.host, address=address, secret=self.secret, streams=streams)
 
     def _status(self) -> str:
         document = {
@@ -396,17 +471,21 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gemini agent", description="Own the snapshot memory of one host and run.")
     parser.add_argument("--run", required=True, help="run id")
     parser.add_argument("--host", required=True, help="host id")
+    parser.add_argument("--inherit", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--identity", type=int, default=-1, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    try:
-        listener = _bind(options.run, options.host)
-    except OSError:
-        return 0
+    raise_descriptor_limit()
     yield_to_training()
     set_oom_score(0)  # a worker that restarted us has raised its own
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the workers; they say goodbye
 
     async def run() -> None:
-        await Agent(options.run, options.host).serve(listener)
+        agent = Agent(options.run, options.host)
+        if options.inherit or options.identity >= 0:
+            agent.inherit(options.inherit, options.identity)
+        with contextlib.suppress(OSError):  # another agent is there already
+            listener = _bind(options.run, options.host)
+            await agent.serve(listener)
         os._exit(0)  # asyncio would wait for a thread that hangs in storage, and the memory stay as long
 
     asyncio.run(run())

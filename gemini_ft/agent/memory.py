@@ -8,7 +8,8 @@ A slot's memfd, front to back:
     data      page aligned; the shard's tensor bytes, then its extras
 
 Only the agent writes the first three; a worker writes data. An agent that takes the memfd over from a worker
-finds everything it needs in the header, so its predecessor's death loses nothing.
+finds everything it needs in the header, so its predecessor's death loses nothing. A header that gives the slot a version
+has the root of the copy too (`gemini_ft.roots`), which ties all four parts together.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,11 @@ import psutil
 import xxhash
 
 from gemini_ft.errors import CorruptDataError, MemoryBudgetError
+from gemini_ft.roots import checksum, layout_digest, shard_root
 from gemini_ft.versions import Incarnation, Version
 
 _MAGIC = b"GEMINIFT"
-FORMAT = 1
+FORMAT = 2
 EXTRAS_ROOM = 2**20  # bytes of small state a slot has room for at least
 _HEADER_BYTES = 4096
 _PAGE = 2 * 2**20  # data starts on a huge-page border, so that the kernel may use huge pages for it
@@ -68,6 +71,11 @@ class SlotShape:
     def max_chunks(self) -> int:
         # extras are cut apart from the tensors, so both ends may have a short chunk
         return -(-self.data_bytes // self.chunk_bytes) + -(-self.extras_capacity // self.chunk_bytes)
+
+    @cached_property
+    def layout_digest(self) -> bytes:
+        """Its part of every root."""
+        return layout_digest(self.layout)
 
     @property
     def layout_offset(self) -> int:
@@ -120,6 +128,7 @@ class SlotMemory:
         self.memory = mmap.mmap(fd, shape.total)
         self._view = memoryview(self.memory)
         self.version: Version | None = None
+        self.root = ""  # of the copy that is here; empty exactly when there is no version
         self.extras_bytes = 0
         self.chunks: dict[int, tuple[int, int, int]] = {}  # index -> (offset, nbytes, digest) of what is laid down
         self.unchanged: set[int] = set()  # of these, the ones that are what the slot held there before
@@ -131,9 +140,13 @@ class SlotMemory:
     def create(cls, shape: SlotShape) -> SlotMemory:
         """Make a sealed memfd: a client that truncated it would kill every process that maps it."""
         fd = os.memfd_create(f"gemini:{shape.stream}:{shape.owner}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, shape.total)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        slot = cls(shape, fd)
+        try:
+            os.ftruncate(fd, shape.total)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            slot = cls(shape, fd)
+        except OSError:
+            os.close(fd)
+            raise
         slot._view[shape.layout_offset : shape.layout_offset + len(shape.layout)] = shape.layout
         slot.clear()
         return slot
@@ -143,7 +156,7 @@ class SlotMemory:
         """Take over a memfd another agent made.
 
         Raises:
-            CorruptDataError: the header is not whole, or of another format.
+            CorruptDataError: the header is not whole, or of another format; or layout and checksums are not those of the version it names.
         """
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise CorruptDataError("a slot's memory is not sealed: whoever truncates it would kill this process")
@@ -155,14 +168,31 @@ class SlotMemory:
         slot = cls(SlotShape(layout=layout, **{name: fields[name] for name in names}), fd)
         if fields["version"] is not None:
             (number, nonce), iteration = fields["version"]
-            slot._load(Version(Incarnation(number, nonce), iteration), fields["extras_bytes"], fields["completed_at"])
+            slot.version, slot.root = Version(Incarnation(number, nonce), iteration), fields["root"]
+            slot.extras_bytes, slot.completed_at = fields["extras_bytes"], fields["completed_at"]
+            cuts = slot.cuts(slot.extras_bytes)
+            slot.chunks = {i: (*cut, digest) for i, (cut, digest) in enumerate(zip(cuts, slot._checksums(), strict=True))}
+            if not slot.is_genuine:
+                what = f"rank {slot.shape.owner}'s copy of {slot.version} in this host's memory"
+                slot._release()
+                raise CorruptDataError(f"{what} is damaged: its layout or its checksums are not those that its root was formed of")
         return slot
 
-    def _load(self, version: Version, extras_bytes: int, completed_at: float) -> None:
-        self.version, self.extras_bytes, self.completed_at = version, extras_bytes, completed_at
-        for index, (offset, nbytes) in enumerate(self.cuts(extras_bytes)):
-            at = _HEADER_BYTES + 8 * index
-            self.chunks[index] = (offset, nbytes, struct.unpack_from("<Q", self._view, at)[0])
+    def _checksums(self) -> list[int]:
+        """The checksums of the present chunks, as they are in the memory itself."""
+        return list(struct.unpack_from(f"<{len(self.cuts(self.extras_bytes))}Q", self._view, _HEADER_BYTES))
+
+    def _root(self, version: Version, extras_bytes: int, layout: bytes, checksums: Sequence[int]) -> str:
+        return shard_root(self.shape.owner, version, layout, (self.shape.data_bytes, extras_bytes, self.shape.chunk_bytes), checksums)
+
+    @property
+    def is_genuine(self) -> bool:
+        """Whether layout and checksums in the memory, and those known here, are the ones that the root was formed of."""
+        if self.version is None:
+            return False
+        shape, known = self.shape, [self.chunks[i][2] for i in range(len(self.cuts(self.extras_bytes)))]
+        layout = layout_digest(bytes(self._view[shape.layout_offset : shape.layout_offset + len(shape.layout)]))
+        return known == self._checksums() and self.root == self._root(self.version, self.extras_bytes, layout, known)
 
     def cuts(self, extras_bytes: int) -> list[tuple[int, int]]:
         """(offset, nbytes) of every chunk: the tensors' first, then the extras'."""
@@ -176,7 +206,7 @@ class SlotMemory:
 
     def clear(self) -> None:
         """What is in the slot is worth nothing (from now on, and after a crash as well)."""
-        self.version, self.extras_bytes, self.chunks, self.unchanged = None, 0, {}, set()
+        self.version, self.root, self.extras_bytes, self.chunks, self.unchanged = None, "", 0, {}, set()
         self._write_header()
 
     def forget(self, index: int | None = None) -> None:
@@ -205,24 +235,32 @@ class SlotMemory:
         """
         if self._held.get(index) != (offset, nbytes, digest):
             return False
-        if xxhash.xxh3_64_intdigest(self.data(offset, nbytes)) != digest:
+        if checksum(self.data(offset, nbytes)) != digest:
             self.forget(index)
             return False
         self.put_chunk(index, offset, nbytes, digest)
         return True
 
-    def finish(self, version: Version, extras_bytes: int) -> bool:
-        """Give the slot its identity, if every chunk is there."""
+    def is_whole(self, extras_bytes: int) -> bool:
+        """Whether every chunk has been laid down."""
         cuts = self.cuts(extras_bytes)
-        if any(self.chunks.get(i, (0, 0, 0))[:2] != cut for i, cut in enumerate(cuts)):
+        return self.chunks.keys() >= set(range(len(cuts))) and all(self.chunks[i][:2] == cut for i, cut in enumerate(cuts))
+
+    def finish(self, version: Version, extras_bytes: int, root: str | None) -> bool:
+        """Give the slot its identity, if every chunk is there, and together they come to ``root`` (None: nobody has one to compare)."""
+        if not self.is_whole(extras_bytes):
             return False
-        self.version, self.extras_bytes, self.completed_at = version, extras_bytes, time.time()
+        checksums = [self.chunks[i][2] for i in range(len(self.cuts(extras_bytes)))]
+        found = self._root(version, extras_bytes, self.shape.layout_digest, checksums)
+        if root not in (None, found):
+            return False
+        self.version, self.root, self.extras_bytes, self.completed_at = version, found, extras_bytes, time.time()
         self._write_header()
         return True
 
     def damaged(self) -> list[int]:
         """Check every chunk against its digest; returns the indices that do not match."""
-        return [i for i, (at, n, digest) in self.chunks.items() if xxhash.xxh3_64_intdigest(self.data(at, n)) != digest]
+        return [i for i, (at, n, digest) in self.chunks.items() if checksum(self.data(at, n)) != digest]
 
     def _write_header(self) -> None:
         shape = self.shape
@@ -239,6 +277,7 @@ class SlotMemory:
             "extras_capacity": shape.extras_capacity,
             "chunk_bytes": shape.chunk_bytes,
             "version": self.version,
+            "root": self.root,
             "extras_bytes": self.extras_bytes,
             "completed_at": self.completed_at,
         }
@@ -257,10 +296,13 @@ class SlotMemory:
         return max(0.0, time.time() - self.completed_at)
 
     def close(self) -> None:
+        self._release()
+        os.close(self.fd)
+
+    def _release(self) -> None:
         self._view.release()
         with contextlib.suppress(BufferError):  # a reader still has a view: the mapping goes with it
             self.memory.close()
-        os.close(self.fd)
 
 
 def _read_header(raw: bytes) -> dict[str, Any]:
@@ -308,8 +350,10 @@ def _cgroup_folders() -> list[tuple[Path, str, str]]:
 class Budget:
     """How many bytes of slots this host may hold. One owner: the agent."""
 
+    _PART = 0.6  # of the available memory, where the user has stated no limit
+
     def __init__(self, limit: int | None) -> None:
-        self.limit = limit if limit is not None else int(0.6 * available_memory())
+        self.limit = limit if limit is not None else int(self._PART * available_memory())
         self.stated = limit is not None
         self.used = 0
 
@@ -330,6 +374,12 @@ class Budget:
                 f"{what} needs {nbytes:,} bytes; only {available_memory():,} are available on this host. Lower replicas, or use more hosts."
             )
         self.used += nbytes
+
+    def take_over(self, nbytes: int) -> None:
+        """Count in what an agent before has taken: it was not available when this one started, and would be without it."""
+        self.used += nbytes
+        if not self.stated:
+            self.limit += int(self._PART * nbytes)
 
     def give_back(self, nbytes: int) -> None:
         self.used -= nbytes

@@ -105,6 +105,10 @@ class Outbound:
     def notify(self, text: str) -> None:
         self._home.notify(text)
 
+    def late_answer(self, text: str) -> None:
+        self._home.counters["late_answers"] += 1
+        self._home.log(text)
+
     def log(self, text: str) -> None:
         self._home.log(text)
 
@@ -123,7 +127,6 @@ class Outbound:
 
     def _link(self, peer: str) -> Link:
         if peer not in self._links:
-            address, claims = self._spec.addresses[peer], self._home.claims("replicate")
-            secret, tls = (lambda: self._agent.secret), self._agent.tls
-            self._links[peer] = Link(self, peer, address, claims, secret, tls, self._spec.traffic, self._gate)
+            address, claims = self._spec.addresses[peer], self._home.claims("replicate", peer)
+            self._links[peer] = Link(self, peer, address, claims, lambda: self._agent.secret, self._spec.traffic, self._gate)
         return self._links[peer]

@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-import xxhash
-
 from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.messages import Ack, Astray, Begin, Chunk, Drop, End, Message, Offer, Parcel, Ready, Refused, Resend, Unchanged
+from gemini_ft.roots import checksum
 from gemini_ft.transport.tcp import Connection
 from gemini_ft.versions import Version
 
@@ -143,9 +142,9 @@ class Receiver:
         try:
             await self._owner.make_room(offer)
         except GeminiError as error:
-            self._connection.send(Refused(owner=offer.owner, text=str(error)))
+            self._connection.send(Refused(call=offer.call, owner=offer.owner, text=str(error)))
         else:
-            self._connection.send(Ready(owner=offer.owner, rank=self._owner.keeper(offer.owner)))
+            self._connection.send(Ready(call=offer.call, owner=offer.owner, rank=self._owner.keeper(offer.owner)))
 
     def _memory(self, owner: int, iteration: int) -> SlotMemory | None:
         now, memory = self._open.get(owner, (-1, None))
@@ -175,7 +174,7 @@ class Receiver:
         memory = self._memory(chunk.owner, chunk.iteration)
         if memory is None:
             return
-        if xxhash.xxh3_64_intdigest(memory.data(chunk.offset, chunk.nbytes)) == chunk.digest:
+        if checksum(memory.data(chunk.offset, chunk.nbytes)) == chunk.digest:
             memory.put_chunk(chunk.index, chunk.offset, chunk.nbytes, chunk.digest)
             return
         self._owner.log(f"chunk {chunk.index} of rank {chunk.owner} from host {self.host} arrived damaged; asking again")

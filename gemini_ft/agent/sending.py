@@ -7,6 +7,7 @@ arrival; a damaged one is asked for again. A connection that breaks is dialled a
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from typing import Protocol
 
 from gemini_ft.agent.gate import Gate, Pass
 from gemini_ft.agent.memory import SlotMemory, SlotShape
+from gemini_ft.agent.sparing import Sparing
 from gemini_ft.agent.ways import ByAgents, ByWorkers, Way
 from gemini_ft.config import TrafficConfig
 from gemini_ft.errors import GeminiError, PeerError
@@ -24,19 +26,20 @@ from gemini_ft.messages import (
     Astray,
     Begin,
     Chunk,
+    Claims,
     Dispatch,
     Drop,
     End,
     Message,
     Offer,
-    Proof,
     Ready,
     Refused,
     Resend,
     SpanUse,
     Unchanged,
 )
-from gemini_ft.transport.tcp import Address, Connection, Meter, dial
+from gemini_ft.transport.handshake import dial
+from gemini_ft.transport.tcp import Address, Connection, Meter
 from gemini_ft.versions import Version
 
 _IN_FLIGHT = 4  # chunks handed to the kernel's queue ahead of the wire
@@ -113,6 +116,9 @@ class LinkOwner(Protocol):
     def arrived(self, out: Outgoing, peer: str, meter: Meter) -> None:
         """The peer has acknowledged a shard; ``meter`` has the connection's counters now."""
 
+    def late_answer(self, text: str) -> None:
+        """An answer came that nobody waits for any more; it is dropped."""
+
     def log(self, text: str) -> None: ...
 
 
@@ -124,19 +130,20 @@ class Link:
         owner: LinkOwner,
         peer: str,
         address: Address,
-        claims: Proof,
+        claims: Claims,
         secret: Callable[[], bytes],
-        tls: dict[str, str] | None,
         traffic: TrafficConfig,
         gate: Gate,
     ) -> None:
-        self._owner, self.peer, self._address, self._claims, self._secret, self._tls = owner, peer, address, claims, secret, tls
+        self._owner, self.peer, self._address, self._claims, self._secret = owner, peer, address, claims, secret
+        self._log = Sparing(owner.log)  # whoever stands in between can break every connection
         self._traffic, self._gate = traffic, gate
         self._by_workers = traffic.transport == "collective"
         self._keepers: dict[int, int] = {}  # owner -> rank of the peer's worker that keeps its replica
         self._way: Way | None = None
         self._active: list[Outgoing] = []
-        self._rooms: dict[int, SlotShape] = {}  # owner -> what the peer has been offered room for
+        self._rooms: dict[int, tuple[SlotShape, int]] = {}  # owner -> what the peer was asked to have room for last, and that call's number
+        self._calls = itertools.count(1)
         self._ready: set[int] = set()
         self._measured = False
         self._connection: Connection | None = None
@@ -182,7 +189,9 @@ class Link:
     # -- Handler
 
     def on_message(self, message: Message) -> memoryview | None:
-        if isinstance(message, Ready):
+        if isinstance(message, Ready | Refused) and self._rooms.get(message.owner, (None, 0))[1] != message.call:
+            self._owner.late_answer(f"host {self.peer} answered an offer of rank {message.owner}'s shard that has been replaced")
+        elif isinstance(message, Ready):
             self._ready.add(message.owner)
             if message.rank is not None:
                 self._keepers[message.owner] = message.rank
@@ -227,7 +236,7 @@ class Link:
         for out in [o for o in self._active if o.cancelled]:
             self._over(out)
         if self._active:
-            self._owner.log(f"replication to host {self.peer} broke off: {reason}; dialling again")
+            self._log(f"replication to host {self.peer} broke off: {reason}; dialling again")
         self._wake.set()
 
     # -- inside
@@ -243,9 +252,7 @@ class Link:
         out.presumed.difference_update(message.chunks)
         out.resends += not (absent or message.restart)
         if out.resends > _MAX_RESENDS and not message.restart:
-            self._owner.log(
-                f"host {self.peer} received damaged chunks of rank {out.owner} {_MAX_RESENDS} times: giving up; check its network"
-            )
+            self._log(f"host {self.peer} received damaged chunks of rank {out.owner} {_MAX_RESENDS} times: giving up; check its network")
             out.cancelled = True
         elif message.restart:
             out.restart()
@@ -273,10 +280,10 @@ class Link:
         while True:
             await self._something_to_send()
             try:
-                connection = await dial(self._address, self._claims, self._secret(), self, self._tls)
+                connection = await dial(self._address, self._claims, self._secret(), self)
             except GeminiError as error:
                 if delay == 0.05:
-                    self._owner.log(f"host {self.peer}: {error}")
+                    self._log(f"host {self.peer}: {error}")
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, 2.0)
                 for out in [o for o in self._active if o.cancelled]:
@@ -316,11 +323,12 @@ class Link:
         shape = out.memory.shape
         if out.cancelled:
             return self._withdraw(out, connection)
-        if self._rooms.get(out.owner) != shape:
-            self._rooms[out.owner] = shape
+        if self._rooms.get(out.owner, (None, 0))[0] != shape:
+            self._rooms[out.owner] = shape, next(self._calls)
             self._ready.discard(out.owner)
             connection.send(
                 Offer(
+                    call=self._rooms[out.owner][1],
                     owner=out.owner,
                     layout=shape.layout,
                     layout_hash=shape.layout_hash,

@@ -5,41 +5,52 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-import xxhash
-
 from gemini_ft.agent.home import AgentServices, Home
 from gemini_ft.agent.inbound import Inbound
+from gemini_ft.agent.lease import Lease
 from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.layout import Layout
-from gemini_ft.messages import Data, Describe, Description, Failed, Fetch, Message, Offer, SessionSpec
-from gemini_ft.transport.tcp import Connection, dial
+from gemini_ft.messages import Data, Describe, Description, Failed, Fetch, Heartbeat, Message, Offer, SessionSpec, check_answer
+from gemini_ft.roots import checksum
+from gemini_ft.transport.handshake import dial
+from gemini_ft.transport.tcp import Connection
 from gemini_ft.versions import Version
 
 _REBUILD_TURNS = 5  # how often each peer is asked
+_LEASE = 30.0  # seconds, for readers between two sessions
 _REBUILD_PAUSE = 0.3  # seconds between two turns
 
 
 class Fetcher:
-    """Serves one reader. The slot it reads is pinned until the reader hangs up."""
+    """Serves one reader. The slot it reads is pinned until the reader hangs up, or gives no sign of life for its lease."""
 
     def __init__(self, stream: Home, connection: Connection, host: str) -> None:
         self._stream, self._connection, self._host = stream, connection, host
         self._held: dict[tuple[int, Version], int] = {}
+        self._lease = Lease(connection, stream.spec.replica_timeout if stream.spec is not None else _LEASE, self._expired)
+
+    def _expired(self, seconds: float) -> None:
+        if self._held:
+            read = ", ".join(f"rank {owner}'s {version}" for owner, version in self._held)
+            self._stream.log(f"host {self._host} has read nothing of {read} for {seconds:g} s: its slots are taken back")
 
     @property
     def _name(self) -> str:
         return f"fetch:{self._host}:{self._connection.peer}"
 
     def on_message(self, message: Message) -> memoryview | None:
+        self._lease.renew()
+        if isinstance(message, Heartbeat):
+            return None
         if not isinstance(message, Fetch | Describe):
             raise PeerError(f"host {self._host} sent {message.kind!r} on a connection for reading")
         memory = self._pin(message.owner, message.version)
         if memory is None:
             text = f"host {self._stream.host.name} has no complete copy of rank {message.owner}'s shard of {message.version}"
-            self._connection.send(Failed(error="PeerError", text=text))
+            self._connection.send(Failed(call=message.call, error="PeerError", text=text))
         elif isinstance(message, Describe):
-            self._describe(memory)
+            self._describe(memory, message)
         else:
             self._send(memory, message)
         return None
@@ -48,6 +59,7 @@ class Fetcher:
         raise PeerError("raw bytes on a connection that only reads")
 
     def on_lost(self, reason: str) -> None:
+        self._lease.end()
         for (owner, _), slot in self._held.items():
             self._stream.perform(self._stream.host.release(owner, slot, self._name))
 
@@ -58,16 +70,20 @@ class Fetcher:
         self._held[owner, version] = slot.index
         return self._stream.vault.memory[owner, slot.index]
 
-    def _describe(self, memory: SlotMemory) -> None:
+    def _describe(self, memory: SlotMemory, asked: Describe) -> None:
         shape = memory.shape
         self._connection.send(
             Description(
+                call=asked.call,
+                owner=asked.owner,
+                version=asked.version,
                 layout=shape.layout,
                 layout_hash=shape.layout_hash,
                 data_bytes=shape.data_bytes,
                 extras_bytes=memory.extras_bytes,
                 extras_capacity=shape.extras_capacity,
                 chunk_bytes=shape.chunk_bytes,
+                root=memory.root,
                 digests=[memory.chunks[i][2] for i in range(len(memory.chunks))],
             )
         )
@@ -79,8 +95,7 @@ class Fetcher:
         step = memory.shape.chunk_bytes
         for offset in range(fetch.offset, end, step):
             nbytes = min(step, end - offset)
-            digest = xxhash.xxh3_64_intdigest(memory.data(offset, nbytes))
-            data = Data(offset=offset, nbytes=nbytes, digest=digest)
+            data = Data(call=fetch.call, owner=fetch.owner, version=fetch.version, offset=offset, nbytes=nbytes)
             self._connection.send(data, memory.data(offset, nbytes))
 
 
@@ -89,10 +104,14 @@ class _Copier:
 
     def __init__(self) -> None:
         self.memory: SlotMemory | None = None
+        self.asked: Fetch | None = None
         self.inbox: asyncio.Queue[Message | str] = asyncio.Queue()
 
     def on_message(self, message: Message) -> memoryview | None:
-        if isinstance(message, Data) and self.memory is not None:
+        if isinstance(message, Data) and self.memory is not None and self.asked is not None:
+            check_answer(self.asked, message)
+            if (message.offset, message.nbytes) != (self.asked.offset, self.asked.nbytes):
+                raise PeerError(f"bytes {message.offset}+{message.nbytes} came where {self.asked.offset}+{self.asked.nbytes} were due")
             return self.memory.data(message.offset, message.nbytes)
         self.inbox.put_nowait(message)
         return None
@@ -131,12 +150,14 @@ async def rebuild(stream: Home, inbound: Inbound, spec: SessionSpec, agent: Agen
 async def _copy(stream: Home, inbound: Inbound, spec: SessionSpec, agent: AgentServices, owner: int, source: str) -> None:
     assert spec.resumed is not None
     copier = _Copier()
-    connection = await dial(spec.addresses[source], stream.claims("fetch"), agent.secret, copier, agent.tls)
+    connection = await dial(spec.addresses[source], stream.claims("fetch", source), agent.secret, copier)
     try:
-        connection.send(Describe(owner=owner, version=spec.resumed))
+        asked = Describe(owner=owner, version=spec.resumed)
+        connection.send(asked)
         about = await asyncio.wait_for(copier.inbox.get(), 30)
         if not isinstance(about, Description):
             raise PeerError(str(getattr(about, "text", about)))
+        check_answer(asked, about)
         await _fill(stream, inbound, spec.resumed, owner, about, copier, connection)
     finally:
         connection.abort("done")
@@ -168,14 +189,16 @@ async def _fill(
         for index, (offset, nbytes) in enumerate(memory.cuts(about.extras_bytes)):
             if stream.host.slots(owner).committed != version:
                 raise PeerError("a newer version is committed")
-            connection.send(Fetch(owner=owner, version=version, offset=offset, nbytes=nbytes))
+            copier.asked = Fetch(call=index + 1, owner=owner, version=version, offset=offset, nbytes=nbytes)
+            connection.send(copier.asked)
             data = await asyncio.wait_for(copier.inbox.get(), 30)
             digest = about.digests[index]
-            if not isinstance(data, Data) or xxhash.xxh3_64_intdigest(memory.data(offset, nbytes)) != digest:
+            if not isinstance(data, Data) or checksum(memory.data(offset, nbytes)) != digest:
                 raise PeerError(f"chunk {index} is damaged or missing: {data}")
             memory.put_chunk(index, offset, nbytes, digest)
-        if memory.finish(version, about.extras_bytes):
-            stream.perform(stream.host.rebuilt(owner, version))
+        if not memory.finish(version, about.extras_bytes, stream.host.roots.get(owner, about.root)):
+            raise PeerError(f"what came of rank {owner}'s shard of {version} has another root than the one that was committed")
+        stream.perform(stream.host.rebuilt(owner, version, memory.root))
     finally:
         if memory.version is None:
             with contextlib.suppress(KeyError):

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
-import xxhash
-
 from gemini_ft.agent.memory import SlotMemory, SlotShape, extras_room
 from gemini_ft.agent.transfer import Transfer
 from gemini_ft.config import StorageConfig
+from gemini_ft.errors import CorruptDataError
 from gemini_ft.messages import Stage
+from gemini_ft.roots import checksum
 from gemini_ft.storage.base import open_storage
 from gemini_ft.storage.shard import ShardRecord, StoredShard
 
@@ -43,14 +43,14 @@ class StoredCopy:
             layout=layout.to_bytes(),
             data_bytes=layout.nbytes,
             extras_capacity=extras_room(len(self.extras)),
-            chunk_bytes=order.chunk_bytes,
+            chunk_bytes=self._stored.record.chunk_bytes,  # the committed root is one over chunks of this size
         )
 
     def fill(self, memory: SlotMemory) -> None:
         """Lay the shard down by parallel ranged reads, each checked against its checksum, and give the slot its identity.
 
         Raises:
-            CorruptDataError: a part does not match its checksum; the rest is not read any more.
+            CorruptDataError: a part does not match its checksum (the rest is not read any more), or the whole not the committed root.
             StorageError: the storage cannot be read.
         """
         size, step = memory.shape.data_bytes, _CHUNKS * self._stored.record.chunk_bytes
@@ -62,7 +62,7 @@ class StoredCopy:
             transfer.add(nbytes)
 
         def digest(cut: tuple[int, int]) -> int:
-            return xxhash.xxh3_64_intdigest(memory.data(*cut))
+            return checksum(memory.data(*cut))
 
         memory.data(size, len(self.extras))[:] = self.extras
         cuts = memory.cuts(len(self.extras))
@@ -74,5 +74,7 @@ class StoredCopy:
                 raise failures[0].with_traceback(None)  # its frames would keep views of the memory
             for index, (cut, value) in enumerate(zip(cuts, pool.map(digest, cuts), strict=True)):
                 memory.put_chunk(index, *cut, value)
-        memory.finish(self._order.version, len(self.extras))
+        if not memory.finish(self._order.version, len(self.extras), self._stored.record.root or None):
+            key = self._stored.record.key
+            raise CorruptDataError(f"{key}: every part is sound, and together they are not what was committed; use an older checkpoint")
         transfer.finish()

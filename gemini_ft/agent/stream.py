@@ -12,17 +12,20 @@ from gemini_ft.agent.custody import Custodians
 from gemini_ft.agent.home import AgentServices, WorkerPort
 from gemini_ft.agent.inbound import REPLICA_SLOTS, Inbound, may_be_written_by_another, shape_of
 from gemini_ft.agent.leadership import Leader, MemberLink, as_message
+from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.agent.outbound import Outbound
 from gemini_ft.agent.receiving import Receiver
 from gemini_ft.agent.serving import Fetcher, rebuild
 from gemini_ft.agent.staging import StoredCopy
 from gemini_ft.agent.uploads import Uploader
-from gemini_ft.agent.vault import Vault
-from gemini_ft.errors import AgentError, PeerError, SupersededError
+from gemini_ft.agent.vault import Giver, Vault
+from gemini_ft.config import StorageConfig
+from gemini_ft.errors import AgentError, CorruptDataError, PeerError, RecoveryError, SupersededError
 from gemini_ft.ledger import Cadence, Ledger
 from gemini_ft.messages import (
     Aborted,
     AllFinished,
+    Claims,
     Committed,
     Copied,
     End,
@@ -34,18 +37,18 @@ from gemini_ft.messages import (
     Message,
     Notice,
     Paced,
-    Proof,
     Rejoin,
     ReportFinished,
     ReportUploaded,
     Request,
     Reserve,
     Reserved,
+    Room,
     SessionSpec,
     Stage,
     Thawed,
 )
-from gemini_ft.protocol import CancelSend, Effect, Free, Grant, Host, Send, Tell, Upload, Withdraw
+from gemini_ft.protocol import CancelSend, Damaged, Effect, Free, Grant, Host, Send, Tell, Upload, Withdraw
 from gemini_ft.transport.tcp import Connection, Handler
 from gemini_ft.versions import Version
 
@@ -57,19 +60,24 @@ class Stream:
         self.name = name
         self._agent = agent
         self.spec: SessionSpec | None = None
+        self.encrypt = True  # payloads between hosts; as the job that runs has it, which may not be the one that started this agent
         self.host = Host(agent.host)
         self.workers: dict[int, WorkerPort] = {}
         custodians = Custodians(self.workers.values)
         self.vault = Vault(self.host, agent.budget, self.log, custodians.take_back)
         self.finished = False
+        self.finishing = False  # a rank of this host has, and of the others and the last upload it is not known
+        self.unstored = ""  # why the last upload failed for good
         self.attempts = 0  # sessions in a row that resumed the same version and committed nothing
         self._excused = False  # the present attempt does not count
         self.given_up: set[Version] = set()
         self.excluded: list[tuple[int, str]] = []
-        self.counters = {"committed": 0, "aborted": 0, "replica_bytes": 0, "uploads": 0, "failed_uploads": 0}
+        counted = "committed", "aborted", "damaged", "replica_bytes", "uploads", "failed_uploads", "late_answers"
+        self.counters = dict.fromkeys(counted, 0)
         self.figures: dict[int, dict[str, dict[str, float]]] = {}  # rank -> what it said last of its gradients
         self._progressed = True
         self._candidates: set[WorkerPort] = set()  # who has asked for the inventory, to open a new incarnation
+        self._misinformed: set[WorkerPort] = set()  # those of them whose inventory lacks a copy that was handed back after it
         self.inbound = Inbound(self, agent, custodians)
         self._outbound: Outbound | None = None
         self._incoming: set[Connection] = set()
@@ -107,19 +115,26 @@ class Stream:
             stuck = self.spec is not None and not self._progressed and spec.resumed == self.spec.resumed
             self.attempts = self.attempts + 1 if stuck else 1
             self._progressed, self.finished, self._excused = False, False, False
+            self.finishing, self.unstored = False, ""
             self.given_up.update(spec.given_up)
-            self.host.open(holders, spec.resumed)
-            self.vault.sync_headers()
+            self.perform(self.host.open(holders, spec.resumed, spec.roots, spec.incarnation))
             self.vault.forget()
         self.spec = spec
         self.figures.clear()
-        self._candidates.clear()
         self._connect(spec)
         if readopt:
-            self._repeat_reports()
+            self._repeat_reports()  # whoever is choosing goes on, and what it was promised is kept
+        else:
+            self._candidates.clear()
         if not readopt and spec.resumed is not None and spec.sources:
             self._rebuilding = asyncio.get_running_loop().create_task(rebuild(self, self.inbound, spec, self._agent))
         self.log(f"incarnation {spec.incarnation} of {spec.world_size} ranks, from {spec.resumed or 'nothing'}")
+
+    def adopt(self, memory: SlotMemory, shared: bool, giver: Giver | None) -> None:
+        """Take over a slot from before this agent's own time; what a worker of the past hands back can be read, and is not granted."""
+        past = giver is not None and self.spec is not None and giver.incarnation != self.spec.incarnation
+        if self.vault.adopt(memory, shared or past, giver):
+            self._misinformed |= self._candidates
 
     def excuse(self) -> None:
         """The present session fails, and not because of what it resumed. Every worker of it says so."""
@@ -129,10 +144,24 @@ class Stream:
     def seal(self, worker: WorkerPort) -> None:
         """A worker is about to choose what to resume: until then nothing here changes."""
         self._candidates.add(worker)
+        self._misinformed.discard(worker)
         self.host.seal()
+
+    def check_inventory(self, worker: WorkerPort) -> None:
+        """Refuse a choice that could not count with all that is here.
+
+        Raises:
+            RecoveryError: a copy was handed back after the worker had asked for the inventory.
+        """
+        if worker in self._misinformed:
+            raise RecoveryError(
+                f"host {self.host.name!r} was handed copies back after rank {worker.rank} had asked what it holds, because its agent was "
+                "restarted at that moment; what is resumed must be chosen again: start the job once more, the copies count then"
+            )
 
     def unseal(self, worker: WorkerPort) -> None:
         """A worker is gone. If those who chose could not open their incarnation, the present one goes on."""
+        self._misinformed.discard(worker)
         if worker in self._candidates:
             self._candidates.discard(worker)
             if not self._candidates:
@@ -155,8 +184,15 @@ class Stream:
             self._rebuilding.cancel()
             await asyncio.wait([self._rebuilding])
         if self.host.slots(order.owner).complete_version(order.version) is None:
-            copy = await asyncio.to_thread(StoredCopy, self._agent.run, self.name, order, self.log)
-            await self.vault.stage(copy, order.version, wanted=lambda: self.spec is before)
+            try:
+                await self._read_stored(order, before)
+            except CorruptDataError as error:  # on a new connection, before it is believed
+                self.log(f"{error}; reading it again")
+                await self._read_stored(order, before)
+
+    async def _read_stored(self, order: Stage, before: SessionSpec | None) -> None:
+        copy = await asyncio.to_thread(StoredCopy, self._agent.run, self.name, order, self.log)
+        await self.vault.stage(copy, order.version, wanted=lambda: self.spec is before)
 
     @property
     def stuck_at(self) -> Version | None:
@@ -187,37 +223,45 @@ class Stream:
                 every_steps, every_seconds = spec.storage.get("every_steps"), spec.storage.get("every_seconds")
                 cadence = Cadence(every_steps, every_seconds, start, asyncio.get_running_loop().time())  # type: ignore[arg-type]
             book = Ledger(self.host.holders, self.host.committed, spec.replica_timeout, cadence)
-            self._leader = Leader(self, book, spec.world_size)
+            if spec.storage is not None:
+                book.obstacle = "storage has not been looked through yet"
+            self._leader = Leader(self, book, spec.world_size, self.patience)
         else:
-            self._member = MemberLink(self, spec.addresses[spec.leader], self.claims("report"), lambda: self._agent.secret, self._agent.tls)
+            self._member = MemberLink(self, spec.addresses[spec.leader], self.claims("report", spec.leader), lambda: self._agent.secret)
 
     def _repeat_reports(self) -> None:
         """What was complete here and not committed yet: the ledger may have forgotten it, or never heard of it."""
         for report in self.host.reports():
             self.report(as_message(report))
 
-    def claims(self, role: str) -> Proof:
+    def claims(self, role: str, to: str) -> Claims:
         """What this host says of itself when it dials a peer."""
         incarnation = self.spec.incarnation if self.spec is not None else None
-        return Proof(run=self._agent.run, stream=self.name, host=self.host.name, role=role, incarnation=incarnation, nonce=b"", mac=b"")  # type: ignore[arg-type]
+        return Claims(run=self._agent.run, stream=self.name, host=self.host.name, to=to, role=role, incarnation=incarnation)  # type: ignore[arg-type]
 
-    def accept(self, connection: Connection, proof: Proof) -> Handler:
+    def accept(self, connection: Connection, claims: Claims) -> Handler:
         """A peer that knows the secret has connected."""
-        if proof.role == "fetch":
-            return self._tracked(connection, Fetcher(self, connection, proof.host))
-        if self.spec is None or proof.incarnation != self.spec.incarnation:
+        if claims.role == "fetch":
+            return self._tracked(connection, Fetcher(self, connection, claims.host))
+        if self.spec is None or claims.incarnation != self.spec.incarnation:
             mine = self.spec.incarnation if self.spec is not None else "none"
-            raise SupersededError(f"host {proof.host!r} speaks for incarnation {proof.incarnation}, this host is at {mine}")
-        if proof.role == "report":
+            raise SupersededError(f"host {claims.host!r} speaks for incarnation {claims.incarnation}, this host is at {mine}")
+        if claims.role == "report":
             if self._leader is None:
                 raise PeerError(f"host {self.host.name!r} does not lead this run")
-            return self._leader.join(connection, proof.host)
-        return self._tracked(connection, Receiver(self.inbound, connection, proof.host))
+            return self._leader.join(connection, claims.host)
+        return self._tracked(connection, Receiver(self.inbound, connection, claims.host))
 
     def _tracked(self, connection: Connection, handler: Handler) -> Handler:
         """Connections that hold slots end with the session."""
         self._incoming.add(connection)
-        return _Tracked(handler, lambda: self._incoming.discard(connection))
+
+        def gone(reason: str) -> None:
+            self._incoming.discard(connection)
+            if connection.refused:
+                self.log(f"{connection.peer}: {reason}")
+
+        return _Tracked(handler, gone)
 
     # -- workers
 
@@ -231,7 +275,14 @@ class Stream:
         self.workers[owner] = worker
         indices = self.vault.ensure(owner, shape, count, reuse)
         fds = [self.vault.memory[owner, index].fd for index in indices]
-        worker.send(Reserved(slots=indices, data_offset=shape.data_offset, capacity=shape.capacity), fds)
+        reserved = Reserved(
+            call=message.call,
+            layout_hash=message.layout_hash,
+            slots=indices,
+            data_offset=shape.data_offset,
+            capacity=shape.capacity,
+        )
+        worker.send(reserved, fds)
         self.inbound.entrust_all()
 
     def version(self, iteration: int) -> Version:
@@ -255,8 +306,12 @@ class Stream:
         memory = self.vault.writing(owner, version)
         if memory is None:
             return
-        if not memory.finish(version, message.extras_bytes):
+        if not memory.is_whole(message.extras_bytes):
             raise AgentError(f"rank {owner} declared iteration {message.iteration} copied, but chunks are missing")
+        if not memory.finish(version, message.extras_bytes, message.root):
+            self._damaged(owner, version)
+            self.perform(self.host.give_up(owner, version, "its checksums did not come here as they left the worker"))
+            return
         end = End(
             owner=owner,
             iteration=message.iteration,
@@ -264,14 +319,16 @@ class Stream:
             chunks=len(memory.chunks),
             layout=memory.shape.layout_hash,
             digest=message.digest,
+            root=memory.root,
         )
         self.outbound.copied(owner, version, end)
-        self.perform(self.host.copied(owner, version, memory.shape.layout_hash, message.digest))
+        self.perform(self.host.copied(owner, version, memory.shape.layout_hash, message.digest, memory.root))
 
     def on_give_up(self, worker: WorkerPort, message: GiveUp) -> None:
         self.perform(self.host.give_up(worker.rank, self.version(message.iteration), message.reason))
 
     def on_finished(self, rank: int) -> None:
+        self.finishing = True
         self.report(ReportFinished(rank=rank))
 
     def worker_lost(self, worker: WorkerPort) -> None:
@@ -316,6 +373,19 @@ class Stream:
                     self._upload(owner, slot, version)
                 case Free(owner, slot):
                     self.vault.free(owner, slot)
+                case Damaged(owner, version):
+                    self._damaged(owner, version)
+        if any(isinstance(effect, Free) for effect in effects):
+            self._use_room()
+
+    def _use_room(self) -> None:
+        """Slots that there was no room for can be had now: a replica's at once, a worker's own when it asks."""
+        for owner in self.vault.short():
+            if not self.host.owns(owner):
+                self.vault.top_up(owner)
+                self.inbound.entrust_all()
+            elif owner in self.workers:
+                self.workers[owner].send(Room())
 
     def report(self, message: Message) -> None:
         if self._leader is not None:
@@ -348,11 +418,11 @@ class Stream:
     def on_decision(self, message: Message) -> None:
         """The leader has decided."""
         match message:
-            case Committed(iteration=iteration, freeze=freeze):
+            case Committed(iteration=iteration, freeze=freeze, roots=roots):
                 version = self.version(iteration)
                 self.counters["committed"] += 1
                 self._progressed = True
-                self.perform(self.host.on_commit(version, freeze))
+                self.perform(self.host.on_commit(version, freeze, roots))
                 self.tell_workers(message)
             case Aborted(iteration=iteration):
                 version = self.version(iteration)
@@ -363,15 +433,12 @@ class Stream:
                 self._holders_changed(epoch, excluded, newly)
             case Thawed(version=version, error=error):
                 self.counters["failed_uploads" if error else "uploads"] += 1
-                self.log(f"upload of {version}: {error or 'complete'}")
-                if self._uploader is not None:
-                    self._uploader.over(error)
+                told = self._uploader.over(version, error) if self._uploader is not None else ""
+                if told or not error:
+                    self.log(f"upload of {version}: {error or 'complete'}")
                 self._said_of_uploads.clear()
                 self.perform(self.host.thawed(version))
-                if error:
-                    self.tell_workers(
-                        Notice(text=f"storage: the upload of {version} failed: {error}; training goes on, the next upload is tried")
-                    )
+                self._tell_user(told)
             case Paced(interval=interval, why=why):
                 self.outbound.paced(interval)
                 self.log(f"a snapshot every {interval} steps: {why}")
@@ -379,8 +446,11 @@ class Stream:
             case Failed(text=text) | Notice(text=text):
                 self.log(text)
                 self.tell_workers(message)
-            case AllFinished():
+            case AllFinished(unstored=unstored):
                 self.finished = self._progressed = True
+                self.finishing, self.unstored = False, unstored
+                if unstored:
+                    self.log(f"the job has finished, and its last upload has not: {unstored}")
                 self.perform(self.host.finish())
             case _:
                 raise PeerError(f"{message.kind!r} is not a decision")
@@ -395,14 +465,32 @@ class Stream:
             self.outbound.left_out(owner, peer)
             self.perform(self.host.on_exclude(owner, peer))
 
+    def _damaged(self, owner: int, version: Version) -> None:
+        self.counters["damaged"] += 1
+        self.notify(f"host {self.host.name}'s copy of rank {owner}'s shard of {version} is not the one that its owner made: discarded")
+
     def rejoin_reports(self) -> list[Message]:
         uploading = self._uploader.version if self._uploader is not None else None
         reports = map(as_message, self.host.reports())
-        return [Rejoin(committed=self.host.committed, uploading=uploading), *reports, *self._said_of_uploads, *self.outbound.needs]
+        rejoin = Rejoin(committed=self.host.committed, uploading=uploading, roots=self.host.heard_roots)
+        return [rejoin, *reports, *self._said_of_uploads, *self.outbound.needs]
 
     async def write_manifest(self, version: Version, records: dict[int, str]) -> None:
         assert self._uploader is not None
         await self._uploader.write_manifest(version, records)
+
+    async def tidy_storage(self) -> str:
+        assert self._uploader is not None
+        told, trouble = await self._uploader.tidy()
+        if told:
+            self.log(told)
+        self._tell_user(told)
+        return trouble
+
+    def _tell_user(self, text: str) -> None:
+        """Say it once in the whole job: to rank 0."""
+        if text and 0 in self.workers:
+            self.workers[0].send(Notice(text=text))
 
     def notify(self, text: str) -> None:
         """Tell the workers, for the user."""
@@ -410,9 +498,15 @@ class Stream:
         self.tell_workers(Notice(text=text))
 
     @property
+    def patience(self) -> float:
+        """Seconds for which the last upload of the job is tried again."""
+        settings = self.spec.storage if self.spec is not None else None
+        return StorageConfig.model_validate(settings).patience if settings is not None else 0.0
+
+    @property
     def uploading(self) -> bool:
         """Whether this host still reads a slot for storage, or waits for others to do so before it writes the manifest."""
-        awaited = self._leader is not None and self._leader.book.uploading is not None
+        awaited = self._leader is not None and (self._leader.book.uploading is not None or self._leader.ending)
         return awaited or (self._uploader is not None and self._uploader.busy)
 
     def inject(self, message: Inject) -> None:
@@ -444,10 +538,10 @@ class Stream:
 class _Tracked:
     """A handler whose end is noticed."""
 
-    def __init__(self, inner: Handler, gone: Callable[[], None]) -> None:
+    def __init__(self, inner: Handler, gone: Callable[[str], None]) -> None:
         self._inner, self._gone = inner, gone
         self.on_message, self.on_bytes = inner.on_message, inner.on_bytes
 
     def on_lost(self, reason: str) -> None:
-        self._gone()
+        self._gone(reason)
         self._inner.on_lost(reason)

@@ -6,23 +6,32 @@ import asyncio
 import contextlib
 import importlib.metadata
 import platform
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import TypeVar
 
 from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.agent.transfer import Transfer
 from gemini_ft.config import StorageConfig
-from gemini_ft.errors import GeminiError, StorageError, SupersededError
+from gemini_ft.errors import CorruptDataError, GeminiError, ObjectGoneError, StorageError, SupersededError
 from gemini_ft.layout import Layout
 from gemini_ft.messages import SessionSpec
 from gemini_ft.storage.base import Storage, open_storage
-from gemini_ft.storage.checkpoints import Manifest, apply_retention, check_not_superseded, checkpoint_folder, shard_key, write_manifest
-from gemini_ft.storage.shard import ShardRecord, write_shard
+from gemini_ft.storage.checkpoints import MANIFEST, Manifest, checkpoint_folder, read_manifest, shard_key, write_manifest
+from gemini_ft.storage.decisions import Descent, Sighting
+from gemini_ft.storage.lookout import check_not_superseded
+from gemini_ft.storage.marks import mark_key, note_on_host, note_path, recall_on_host, write_mark
+from gemini_ft.storage.retention import Retention
+from gemini_ft.storage.shard import Committed, ShardRecord, StoredShard, write_shard
 from gemini_ft.versions import Version
 
 _T = TypeVar("_T")
 _ATTEMPTS = 4
+_DELETING = "deleting old checkpoints"
+_UPLOADS = "an upload"
 _BACKOFF = 0.5  # seconds before the second attempt, doubled for each further one
 
 
@@ -33,10 +42,20 @@ class Uploader:
         self.config = StorageConfig.model_validate(spec.storage)
         self.version: Version | None = None
         self._spec, self._run, self._log = spec, run, log
-        self._storage: Storage = open_storage(self.config.url, self.config.endpoint_url, self.config.max_bandwidth)
+        self._reopen = partial(open_storage, self.config.url, self.config.endpoint_url, self.config.max_bandwidth)
+        self._storage: Storage = self._reopen()
+        keep = (self.config.keep_last, self.config.keep_every)
+        self._closed = asyncio.Event()
+        self._retention = Retention(self._reopen, run, spec.stream, *keep, frozenset(spec.damaged))
         self._tasks: set[asyncio.Task[None]] = set()
         self._logical_hash = ""
         self._transfers: dict[int, Transfer] = {}  # owner -> its shard's upload
+        self._background: set[asyncio.Task[object]] = set()
+        self._written: dict[Version, set[str]] = {}  # keys of this host's shards of uploads that are not over
+        self._leftovers: set[str] = set()  # and of those that failed
+        self._clearing = threading.Lock()
+        self._newest: tuple[Version, float] | None = None  # stored, and when
+        self._tidied = False
         self._failures: dict[str, tuple[float, str]] = {}  # what -> since when (on the system's clock) it fails, and why
 
     def status(self) -> dict[str, object]:
@@ -46,9 +65,12 @@ class Uploader:
         return {
             "url": self.config.url,
             "uploading": str(self.version) if self.version is not None else None,
+            "looked_through": self._tidied,
             "done_bytes": sum(transfer.done for transfer in transfers),
             "total_bytes": sum(transfer.total for transfer in transfers),
             "seconds_left": max((round(transfer.seconds_left, 1) for transfer in transfers if transfer.done), default=None),
+            "stored": self._newest[0].iteration if self._newest is not None else None,
+            "stored_at": self._newest[1] if self._newest is not None else None,
             "failing_since": since,
             "error": error,
         }
@@ -67,17 +89,69 @@ class Uploader:
     def busy(self) -> bool:
         return bool(self._tasks)
 
-    def over(self, error: str) -> None:
-        """The upload has ended on all hosts; ``error``: what went wrong on one of them."""
+    def over(self, version: Version, error: str) -> str:
+        """The upload has ended on all hosts.
+
+        Args:
+            version: what was uploaded.
+            error: what went wrong on one of them.
+
+        Returns:
+            What to tell the user: only the beginning and the end of an outage are worth a word.
+        """
         self.version = None
-        if not error:
-            self._failures.pop("an upload", None)
-        else:
-            self._failures["an upload"] = (self._failures.get("an upload", (time.time(), ""))[0], error)
+        if error:
+            self._clear_away(version)
+            return self._failed(version, error)
+        self._newest = (version, time.time())
+        self._spawn(asyncio.to_thread(note_on_host, self.config.url, self._run, self._spec.stream, version))  # a home may hang
+        self._written.pop(version, None)
+        since, _ = self._failures.pop(_UPLOADS, (0.0, ""))
+        if not since:
+            return ""
+        return f"storage is well again after {time.time() - since:.0f} s: {version} is stored"
+
+    def _failed(self, version: Version, error: str) -> str:
+        begins = _UPLOADS not in self._failures
+        self._failures[_UPLOADS] = (self._failures.get(_UPLOADS, (time.time(), ""))[0], error)
+        if not begins:
+            return ""
+        stake = "nothing is stored yet"
+        if self._newest is not None:
+            stored, at = self._newest
+            stake = f"the newest stored step is {stored.iteration}, {max(0.0, time.time() - at):.0f} s old"
+        return (
+            f"storage: the upload of {version} failed: {error}; training goes on, the next upload is tried when it is due; "
+            f"until then {stake}. The end of this is told too"
+        )
+
+    def _clear_away(self, version: Version) -> None:
+        """Delete, in the background, the shards that this host has written for an upload that failed."""
+        if keys := self._written.pop(version, set()):
+            with self._clearing:
+                self._leftovers |= keys
+            self._spawn(asyncio.to_thread(self._delete_leftovers))
+
+    def _delete_leftovers(self) -> str:
+        """The reason why they could not be deleted; empty: they are gone."""
+        with self._clearing:
+            for key in sorted(self._leftovers):
+                try:
+                    self._storage.delete(key)
+                except StorageError as error:
+                    return str(error)
+                self._leftovers.discard(key)
+            return ""
+
+    def _spawn(self, work: Coroutine[None, None, object]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def close(self) -> None:
-        """The session is over. A thread that reads a slot cannot be stopped; its slot is let go when it ends."""
+        """The session is over: nothing is tried again. A thread that reads a slot cannot be stopped; its slot is let go when it ends."""
         self.version = None
+        self._closed.set()
 
     async def _upload(self, owner: int, memory: SlotMemory, version: Version, done: Callable[[str, str], None]) -> None:
         try:
@@ -93,13 +167,26 @@ class Uploader:
         shape = memory.shape
         key = shard_key(checkpoint_folder(self._run, self._spec.stream, version), owner)
         data, extras = memory.data(0, shape.data_bytes), memory.data(shape.data_bytes, memory.extras_bytes)
+        if (trouble := self._delete_leftovers()) and len({key.rpartition("/")[0] for key in self._leftovers}) > 1:
+            raise StorageError(f"nothing more is written while the shards of failed uploads cannot be deleted: {trouble}")
+        if self._newest is None and (mark := recall_on_host(self.config.url, self._run, self._spec.stream)) is not None:
+            self._newest = (mark.version, mark.at)
+        self._written.setdefault(version, set()).add(key)
         transfer = self._transfers[owner] = Transfer(f"upload of rank {owner}'s shard of {version}", shape.data_bytes, self._log)
-        record = write_shard(self._storage, key, Layout.from_bytes(shape.layout), data, extras, transfer.add)
+        committed = Committed(owner, version, memory.root, shape.chunk_bytes)
+        record = write_shard(self._storage, key, Layout.from_bytes(shape.layout), data, extras, transfer.add, committed)
+        try:
+            StoredShard(self._storage, record).sample()  # a store may say yes and keep half
+        except CorruptDataError as error:
+            raise StorageError(f"what was written did not come back: {error}") from None
         transfer.finish()
+        if version not in self._written:  # the upload has failed elsewhere meanwhile
+            with self._clearing:
+                self._leftovers.add(key)
         return record
 
     async def write_manifest(self, version: Version, records: dict[int, str]) -> None:
-        """Make the checkpoint exist, then delete what retention no longer keeps.
+        """Make the checkpoint exist. What it supersedes is deleted by `tidy`.
 
         Raises:
             StorageError: the manifest could not be written, or another job has taken this one's run id over.
@@ -111,20 +198,77 @@ class Uploader:
             iteration=version.iteration,
             world_size=self._spec.world_size,
             logical_hash=self._logical_hash,
+            lineage=tuple(self._spec.lineage),
+            overtaken=tuple(self._spec.overtaken),
             versions=_versions(),
             shards={owner: ShardRecord.model_validate_json(record) for owner, record in records.items()},
         )
 
         def write() -> None:
+            self._check_place()
             check_not_superseded(self._storage, manifest)
             write_manifest(self._storage, manifest)
+            try:
+                read_manifest(self._storage, manifest.folder)
+            except CorruptDataError as error:
+                raise StorageError(f"what was written did not come back: {error}") from None
+            write_mark(self._storage, self._run, self._spec.stream, version)
 
-        await self._insist("the manifest", write)
         try:
-            keep = (self.config.keep_last, self.config.keep_every)
-            await asyncio.to_thread(apply_retention, self._storage, self._run, self._spec.stream, *keep)
-        except GeminiError as error:
-            self._log(f"old checkpoints could not be deleted: {error}")
+            await self._insist("the manifest", write)
+        except StorageError:
+            await asyncio.to_thread(self._delete_manifest, manifest)
+            raise
+        self._retention.stored(manifest)
+
+    def _check_place(self) -> None:
+        """Make sure that this is where the run has stored before: an unmounted folder takes everything, and shows nothing.
+
+        Raises:
+            StorageError: it is not.
+        """
+        if self._newest is None:
+            return
+        run, stream = self._run, self._spec.stream
+        if not any(map(self._is_there, (mark_key(run, stream), f"{checkpoint_folder(run, stream, self._newest[0])}/{MANIFEST}"))):
+            note = note_path(self.config.url, run, stream)
+            raise StorageError(
+                f"{self.config.url}: this run has stored {self._newest[0]} here, and nothing of it is there any more: is a mount missing? "
+                f"If all was deleted on purpose, delete {note} as well, and start the job again"
+            )
+
+    def _is_there(self, key: str) -> bool:
+        try:
+            self._storage.get(key)
+        except ObjectGoneError:
+            return False
+        return True
+
+    async def tidy(self) -> tuple[str, str]:
+        """On the leader's host: delete what is old, and what earlier uploads have left.
+
+        Returns:
+            What to tell the user; and why nothing more may be uploaded until it has been tried again: storage would fill up.
+        """
+        spec = self._spec
+        newest = Version(spec.incarnation, sys.maxsize)
+        this = Sighting("", newest, "torn", Descent(tuple(spec.lineage), frozenset(spec.overtaken)))
+        try:
+            await asyncio.to_thread(self._retention.tidy, this)
+        except Exception as error:  # a fault of ours must not leave storage unused for ever without a word
+            begins = _DELETING not in self._failures
+            self._failures[_DELETING] = (self._failures.get(_DELETING, (time.time(), ""))[0], str(error))
+            told = f"storage: what is there cannot be looked through, and what is old deleted: {error}; nothing more is stored until it can"
+            return told if begins else "", f"what is old cannot be deleted: {error}"
+        finally:
+            self._tidied = True
+        since, _ = self._failures.pop(_DELETING, (0.0, ""))
+        return f"storage: what is old is deleted again after {time.time() - since:.0f} s; uploads go on" if since else "", ""
+
+    def _delete_manifest(self, manifest: Manifest) -> None:
+        """It may be there although it could not be written: its shards go next."""
+        with contextlib.suppress(StorageError):
+            self._storage.delete(f"{manifest.folder}/{MANIFEST}")
 
     async def _insist(self, what: str, work: Callable[[], _T]) -> _T:
         """Try again after a storage error, a few times, ever slower."""
@@ -132,11 +276,14 @@ class Uploader:
             try:
                 result = await asyncio.to_thread(work)
             except (StorageError, SupersededError, OSError) as error:
+                begins = what not in self._failures
                 since, _ = self._failures[what] = (self._failures.get(what, (time.time(), ""))[0], str(error))
-                if attempt == _ATTEMPTS - 1 or isinstance(error, SupersededError):
+                if attempt == _ATTEMPTS - 1 or isinstance(error, SupersededError) or self._closed.is_set():
                     raise StorageError(f"{error} (failing for {time.time() - since:.0f} s)") from None
-                self._log(f"storage: {error}; attempt {attempt + 2} of {_ATTEMPTS} follows")
-                await asyncio.sleep(_BACKOFF * 2**attempt)
+                if begins:
+                    self._log(f"storage: {error}; it is tried again")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._closed.wait(), _BACKOFF * 2**attempt)
             else:
                 if what in self._failures:
                     self._log(f"storage: {what} goes through again after {time.time() - self._failures.pop(what)[0]:.0f} s")

@@ -3,14 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
-from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape, populate
+from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape, available_memory, populate
 from gemini_ft.agent.staging import StoredCopy
+from gemini_ft.errors import MemoryBudgetError
 from gemini_ft.messages import SlotInfo
 from gemini_ft.protocol import Free, Host
-from gemini_ft.slots import Slot, SlotState
-from gemini_ft.versions import Version
+from gemini_ft.slots import SlotState
+from gemini_ft.versions import Incarnation, Version
+
+
+@dataclass(frozen=True)
+class Giver:
+    """A worker that has handed a slot back to this agent.
+
+    Attributes:
+        worker: its connection.
+        incarnation: the one it works for.
+    """
+
+    worker: Writer
+    incarnation: Incarnation | None
+
+
+class Writer(Protocol):
+    """Knowledge about a process that may write to slots."""
+
+    @property
+    def alive(self) -> bool: ...
 
 
 class Vault:
@@ -19,6 +43,8 @@ class Vault:
     def __init__(self, host: Host, budget: Budget, log: Callable[[str], None], on_free: Callable[[SlotMemory], None]) -> None:
         self.memory: dict[tuple[int, int], SlotMemory] = {}  # (owner, slot) -> its memfd
         self._host, self._budget, self._log, self._on_free = host, budget, log, on_free
+        self._givers: dict[tuple[int, int], Giver | None] = {}
+        self._wanted: dict[int, tuple[SlotShape, int]] = {}  # owner -> what its slots are made for, and how many there should be
         self._checks: dict[Version, asyncio.Task[list[int]]] = {}  # under way
 
     def inventory(self) -> list[SlotInfo]:
@@ -33,6 +59,8 @@ class Vault:
                 data_bytes=memory.shape.data_bytes,
                 extras_bytes=memory.extras_bytes,
                 age=memory.age,
+                root=memory.root,
+                committed=version == self._host.committed,
             )
             for owner, memory, version in complete
         ]
@@ -54,31 +82,44 @@ class Vault:
         copies = [(owner, memory) for (owner, _), memory in self.memory.items() if memory.version == version]
         damages = await asyncio.gather(*(asyncio.to_thread(memory.damaged) for _, memory in copies))
         for (owner, memory), damaged in zip(copies, damages, strict=True):
-            if not damaged:
+            if not damaged and memory.is_genuine:
                 sound.append(owner)
                 continue
-            self._log(f"rank {owner}'s {version} is damaged in chunks {damaged[:8]}: discarded")
+            where = f"chunks {damaged[:8]}" if damaged else "its layout or checksums"
+            self._log(f"rank {owner}'s {version} is damaged in {where}: discarded")
             self._host.slots(owner).discard(version)
             memory.clear()
             memory.forget()
         return sorted(sound)
 
-    def adopt(self, memory: SlotMemory) -> None:
-        """Take over a slot from before this agent's own time.
+    def adopt(self, memory: SlotMemory, shared: bool = False, giver: Giver | None = None) -> bool:
+        """Take over a slot from before this agent's own time; it counts, but is never refused: the memory is in use already.
 
-        Raises:
-            MemoryBudgetError: there is no room for it.
+        Args:
+            memory: the slot.
+            shared: a process may still write to it that has not given it to us: it can be read, and is not granted.
+            giver: who hands it back.
+
+        Returns whether that brought a complete copy which was not here.
         """
         owner = memory.shape.owner
         slots = self._host.slots(owner)
-        same = any(held.inode == memory.inode for (of, _), held in self.memory.items() if of == owner)
+        same = [index for (of, index), held in self.memory.items() if of == owner and held.inode == memory.inode]
+        if same and not shared:
+            slots.slots[same[0]].retired = self._host.is_stranger(owner)  # its writer has come to us
+            self._givers[owner, same[0]] = giver
         if same or (memory.version is not None and slots.find(memory.version) is not None):
             memory.close()  # from another worker, or from one that only believed this agent to be dead
-            return
-        self._budget.take(memory.shape.total, f"adopting rank {owner}'s slot")
+            return False
+        self._budget.take_over(memory.shape.total)
         index = max(slots.slots, default=-1) + 1
-        slots.adopt(index, memory.version)
-        self.memory[owner, index] = memory
+        self._host.adopt(owner, index, memory.version, memory.root).retired |= shared
+        self.memory[owner, index], self._givers[owner, index] = memory, giver
+        return memory.version is not None
+
+    def givers(self, owner: int) -> list[Giver]:
+        """Workers that have handed slots of a shard back, and may write to them."""
+        return [giver for (of, _), giver in self._givers.items() if of == owner and giver is not None]
 
     async def stage(self, copy: StoredCopy, version: Version, wanted: Callable[[], bool]) -> None:
         """Lay a complete version down in a slot of its own, in the place of slots that hold nothing.
@@ -104,7 +145,7 @@ class Vault:
             slots = self._host.slots(shape.owner)
             if wanted() and slots.find(version) is None:
                 index = max(slots.slots, default=-1) + 1
-                slots.adopt(index, version)
+                slots.adopt(index, version, memory.root)
                 self.memory[shape.owner, index] = memory
                 adopted = True
         finally:
@@ -124,39 +165,85 @@ class Vault:
     def ensure(self, owner: int, shape: SlotShape, count: int, reuse: bool) -> list[int]:
         """Have ``count`` slots of ``shape`` in rotation; fresh ones where the present ones do not fit or must not be reused.
 
+        Where there is no room for one of them beside what is still needed, there is one less until then (`short`).
+
         Returns the slots in rotation. Retired ones that are still needed stay until ``Free``.
 
         Raises:
             MemoryBudgetError: there is no room for them beside what is still needed.
         """
         slots = self._host.slots(owner)
-        mine = [index for index, slot in slots.slots.items() if not slot.retired]
+        mine = self._rotation(owner)
         fits = [index for index in mine if self.memory[owner, index].shape == shape]
-        fresh: list[Slot] = []
         if reuse and fits and len(fits) == len(mine):
             self._drop_empty(owner, keep=count)
-            missing = max(0, count - len(fits))
-            self._budget.take(missing * shape.total, f"rank {owner}'s shard")
-            fresh = slots.add(missing)
-        else:
-            self._budget.take(count * shape.total, f"rank {owner}'s shard ({count} slots of {shape.total:,} bytes)")
-            fresh, effects = self._host.renew(owner, count)
+        else:  # before anything is taken, what nobody needs is given back
+            _, effects = self._host.renew(owner, 0)
             for effect in effects:
                 if isinstance(effect, Free):
                     self.free(effect.owner, effect.slot)
-        for slot in fresh:
-            self.memory[owner, slot.index] = SlotMemory.create(shape)
-        return [index for index, slot in slots.slots.items() if not slot.retired]
+        made = self._make(shape, count, count - len(self._rotation(owner)), len(slots.slots))
+        for slot, memory in zip(slots.add(len(made)), made, strict=True):
+            self.memory[owner, slot.index] = memory
+        self._wanted[owner] = (shape, count)
+        return self._rotation(owner)
+
+    def _rotation(self, owner: int) -> list[int]:
+        return [index for index, slot in self._host.slots(owner).slots.items() if not slot.retired]
+
+    def _make(self, shape: SlotShape, count: int, missing: int, others: int) -> list[SlotMemory]:
+        """Memory for ``missing`` of ``count`` slots, or for one less where there is no room beside ``others`` that are still needed."""
+        what = f"rank {shape.owner}'s shard ({count} slots of {shape.total:,} bytes)"
+        try:
+            return self._create(shape, max(0, missing), what)
+        except MemoryBudgetError as error:
+            if missing < 1 or others + missing - 1 < 2:  # one slot alone could never be overwritten
+                raise
+            made = self._create(shape, missing - 1, what)
+            self._log(f"{error} Going on with one slot less, until there is room")
+            return made
+
+    def _create(self, shape: SlotShape, number: int, what: str) -> list[SlotMemory]:
+        """All, or none."""
+        self._budget.take(number * shape.total, what)
+        made: list[SlotMemory] = []
+        try:
+            for _ in range(number):
+                made.append(SlotMemory.create(shape))
+        except OSError as error:
+            for memory in made:
+                memory.close()
+            self._budget.give_back(number * shape.total)
+            raise MemoryBudgetError(
+                f"{what}: the kernel gives no memory or descriptor for it ({error.strerror}); "
+                "see `ulimit -n`, `ulimit -v` and the limits of the control group"
+            ) from None
+        return made
+
+    def short(self) -> list[int]:
+        """Owners that have fewer slots than they should, and for which there is room now."""
+        lacking = [(owner, shape) for owner, (shape, count) in self._wanted.items() if 0 < len(self._rotation(owner)) < count]
+        if not lacking:
+            return []
+        room = min(self._budget.limit - self._budget.used, available_memory())
+        return [owner for owner, shape in lacking if shape.total <= room]
+
+    def top_up(self, owner: int) -> None:
+        """Have the slots that there was no room for."""
+        with contextlib.suppress(MemoryBudgetError):
+            self.ensure(owner, *self._wanted[owner], reuse=True)
 
     async def prefault(self, owner: int, indices: list[int]) -> None:
         """Fault pages in before the first bytes arrive, beside everything else the agent does."""
         for index in indices:
             if (memory := self.memory.get((owner, index))) is not None:
-                await asyncio.to_thread(populate, memory.memory, 0, memory.shape.total)
+                with contextlib.suppress(RuntimeError):  # no thread can be started: the pages come with the first bytes
+                    await asyncio.to_thread(populate, memory.memory, 0, memory.shape.total)
 
     def free(self, owner: int, slot: int) -> None:
         """Give the memory back."""
         memory = self.memory.pop((owner, slot))
+        self._givers.pop((owner, slot), None)
         self._budget.give_back(memory.shape.total)
         self._on_free(memory)
         memory.close()

@@ -14,7 +14,8 @@ from typing import Protocol
 
 from gemini_ft.config import TrafficConfig
 from gemini_ft.messages import Chunk, Dispatch, Message, Parcel
-from gemini_ft.transport.tcp import Connection, Meter, Valve
+from gemini_ft.transport.lane import Valve
+from gemini_ft.transport.tcp import Connection, Meter
 
 _SAMPLES = 32  # newest pieces that say how long the shortest of them takes
 

@@ -11,19 +11,23 @@ import contextlib
 import os
 import signal
 import socket
-import struct
 import traceback
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from gemini_ft.agent import lifecycle
+from gemini_ft.agent.sparing import Sparing
 from gemini_ft.errors import AgentError, GeminiError, PeerError
 from gemini_ft.messages import Adopt, Failed, Message, Watch, pack, unpack
+from gemini_ft.private import credentials
 from gemini_ft.transport.wire import frame_length
 from gemini_ft.versions import Incarnation
 
 _READ = 256 * 1024
 _MAX_FDS = 250
+_PAUSE = 1.0  # seconds
+STACKS_SECONDS = 1.0  # for a worker to write down where its threads are
 
 
 class Office(Protocol):
@@ -66,18 +70,33 @@ class WorkerConnection:
         return self._connected
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Queue a message; descriptors are duplicated now, so that the caller may close its own."""
+        """Queue a message; descriptors are duplicated now, so that the caller may close its own.
+
+        Raises:
+            AgentError: this process has no free descriptors left.
+        """
         if self._connected:
-            self._outbox.append((bytearray(pack(message)), [os.dup(fd) for fd in fds]))
+            try:
+                copies = _duplicates(fds)
+            except AgentError as error:
+                self._office.log(f"worker {self.pid}: {error}")
+                raise
+            self._outbox.append((bytearray(pack(message)), copies))
             self._writable()
 
     def refuse(self, message: Message, error: GeminiError) -> None:
         """Answer ``message`` with what is wrong."""
-        self.send(Failed(error=type(error).__name__, text=str(error), fatal=True, reply_to=message.kind))
+        self.send(Failed(call=getattr(message, "call", 0), error=type(error).__name__, text=str(error), fatal=True))
+
+    def ask_for_stacks(self) -> None:
+        """Let it write to the agent's log where its threads are, even if it is stopped."""
+        with contextlib.suppress(OSError):  # it is dead already
+            for number in (lifecycle.STACKS_SIGNAL, signal.SIGCONT):
+                signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:
         """SIGKILL, without the risk of hitting another process that got the same pid."""
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(OSError):  # it is dead already, and its pidfd closed
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def close(self) -> None:
@@ -93,6 +112,12 @@ class WorkerConnection:
         self.close()
         self._office.on_worker_dead(self)
 
+    def _hang_up(self) -> None:
+        """Whichever side ends the connection, the office hears of it: it would take silence for a hang, and kill."""
+        if self._connected:
+            self._disconnect()
+            self._office.on_worker_hung_up(self)
+
     def _disconnect(self) -> None:
         if self._connected:
             self._connected = False
@@ -106,15 +131,17 @@ class WorkerConnection:
     def _readable(self) -> None:
         while self._connected:
             try:
-                data, fds, _, _ = socket.recv_fds(self._socket, _READ, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+                data, fds, flags, _ = socket.recv_fds(self._socket, _READ, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return
             except OSError:
-                data, fds = b"", []
+                data, fds, flags = b"", [], 0
             self._fds += fds
+            if flags & socket.MSG_CTRUNC:  # the kernel drops what does not fit: nothing that follows would find its own
+                self._office.log(f"worker {self.pid}: descriptors of slots were lost, because this agent has no free ones (ulimit -Hn)")
+                data = b""
             if not data:
-                self._disconnect()
-                self._office.on_worker_hung_up(self)
+                self._hang_up()
                 return
             self._inbox += data
             self._parse()
@@ -130,7 +157,7 @@ class WorkerConnection:
                 self._dispatch(message)
         except PeerError as error:
             self._office.log(f"worker {self.pid}: {error}")
-            self._disconnect()
+            self._hang_up()
 
     def _dispatch(self, message: Message) -> None:
         count = message.count if isinstance(message, Adopt | Watch) else 0  # no other message has descriptors beside it
@@ -153,7 +180,7 @@ class WorkerConnection:
                 self._loop.add_writer(self._socket, self._writable)
                 return
             except OSError:
-                self._disconnect()
+                self._loop.call_soon(self._hang_up)  # not amid what the office is doing
                 return
             for fd in fds:
                 os.close(fd)
@@ -163,11 +190,25 @@ class WorkerConnection:
                 self._outbox.popleft()
 
 
+def _duplicates(fds: Sequence[int]) -> list[int]:
+    """All, or none."""
+    copies: list[int] = []
+    try:
+        for fd in fds:
+            copies.append(os.dup(fd))
+    except OSError as error:
+        for copy in copies:
+            os.close(copy)
+        raise AgentError(f"the agent cannot hand out {len(fds)} descriptors ({error.strerror}); raise its limit (ulimit -Hn)") from None
+    return copies
+
+
 class Desk:
     """The listening socket."""
 
     def __init__(self, office: Office, listener: socket.socket) -> None:
         self._office, self._listener = office, listener
+        self._log_stranger = Sparing(office.log)
         listener.setblocking(False)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(listener, self._accept)
@@ -181,13 +222,28 @@ class Desk:
             sock, _ = self._listener.accept()
         except BlockingIOError:
             return
+        except OSError as error:  # EMFILE, ENFILE, ENOBUFS, ENOMEM: the caller stays in the queue, and the loop would spin
+            self._pause(error)
+            return
         sock.setblocking(False)
-        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        pid, uid = credentials(sock)
         if uid != os.getuid():
-            self._office.log(f"turned away pid {pid} of uid {uid}: this agent serves uid {os.getuid()} only")
+            self._log_stranger(f"turned away pid {pid} of uid {uid}: this agent serves uid {os.getuid()} only")
             sock.close()
             return
         try:
             WorkerConnection(self._office, sock, pid)
-        except ProcessLookupError:
+        except OSError as error:  # it has died, or there is no descriptor for its pidfd
             sock.close()
+            if not isinstance(error, ProcessLookupError):
+                self._pause(error)
+
+    def _pause(self, error: OSError) -> None:
+        """Accept nobody for a second: nothing can be done before descriptors or memory are given back."""
+        self._office.log(f"no worker can be accepted for {_PAUSE:g} s: {error.strerror} (ulimit -Hn)")
+        self._loop.remove_reader(self._listener)
+        self._loop.call_later(_PAUSE, self._resume)
+
+    def _resume(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener, self._accept)

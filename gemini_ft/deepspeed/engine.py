@@ -21,6 +21,7 @@ import torch.distributed as dist
 from gemini_ft import wrapping
 from gemini_ft.checkpointer import Checkpointer
 from gemini_ft.config import load_config
+from gemini_ft.deepspeed.border import Border
 from gemini_ft.deepspeed.gradients import EngineGradients, install
 from gemini_ft.deepspeed.state import EngineState
 from gemini_ft.errors import ConfigError
@@ -61,6 +62,7 @@ class Protection:
         self.deferred = False
         self.resumed: int | None = None
         self._updated = self._closed = False
+        self._border = Border(self, engine.module)
         _open.add(self)
         bound_collectives(engine, self.checkpointer.config.hang_timeout)
         self._iteration = 0  # of the last update that counted; it never goes back, whatever is loaded into the engine
@@ -69,6 +71,7 @@ class Protection:
         if found is not None:
             self.checkpointer.load_tensors()
             self.client_state = found.extras["client_state"]
+            self._border.is_late = found.extras["late"]
             set_rng_state(found.extras["rng"])
             if dist.get_rank() >= found.world_size:
                 branch_randomness(dist.get_rank())
@@ -87,23 +90,36 @@ class Protection:
     def stepped(self) -> None:
         """All that DeepSpeed does in a step is done, counters included."""
         if not self.deferred:
-            self.save()
+            self._border.stepped()
 
-    def save(self) -> None:
-        """Take a snapshot, if there was an update since the last one and the interval says so."""
+    def begins(self) -> None:
+        """The next iteration's forward pass is about to begin."""
+        if not self.deferred:
+            self._border.passed()
+
+    def save(self, rng: Any = None) -> None:
+        """Take a snapshot, if there was an update since the last one and the interval says so.
+
+        Args:
+            rng: the random generators as they were when the iteration ended; default: as they are.
+        """
         if not self._updated:
             return
         self._updated = False
         before, self._iteration = self._iteration, max(self._engine.global_steps, self._iteration + 1)
         if self.checkpointer.due(before, self._iteration):
-            self.checkpointer.save(self._iteration, {"client_state": self.client_state, "rng": rng_state()})
+            extras = {"client_state": self.client_state, "rng": rng_state() if rng is None else rng, "late": self._border.is_late}
+            self.checkpointer.save(self._iteration, extras)
         else:
             self.checkpointer.alive(self._iteration)
 
     def close(self, finished: bool = True) -> None:
         """Leave the run; after a finished one the agents leave too."""
         if not self._closed:
+            if finished:
+                self._border.passed()
             self._closed = True
+            self._border.close()
             self.checkpointer.close(finished=finished)
 
 
@@ -162,6 +178,7 @@ class _ProtectedEngine(_Protected):
 
 class _ProtectedPipeline(_Protected):
     def train_batch(self, *arguments: Any, **named: Any) -> Any:
+        self.gemini.begins()
         result = super().train_batch(*arguments, **named)  # type: ignore[misc]
         self.gemini.stepped()
         return result

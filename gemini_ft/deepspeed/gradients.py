@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import deepspeed
@@ -27,18 +27,17 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from gemini_ft.deepspeed.anatomy import own_part
 from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.assignment import assign, nothing, trained
-from gemini_ft.pipeline.averager import Averager, own_group
+from gemini_ft.pipeline.averager import own_group
+from gemini_ft.pipeline.body import Body
 from gemini_ft.pipeline.plan import Tensor
-from gemini_ft.pipeline.rules import PLANNED, Rules, load_rules
-from gemini_ft.pipeline.tuner import Tuner
-from gemini_ft.pipeline.watch import Watch
+from gemini_ft.pipeline.rules import PLANNED, Rules, check_world, load_rules
 
 _log = logging.getLogger("gemini_ft")
 _PROFILE_STEPS = 5  # that are watched before a planned fusion is planned
 _SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 
 
-class EngineGradients:
+class EngineGradients(Body):
     """The pipeline of one engine, ``engine.gradients``. Constructing it is collective.
 
     Args:
@@ -46,7 +45,7 @@ class EngineGradients:
         pipeline: rules, or the YAML or JSON file that has them.
 
     Attributes:
-        averager: what does it; its ``step`` counts the engine's optimizer steps, those that a loss scaler skipped included.
+        averager: averages; its ``step`` counts the engine's optimizer steps, those that a loss scaler skipped included.
 
     Raises:
         ConfigError: the rules are wrong, or do not fit the model; or the engine has a setting that they cannot be used with, by name.
@@ -56,21 +55,28 @@ class EngineGradients:
         rules = load_rules(pipeline)
         _refuse((why for found, why in _unsupported_engine(engine) if found))
         tensors = assign(engine.module, rules)
+        _refuse(_complex(engine.module))
         self._is_whole = not isinstance(engine.optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3)
         if not self._is_whole:
             _refuse((why for found, why in _unsupported_buckets(engine, rules) if found))
         if not self._is_whole or isinstance(engine.optimizer, BF16_Optimizer):
             _refuse(_sparse_tensors(tensors))
         self._engine = engine
-        self._parameters = {name: param for name, param in trained(engine.module).items() if getattr(param, "ds_numel", param.numel())}
-        self._names = {id(param): name for name, param in self._parameters.items()}
-        self._sparse = {tensor.name for tensor in tensors if tensor.sparse}
+        parameters = {name: param for name, param in trained(engine.module).items() if getattr(param, "ds_numel", param.numel())}
         ranks = dist.get_process_group_ranks(engine.seq_data_parallel_group)
+        check_world(rules, len(ranks))
         group = own_group(ranks, engine.seq_data_parallel_group) if len(ranks) > 1 else None
-        self.averager = Averager(tensors, rules, group, engine.device)
+        super().__init__(
+            engine.module,
+            parameters,
+            tensors,
+            rules,
+            group=group,
+            control=own_group(ranks, engine.seq_data_parallel_group, "gloo") if len(ranks) > 1 else None,
+            device=engine.device,
+            profile_steps=_PROFILE_STEPS,
+        )
         self.averager.scale = self._loss_scale
-        self._watch = Watch(engine.module)
-        self._tuner = Tuner(self.averager, self._watch, _PROFILE_STEPS, engine.device)
         self._replaced: list[tuple[Any, str]] = []
         self._install()
         if self.averager.rank == 0:
@@ -167,9 +173,7 @@ class EngineGradients:
     def _take_model_step(self, *arguments: Any, **named: Any) -> Any:
         engine = self._engine
         result = type(engine)._take_model_step(engine, *arguments, **named)
-        self.averager.step_over()
-        self._watch.step_over()
-        self._tuner.step_over()
+        self.step_over()
         return result
 
     def _destroy(self) -> Any:
@@ -201,25 +205,6 @@ class EngineGradients:
                     f"{nbytes:,}",
                     stage,
                 )
-
-    # -- what it knows; see `gemini_ft.gradients.GradientState`
-
-    def state_dict(self) -> dict[str, Any]:
-        """Residuals and all else that the next step depends on, between two steps; tensors are not copied. Ranks have different ones."""
-        return {"averager": self.averager.state_dict(), "tuner": self._tuner.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there as if never interrupted.
-
-        Raises:
-            StateError: it is of other parameters or rules.
-        """
-        self.averager.load_state_dict(state["averager"])
-        self._tuner.load_state_dict(state["tuner"])
-
-    def summary(self) -> dict[str, dict[str, float]]:
-        """What the last step has cost: rule -> figure -> value. Nothing overlaps with the backward pass that DeepSpeed does not overlap."""
-        return self.averager.telemetry.summary()
 
 
 def install(engine: Any, pipeline: Any) -> EngineGradients:
@@ -281,6 +266,15 @@ def _unsupported_buckets(engine: Any, rules: Rules) -> Iterator[tuple[bool, str]
     yield scattered, f"zero_optimization.reduce_scatter must be false, or left out, at stage {stage}: rules average whole buckets"
     loose = not engine.optimizer.contiguous_gradients
     yield loose, f"zero_optimization.contiguous_gradients must be true, or left out, at stage {stage}"
+
+
+def _complex(module: Any) -> Iterator[str]:
+    for name, param in trained(module).items():
+        if param.is_complex():
+            yield (
+                f"{name} is {param.dtype}, and DeepSpeed casts gradients to the real numbers of communication_data_type; keep real and "
+                "imaginary parts in a real parameter (torch.view_as_real), or use DDP"
+            )
 
 
 def _sparse_tensors(tensors: Sequence[Tensor]) -> Iterator[str]:

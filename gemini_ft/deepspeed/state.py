@@ -17,6 +17,7 @@ from deepspeed.runtime.utils import DummyOptim
 from torch import nn
 
 from gemini_ft import codec
+from gemini_ft.census import Finding
 from gemini_ft.deepspeed.anatomy import about, others, present_cut
 from gemini_ft.deepspeed.cuts import Cut, OldShards
 from gemini_ft.deepspeed.masters import (
@@ -28,7 +29,9 @@ from gemini_ft.deepspeed.masters import (
     replay_beta_powers,
 )
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
+from gemini_ft.fates import ENGINE_COUNTERS, ENGINE_TENSORS, ENGINE_WEIGHTS
 from gemini_ft.layout import PER_RANK, Layout, Read, TensorSpec
+from gemini_ft.modes import Modes, not_users
 from gemini_ft.sources import HOST, Live, Role, Source, captured, describe, split_state_name, state_name
 
 _SUPPORTED = "0.19"  # its optimizers' attributes are relied on
@@ -42,16 +45,18 @@ class EngineState:
 
     Args:
         engine: as ``deepspeed.initialize`` returned it.
+        modes: whether flags and attributes of modules are part of it (`gemini_ft.modes`); no: the caller keeps them.
 
     Raises:
         UnsupportedStateError: the engine uses something whose state is not known here; named.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, modes: bool = True) -> None:
         self._engine = engine
         _check(engine)
         self._cut, self._others = present_cut(engine), others(engine)
         self._fixed = {"cut": codec.encode(self._cut.pack()), "about": codec.encode(about(engine))}  # once: it never changes
+        self._modes = Modes(_modules(engine), leave=_not_users) if modes else None
         self.resizable = engine.dp_world_size == dist.get_world_size() and is_partitioned(engine.optimizer)
 
     def survey(self) -> list[Live]:
@@ -102,7 +107,20 @@ class EngineState:
         }
         if engine.lr_scheduler is not None:
             saved["lr_scheduler"] = engine.lr_scheduler.state_dict()
+        if self._modes is not None:
+            saved["modes"] = self._modes.collect(_modules(engine))
         return saved
+
+    def findings(self) -> Iterator[Finding]:
+        for item in self.survey():
+            yield ENGINE_TENSORS.found(item.name, item.tensor.nbytes)
+        yield ENGINE_COUNTERS.found("counters, scalers and scheduler")
+        yield ENGINE_WEIGHTS.found("weights in 16 bits")
+        if self._modes is not None:
+            yield from self._modes.findings(_modules(self._engine))
+
+    def structure(self) -> object:
+        return None
 
     def check(self, extras: dict[str, Any]) -> None:
         """See `TrainingState.check`; where what lies in the partitions differs, their sizes need not.
@@ -205,6 +223,8 @@ class EngineState:
             scaler.load_state_dict(extras["autocast"][name])
         if engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(extras["lr_scheduler"])
+        if self._modes is not None and "modes" in extras:
+            self._modes.restore(extras["modes"], _modules(engine))
 
     def _scalers(self) -> dict[str, Any]:
         found = {name: getattr(self._engine.optimizer, name, None) for name in _SCALERS}
@@ -216,6 +236,15 @@ class EngineState:
             "plain": getattr(self._engine, "torch_autocast_z0_gradscaler", None),
         }
         return {name: scaler for name, scaler in found.items() if scaler is not None}
+
+
+def _modules(engine: Any) -> dict[str, nn.Module]:
+    return {f"module.{name}".rstrip("."): part for name, part in engine.module.named_modules()}
+
+
+def _not_users(item: Any) -> frozenset[str]:
+    """Attributes that DeepSpeed gives to modules are not the user's."""
+    return not_users(item) | {name for name in vars(item) if name.startswith(("ds_", "_ds_", "applied_pre_backward"))}
 
 
 def _per_rank(words: str) -> str:

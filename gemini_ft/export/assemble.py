@@ -40,16 +40,15 @@ def read_whole(shards: Sequence[ShardReader], wanted: Callable[[str], bool]) -> 
     layouts = [shard.layout for shard in shards]
     if len({(layout.logical_hash, layout.world_size) for layout in layouts}) != 1 or layouts[0].world_size != len(shards):
         raise CorruptDataError("the shards do not belong together: their layouts differ; use another checkpoint")
+    pieces = [piece for layout in layouts for piece in layout.pieces if wanted(piece.name)]
+    _check_covered(pieces)
     words: dict[str, str] = {}
     parts: dict[str, Parts] = {}
-    covered: dict[str, int] = {}
-    for piece in (piece for layout in layouts for piece in layout.pieces if wanted(piece.name)):
+    for piece in pieces:
         words[piece.name] = piece.logical.removesuffix(HOST).strip()
         held = parts.setdefault(piece.name, {})
         if piece.group not in held:
             held[piece.group] = torch.empty(piece.shape, dtype=getattr(torch, piece.dtype))
-        covered[_key(piece)] = covered.get(_key(piece), 0) + piece.stop - piece.start
-    _check_covered(layouts, covered)
     flat = {f"{name}@{group[0]}": tensor for name, held in parts.items() for group, tensor in held.items()}
     for owner, shard in enumerate(shards):
         scatter(shard, _reads(owner, layouts[owner], flat), flat)
@@ -65,9 +64,13 @@ def _reads(owner: int, layout: Layout, wanted: Mapping[str, torch.Tensor]) -> li
     return [Read(owner, piece.offset, piece.nbytes, _key(piece), piece.start, piece.stop) for piece in pieces]
 
 
-def _check_covered(layouts: Sequence[Layout], covered: Mapping[str, int]) -> None:
-    for piece in (piece for layout in layouts for piece in layout.pieces):
-        if covered.get(_key(piece), math.prod(piece.shape)) != math.prod(piece.shape):
+def _check_covered(pieces: Sequence[Piece]) -> None:
+    """Check that each tensor's pieces have as many elements as its shape; a shape that lies would make us allocate too much memory."""
+    covered: dict[str, int] = {}
+    for piece in pieces:
+        covered[_key(piece)] = covered.get(_key(piece), 0) + piece.stop - piece.start
+    for piece in pieces:
+        if covered[_key(piece)] != math.prod(piece.shape):
             raise CorruptDataError(f"{piece.name} is not whole: {covered[_key(piece)]} of its {math.prod(piece.shape)} elements are there")
 
 
@@ -93,11 +96,14 @@ def _join(name: str, words: str, parts: Parts, world_size: int) -> torch.Tensor:
             f"{name} is placed on a mesh of {mesh} among {world_size} ranks, and which ranks these are is not in the snapshot; "
             "export what spans all ranks, or save this model with its own tools"
         )
+    if (present := sum(part.numel() for part in parts.values())) != math.prod(shape):
+        raise CorruptDataError(f"{name} is not whole: {present} of its {math.prod(shape)} elements are there")
     whole = torch.empty(shape, dtype=first.dtype)
-    for group, part in parts.items():
-        _put(name, whole, part, group, found["placements"], mesh)
-    if (present := sum(part.numel() for part in parts.values())) != whole.numel():
-        raise CorruptDataError(f"{name} is not whole: {present} of its {whole.numel()} elements are there")
+    try:
+        for group, part in parts.items() if whole.numel() else ():
+            _put(name, whole, part, group, found["placements"], mesh)
+    except (IndexError, ValueError, RuntimeError) as error:
+        raise CorruptDataError(f"{name}: {words!r} contradicts itself or the tensor's parts: {error}") from None
     return whole
 
 
@@ -108,6 +114,8 @@ def _put(name: str, whole: torch.Tensor, part: torch.Tensor, group: Group, place
     holders = torch.arange(math.prod(mesh)).reshape(mesh)
     for axis, (match, at) in enumerate(zip(_PLACEMENT.finditer(placements), coordinate, strict=True)):
         strided, factor, plain = match.groups()
+        if int(factor or 1) > math.prod(mesh):
+            raise ValueError(f"{factor} parts on {math.prod(mesh)} ranks")
         if dim := strided or plain:
             indices[int(dim)] = _share(indices[int(dim)], mesh[axis], at, int(factor or 1))
             holders = holders.index_select(axis, torch.tensor([at]))

@@ -13,8 +13,8 @@ from gemini_ft.errors import ConfigError, RecoveryError
 from gemini_ft.export import dcp, deepspeed, lightning, safetensors
 from gemini_ft.export.source import Checkpoint, from_memory, from_storage
 from gemini_ft.export.target import DCP, DEEPSPEED, Target, staged
-from gemini_ft.session import read_secret
-from gemini_ft.storage.base import open_storage
+from gemini_ft.secret import read_secret
+from gemini_ft.storage.base import open_existing
 
 _log = logging.getLogger("gemini_ft")
 FORMATS = ("lightning", "dcp", "safetensors", "deepspeed")
@@ -80,7 +80,7 @@ def _find(step: int | None, options: argparse.Namespace, config: GeminiConfig) -
     """From --from; else from memory; else from the storage that is configured."""
     secret = read_secret(config) or None
     if options.source is not None:
-        storage = open_storage(options.source, options.endpoint_url)
+        storage = open_existing(options.source, options.endpoint_url)
         return from_storage(storage, step, options.run_id, options.stream, secret, options.trust_pickle)
     settings = config.storage
     try:
@@ -97,5 +97,5 @@ def _find(step: int | None, options: argparse.Namespace, config: GeminiConfig) -
             f"no agent on this machine holds anything of {'run ' + repr(options.run_id) if options.run_id else 'any run'}; "
             "give --from URL for a checkpoint in storage, or export on a host of the job"
         )
-    storage = open_storage(settings.url, options.endpoint_url or settings.endpoint_url)
+    storage = open_existing(settings.url, options.endpoint_url or settings.endpoint_url)
     return from_storage(storage, step, options.run_id, options.stream, secret, options.trust_pickle or settings.trust_pickle)

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import secrets
 import warnings
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from gemini_ft.errors import StorageError
@@ -27,10 +30,20 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is the intent
         try:
-            save(document, storage_writer=FileSystemWriter(folder), no_dist=True)
+            save(document, storage_writer=_Writer(folder), no_dist=True)
         except CheckpointException as error:  # no Exception, and it does not say what happened in its first line
             reasons = "; ".join(str(reason) for reason, _ in error.failures.values())
             raise StorageError(f"{folder}: torch.distributed.checkpoint cannot write there: {reasons}; is there room?") from None
+
+
+class _Writer(FileSystemWriter):
+    """Writes files whose names no earlier export has, so that both can lie in one place until the metadata are exchanged."""
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """See torch; it keeps the beginning of the names in the plans."""
+        nonce = secrets.token_hex(4)
+        planned = super().prepare_global_plan(plans)
+        return [replace(plan, storage_data=replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{nonce}_")) for plan in planned]
 
 
 def _merged(optimizers: list[OptimizerState]) -> dict[str, Any]:

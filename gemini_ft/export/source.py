@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from gemini_ft import codec
 from gemini_ft.errors import ConfigError, RecoveryError
 from gemini_ft.storage.base import Storage
-from gemini_ft.storage.checkpoints import CheckpointInfo, Manifest, list_checkpoints, newest_whole, read_manifest
+from gemini_ft.storage.checkpoints import CheckpointInfo, Manifest, list_checkpoints, read_manifest
+from gemini_ft.storage.lookout import newest_whole
+from gemini_ft.storage.retention import reading
 from gemini_ft.storage.shard import StoredShard
 from gemini_ft.versions import Version
 from gemini_ft.visits import RememberedShard, open_newest, remembered
@@ -25,6 +28,7 @@ class StorageShard:
 
     def __init__(self, storage: Storage, manifest: Manifest, owner: int) -> None:
         self._stored = StoredShard(storage, manifest.shards[owner])
+        self._stored.check_identity(owner, manifest.version)
         self.layout = self._stored.layout
 
     def extras(self) -> bytes:
@@ -32,9 +36,9 @@ class StorageShard:
 
     def chunks(self) -> Iterator[tuple[int, memoryview]]:
         step = self._stored.record.chunk_bytes
-        buffer = bytearray(step)
+        buffer = bytearray(min(step, self.layout.nbytes))
         for offset in range(0, self.layout.nbytes, step):
-            view = memoryview(buffer)[: min(step, self.layout.nbytes - offset)]
+            view = memoryview(buffer)[: self.layout.nbytes - offset]
             self._stored.read(offset, view)
             yield offset, view
 
@@ -54,6 +58,7 @@ class Checkpoint:
         shards: by owner, all ranks of the job.
         secret: of the run, to check the signature of pickles.
         trust_pickle: whether pickles without a valid signature may be loaded.
+        held: keeps what is read from being deleted meanwhile, until ``close``.
     """
 
     run: str
@@ -63,6 +68,7 @@ class Checkpoint:
     shards: Sequence[RememberedShard | StorageShard]
     secret: bytes | None
     trust_pickle: bool
+    held: ExitStack = field(default_factory=ExitStack)
 
     @property
     def step(self) -> int:
@@ -90,6 +96,7 @@ class Checkpoint:
         """Let go of the shards."""
         for shard in self.shards:
             shard.close()
+        self.held.close()
 
 
 def from_memory(
@@ -141,8 +148,11 @@ def from_storage(
     manifest = newest_whole(storage, found[0].run, found[0].stream) if found and step is None else None
     if manifest is None:
         manifest = read_manifest(storage, _of_step(found, step, storage.url).folder)
-    shards = [StorageShard(storage, manifest, owner) for owner in range(manifest.world_size)]
-    return Checkpoint(manifest.run, manifest.stream, manifest.version, storage.url, shards, secret, trust_pickle)
+    with ExitStack() as stack:
+        stack.enter_context(reading(storage, manifest.run, manifest.stream, manifest.version))
+        shards = [StorageShard(storage, manifest, owner) for owner in range(manifest.world_size)]
+        held = stack.pop_all()
+    return Checkpoint(manifest.run, manifest.stream, manifest.version, storage.url, shards, secret, trust_pickle, held)
 
 
 def _of_step(found: Sequence[CheckpointInfo], step: int | None, where: str) -> CheckpointInfo:

@@ -91,8 +91,9 @@ class State:
         return {f"{self._short(name)}._extra_state".lstrip("."): value for name, value in self._extras["modules"].items()}
 
     def optimizers(self) -> list[OptimizerState]:
-        """All optimizers, in their order."""
-        return [self._optimizer(index, saved) for index, saved in enumerate(self._extras["optimizers"])]
+        """All optimizers, in their order; not those that another one holds, whose own state dict lacks them as well."""
+        given = enumerate(self._extras["optimizers"])
+        return [self._optimizer(index, saved) for index, saved in given if "." not in saved["name"]]
 
     @cached_property
     def _keys(self) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
+import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from gemini_ft.errors import ConfigError, StorageError
+from gemini_ft.export.stage import clear_leftovers, stage
 from gemini_ft.storage.base import Storage, open_storage
 
 _PART = 16 * 2**20  # bytes read at a time
@@ -25,17 +26,19 @@ class Target:
 
     Attributes:
         name: the one file; None: a folder of several.
-        last: of these, the one without which the others are no checkpoint.
+        last: of these, the one that names the others, and without which they are no checkpoint.
         own: what such a folder holds, files in folders by their first part.
+        tagged: ``last`` holds the name of the folder that all others are in.
     """
 
     name: str | None = None
     last: str = ""
     own: str = ""
+    tagged: bool = False
 
 
 DCP = Target(last=".metadata", own=r"\.metadata|.*\.distcp")
-DEEPSPEED = Target(last="latest", own=r"latest|global_step\d+(/.*)?")
+DEEPSPEED = Target(last="latest", own=r"latest|global_step\d+(-[0-9a-f]+)?(/.*)?", tagged=True)
 
 
 @contextmanager
@@ -44,6 +47,7 @@ def staged(to: str, target: Target, overwrite: bool = False, endpoint_url: str |
 
     Args:
         to: local folder, ``file:///folder`` or ``s3://bucket/prefix``. For the latter the files lie in the temporary directory first.
+            Until everything is there, what was there before stays as it was.
         target: what will be written.
         overwrite: replace what exists: that file, or that folder if there is nothing else in it.
         endpoint_url: of an S3-compatible store.
@@ -57,11 +61,11 @@ def staged(to: str, target: Target, overwrite: bool = False, endpoint_url: str |
         raise ConfigError(f"--to {to}: must be a local folder, file:///folder or s3://bucket/prefix")
     if scheme == "s3":
         try:
-            with tempfile.TemporaryDirectory(prefix="gemini-export-") as stage:
+            with stage(Path(tempfile.gettempdir()), 0o700) as place:
                 storage = open_storage(to, endpoint_url)
                 old = _existing(storage.list(), target, to, overwrite)
-                yield Path(stage)
-                _upload(storage, Path(stage), target, old)
+                yield place.folder
+                _upload(storage, place.folder, target, old)
         except OSError as error:
             temporary = tempfile.gettempdir()
             raise StorageError(f"{temporary}: cannot write there: {error.strerror or error}; set TMPDIR to a folder with room") from error
@@ -70,33 +74,31 @@ def staged(to: str, target: Target, overwrite: bool = False, endpoint_url: str |
     if target.name is None and folder.is_mount():
         raise ConfigError(f"{folder} is a mount point, which cannot be exchanged for what is written; choose a folder below it")
     try:
-        yield from _local(folder, target, overwrite)
+        with _local(folder, target, overwrite) as place:
+            yield place
     except OSError as error:
         raise StorageError(
             f"{folder}: cannot write there: {error.strerror or error}; choose a folder you may write to, with room"
         ) from error
 
 
+@contextmanager
 def _local(folder: Path, target: Target, overwrite: bool) -> Iterator[Path]:
     name = target.name
-    old = _existing([path.name for path in folder.iterdir()] if folder.exists() else [], target, str(folder), overwrite)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if name is not None:
-        folder.mkdir(exist_ok=True)
-    stage = Path(tempfile.mkdtemp(prefix=".gemini-export-", dir=folder.parent if name is None else folder))
-    try:
-        stage.chmod(0o777 & ~_umask())
-        yield stage
-        for path in (stage, *stage.rglob("*")):
+    for parent in (folder, folder.parent):  # where one file, and where a folder would have been staged
+        clear_leftovers(parent)
+    _existing([path.name for path in folder.iterdir()] if folder.exists() else [], target, str(folder), overwrite)
+    (folder.parent if name is None else folder).mkdir(parents=True, exist_ok=True)
+    with stage(folder.parent if name is None else folder) as place:
+        yield place.folder
+        for path in (place.folder, *place.folder.rglob("*")):
             _sync(path)
         if name is not None:
-            (stage / name).replace(folder / name)
+            (place.folder / name).replace(folder / name)
+            _sync(folder)
         else:
-            for key in old:
-                shutil.rmtree(folder / key) if (folder / key).is_dir() else (folder / key).unlink()
-            stage.replace(folder)  # rename(2) takes the place of an empty folder
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
+            place.take_place(folder, lambda entry: re.fullmatch(target.own, entry) is not None)
+            _sync(folder.parent)
 
 
 def _existing(found: Sequence[str], target: Target, to: str, overwrite: bool) -> Sequence[str]:
@@ -108,20 +110,36 @@ def _existing(found: Sequence[str], target: Target, to: str, overwrite: bool) ->
     name = target.name
     old = [path for path in found if name in (None, path)]
     if old and not overwrite:
-        raise ConfigError(f"{to}{'' if name is None else '/' + name} exists already; {_WAY_OUT}")
+        torn = f" (without {target.last}, as an export leaves it that was killed)" if name is None and target.last not in old else ""
+        raise ConfigError(f"{to}{'' if name is None else '/' + name} exists already{torn}; {_WAY_OUT}")
     if name is None and (others := [path for path in old if not re.fullmatch(target.own, path)]):
         raise ConfigError(f"{to} has {others[0]} in it ({len(others)} files that are of no export); choose an empty or a new folder")
-    return sorted(old, key=lambda path: path != target.last)
+    return old
 
 
-def _upload(storage: Storage, stage: Path, target: Target, old: Sequence[str]) -> None:
-    files = [str(path.relative_to(stage)) for path in stage.rglob("*") if path.is_file()]
-    new = sorted(files, key=lambda path: path == target.last)
-    if target.name is None:  # several objects: nothing is to be seen while they are exchanged
-        for key in old:
+def _upload(storage: Storage, folder: Path, target: Target, old: Sequence[str]) -> None:
+    """Put the new files beside the old ones, then the one that names them in place of the old one, and delete the old ones last."""
+    if target.tagged:
+        _make_unlike(folder, target, old)
+    files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    for key in sorted(files, key=lambda path: path == target.last):
+        storage.put(key, _read(folder / key))
+    if target.name is None:
+        for key in sorted({*old} - {*files}):
             storage.delete(key)
-    for key in new:
-        storage.put(key, _read(stage / key))
+        if missing := sorted({*files} - {*storage.list()}):
+            raise StorageError(
+                f"{storage.url}: {missing[0]} is gone again; was something else exported there at the same time? Do it once more"
+            )
+
+
+def _make_unlike(folder: Path, target: Target, old: Sequence[str]) -> None:
+    """Give the folder of an export another name if the old export has one of the same."""
+    tag = (folder / target.last).read_text()
+    if any(key.startswith(f"{tag}/") for key in old):
+        other = f"{tag}-{secrets.token_hex(4)}"
+        (folder / tag).rename(folder / other)
+        (folder / target.last).write_text(other)
 
 
 def _read(path: Path) -> Iterator[bytes]:
@@ -136,9 +154,3 @@ def _sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

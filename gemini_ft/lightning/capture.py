@@ -32,12 +32,13 @@ def capture(trainer: Any, live: Tensors) -> dict[str, Any]:
     del checkpoint["optimizer_states"]
     if _is_untouched(checkpoint["state_dict"], live):
         del checkpoint["state_dict"]
-    metrics, collections = _metrics(trainer.lightning_module)
+    metrics, collections = compat.metrics_of(trainer)
     return {
         "checkpoint": _name_live(checkpoint, {id(tensor): name for name, tensor in live.items()}),
         "loops": compat.loop_extras(trainer),
         "logging": compat.logging_state(trainer, {id(metric): name for name, metric in metrics.items()}),
         "metrics": {name: compat.metric_state(metric) for name, metric in metrics.items()},
+        "trackers": compat.tracked(trainer),
         "collections": {name: compat.metric_groups(collection) for name, collection in collections.items()},
         "rng": rng_state(),
     }
@@ -75,7 +76,8 @@ def restore(trainer: Any, package: str, extras: Mapping[str, Any]) -> None:
 
     That late, because all that happens on the way draws random numbers, resets metrics, or counts.
     """
-    metrics, collections = _metrics(trainer.lightning_module)
+    compat.track(trainer, extras["trackers"])
+    metrics, collections = compat.metrics_of(trainer)
     for name, state in extras["metrics"].items():
         if name in metrics:
             compat.set_metric_state(metrics[name], state)
@@ -86,15 +88,6 @@ def restore(trainer: Any, package: str, extras: Mapping[str, Any]) -> None:
     compat.set_loop_extras(trainer, extras["loops"])
     compat.set_logging_state(trainer, package, extras["logging"], metrics)
     set_rng_state(extras["rng"])
-
-
-def _metrics(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The torchmetrics and their collections among the submodules, by name."""
-    from torchmetrics import Metric, MetricCollection  # Lightning depends on it
-
-    modules = dict(module.named_modules())
-    metrics = {name: item for name, item in modules.items() if isinstance(item, Metric)}
-    return metrics, {name: item for name, item in modules.items() if isinstance(item, MetricCollection)}
 
 
 def _is_untouched(state_dict: Mapping[str, Any], live: Tensors) -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from gemini_ft.errors import ConfigError
 from gemini_ft.lightning.loader import bookmark_of, is_position
+from gemini_ft.modes import Modes, not_users
 
 _SUPPORTED = "2.6"
 
@@ -50,6 +51,10 @@ def _needed(package: str) -> list[str]:
         "loops.training_epoch_loop._TrainingEpochLoop.advance",
         "loops.training_epoch_loop._TrainingEpochLoop._should_accumulate",
         "loops.fetchers._PrefetchDataFetcher",
+        "loops.fit_loop._FitLoop._load_combined_loader_states",
+        "trainer.call._call_callback_hooks",
+        "trainer.call._call_lightning_module_hook",
+        "trainer.connectors.data_connector._DataLoaderSource.dataloader",
         "trainer.connectors.logger_connector.logger_connector._LoggerConnector.should_update_logs",
         "strategies.ddp.DDPStrategy._register_ddp_hooks",
         "strategies.deepspeed.DeepSpeedStrategy._initialize_deepspeed_inference",
@@ -124,10 +129,22 @@ def pin_checkpoint_folders(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
             callback.dirpath = saved["dirpath"]
 
 
-def drop_positions(checkpoint: Mapping[str, Any]) -> None:
-    """Take the positions of loaders that were made resumable out of a checkpoint, and leave those of others."""
+def drop_positions(checkpoint: Mapping[str, Any], loaders: Sequence[Any] = ()) -> None:
+    """Take the positions of loaders that were made resumable out of a checkpoint, and leave those that loaders have of their own.
+
+    Args:
+        checkpoint: as Lightning made it, with a position for each of ``loaders``.
+        loaders: those of the training, if they are at hand.
+    """
     state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    others = [position for position in state.get("combined_loader", []) if not is_position(position)]
+    marks = [mark for mark in map(bookmark_of, loaders) if mark is not None]
+    others = []
+    for position in state.get("combined_loader", []):
+        own = position.get("own") if is_position(position) else position
+        if is_position(position) and marks:
+            own = marks.pop(0).own_position
+        if own is not None:
+            others.append(own)
     if others:
         state["combined_loader"] = others
     else:
@@ -187,6 +204,12 @@ def fill_mesh(strategy: Any) -> None:
         strategy._data_parallel_size = world_size // strategy._tensor_parallel_size
 
 
+def training_loaders(trainer: Any) -> list[Any]:
+    """The loaders of the training, in the order of their positions in a checkpoint."""
+    combined = trainer.fit_loop._combined_loader
+    return list(combined.flattened) if combined is not None else []
+
+
 # --- loops
 
 
@@ -209,6 +232,58 @@ def before_each_batch(trainer: Any, hook: Callable[[], None]) -> Callable[[], No
         vars(loop).pop("advance", None)
 
     return end
+
+
+def before_loading(trainer: Any, hook: Callable[[], None]) -> None:
+    """Call ``hook`` whenever the fit is about to ask the user's ``train_dataloader()`` for loaders."""
+    source = trainer.fit_loop._data_source
+    dataloader = source.dataloader
+
+    def hooked() -> Any:
+        hook()
+        return dataloader()
+
+    source.dataloader = hooked
+
+
+def rerun_epoch_start(trainer: Any, package: str) -> None:
+    """Call the ``on_train_epoch_start`` hooks of a resumed epoch again, as soon as its loaders are there and before they are iterated."""
+    fit_loop, call = trainer.fit_loop, importlib.import_module(f"{package}.trainer.call")
+    load = fit_loop._load_combined_loader_states
+
+    def run_then_load() -> None:
+        del fit_loop._load_combined_loader_states
+        if fit_loop.epoch_progress.current.started > fit_loop.epoch_progress.current.processed:
+            call._call_callback_hooks(trainer, "on_train_epoch_start")
+            call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+        load()
+
+    fit_loop._load_combined_loader_states = run_then_load
+
+
+def modules_of(trainer: Any) -> dict[str, Any]:
+    """All modules of the training, by name."""
+    return {f"module.{name}".rstrip("."): part for name, part in trainer.lightning_module.named_modules()}
+
+
+def modes_of(trainer: Any, package: str) -> Modes:
+    """Flags and plain attributes of the module, the datamodule, and callbacks that save no state of their own."""
+    base = importlib.import_module(package)
+    blank = {kind: frozenset(vars(kind())) - {"training"} for kind in (base.LightningModule, base.LightningDataModule)}
+
+    def leave(item: Any) -> frozenset[str]:
+        private = next((names for kind, names in blank.items() if isinstance(item, kind)), frozenset[str]())
+        states = vars(item).get("_defaults")  # a torchmetrics.Metric's, which are captured as such
+        return not_users(item) | private | (frozenset(states) if isinstance(states, dict) else frozenset())
+
+    others = {
+        f"callback.{index}": callback
+        for index, callback in enumerate(trainer.callbacks)
+        if type(callback).state_dict is base.Callback.state_dict and not type(callback).__module__.startswith((package, "gemini_ft."))
+    }
+    if trainer.datamodule is not None:
+        others["datamodule"] = trainer.datamodule
+    return Modes(modules_of(trainer), others, leave)
 
 
 def is_accumulating(trainer: Any) -> bool:
@@ -370,6 +445,50 @@ def set_metric_state(metric: Any, state: Mapping[str, Any]) -> None:
     for name, value in state["state"].items():
         setattr(metric, name, _to(value, metric.device))
     _set_metric_caches(metric, {key: _to(value, metric.device) for key, value in state["cache"].items()})
+
+
+def metrics_of(trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The torchmetrics and their collections among the submodules, and of callbacks and datamodule, by name."""
+    from torchmetrics import Metric, MetricCollection  # Lightning depends on it
+
+    modules = modules_beside(trainer) | dict(trainer.lightning_module.named_modules())
+    metrics = {name: item for name, item in modules.items() if isinstance(item, Metric)}
+    return metrics, {name: item for name, item in modules.items() if isinstance(item, MetricCollection)}
+
+
+def has_state(callback: Any) -> bool:
+    """Whether a callback saves a state of its own, or writes to checkpoints."""
+    hooks = (type(callback).state_dict, type(callback).on_save_checkpoint)
+    return any(hook.__qualname__.partition(".")[0] != "Callback" for hook in hooks)
+
+
+def modules_beside(trainer: Any) -> dict[str, Any]:
+    """Modules that callbacks and the datamodule hold in attributes, with their submodules, by name."""
+    holders = {f"callback.{index}": callback for index, callback in enumerate(trainer.callbacks)} | {"datamodule": trainer.datamodule}
+    ours = set(trainer.lightning_module.modules())
+    return {
+        f"{name}.{attribute}.{path}".rstrip("."): part
+        for name, holder in holders.items()
+        for attribute, value in getattr(holder, "__dict__", {}).items()
+        if isinstance(value, torch.nn.Module) and value not in ours
+        for path, part in value.named_modules()
+    }
+
+
+def tracked(trainer: Any) -> dict[str, int]:
+    """How often each MetricTracker has begun to track anew; each time it has grown by a copy of its metric."""
+    from torchmetrics import MetricTracker
+
+    modules = modules_beside(trainer) | dict(trainer.lightning_module.named_modules())
+    return {name: len(part) for name, part in modules.items() if isinstance(part, MetricTracker)}
+
+
+def track(trainer: Any, times: Mapping[str, int]) -> None:
+    """Let MetricTrackers have as many metrics as they had when :func:`tracked` was asked."""
+    parts = modules_beside(trainer) | dict(trainer.lightning_module.named_modules())
+    for name, wanted in times.items():
+        while name in parts and len(parts[name]) < wanted:
+            parts[name].increment()
 
 
 def metric_groups(collection: Any) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class EngineFit(Fit):
         if not self._engine.managed_gradient_accumulation():
             raise ConfigError("managed_gradient_accumulation=false is not supported under Lightning, which does the accumulation itself")
         wrapping.protected = True
-        self.checkpointer.bind_state(EngineState(self._engine))
+        self.checkpointer.bind_state(EngineState(self._engine, modes=False))
         bound_collectives(self._engine, self.checkpointer.config.hang_timeout)
 
     @property

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,14 +28,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gemini_ft.checkpointer import Checkpointer
+from gemini_ft.census import Finding
+from gemini_ft.checkpointer import GIVEN, Checkpointer
 from gemini_ft.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.errors import ConfigError, StateError
+from gemini_ft.fates import LOADERS
 from gemini_ft.lightning import compat
 from gemini_ft.lightning.base import Gemini, join_group, make_class
 from gemini_ft.lightning.fit import log
 from gemini_ft.lightning.gradients import synchronizer_of
-from gemini_ft.lightning.loader import make_resumable
+from gemini_ft.lightning.loader import bookmark_of, make_resumable
 from gemini_ft.rng import rng_state, set_rng_state
 
 if TYPE_CHECKING:
@@ -196,6 +198,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
                 checkpointer.attach_gradients(self.gradients)
             checkpointer.bind(models, list(optimizers.values()))
             self._gemini_bound = identity
+            checkpointer.census.register("state", lambda: _findings(state))
         return {name: item for name, item in state.items() if name not in models and name not in optimizers}
 
 
@@ -220,6 +223,14 @@ def _is_ours(path: Any) -> bool:
 
 def _is_stateful(item: Any) -> bool:
     return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
+
+
+def _findings(state: Mapping[str, Any]) -> Iterator[Finding]:
+    for name, item in state.items():
+        if (mark := bookmark_of(item)) is not None:
+            yield LOADERS.found(name, note=f"by {mark.way}")
+        elif not isinstance(item, nn.Module | Optimizer):
+            yield GIVEN.found(f"state[{name!r}]", note=type(item).__name__)
 
 
 def _inner(model: nn.Module) -> nn.Module:

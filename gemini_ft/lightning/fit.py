@@ -22,9 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 from gemini_ft.checkpointer import Checkpointer
 from gemini_ft.config import GeminiConfig
 from gemini_ft.ddp import ddp_state, restore_buckets, restore_sync
+from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.lightning import compat
+from gemini_ft.lightning.callbacks import refuse_callbacks
 from gemini_ft.lightning.capture import capture, checkpoint_of, complete, restore
+from gemini_ft.lightning.inventory import findings, fingerprint
 from gemini_ft.lightning.moments import watch
+from gemini_ft.lightning.options import EpochHooks
+from gemini_ft.modes import Modes
 
 log = logging.getLogger("gemini_ft")
 
@@ -39,13 +44,17 @@ class Fit:
         package: the Lightning package it belongs to.
         config: options.
         replicated: whether all ranks hold the same parameters.
+        epoch_hooks: whether a resumed epoch is given what its hooks had set ("restore"), or calls them again before that ("rerun").
     """
 
-    def __init__(self, trainer: Any, package: str, config: GeminiConfig, replicated: bool) -> None:
+    def __init__(self, trainer: Any, package: str, config: GeminiConfig, replicated: bool, epoch_hooks: EpochHooks) -> None:
         self.checkpointer = Checkpointer(config=config, name=f"fit-{next(_ordinals)}", hooks=False, replicated=replicated)
         # While Lightning makes a checkpoint for a snapshot: the module's state dict; empty if nobody would see it.
         self.live: dict[str, torch.Tensor] | None = None
-        self._trainer, self._package = trainer, package
+        self._trainer, self._package, self._epoch_hooks = trainer, package, epoch_hooks
+        self._modes: Modes | None = None
+        self._at_loading: dict[str, Any] | None = None  # what hooks had set when the present loaders were asked for
+        self._optimizers: Any = None  # that are bound, by what tells whether others have the same place for their state
         self._ddp: DistributedDataParallel | None = None
         self._found: dict[str, Any] | None = None  # extras of what is being resumed
         self._iteration = 0  # of what is being resumed
@@ -67,6 +76,7 @@ class Fit:
 
     def open(self) -> None:
         """Join the run; if something is found, make Lightning restore from it. Collective."""
+        refuse_callbacks(self._trainer.callbacks)
         found = self.checkpointer.open()
         if found is None:
             return
@@ -86,8 +96,14 @@ class Fit:
         if (gradients := getattr(self._trainer.strategy, "gradients", None)) is not None:
             self.checkpointer.attach_gradients(gradients)
         self._bind_state()
+        self._optimizers = list(self._trainer.strategy.optimizers)
+        self._modes = compat.modes_of(self._trainer, self._package)
+        self.checkpointer.census.register("the Trainer", lambda: findings(self._trainer, self._modes), lambda: fingerprint(self._trainer))
+        compat.before_loading(self._trainer, self._before_loading)
         if self._found is not None:
             complete(self._trainer, self.checkpoint, self._trainer.lightning_module.state_dict())
+            if self._epoch_hooks == "rerun":
+                compat.rerun_epoch_start(self._trainer, self._package)
 
     def load(self) -> None:
         """Fill model and optimizers. Collective."""
@@ -132,7 +148,7 @@ class Fit:
 
     def _bind_state(self) -> None:
         strategy = self._trainer.strategy
-        self.checkpointer.bind(strategy.lightning_module, strategy.optimizers)
+        self.checkpointer.bind(strategy.lightning_module, strategy.optimizers, modes=False)
 
     @property
     def _steps(self) -> int:
@@ -144,12 +160,43 @@ class Fit:
         """Whether there are gradients that the next update needs; no snapshot has them."""
         return compat.is_accumulating(self._trainer)
 
+    def _before_loading(self) -> None:
+        """The user's ``train_dataloader`` finds what it found when it made the loaders of the resumed epoch."""
+        if self._found is None:
+            self._at_loading = self._present_modes()
+        elif (then := self._found["at_loading"]) is not None:
+            self._restore_modes(then)
+            self._at_loading = then
+
+    def _present_modes(self) -> dict[str, Any]:
+        assert self._modes is not None
+        return self._modes.collect(compat.modules_of(self._trainer))
+
+    def _restore_modes(self, state: dict[str, Any]) -> None:
+        assert self._modes is not None
+        self._modes.restore(state, compat.modules_of(self._trainer))
+
+    def _follow_optimizers(self) -> None:
+        """Optimizers that the training has put in the place of others are captured from now on, if a restart can do the same."""
+        old, self._optimizers = self._optimizers, list(self._trainer.strategy.optimizers)
+        if self._last_step is None or [_place_of(one) for one in old] != [_place_of(one) for one in self._optimizers]:
+            raise UnsupportedStateError(
+                "trainer.strategy.optimizers was replaced before the first batch, or by optimizers of another class or of other "
+                "parameters; a restarted script loads the state into those of configure_optimizers. Return all that are used from "
+                "configure_optimizers, or change the parameter groups of those that are there"
+            )
+        self._bind_state()
+
     def _before_batch(self) -> None:
+        optimizers = self._trainer.strategy.optimizers
+        if len(optimizers) != len(self._optimizers) or any(a is not b for a, b in zip(optimizers, self._optimizers, strict=True)):
+            self._follow_optimizers()
         if self._found is not None:
             found, self._found = self._found, None
             restore(self._trainer, self._package, found)
             if self._ddp is not None:
                 restore_sync(self._ddp, found["ddp"])
+            self._restore_modes(found["modes"])
         step = self._steps
         if self._last_step is None:
             self._last_step = step  # as it was loaded, or initialised: nothing new yet
@@ -164,7 +211,17 @@ class Fit:
     def _extras(self) -> dict[str, Any]:
         self.live = self._trainer.lightning_module.state_dict() if compat.is_checkpoint_seen(self._trainer) else {}
         try:
-            ours = {"ckpt_path": str(self._trainer.ckpt_path), "ddp": ddp_state(self._ddp) if self._ddp is not None else None}
+            ours = {
+                "ckpt_path": str(self._trainer.ckpt_path),
+                "ddp": ddp_state(self._ddp) if self._ddp is not None else None,
+                "modes": self._present_modes(),
+                "at_loading": self._at_loading,
+            }
             return capture(self._trainer, self.live) | ours
         finally:
             self.live = None
+
+
+def _place_of(optimizer: Any) -> tuple[Any, ...]:
+    """Properties that two optimizers must share for one to take the other's state."""
+    return type(optimizer), [[id(param) for param in group["params"]] for group in optimizer.param_groups]

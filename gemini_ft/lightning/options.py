@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,11 +24,15 @@ from gemini_ft.pipeline.rules import Rules, load_rules
 _BUCKET_CAP_MB = 1  # what travels together is the pipeline's choice; small buckets tell it sooner that gradients are ready
 
 
+EpochHooks = Literal["restore", "rerun"]
+
+
 class Options(NamedTuple):
     """What a strategy was given, sorted by who takes it; ``rules`` is None without a gradient pipeline."""
 
     config: GeminiConfig
     data_resume: DataResume
+    epoch_hooks: EpochHooks
     rules: Rules | None
     base: dict[str, Any]
 
@@ -45,6 +49,9 @@ def sort_options(strategy: str, base: type, options: Mapping[str, Any]) -> Optio
     data_resume = rest.pop("data_resume", os.environ.get("GEMINI_DATA_RESUME", "auto"))
     if data_resume not in get_args(DataResume):
         raise ConfigError(f"{strategy}: data_resume={data_resume!r} must be one of {', '.join(get_args(DataResume))}")
+    epoch_hooks = rest.pop("epoch_hooks", os.environ.get("GEMINI_EPOCH_HOOKS", "restore"))
+    if epoch_hooks not in get_args(EpochHooks):
+        raise ConfigError(f"{strategy}: epoch_hooks={epoch_hooks!r} must be one of {', '.join(get_args(EpochHooks))}")
     pipeline = rest.pop("gradient_pipeline", None)
     rules = None if pipeline is None else load_rules(pipeline)
     known = _parameters_of(base)
@@ -54,7 +61,7 @@ def sort_options(strategy: str, base: type, options: Mapping[str, Any]) -> Optio
         raise ConfigError(_about_unknown(strategy, base, unknown))
     if rules is not None and "bucket_cap_mb" in known:
         for_base.setdefault("bucket_cap_mb", _BUCKET_CAP_MB)
-    return Options(load_config(ours), data_resume, rules, for_base)
+    return Options(load_config(ours), data_resume, epoch_hooks, rules, for_base)
 
 
 def signature_of(base: type) -> inspect.Signature:
@@ -63,7 +70,8 @@ def signature_of(base: type) -> inspect.Signature:
     parameters = {"self": inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)}
     for name, field in GeminiConfig.model_fields.items():
         parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.annotation)
-    for name, default, annotation in (("data_resume", "auto", DataResume), ("gradient_pipeline", None, list[Any] | str | None)):
+    own = {"data_resume": ("auto", DataResume), "epoch_hooks": ("restore", EpochHooks), "gradient_pipeline": (None, list[Any] | str | None)}
+    for name, (default, annotation) in own.items():
         parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
     for name, given in _parameters_of(base).items():
         annotation = given.annotation if given.annotation is not empty else Any
@@ -115,7 +123,7 @@ def _parameters_of(base: type) -> dict[str, inspect.Parameter]:
 
 
 def _about_unknown(strategy: str, base: type, unknown: Iterable[str]) -> str:
-    ours, theirs = sorted(GeminiConfig.model_fields), sorted({"data_resume", "gradient_pipeline", *_parameters_of(base)})
+    ours, theirs = sorted(GeminiConfig.model_fields), sorted({"data_resume", "epoch_hooks", "gradient_pipeline", *_parameters_of(base)})
     return (
         f"{strategy}: unknown option {_with_hints(unknown, [*ours, *theirs])}; allowed are gemini's {', '.join(ours)}, "
         f"and {base.__name__}'s {', '.join(theirs)}"

@@ -84,7 +84,7 @@ class GeminiMixin(Gemini, _Strategy):
         join_group(self)
         super().setup_environment()
         if self._gemini_trainer.state.fn == "fit":
-            arguments = (self._gemini_trainer, self._gemini_package, self.gemini_config, self._gemini_replicated)
+            arguments = (self._gemini_trainer, self._gemini_package, self.gemini_config, self._gemini_replicated, self._gemini_epoch_hooks)
             self._gemini_fit = self._gemini_fit_kind(*arguments)
             self._gemini_fit.open()
 
@@ -185,7 +185,7 @@ class GeminiMixin(Gemini, _Strategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """To a file, which another strategy must be able to load: it would not expect the positions of our loaders."""
-        compat.drop_positions(checkpoint)
+        compat.drop_positions(checkpoint, compat.training_loaders(self._gemini_trainer))
         if self._gemini_fit is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -206,6 +206,7 @@ class GeminiMixin(Gemini, _Strategy):
             ahead=functools.partial(compat.batches_taken_in_advance, trainer) if training else None,
             epoch=functools.partial(compat.epoch, trainer),
             active=lambda: bool(trainer.training) == training,
+            remade=self._gemini_epoch_hooks == "rerun",
         )
 
 

@@ -1,18 +1,22 @@
-"""Random states of a DataLoader's worker processes: sent along with every batch, and given back after a restart.
+"""States of a DataLoader's worker processes: sent along with every batch, and given back after a restart.
 
-Augmentation in a worker draws from that worker's generators. With their states at hand, a restarted loader goes on
-after the last batch instead of loading all batches of the epoch again.
+Augmentation in a worker draws from that worker's generators, and a dataset may remember something from one sample to the
+next. With both at hand, a restarted loader goes on after the last batch instead of loading all batches of the epoch again.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
+from gemini_ft.generators import private_generators
+from gemini_ft.remembered import Attributes, Values
 from gemini_ft.rng import Randomness, randomness, set_randomness
+
+State = tuple[Randomness, Values]  # of one worker: its generators, and attributes that differ from those it was started with
 
 
 class Stamped(NamedTuple):
@@ -20,35 +24,57 @@ class Stamped(NamedTuple):
 
     batch: Any
     worker: int
-    randomness: Randomness | None  # None: as it was after this worker's batch before
+    state: State | None  # None: as it was after this worker's batch before
+    lost: list[str]  # attributes that have changed and cannot be kept
+    drew: bool  # whether this worker's first batch drew random numbers
 
 
 class StampingCollate:
-    """Calls the loader's collate function and adds the state that its worker's generators are in afterwards."""
+    """Calls the loader's collate function and adds the state that its worker is in afterwards."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
-        self._last: Randomness | None = None
+        self._last: State | None = None
+        self._attributes: Attributes | None = None
+        self._generators: set[str] = set()
+        self._roots: dict[str, Any] = {}
+        self._at_begin: Randomness | None = None
+        self._drew: bool | None = None
+
+    def begin(self, dataset: Any, state: State | None) -> None:
+        """In the worker, before its first sample: go on in ``state``."""
+        self._roots = {"dataset": dataset, "collate": self._collate}
+        self._generators = set(private_generators(**self._roots))
+        self._attributes = Attributes(self._roots)
+        if state is not None:
+            set_randomness(state[0])
+            self._attributes.give_back(state[1])
+        self._at_begin = randomness()
 
     def __call__(self, samples: Any) -> Stamped:
         batch = self._collate(samples)
         info, now = get_worker_info(), randomness()
-        changed, self._last = now != self._last, now
-        return Stamped(batch, info.id if info else 0, now if changed else None)
+        kept, lost = self._attributes.changes() if self._attributes is not None else ({}, [])
+        lost += [f"{path} (a generator)" for path in private_generators(**self._roots).keys() - self._generators if path not in lost]
+        changed = bool(kept) or self._last is None or bool(self._last[1]) or now != self._last[0]
+        self._last = (now, kept)
+        if self._drew is None:
+            self._drew = now != self._at_begin
+        return Stamped(batch, info.id if info else 0, self._last if changed else None, lost, self._drew)
 
 
 class RestoringInit:
-    """Calls the loader's own worker_init_fn, then puts the worker's generators where they were before the restart."""
+    """Calls the loader's own worker_init_fn, then puts the worker into the state it was in before the restart."""
 
-    def __init__(self, init: Callable[[int], None] | None, states: Mapping[int, Randomness]) -> None:
-        self._init = init
-        self._states = states
+    def __init__(self, init: Callable[[int], None] | None, collate: StampingCollate, states: Mapping[int, State]) -> None:
+        self._init, self._collate, self._states = init, collate, states
 
     def __call__(self, worker: int) -> None:
         if self._init is not None:
             self._init(worker)
-        if worker in self._states:
-            set_randomness(self._states[worker])
+        info = get_worker_info()
+        assert info is not None
+        self._collate.begin(info.dataset, self._states.get(worker))
 
 
 class WorkerStates:
@@ -59,28 +85,35 @@ class WorkerStates:
 
     Persistent workers enter an epoch with the states they had at the end of the one before. Those are known only if
     that epoch was used to its end: of batches that were loaded in advance and thrown away nothing arrives here.
+
+    Attributes:
+        lost: attributes that have changed in a worker and cannot be kept.
+        drew: whether the first batch of any worker drew random numbers.
     """
 
     def __init__(self, workers: int, persistent: bool) -> None:
-        self._workers, self._persistent = workers, persistent
+        self._workers, self.persistent = workers, persistent
+        self.lost: set[str] = set()
+        self.drew = False
         self._first = 0
         self._revived = False
-        self._rounds: deque[tuple[int, int, Randomness]] = deque(maxlen=2 * workers)  # batch, worker, state after it
-        self._latest: dict[int, Randomness] = {}
-        self._at_start: dict[int, Randomness] = {}
+        self._rounds: deque[tuple[int, int, State]] = deque(maxlen=2 * workers)  # batch, worker, state after it
+        self._latest: dict[int, State] = {}
+        self._at_start: dict[int, State] = {}
 
-    def start(self, first: int, states: Mapping[int, Randomness]) -> None:
+    def start(self, first: int, states: Mapping[int, State], lost: Iterable[str] = ()) -> None:
         """An iteration begins with batch ``first`` of the epoch, its workers in ``states`` where those are given."""
-        self._latest = {**self._latest, **states} if self._persistent else dict(states)
+        self._latest = {**self._latest, **states} if self.persistent else dict(states)
         self._at_start = dict(self._latest)
         self._first = first
+        self.lost, self.drew = set(lost), False
         self._rounds.clear()
 
-    def resting(self) -> dict[int, Randomness]:
+    def resting(self) -> dict[int, State]:
         """The states of persistent workers between two iterations."""
         return dict(self._latest)
 
-    def revive(self, states: Mapping[int, Randomness]) -> None:
+    def revive(self, states: Mapping[int, State]) -> None:
         """The next iteration starts new workers in the place of those that were ``resting`` before a restart."""
         self._latest, self._revived = dict(states), True
 
@@ -89,7 +122,7 @@ class WorkerStates:
         revived, self._revived = self._revived, False
         return revived
 
-    def at_start(self) -> dict[int, Randomness]:
+    def at_start(self) -> dict[int, State]:
         """The states in which the workers began, as far as their seeds do not say it."""
         return dict(self._at_start)
 
@@ -97,8 +130,10 @@ class WorkerStates:
         """The batch itself; what came with it is remembered. ``batch`` counts from the start of the epoch."""
         if not isinstance(item, Stamped):
             return item
-        if item.randomness is not None:
-            self._latest[item.worker] = item.randomness
+        self.lost.update(item.lost)
+        self.drew = self.drew or item.drew
+        if item.state is not None:
+            self._latest[item.worker] = item.state
         self._rounds.append((batch, item.worker, self._latest[item.worker]))
         return item.batch
 
@@ -106,8 +141,16 @@ class WorkerStates:
         """The last batch not after ``batches`` from which the workers can go on."""
         return batches - batches % self._workers
 
-    def before(self, batch: int) -> dict[int, Randomness]:
+    def before(self, batch: int) -> dict[int, State]:
         """The states in which the workers go on from ``batch``, a multiple of their number."""
         if batch == self._first:
             return self.at_start()
         return {worker: state for index, worker, state in self._rounds if batch - self._workers <= index < batch}
+
+    def after(self, batch: int) -> dict[int, State]:
+        """The states of the workers after the last batch before ``batch`` that each has made."""
+        states = self.at_start()
+        for index, worker, state in self._rounds:
+            if index < batch:
+                states[worker] = state
+        return states

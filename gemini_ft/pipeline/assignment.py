@@ -15,6 +15,7 @@ from gemini_ft.pipeline.rules import Rule, Rules, payload_of_one_length
 from gemini_ft.sources import clean, unwrap_model
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_ADDED = (*_FLOATS, torch.float64, torch.complex32, torch.complex64, torch.complex128)  # up, by the backends
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -35,6 +36,11 @@ def assign(model: nn.Module, rules: Rules) -> list[Tensor]:
         if isinstance(param, DTensor):
             raise ConfigError(
                 f"{name} is sharded (a DTensor), and its gradient is reduced by fully_shard itself: use DDP, or no gradient pipeline"
+            )
+        if param.dtype not in _ADDED:
+            raise ConfigError(
+                f"{name} is {param.dtype}, which no backend adds up; a gradient pipeline averages {', '.join(map(str, _ADDED))}: freeze "
+                "the parameter, keep it in one of these, or leave the gradient pipeline out"
             )
         number = next((number for number, rule in enumerate(rules) if rule.matches(name)), NO_RULE)
         shape = tuple(getattr(param, "ds_shape", param.shape))  # ZeRO 3 has taken the whole away

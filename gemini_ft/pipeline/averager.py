@@ -7,11 +7,11 @@ hands it buckets.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +22,7 @@ from gemini_ft.compression.base import Turn
 from gemini_ft.compression.collective import Groups
 from gemini_ft.compression.topology import Topology
 from gemini_ft.errors import ConfigError, StateError
+from gemini_ft.pipeline.failures import Failures
 from gemini_ft.pipeline.lanes import Job, Lanes
 from gemini_ft.pipeline.plan import NO_RULE, Group, Plan, first_plan, rule_at
 from gemini_ft.pipeline.plan import Tensor as Described
@@ -101,6 +102,16 @@ class Routes:
         used = {(group.rule, group.way) for group in groups}
         self._routes = {key: route for key, route in self._routes.items() if key in used}
 
+    def forget(self, names: Collection[str]) -> None:
+        """Forget what is kept of the gradients of these parameters."""
+        for route in self._routes.values():
+            route.forget(names)
+
+    def choices(self) -> dict[str, Any]:
+        """Findings and decisions of the routes, alike on all ranks, as plain data."""
+        found = {f"{rule}/{way}": route.choices() for (rule, way), route in sorted(self._routes.items())}
+        return {key: choices for key, choices in found.items() if choices}
+
     def hold_still(self) -> None:
         """From now on tensors that are kept stay where they are, for who copies them."""
         if not self._still:
@@ -127,7 +138,7 @@ class _Arrival:
 
 
 class Averager:
-    """See the module.
+    """Averages the gradients of one model.
 
     Args:
         tensors: what there is, in an order in which gradients may become ready; the same on all ranks.
@@ -149,7 +160,9 @@ class Averager:
         self.telemetry = Telemetry(rules)
         self.step = 0
         self._rounds = 0  # of averaging; more than one per step where buckets come one by one
-        self._lanes = Lanes(device)
+        self._lanes = Lanes(device, self._broken)
+        self._failures = Failures(group, self.rank)
+        self._completed = 0  # steps since the beginning of this object, whatever has been loaded since
         self._arrived: dict[str, _Arrival | None] = {}  # None: nobody has it in this step
         self._launched = 0  # groups of the plan
         self._awaited: set[str] | None = None  # of the next one; None: nothing of the step has come
@@ -158,7 +171,7 @@ class Averager:
         self._blocked = 0.0  # seconds of this step that `average` took
         self._scale = 1.0
         self.scale: Callable[[], float] | None = None  # of the loss, as a scaler has it at the moment
-        self.on_failure: Callable[[BaseException], None] | None = None  # called on another thread
+        self.on_begin: Callable[[], None] | None = None  # before the first gradient of a step is taken
 
     @property
     def plan(self) -> Plan:
@@ -168,6 +181,7 @@ class Averager:
     @plan.setter
     def plan(self, plan: Plan) -> None:
         self._plan = plan
+        self._plan_digest = blake2b(repr(plan.groups).encode(), digest_size=8).hexdigest()
         self._directly = self._device.type == "cpu" and self.world > 1 and self.routes.all_plain(plan.groups)
 
     # -- gradients one by one
@@ -182,11 +196,17 @@ class Averager:
         if name in self._arrived:
             raise StateError(
                 f"the gradient of {name} is ready a second time in one step: run all but the last backward of a step inside no_sync(), "
-                "and call synchronize() before the next step"
+                "and call synchronize() before the next step. If there is only one backward, the module is used more than once under "
+                "torch.utils.checkpoint: give it use_reentrant=False"
             )
         if not any(self._arrived.values()):
+            self._begin()
             self._scale = self.scale() if self.scale is not None else 1.0
         self._arrive(name, _Arrival(gradient, take))
+
+    def _begin(self) -> None:
+        if self.on_begin is not None:
+            self.on_begin()
 
     def absent(self, name: str) -> None:
         """No rank has this gradient in this step: nothing travels for it, and what is kept for it stays."""
@@ -215,9 +235,21 @@ class Averager:
         return [tensor.name for tensor in self.tensors if tensor.name not in self._arrived]
 
     def wait(self) -> None:
-        """Return when everything that is under way has been averaged; raise what went wrong."""
+        """Return when everything that is under way has been averaged; raise what went wrong, here or on another rank."""
         for _, job in self._jobs:
-            self._lanes.wait(job)
+            self._lanes.wait(job, self._anxious)
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the other ranks of an error of the training thread, after which they would wait for this one's gradients."""
+        self._failures.tell(error, self._completed)
+
+    def _anxious(self) -> BaseException | None:
+        return self._failures.heard(self._completed)
+
+    def _broken(self, error: BaseException) -> BaseException:
+        found = self._failures.resolved(error, self._completed)
+        self._failures.abort()
+        return found
 
     @property
     def is_complete(self) -> bool:
@@ -234,9 +266,18 @@ class Averager:
         blocked = self._blocked + (max(0.0, last - self._ready_at) if self._arrived else 0.0)
         seconds = last - begun if begun is not None and self._jobs else 0.0
         self.telemetry.add(self.step, seconds, blocked, [(group, job.figures) for group, job in self._jobs])
-        self._arrived, self._launched, self._awaited, self._jobs, self._blocked = {}, 0, None, [], 0.0
+        self._forget_step()
         self.step += 1
         self._rounds += 1
+
+    def drop(self) -> None:
+        """Wait for what is under way, and begin the step anew, as if none of its gradients had come."""
+        self.wait()
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._arrived, self._launched, self._awaited, self._jobs, self._blocked = {}, 0, None, [], 0.0
+        self._completed += 1
 
     def beside(self, gradients: Gradients, take: Callable[[dict[str, Tensor]], None]) -> None:
         """Average gradients that are not part of the plan, by all-reduce; the same ones, at the same point, on all ranks."""
@@ -250,12 +291,14 @@ class Averager:
         Args:
             gradients: the same names on all ranks. They are only read.
         """
+        if not self._jobs:
+            self._begin()
         begin, means = time.perf_counter(), dict[str, Tensor]()
         groups = [replace(group, names=tuple(name for name in group.names if name in gradients)) for group in self.plan.groups]
         self._scale = self.scale() if self.scale is not None else 1.0
         jobs = [self._submitted(group, {name: gradients[name] for name in group.names}, means.update) for group in groups if group.names]
         for _, job in jobs:
-            self._lanes.wait(job)
+            self._lanes.wait(job, self._anxious)
         self._jobs += jobs
         self._blocked += time.perf_counter() - begin
         self._rounds += 1
@@ -283,26 +326,36 @@ class Averager:
         Raises:
             StateError: it is of other parameters or rules, or of other steps on other ranks.
         """
+        common = [state[key] for key in ("step", "rounds", "order", "plan")]
+        everybody: list[Any] = [(self._problem(state), common)] * self.world
+        if self.world > 1:
+            dist.all_gather_object(everybody, everybody[0], group=self.group)
+        problems = [problem for problem, _ in everybody]
+        for rank, problem in enumerate(problems):
+            if problem is not None:
+                raise StateError(problem if set(problems) == {problem} else f"rank {rank}: {problem}")
+        if odd := [rank for rank, (_, other) in enumerate(everybody) if other != everybody[0][1]]:
+            steps = [other[0] for _, other in everybody]
+            raise StateError(f"ranks load states of other steps or plans: rank {odd[0]} of step {steps[odd[0]]}, rank 0 of {steps[0]}")
+        known = {tensor.name: tensor for tensor in self.tensors}
+        self.tensors = [known[name] for name in state["order"]]
+        self.step, self._rounds, self.plan = state["step"], state["rounds"], Plan.unpack(state["plan"])
+        self.routes.load_state_dict(state["routes"])
+
+    def _problem(self, state: Mapping[str, Any]) -> str | None:
+        """Why a state cannot be loaded."""
         if (rules := [rule.pack() for rule in self.rules]) != state["rules"]:
-            raise StateError(
+            return (
                 f"the gradient pipeline's state is of other rules: it has {state['rules']}, this job {rules}; go on with those, or leave "
                 "the state out and lose its residuals"
             )
-        known = {tensor.name: tensor for tensor in self.tensors}
-        if known.keys() != set(state["order"]):
-            odd = sorted(known.keys() ^ set(state["order"]))
-            raise StateError(f"the gradient pipeline's state is of other parameters: {', '.join(odd[:5])} are on one side only")
-        self.tensors = [known[name] for name in state["order"]]
-        common = [state[key] for key in ("step", "rounds", "order", "plan")]
-        everybody: list[Any] = [common] * self.world
-        if self.world > 1:
-            dist.all_gather_object(everybody, common, group=self.group)
-        if odd := [rank for rank, other in enumerate(everybody) if other != everybody[0]]:
-            raise StateError(
-                f"ranks load states of other steps or plans: rank {odd[0]} of step {everybody[odd[0]][0]}, rank 0 of {everybody[0][0]}"
-            )
-        self.step, self._rounds, self.plan = state["step"], state["rounds"], Plan.unpack(state["plan"])
-        self.routes.load_state_dict(state["routes"])
+        if odd := sorted({tensor.name for tensor in self.tensors} ^ set(state["order"])):
+            return f"the gradient pipeline's state is of other parameters: {', '.join(odd[:5])} are on one side only"
+        return None
+
+    def common(self) -> dict[str, Any]:
+        """State that is the same on all ranks as long as nothing is wrong, as plain data."""
+        return {"steps": self.step, "rounds": self._rounds, "plan": self._plan_digest, "choices": self.routes.choices()}
 
     def close(self) -> None:
         """End the threads."""
@@ -326,16 +379,11 @@ class Averager:
         route, turn = self.routes.of(group), Turn(self._rounds, self.rank, self.world, update=self.step)
         job = Job(route.average(gradients, turn, self.group, self._scale), route.single and self.world > 1, take)
         job.figures.dense = sum(gradient.numel() * gradient.element_size() for gradient in gradients.values())
-        job.done.add_done_callback(self._ended)
         if self._directly:
             self._lanes.submit_directly(job)
         else:
             self._lanes.submit(job)
         return group, job
-
-    def _ended(self, done: Future[None]) -> None:
-        if self.on_failure is not None and (error := done.exception()) is not None:
-            self.on_failure(error)
 
     def _agree(self) -> None:
         """Compare what all ranks were given.

@@ -42,6 +42,16 @@ class Candidate:
     predicted: float
     error: float
 
+    def pack(self) -> list[Any]:
+        """As plain data."""
+        return [self.label, [[group.rule, list(group.names), group.way] for group in self.groups], self.predicted, self.error]
+
+    @classmethod
+    def unpack(cls, packed: Sequence[Any]) -> Candidate:
+        """The inverse of `pack`."""
+        label, groups, predicted, error = packed
+        return cls(label, tuple(Group(rule, tuple(names), way) for rule, names, way in groups), predicted, error)
+
 
 class Candidates:
     """Measures and plans, by all ranks together; every rank gets the same.

@@ -4,14 +4,17 @@ DDP's buckets only say when gradients are ready; what travels together is the pl
 messages, and are worth having: with ``bucket_cap_mb`` of 1 or less gradients are under way sooner.
 """
 
+import contextlib
+import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.autograd import Variable
 from torch.futures import Future
 
 if TYPE_CHECKING:
@@ -32,37 +35,107 @@ class DdpBuckets:
     """
 
     def __init__(self, synchronizer: "GradientSynchronizer", otherwise: tuple[Any, Any] | None) -> None:
-        self._synchronizer, self._averager, self._otherwise = synchronizer, synchronizer.averager, otherwise
+        self._synchronizer, self._averager, self.otherwise = synchronizer, synchronizer.averager, otherwise
         self._ours = {tensor.name for tensor in self._averager.tensors}
         self._waiting: set[_Bucket] = set()
-        self._averager.on_failure = self._fail
+        self._error: BaseException | None = None  # of this backward pass
+        self._will_end = False  # the end of the backward pass has been asked for
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()  # in a copy of the model, which averages as if it had no hook
 
     def ready(self, bucket: GradBucket) -> Future[Tensor]:
-        """A bucket's gradients are final."""
+        """A bucket's gradients are final.
+
+        DDP turns every error of a future into one of its own. So none is given to it: it gets the bucket as it is, and the error is
+        raised where the backward pass ends.
+        """
+        self._ask_for_end()
+        if self._error is None:
+            try:
+                return self._handed(bucket)
+            except BaseException as error:
+                if not self._will_end:
+                    raise
+                self._averager.failed(error)
+                self._fail(error)
+        return _answered(bucket.buffer())
+
+    def _handed(self, bucket: GradBucket) -> Future[Tensor]:
         names = [self._synchronizer.name_of(param) for param in bucket.parameters()]
         if any(self._averager.has(name) for name in names):  # of the backward pass before
             self._synchronizer.backward_over()
-        if self._otherwise is not None and self._ours.isdisjoint(names):
-            state, hook = self._otherwise
+        if self.otherwise is not None and self._ours.isdisjoint(names):
+            state, hook = self.otherwise
             future: Future[Tensor] = hook(state, bucket)
             return future
+        if self._synchronizer.discards_all:
+            return _answered(bucket.buffer())
         self._synchronizer.backward_over()
-        gradients = dict(zip(names, bucket.gradients() or [bucket.buffer()], strict=True))  # a sparse one has no views
+        gradients = dict(zip(names, _views(bucket), strict=True))
         waiting = _Bucket(bucket.buffer(), len(names), self._waiting.discard)
         self._waiting.add(waiting)
         if beside := {name: gradient for name, gradient in gradients.items() if name not in self._ours}:
             self._averager.beside(beside, partial(_take_all, waiting, beside))
         for name, gradient in gradients.items():
-            if name in self._ours:
-                self._synchronizer.ready(name)
-                self._averager.ready(name, gradient, partial(waiting.take, gradient))
+            if name not in self._ours:
+                continue
+            if self._synchronizer.is_discarded(name):
+                self._averager.absent(name)
+                waiting.take(gradient, gradient)
+                continue
+            self._synchronizer.ready(name)
+            self._averager.ready(name, gradient, partial(waiting.take, gradient))
         found: Future[Tensor] = waiting.future
         return found
 
+    def _ask_for_end(self) -> None:
+        if not self._will_end:
+            with contextlib.suppress(RuntimeError):  # a bucket of unused parameters is ready before the backward pass has begun
+                _queue_callback(self._backward_ends)
+                self._will_end = True
+
+    def _backward_ends(self) -> None:
+        """Raises another rank's error before DDP waits for its buckets, where nobody would hear of it."""
+        self._will_end = False
+        if self._error is None:
+            try:
+                self._averager.wait()
+            except BaseException as error:
+                self._fail(error)
+        if self._error is not None:
+            failed, self._error = self._error, None
+            _queue_callback(partial(_raise, failed))  # when DDP has come to its own end
+
     def _fail(self, error: BaseException) -> None:
         """DDP waits for every bucket: none may be forgotten."""
+        self._error = error
         for waiting in list(self._waiting):
-            waiting.fail(error)
+            waiting.give_up()
+
+
+def _queue_callback(call: Callable[[], None]) -> None:
+    """At the end of the backward pass that is under way, after what has been queued before.
+
+    Raises:
+        RuntimeError: none is.
+    """
+    Variable._execution_engine.queue_callback(call)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _nothing() -> None:
+    return None
+
+
+def _answered(buffer: Tensor) -> Future[Tensor]:
+    devices: Any = [buffer.device] if buffer.device.type == "cuda" else []
+    future: Future[Tensor] = Future(devices=devices)
+    future.set_result(buffer)
+    return future
 
 
 class _Bucket:
@@ -71,7 +144,7 @@ class _Bucket:
     def __init__(self, buffer: Tensor, tensors: int, over: Any) -> None:
         devices: Any = [buffer.device] if buffer.device.type == "cuda" else []
         self.future: Any = Future(devices=devices)
-        self._buffer, self._left, self._over = buffer, tensors, over
+        self._buffer, self._left, self._over, self._is_over = buffer, tensors, over, False
         self._lock = threading.Lock()  # groups may be averaged by several threads of the backend
 
     def take(self, gradient: Tensor, mean: Tensor) -> None:
@@ -83,12 +156,31 @@ class _Bucket:
             self._left -= 1
             is_last = not self._left
         if is_last:
+            self._end()
+
+    def give_up(self) -> None:
+        """The bucket stays as it is."""
+        self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            is_first, self._is_over = not self._is_over, True
+        if is_first:
             self._over(self)
             self.future.set_result(self._buffer)
 
-    def fail(self, error: BaseException) -> None:
-        self._over(self)
-        self.future.set_exception(error)
+
+def _views(bucket: GradBucket) -> list[Tensor]:
+    """The gradients of a bucket, in its memory; complex ones as (..., 2) real numbers.
+
+    ``bucket.gradients()`` takes a complex parameter for one of half its size, and so gives wrong places for it and all that follow it.
+    """
+    buffer, params = bucket.buffer(), bucket.parameters()
+    if buffer.is_sparse:
+        return [buffer]
+    shapes = [(*param.shape, 2) if param.is_complex() else param.shape for param in params]
+    parts = buffer.split_with_sizes([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _take_all(bucket: _Bucket, gradients: Mapping[str, Tensor], means: Mapping[str, Tensor]) -> None:

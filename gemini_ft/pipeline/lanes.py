@@ -24,6 +24,8 @@ from torch import Tensor
 
 from gemini_ft.errors import StateError
 
+_LOOK = 1.0  # seconds between two looks at whether others have failed
+
 
 @dataclass(frozen=True)
 class Call:
@@ -114,12 +116,14 @@ class Lanes:
 
     Args:
         device: of the gradients. On CUDA the work is queued on a stream of its own, after what the job waits for.
+        broken: called once, with the first error, on the thread where it happens; gives the error that everything raises from then on.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, broken: Callable[[BaseException], BaseException]) -> None:
         self._computing: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._communicating: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._broken: BaseException | None = None
+        self._breaking, self._on_broken = threading.Lock(), broken
         self._device = device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._threads = [
@@ -153,8 +157,7 @@ class Lanes:
         try:
             call.begin().add_done_callback(partial(self._answered, job, begin))
         except BaseException as error:
-            self._broken = error
-            job.end(error)
+            job.end(self.fail(error))
 
     def _answered(self, job: Job, begin: float, future: torch.futures.Future[Any]) -> None:
         """On a thread of the backend, of which there are several."""
@@ -162,16 +165,35 @@ class Lanes:
         try:
             future.value()
         except BaseException as error:
-            self._broken = self._broken or error
+            self.fail(error)
         self._advance(job)
+
+    def fail(self, error: BaseException) -> BaseException:
+        """From now on nothing can be averaged any more; the error that says why."""
+        with self._breaking:
+            if self._broken is None:
+                self._broken = self._on_broken(error)
+            return self._broken
 
     def check(self) -> None:
         """Raise what has gone wrong before, if anything has: nothing can be averaged any more."""
         if self._broken is not None:
             raise self._broken
 
-    def wait(self, job: Job) -> None:
-        """Return when the averages are there; raise what went wrong."""
+    def wait(self, job: Job, anxious: Callable[[], BaseException | None]) -> None:
+        """Return when the averages are there; raise what went wrong.
+
+        Args:
+            job: that has been submitted.
+            anxious: asked once in a while, as long as they are not there, whether it is worth waiting; an error: it is not.
+        """
+        while True:
+            with contextlib.suppress(TimeoutError):
+                job.done.exception(_LOOK)
+            if job.done.done():
+                break
+            if (error := anxious()) is not None:
+                raise self.fail(error)
         job.done.result()
         if job.finished is not None:
             torch.cuda.current_stream(self._device).wait_event(job.finished)
@@ -197,8 +219,7 @@ class Lanes:
                 job.finished = self._stream.record_event() if self._stream is not None else None
                 job.end()
         except BaseException as error:
-            self._broken = error
-            job.end(error)
+            job.end(self.fail(error))
 
     def _compute(self) -> None:
         with self._on_stream():
@@ -217,7 +238,7 @@ class Lanes:
                 self.check()  # of what follows a failure others may not take part
                 answer = call.run()
             except BaseException as error:
-                self._broken = error
+                self.fail(error)
                 self._computing.put(partial(self._advance, job))  # where jobs end
                 return
             job.figures.communicate += time.perf_counter() - begin

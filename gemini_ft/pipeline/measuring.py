@@ -90,7 +90,7 @@ def _nbytes(run: Sequence[Tensor]) -> int:
 def _gradients(run: Sequence[Tensor], device: torch.device) -> Gradients:
     """Normally distributed; training's own random numbers stay what they are."""
     source = torch.Generator().manual_seed(0)
-    dtypes = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+    dtypes = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64, 16: torch.complex128}
     return {t.name: torch.randn(t.shape, generator=source).to(device, dtypes[t.itemsize]) for t in run}
 
 

@@ -6,8 +6,9 @@ A route turns a group of named gradients into their averages over ranks. It comp
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any, TypeAlias
@@ -16,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gemini_ft.agent.lifecycle import host_id
 from gemini_ft.compression.base import Bundle, Layout, Payload, Primitive, Reducer, Request, Turn, join
 from gemini_ft.compression.collective import Groups, answer
 from gemini_ft.compression.espresso_executor import OptionExecutor
@@ -24,6 +24,7 @@ from gemini_ft.compression.espresso_options import Option, Processor, options
 from gemini_ft.compression.sparse import entries
 from gemini_ft.compression.topology import Topology
 from gemini_ft.errors import ConfigError, StateError
+from gemini_ft.hosts import host_id
 from gemini_ft.pipeline.lanes import Call, Work
 from gemini_ft.pipeline.rules import Rule, payload_of_one_length
 from gemini_ft.sync.auto import Auto
@@ -58,6 +59,14 @@ class Route(ABC):
         """From now on tensors of the state stay where they are."""
         return  # most have none
 
+    def forget(self, names: Collection[str]) -> None:
+        """Forget what is kept of the gradients of these parameters."""
+        return  # most keep nothing
+
+    def choices(self) -> Any:
+        """Findings and decisions, alike on all ranks, as plain data; nothing where there is nothing to decide."""
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         """What the next step depends on."""
         return {}
@@ -82,7 +91,8 @@ class Plain(Route):
     def average(self, gradients: Gradients, turn: Turn, group: Any, scale: float) -> Work:
         by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
         for name, gradient in gradients.items():
-            by_dtype.setdefault(self._dtype or gradient.dtype, {})[name] = gradient
+            real = as_real(gradient.to_dense() if gradient.is_sparse else gradient)  # of which nothing was known beforehand
+            by_dtype.setdefault(self._dtype or real.dtype, {})[name] = real
         flats = self._flat(tuple(gradients), by_dtype, turn.step)
         for flat, kind in zip(flats, by_dtype.values(), strict=True):
             torch._foreach_copy_(flat.split_with_sizes([gradient.numel() for gradient in kind.values()]), _lines(kind))
@@ -93,7 +103,7 @@ class Plain(Route):
         means: dict[str, Tensor] = {}
         for flat, kind in zip(flats, by_dtype.values(), strict=True):
             parts = flat.split_with_sizes([gradient.numel() for gradient in kind.values()])
-            means.update({name: part.view(kind[name].shape) for name, part in zip(kind, parts, strict=True)})
+            means.update({name: as_given(part.view(kind[name].shape), gradients[name]) for name, part in zip(kind, parts, strict=True)})
         return means
 
     def _flat(self, names: tuple[str, ...], by_dtype: Mapping[torch.dtype, Gradients], step: int) -> list[Tensor]:
@@ -138,20 +148,26 @@ class Sparse(Route):
     def average(self, gradients: Gradients, turn: Turn, group: Any, scale: float) -> Work:
         means = {}
         for name, gradient in gradients.items():
+            if not math.prod(gradient.shape):
+                means[name] = gradient
+                continue
             scheme = self._scheme_of(name)
-            sparse = _by_rows(gradient) / turn.world
+            sparse = _by_rows(as_real(gradient)) / turn.world
             if turn.world > 1:
                 units = max(1, gradient.shape[: sparse.sparse_dim()].numel())
                 found = sparse._indices().shape[1]
                 nbytes = gradient.numel() * gradient.element_size() if isinstance(scheme, Dense) else sparse._values().nbytes + 4 * found
                 sparse = yield Call(partial(scheme.all_reduce, sparse, group), nbytes, found / units)
-            means[name] = sparse if gradient.is_sparse else sparse.to_dense().reshape(gradient.shape)
+            means[name] = as_given(sparse if gradient.is_sparse else sparse.to_dense().reshape(as_real(gradient).shape), gradient)
         return means
 
     def _scheme_of(self, name: str) -> Scheme:
         if name not in self._schemes:
             self._schemes[name] = self._make()
         return self._schemes[name]
+
+    def choices(self) -> Any:
+        return self.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         states = {name: scheme.state_dict() for name, scheme in sorted(self._schemes.items())}
@@ -160,6 +176,31 @@ class Sparse(Route):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, saved in state.items():
             self._scheme_of(name).load_state_dict(saved)
+
+
+def as_real(gradient: Tensor) -> Tensor:
+    """A complex gradient as (..., 2) real numbers, which is how its parts travel and are added up; a real one as it is."""
+    if not gradient.is_complex():
+        return gradient
+    if not gradient.is_sparse:
+        return torch.view_as_real(gradient.resolve_conj())
+    return _of_values(gradient, torch.view_as_real(gradient._values().resolve_conj()), (*gradient.shape, 2))
+
+
+def as_given(mean: Tensor, gradient: Tensor) -> Tensor:
+    """The inverse of `as_real`, for an average of gradients of which one is given."""
+    if gradient.is_sparse and not mean.is_sparse:
+        return as_given(mean, gradient.to_dense()).to_sparse(gradient.sparse_dim())
+    if not gradient.is_complex():
+        return mean
+    if not mean.is_sparse:
+        return torch.view_as_complex(mean.clone() if mean.storage_offset() % 2 else mean)  # beside real numbers it may begin anywhere
+    return _of_values(mean, torch.view_as_complex(mean._values()), mean.shape[:-1])
+
+
+def _of_values(sparse: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
+    """A sparse tensor with other values in the same places."""
+    return torch.sparse_coo_tensor(sparse._indices(), values, tuple(shape), is_coalesced=sparse.is_coalesced(), check_invariants=False)
 
 
 def _by_rows(gradient: Tensor) -> Tensor:
@@ -221,6 +262,12 @@ class Compressed(Route):
 
     def hold_still(self) -> None:
         self.reducer.hold_still()
+
+    def forget(self, names: Collection[str]) -> None:
+        self.reducer.forget(names)
+
+    def choices(self) -> Any:
+        return self._scheme.state_dict() if self._scheme is not None else None
 
     def state_dict(self) -> dict[str, Any]:
         if self._scheme is None:

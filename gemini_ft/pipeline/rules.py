@@ -8,28 +8,30 @@ gradient_pipeline:
 from __future__ import annotations
 
 import difflib
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from gemini_ft.compression.base import Compressor, Reducer
-from gemini_ft.compression.methods import COMPRESSORS, METHODS, REDUCERS, create
+from gemini_ft.compression.methods import COMPRESSORS, METHODS, create
+from gemini_ft.compression.options import METHOD_OPTIONS
 from gemini_ft.compression.sparse import Sparsifier
 from gemini_ft.config import Bytes
 from gemini_ft.errors import ConfigError
+from gemini_ft.pipeline.options import SCHEME_OPTIONS
 from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.base import Scheme
 from gemini_ft.sync.hierarchical import Hierarchical
 from gemini_ft.sync.schemes import SCHEMES
+from gemini_ft.validation import check_options
 
 SYNCS = (*SCHEMES, "auto", "hierarchical")
 PLANNED = ("cupcake", "espresso", "auto")  # fusions for which training is observed first
+MOST_OF_INT8 = 127  # ranks, whose integers must have a sum of eight bits
 _OURS = ("feedback", "two_phase")  # options of compress that are not the method's own
 
 
@@ -53,27 +55,6 @@ Fusion = Literal["layer-wise", "cupcake", "espresso", "auto"] | Buckets | Groups
 DEFAULT_FUSION = Buckets(bucket=25 * 2**20)
 
 
-def _check_options(what: str, make: Any, options: Mapping[str, Any], more: Sequence[str] = ()) -> None:
-    """Whether ``make`` takes these options and needs no others.
-
-    Raises:
-        ValueError: names the option, and says which ones there are.
-    """
-    parameters = inspect.signature(make).parameters
-    there = f"it has {', '.join((*parameters, *more)) or 'none'}"
-    if unknown := [name for name in options if name not in parameters]:
-        raise ValueError(f"{what} has no option {unknown[0]!r}; {there}")
-    if needed := [name for name, each in parameters.items() if each.default is each.empty and name not in options]:
-        raise ValueError(f"{what} needs the option {needed[0]!r}; {there}")
-
-
-def _made(what: str, make: Callable[[], Any], options: Mapping[str, Any]) -> Any:
-    try:
-        return make()
-    except TypeError as error:
-        raise ValueError(f"{what}: options {dict(options)} are not of the right kind: {error}") from None
-
-
 class Sync(BaseModel):
     """A scheme, and its own options."""
 
@@ -94,19 +75,13 @@ class Sync(BaseModel):
 
     def make(self) -> Scheme:
         """A scheme ready for use."""
+        check_options(f"sync {self.scheme}", SCHEME_OPTIONS[self.scheme], self.options)
         if self.scheme == "hierarchical":
             options = {"inter": "zen"} | self.options
             inter = options.pop("inter")
-            if inter not in SCHEMES:
-                raise ValueError(f"inter={inter!r}: must be one of {', '.join(SCHEMES)}")
-            return self._make(partial(Hierarchical, SCHEMES[inter]()), options)
-        return self._make(Auto if self.scheme == "auto" else SCHEMES[self.scheme], self.options)
-
-    def _make(self, make: Callable[..., Scheme], options: Mapping[str, Any]) -> Scheme:
-        what = f"sync {self.scheme}"
-        _check_options(what, make, options, ("inter",) if self.scheme == "hierarchical" else ())
-        scheme: Scheme = _made(what, partial(make, **options), options)
-        return scheme
+            return Hierarchical(SCHEMES[inter](), **options)
+        make: Callable[..., Scheme] = Auto if self.scheme == "auto" else SCHEMES[self.scheme]
+        return make(**self.options)
 
 
 class Compression(BaseModel):
@@ -115,7 +90,11 @@ class Compression(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
     method: str = Field(description=f"One of {', '.join(METHODS)}.")
     feedback: float | None = Field(
-        None, ge=0, le=1, description="Part of the residual that is kept; default: 1 where the method needs it, else none; 0: none."
+        None,
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+        description="Part of the residual that is kept; default: 1 where the method needs it, else none; 0: none.",
     )
     two_phase: bool = Field(False, description="Whether owners of parts aggregate, so that bytes do not grow with the world size.")
 
@@ -130,9 +109,8 @@ class Compression(BaseModel):
     def make(self) -> Reducer:
         """A method ready for use, without any memory yet."""
         options, what = dict(self.model_extra or {}), f"compress {self.method}"
-        _check_options(what, {**COMPRESSORS, **REDUCERS}[self.method], options, _OURS if self.method in COMPRESSORS else ())
-        reducer: Reducer = _made(what, partial(create, self.method, feedback=self.feedback, two_phase=self.two_phase, **options), options)
-        return reducer
+        check_options(what, METHOD_OPTIONS[self.method], options, _OURS if self.method in COMPRESSORS else ())
+        return create(self.method, feedback=self.feedback, two_phase=self.two_phase, **options)
 
 
 def _named(key: str) -> BeforeValidator:
@@ -228,6 +206,23 @@ def load_rules(source: str | Path | Sequence[Any] | Mapping[str, Any] | None) ->
         return _ADAPTER.validate_python(list(found or ()))
     except ValidationError as error:
         raise ConfigError(_explain(where, error)) from None
+
+
+def check_world(rules: Rules, world: int) -> None:
+    """Whether rules can be used by so many ranks.
+
+    Raises:
+        ConfigError: names the rule, and says which numbers of ranks are possible.
+    """
+    for number, rule in enumerate(rules):
+        what = f"gradient_pipeline: rule {number + 1} ({rule})"
+        local = rule.sync.options.get("local_size", 1)
+        if world % local:
+            raise ConfigError(
+                f"{what}: local_size={local}: {world} ranks are no multiple of it; give the ranks of a host, or another scheme"
+            )
+        if rule.compress is not None and rule.compress.method == "int8" and world > MOST_OF_INT8:
+            raise ConfigError(f"{what}: int8 works on up to {MOST_OF_INT8} ranks, and there are {world}; take qsgd, or another method")
 
 
 def sparsifier_of(reducer: Reducer) -> Sparsifier | None:

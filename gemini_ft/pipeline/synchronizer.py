@@ -12,7 +12,7 @@ unused parameters and accumulation: then the synchronizer is its communication h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,19 +24,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gemini_ft.errors import ConfigError, StateError
+from gemini_ft.gradients import announce, withdraw
 from gemini_ft.pipeline.assignment import assign, nothing, trained
-from gemini_ft.pipeline.averager import Averager, own_group
+from gemini_ft.pipeline.averager import Take, own_group
+from gemini_ft.pipeline.body import Body
 from gemini_ft.pipeline.ddp_buckets import DdpBuckets, communication_hook
+from gemini_ft.pipeline.hooks import ModelHook
 from gemini_ft.pipeline.plan import NO_RULE, Tensor
-from gemini_ft.pipeline.rules import Rules, load_rules
-from gemini_ft.pipeline.telemetry import Step
-from gemini_ft.pipeline.tuner import Tuner
-from gemini_ft.pipeline.watch import Watch
+from gemini_ft.pipeline.rules import Rules, check_world, load_rules
 
 T = TypeVar("T")
 
 
-class GradientSynchronizer:
+class GradientSynchronizer(Body):
     """Averages a model's gradients over ranks by the rules of a pipeline. Constructing it is collective.
 
     Args:
@@ -48,9 +48,6 @@ class GradientSynchronizer:
         scaler: of mixed precision (``torch.amp.GradScaler``): residuals are kept without its scale.
         profile_steps: steps that are watched before a planned fusion is planned.
         otherwise: of a DDP model: state and communication hook for buckets without any parameter that a rule matches.
-
-    Attributes:
-        averager: what does it; its ``plan`` says what travels together.
 
     Raises:
         ConfigError: the rules are wrong, do not fit the model, or differ between ranks; on all ranks.
@@ -72,6 +69,7 @@ class GradientSynchronizer:
 
         def assigned() -> tuple[Rules, list[Tensor]]:
             rules = load_rules(pipeline)
+            check_world(rules, len(ranks))
             devices = {param.device for param in trained(model).values()}
             if len(devices) > 1:
                 raise ConfigError(f"parameters lie on {', '.join(sorted(map(str, devices)))}: they must all be on one device")
@@ -81,29 +79,28 @@ class GradientSynchronizer:
         rules, tensors = _together(assigned, settings, own)
         if otherwise is not None:
             tensors = [tensor for tensor in tensors if tensor.rule != NO_RULE]
-        self._parameters = trained(model)
-        self._names = {id(param): name for name, param in self._parameters.items()}
-        self._sparse = {tensor.name for tensor in tensors if tensor.sparse}
         self._is_ddp = isinstance(model, DistributedDataParallel)
-        # One more for what the training thread asks: other ranks may be waiting, in theirs, for a group of gradients that this one lacks.
-        self._side = own_group(ranks, group, "gloo") if own is not None and find_unused_parameters and not self._is_ddp else None
         self._find_unused, self._paused = find_unused_parameters, False
-        self._device = next(iter(self._parameters.values())).device
-        self.averager = Averager(tensors, rules, own, self._device)
-        self._handles: list[Any] = [model.register_forward_pre_hook(lambda *_: self._catch_up())]  # before the watch's own
-        self._watch = Watch(model)
-        self._tuner = Tuner(self.averager, self._watch, profile_steps, self._device)
         self._touched: set[str] = set()  # have got a gradient in this step
-        self._untuned = False  # a step of DDP is over, and the tuner has not heard of it yet
+        self._discarding: set[str] = set()  # gradients that come now are thrown away
+        self._discarded: set[str] = set()  # and of those that have come in this step
+        parameters = trained(model)
+        device = next(iter(parameters.values())).device
+        # Before the watch's own hooks.
+        self._handles: list[Any] = [model.register_forward_pre_hook(ModelHook(self._settle))]
+        # One group more for what the training thread asks: others may be waiting, in theirs, for gradients that this rank lacks.
+        self._control = own_group(ranks, group, "gloo") if own is not None else None
+        super().__init__(model, parameters, tensors, rules, group=own, control=self._control, device=device, profile_steps=profile_steps)
         if scaler is not None and scaler.is_enabled():
             self.averager.scale = scaler.get_scale
         if isinstance(model, DistributedDataParallel):
             self._buckets = DdpBuckets(self, otherwise)
             model.register_comm_hook(self._buckets, communication_hook)
         else:
-            self._handles += [param.register_post_accumulate_grad_hook(self._ready) for param in self._parameters.values()]  # type: ignore[no-untyped-call]
+            self._handles += [param.register_post_accumulate_grad_hook(self._ready) for param in parameters.values()]  # type: ignore[no-untyped-call]
             if own is not None:
                 _broadcast(model, own)
+        announce(self, parameters.values())
 
     # -- a step
 
@@ -112,27 +109,43 @@ class GradientSynchronizer:
 
         Raises:
             StateError: parameters have no gradient, and ``find_unused_parameters`` is not set; the averages are there all the same, with
-                zeros for what is missing, so that other ranks need not wait for this one.
+                zeros for what is missing, so that other ranks need not wait for this one. Or another rank has failed; it is named.
         """
         if self._is_ddp:
             raise StateError("DistributedDataParallel waits for its communication hook by itself: leave synchronize() out")
-        missing = self.averager.missing()
-        untouched = [name for name in missing if name not in self._touched]
-        absent = self._absent() if self._find_unused else set()
-        for name in missing:
-            param = self._parameters[name]
-            if name in absent:
-                self.averager.absent(name)
-                continue
-            gradient = param.grad if param.grad is not None else nothing(param, name in self._sparse)
-            self.averager.ready(name, gradient, partial(_fill, param))
-        self.averager.wait()
+        untouched = [name for name in self.averager.missing() if name not in self._touched | self._discarded]
+        self._complete()
         self.step_over()
         if untouched and not self._find_unused:
             raise StateError(
                 f"no gradient for {', '.join(untouched[:5])}{' and others' if len(untouched) > 5 else ''} ({len(untouched)} of "
                 f"{len(self._parameters)}): the backward pass left them out. Give find_unused_parameters=True, or use them in the loss"
             )
+
+    def _complete(self) -> None:
+        """Averages what is missing too, with zeros, and waits for all. Collective."""
+        absent = (self._absent() if self._find_unused else set()) | self._discarded
+        for name in self.averager.missing():
+            param = self._parameters[name]
+            if name in absent:
+                self.averager.absent(name)
+                continue
+            gradient = param.grad if param.grad is not None else nothing(param, name in self._sparse)
+            self._hand(name, gradient, partial(_fill, param))
+        self.averager.wait()
+
+    def _hand(self, name: str, gradient: torch.Tensor, take: Take) -> None:
+        with self._telling():
+            self.averager.ready(name, gradient, take)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """An error on this rank's training thread is told to the others, which would wait for its gradients."""
+        try:
+            yield
+        except BaseException as error:
+            self.averager.failed(error)
+            raise
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -143,32 +156,69 @@ class GradientSynchronizer:
         finally:
             self._paused = before
 
-    def step_over(self) -> None:
-        """Everything has been averaged: `synchronize` says so, or the integration that does without it. Collective at some steps."""
-        self._count()
-        self._tuner.step_over()
+    @contextmanager
+    def discarding(self, parameters: Iterable[torch.Tensor | str] | None = None) -> Iterator[None]:
+        """Gradients that a backward pass inside makes are not averaged, and error feedback and momenta do not see them.
 
-    def _catch_up(self) -> None:
+        For those that the script throws away: of a discriminator in the generator's backward pass, for example. Alike on all ranks.
+
+        Args:
+            parameters: of the model, or their names; None: all.
+
+        Raises:
+            ConfigError: one of them is not of the pipeline.
+        """
+        before, self._discarding = self._discarding, self._discarding | self._named(parameters)
+        try:
+            yield
+        finally:
+            self._discarding = before
+
+    def is_discarded(self, name: str) -> bool:
+        """Whether the gradient that has come is to be thrown away; takes note of it."""
+        if name not in self._discarding:
+            self._discarded.discard(name)
+            return False
+        self._discarded.add(name)
+        return True
+
+    @property
+    def discards_all(self) -> bool:
+        """Whether nothing is averaged at present."""
+        return self._discarding.issuperset(self._parameters)
+
+    def _settle(self, *_: Any) -> None:
         """DDP has nobody say that a step is over; it is seen between steps. The tuner, which is collective, hears later."""
         if self._is_ddp and self.averager.is_complete:
             self.averager.wait()
             self._count()
-            self._untuned = True
 
     def _count(self) -> None:
-        self.averager.step_over(self._watch.begun)
-        self._watch.step_over()
+        super()._count()
         self._touched.clear()
+        self._discarded.clear()
+
+    def _end_pending(self) -> None:
+        if not self._is_ddp and self._any_pending():
+            self._complete()
+        super()._end_pending()
+        self._touched.clear()
+        self._discarded.clear()
+
+    def _any_pending(self) -> bool:
+        """Whether a rank has had a backward pass without `synchronize`. Collective."""
+        pending = torch.tensor(len(self.averager.missing()) < len(self.averager.tensors), dtype=torch.uint8)
+        if self._control is not None:
+            dist.all_reduce(pending, dist.ReduceOp.MAX, group=self._control)
+        return bool(pending)
 
     def backward_over(self) -> None:
         """Of a DDP model, whose backward pass ends with averages: the step is over, unless that is known. Collective at some steps.
 
         Integrations call it after each backward pass that synchronised. Without it the next backward pass comes to it.
         """
-        self._catch_up()
-        if self._untuned:
-            self._untuned = False
-            self._tuner.step_over()
+        self._settle()
+        self._tune()
 
     def ready(self, name: str) -> None:
         """Note that a gradient is final."""
@@ -180,6 +230,8 @@ class GradientSynchronizer:
 
     def _ready(self, param: torch.Tensor) -> None:
         name = self._names[id(param)]
+        if self.is_discarded(name):
+            return
         self._touched.add(name)
         if self._paused:
             if self.averager.has(name):
@@ -187,49 +239,17 @@ class GradientSynchronizer:
             return
         self._watch.ready(name)
         assert param.grad is not None
-        self.averager.ready(name, param.grad, partial(_fill, param))
+        self._hand(name, param.grad, partial(_fill, param))
 
     def _absent(self) -> set[str]:
         """Parameters that have no gradient on any rank. Collective."""
         names = list(self._parameters)
         absent = [self._parameters[name].grad is None for name in names]
-        if self._side is not None:
+        if self._control is not None:
             everywhere = torch.tensor(absent, dtype=torch.uint8)
-            dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=self._side)
+            dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=self._control)
             absent = everywhere.bool().tolist()
         return {name for name, is_absent in zip(names, absent, strict=True) if is_absent}
-
-    # -- what it knows
-
-    @property
-    def settled(self) -> bool:
-        """Whether the plan stays as it is: nothing is to be found out any more."""
-        return self._tuner.settled
-
-    @property
-    def last_step(self) -> Step | None:
-        """What the last step has cost, by rule."""
-        self._catch_up()
-        return self.averager.telemetry.last
-
-    def summary(self) -> dict[str, dict[str, float]]:
-        """The same as plain data."""
-        self._catch_up()
-        return self.averager.telemetry.summary()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Residuals and all else that the next step depends on, between two steps; tensors are not copied. Ranks have different ones."""
-        self._catch_up()
-        return {"averager": self.averager.state_dict(), "tuner": self._tuner.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there as if never interrupted.
-
-        Raises:
-            StateError: it is of other parameters or rules.
-        """
-        self.averager.load_state_dict(state["averager"])
-        self._tuner.load_state_dict(state["tuner"])
 
     def close(self) -> None:
         """Leave the model alone, and end the threads."""
@@ -237,6 +257,7 @@ class GradientSynchronizer:
             handle.remove()
         self._watch.close()
         self.averager.close()
+        withdraw(self)
 
 
 def _fill(param: torch.Tensor, mean: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ import logging
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from gemini_ft.pipeline.watch import Watch
 _log = logging.getLogger("gemini_ft")
 _CLOSE = 2.0  # of the best predicted time, up to which a candidate is tried
 _VISIT = 3  # steps that a candidate is tried at a time; the first is not counted
+_UNKNOWN = 1e9  # seconds of a candidate whose every step has been interrupted
 _ROUNDS = 16  # visits of those that are not slower
 _SLOWER = {1: 1.25, 4: 1.08, 8: 1.04}  # after so many rounds who has taken more than so many times the best one's time is out
 
@@ -47,6 +49,18 @@ class _Trial:
         return self.candidates[self.left[self.turn]]
 
 
+def _pack(trial: _Trial) -> dict[str, Any]:
+    """As plain data, but for the seconds."""
+    names = ("rule", "left", "round", "turn", "steps")
+    return {"candidates": [each.pack() for each in trial.candidates], **{name: copy(getattr(trial, name)) for name in names}}
+
+
+def _unpack(packed: Mapping[str, Any]) -> _Trial:
+    given = {name: copy(value) for name, value in packed.items()}
+    candidates = [Candidate.unpack(each) for each in given.pop("candidates")]
+    return _Trial(candidates=candidates, **{**given, "seconds": [list(each) for each in given["seconds"]]})
+
+
 class Tuner:
     """Changes an averager's plan between steps; all ranks do so at the same step.
 
@@ -66,12 +80,12 @@ class Tuner:
         self._rules = [number for number, rule in enumerate(averager.rules) if rule.fusion in PLANNED]
         self._count = 0
         self._trials: list[_Trial] = []
-        self._last = time.perf_counter()
+        self._last: float | None = time.perf_counter()  # the end of the step before
         self.settled = not self._rules
 
     def step_over(self) -> None:
         """A step is over, and nothing is under way. Collective at some steps."""
-        seconds = time.perf_counter() - self._last
+        seconds = time.perf_counter() - self._last if self._last is not None else None
         if not self.settled:
             self._count += 1
             if self._trials:
@@ -81,12 +95,22 @@ class Tuner:
         self._last = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
-        """A plan that is still being looked for is looked for anew."""
-        return {"settled": self.settled}
+        """Candidates that were tried, how long they took here, and those that are left."""
+        trials = [{**_pack(trial), "seconds": [list(each) for each in trial.seconds]} for trial in self._trials]
+        return {"settled": self.settled, "count": self._count, "trials": trials}
+
+    def common(self) -> dict[str, Any]:
+        """The same, without what differs between ranks: their times."""
+        return {"settled": self.settled, "count": self._count, "trials": [self._digest(trial) for trial in self._trials]}
+
+    def _digest(self, trial: _Trial) -> list[Any]:
+        return [trial.rule, [each.label for each in trial.candidates], trial.left, trial.round, trial.turn, trial.steps]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        self.settled, self._count, self._trials = state["settled"], 0, []
+        """Go on from there. The step that is under way is not timed: it began before the state was loaded, or in another process."""
+        self.settled, self._count = state["settled"], state["count"]
+        self._trials = [_unpack(trial) for trial in state["trials"]]
+        self._last = None
 
     def _plan(self) -> None:
         tensors, forward, ready = self._order()
@@ -119,17 +143,17 @@ class Tuner:
         else:
             self._adopt(self._trials[0].rule, self._trials[0].current)
 
-    def _tried(self, seconds: float) -> None:
+    def _tried(self, seconds: float | None) -> None:
         trial = self._trials[0]
         trial.steps += 1
-        if trial.steps > 1:
+        if trial.steps > 1 and seconds is not None:
             trial.seconds[trial.left[trial.turn]].append(seconds)
         if trial.steps < _VISIT:
             return
         trial.steps, trial.turn = 0, trial.turn + 1
         if trial.turn == len(trial.left):
             trial.turn, trial.round = 0, trial.round + 1
-            times = slowest([statistics.median(each) for each in trial.seconds], self._averager.group)
+            times = slowest([statistics.median(each or [_UNKNOWN]) for each in trial.seconds], self._averager.group)
             if (limit := _SLOWER.get(trial.round)) is not None:
                 best = min(times[number] for number in trial.left)
                 trial.left = [number for number in trial.left if times[number] <= limit * best]

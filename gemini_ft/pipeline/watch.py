@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from gemini_ft.pipeline.hooks import ModelHook
+
 _KEPT = 16  # steps
 
 
@@ -36,7 +38,10 @@ class Watch:
         self._forward = 0.0
         self._end: float | None = None
         self._at: dict[str, float] = {}
-        self._handles: list[Any] = [model.register_forward_pre_hook(self._begin), model.register_forward_hook(self._ended)]
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(ModelHook(self._begin)),
+            model.register_forward_hook(ModelHook(self._ended)),
+        ]
 
     def _begin(self, *_: Any) -> None:
         self.begun = time.perf_counter()

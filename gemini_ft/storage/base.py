@@ -11,14 +11,31 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
-from gemini_ft.errors import ConfigError, StorageError
+from gemini_ft.errors import ConfigError, CorruptDataError, ObjectGoneError, StorageError
 
+_LOOKS, _LOOK_PAUSE = 4, 1.0  # how often another host's object is looked for, and seconds in between
 WORD = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
 _KEY = re.compile(rf"({WORD}/)*({WORD}|\.metadata)")
+
+
+SMALL = 256 * 2**20  # bytes; no object that is read in one piece, a manifest or a mark, comes near
+
+
+def check_small(where: str, nbytes: int) -> None:
+    """Sees to it that an object may be read in one piece: whoever can write to the storage could take all memory else.
+
+    Raises:
+        CorruptDataError: it is larger than any that this package writes.
+    """
+    if nbytes > SMALL:
+        raise CorruptDataError(f"{where} has {nbytes:,} bytes, more than the {SMALL:,} that are read in one piece; it is not of gemini-ft")
 
 
 def ignore(nbytes: int) -> None:
@@ -52,7 +69,11 @@ class Storage(Protocol):
         """
 
     def list(self, prefix: str = "") -> Sequence[str]:
-        """Return all keys that begin with ``prefix``, sorted."""
+        """Return all keys that begin with ``prefix``, sorted. Whatever else lies there, under names that are no keys, is left out.
+
+        Raises:
+            StorageError: nothing can be said of what is there; never is that taken for an empty listing.
+        """
         ...
 
     def delete(self, key: str) -> None:
@@ -87,9 +108,26 @@ def open_storage(url: str, endpoint_url: str | None = None, max_bandwidth: int |
     return LocalStorage(unquote(parsed.path))
 
 
+def open_existing(url: str, endpoint_url: str | None = None) -> Storage:
+    """Return the storage behind a URL, to read what is there.
+
+    Raises:
+        ConfigError: the URL is none that this version can open, or its folder does not exist.
+    """
+    storage = open_storage(url, endpoint_url)
+    if url.startswith("file:") and not Path(unquote(urlsplit(url).path)).is_dir():
+        raise ConfigError(f"{url}: there is no such folder on this machine; check the URL, and whether its file system is mounted")
+    return storage
+
+
+def is_key(name: str) -> bool:
+    """Whether an object of this name can be one of ours; listings leave out those that cannot."""
+    return _KEY.fullmatch(name) is not None
+
+
 def check_key(key: str) -> str:
     """Return ``key``, or raise `StorageError` because it could lead out of the prefix or not be a name everywhere."""
-    if not _KEY.fullmatch(key):
+    if not is_key(key):
         raise StorageError(f"key {key!r}: must be words of letters, digits and . _ - between slashes, none beginning with a dot")
     return key
 
@@ -103,3 +141,22 @@ def round_trip(storage: Storage) -> None:
             raise StorageError(f"{storage.url}: a small object came back with other bytes; do not trust this storage")
     finally:
         storage.delete(key)
+
+
+def find_sign(storage: Storage, key: str, writer: str, reader: str) -> None:
+    """Make sure that host ``reader`` sees the object ``key`` that host ``writer`` has just written.
+
+    Raises:
+        ConfigError: it does not: the two hosts have different places under one name.
+        StorageError: the storage failed.
+    """
+    for attempt in range(_LOOKS):
+        if attempt:
+            time.sleep(_LOOK_PAUSE)  # NFS may remember for a moment what was not there
+        with suppress(ObjectGoneError):
+            if storage.get(key) == key.encode():
+                return
+    raise ConfigError(
+        f"storage.url={storage.url!r}: host {reader} does not see what host {writer} has just written there: it is not shared. "
+        "Mount one file system at this path on all hosts (is a mount missing?), or use s3://bucket/prefix"
+    )

@@ -19,17 +19,18 @@ from typing import Any, Final, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gemini_ft.errors import ConfigError, CorruptDataError, ObjectGoneError, StorageError, SupersededError
+from gemini_ft.errors import ConfigError, CorruptDataError, FormatError, StorageError
 from gemini_ft.storage.base import WORD, Storage
+from gemini_ft.storage.decisions import Descent
 from gemini_ft.storage.shard import ShardRecord
 from gemini_ft.versions import Incarnation, Version
 
 FORMAT_VERSION: Final = 1
 
 _log = logging.getLogger(__name__)
-_FOLDER = r"(?P<run>[^/]+)/(?P<stream>[^/]+)/step-(?P<step>\d{8,})-inc-(?P<number>\d+)-(?P<nonce>[^/]+)"
+_FOLDER = r"(?P<run>[^/]+)/(?P<stream>[^/]+)/step-(?P<step>\d{8,15})-inc-(?P<number>\d{1,15})-(?P<nonce>[^/]+)"  # more digits are of no job
 _KEY = re.compile(rf"(?P<folder>{_FOLDER})/(?P<file>[^/]+)")
-_MANIFEST = "manifest.json"
+MANIFEST: Final = "manifest.json"
 
 
 def checkpoint_folder(run: str, stream: str, version: Version) -> str:
@@ -62,6 +63,8 @@ class Manifest(BaseModel):
     world_size: int = Field(gt=0)
     logical_hash: str  # of the layouts
     shards: dict[int, ShardRecord]  # by owner
+    lineage: tuple[Version, ...] | None = None  # versions that it descends from, oldest first; None: not known
+    overtaken: tuple[Incarnation, ...] = ()  # incarnations that its own knew of beside its ancestors
     versions: dict[str, str] = {}  # of the software that wrote it
     created: datetime = Field(default_factory=lambda: datetime.now(UTC))
 
@@ -75,9 +78,14 @@ class Manifest(BaseModel):
         """Key prefix of the checkpoint."""
         return checkpoint_folder(self.run, self.stream, self.version)
 
+    @property
+    def descent(self) -> Descent:
+        """Where it comes from."""
+        return Descent(self.lineage, frozenset(self.overtaken))
+
     @model_validator(mode="after")
     def _complete(self) -> Manifest:
-        if sorted(self.shards) != list(range(self.world_size)):
+        if len(self.shards) != self.world_size or sorted(self.shards) != list(range(self.world_size)):
             raise ValueError(f"shards of owners {sorted(self.shards)}, expected 0 to {self.world_size - 1}")
         if wrong := [record.key for owner, record in self.shards.items() if record.key != shard_key(self.folder, owner)]:
             raise ValueError(f"shard {wrong[0]} does not belong to {self.folder}")
@@ -99,21 +107,6 @@ class CheckpointInfo:
         return self.version.iteration
 
 
-def check_not_superseded(storage: Storage, manifest: Manifest) -> None:
-    """Make sure that no other job goes by the same run id: what it writes would be mixed with this one's.
-
-    Raises:
-        SupersededError: a later incarnation of the run has written here.
-        StorageError: the storage failed.
-    """
-    others = list_checkpoints(storage, manifest.run, manifest.stream)
-    if later := [info for info in others if info.version.incarnation > manifest.incarnation]:
-        raise SupersededError(
-            f"{storage.url}: {later[0].folder} is of a later incarnation than this job's, {manifest.incarnation}: another job has taken "
-            f"run id {manifest.run!r} over. End one of the two, or give them different run ids (GEMINI_RUN_ID)"
-        )
-
-
 def write_manifest(storage: Storage, manifest: Manifest) -> None:
     """Make the checkpoint exist. Its shards must be there.
 
@@ -124,7 +117,7 @@ def write_manifest(storage: Storage, manifest: Manifest) -> None:
     if missing := sorted({record.key for record in manifest.shards.values()} - present):
         raise StorageError(f"{storage.url}: {missing[0]} is missing ({len(missing)} in all); without it this is no checkpoint")
     body = manifest.model_dump(mode="json")
-    storage.put(f"{manifest.folder}/{_MANIFEST}", [json.dumps({**body, "xxh3": _checksum(body)}, indent=1).encode()])
+    storage.put(f"{manifest.folder}/{MANIFEST}", [json.dumps({**body, "xxh3": _checksum(body)}, indent=1).encode()])
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
@@ -132,17 +125,18 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
 
     Raises:
         CorruptDataError: it is damaged.
-        StorageError: it is of a format that this version cannot read, or the storage failed.
+        FormatError: it is sound, and of a format that this version cannot read.
+        StorageError: the storage failed.
     """
-    key = f"{folder}/{_MANIFEST}"
+    key = f"{folder}/{MANIFEST}"
     body = _parse(storage, key)
+    if body.pop("xxh3", None) != _checksum(body):
+        raise CorruptDataError(f"{storage.url}: {key} does not match its own checksum; use an older checkpoint")
     if body.get("format") != FORMAT_VERSION:
-        raise StorageError(
+        raise FormatError(
             f"{storage.url}: {key} has format {body.get('format')!r}, this gemini_ft reads format {FORMAT_VERSION}; "
             f"use the gemini_ft that wrote it ({body.get('versions')}), another run_id, or resume='never'"
         )
-    if body.pop("xxh3", None) != _checksum(body):
-        raise CorruptDataError(f"{storage.url}: {key} does not match its own checksum; use an older checkpoint")
     try:
         manifest = Manifest.model_validate(body)
     except ValidationError as error:
@@ -154,7 +148,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
 
 def list_checkpoints(storage: Storage, run: str | None = None, stream: str | None = None) -> list[CheckpointInfo]:
     """All checkpoints that have a manifest, of one run and stream or of all; of each line the newest first."""
-    return [info for info, files in _scan(storage, run, stream).items() if _MANIFEST in files]
+    return [info for info, files in scan(storage, run, stream).items() if MANIFEST in files]
 
 
 def examine(storage: Storage, run: str | None = None) -> Iterator[tuple[CheckpointInfo, Manifest | None, str]]:
@@ -163,12 +157,12 @@ def examine(storage: Storage, run: str | None = None) -> Iterator[tuple[Checkpoi
     With each its manifest, if that can be read, and what is wrong with it; empty: it is whole. Of shards only their presence
     is looked at; `gemini_ft.storage.shard.StoredShard.verify` reads them.
     """
-    for info, files in _scan(storage, run, None).items():
+    for info, files in scan(storage, run, None).items():
         yield info, *_examine(storage, info, files)
 
 
 def _examine(storage: Storage, info: CheckpointInfo, files: Collection[str]) -> tuple[Manifest | None, str]:
-    if _MANIFEST not in files:
+    if MANIFEST not in files:
         return None, f"incomplete: no manifest, {len(files)} shards (a torn upload, or one under way)"
     try:
         manifest = read_manifest(storage, info.folder)
@@ -176,72 +170,21 @@ def _examine(storage: Storage, info: CheckpointInfo, files: Collection[str]) -> 
         return None, "damaged: its manifest"
     except StorageError as error:
         return None, f"unreadable: {error}"
-    missing = _missing(manifest, files)
+    missing = missing_shards(manifest, files)
     return manifest, f"damaged: {missing[0].rpartition('/')[2]} is missing ({len(missing)} in all)" if missing else ""
 
 
-def _missing(manifest: Manifest, files: Collection[str]) -> list[str]:
-    """Keys of shards that are not there."""
+def missing_shards(manifest: Manifest, files: Collection[str]) -> list[str]:
+    """Keys of shards that are not among these files."""
     return sorted(record.key for record in manifest.shards.values() if record.key.rpartition("/")[2] not in files)
 
 
-def newest_whole(storage: Storage, run: str, stream: str, refused: Collection[str] = ()) -> Manifest | None:
-    """The newest checkpoint whose manifest is sound and whose shards are there.
-
-    Args:
-        storage: where to look.
-        run: whose checkpoints.
-        stream: which line of them.
-        refused: folders of checkpoints that turned out to be damaged when they were read.
+def scan(storage: Storage, run: str | None, stream: str | None) -> dict[CheckpointInfo, set[str]]:
+    """Every checkpoint, whole or torn, and its files; sorted by run and stream, then newest first.
 
     Raises:
-        StorageError: the newest is of a format that this version cannot read; going back silently would lose work.
+        StorageError: the storage failed.
     """
-    for info, files in _scan(storage, run, stream).items():
-        if _MANIFEST not in files or info.folder in refused:
-            continue
-        try:
-            manifest = read_manifest(storage, info.folder)
-        except (CorruptDataError, ObjectGoneError) as error:
-            _log.warning("%s", error)
-            continue
-        if missing := _missing(manifest, files):
-            _log.warning("%s: %s is missing; looking for an older checkpoint", storage.url, missing[0])
-            continue
-        return manifest
-    return None
-
-
-def apply_retention(storage: Storage, run: str, stream: str, keep_last: int, keep_every: int | None = None) -> list[str]:
-    """Delete what is older than the newest whole checkpoint and not to be kept, left-overs of torn uploads included.
-
-    Args:
-        storage: where to delete.
-        run: whose checkpoints.
-        stream: which line of them.
-        keep_last: newest checkpoints to keep.
-        keep_every: also keep those whose iteration divides by this; of one iteration, the newest.
-
-    Returns:
-        Folders deleted, newest first. A manifest goes before its shards, so that nothing half deleted is a checkpoint.
-    """
-    newest = newest_whole(storage, run, stream)
-    if newest is None:
-        return []
-    scanned = _scan(storage, run, stream)
-    committed = [info for info, files in scanned.items() if _MANIFEST in files]
-    keep = {*committed[:keep_last]}
-    if keep_every:
-        keep |= {*{info.iteration: info for info in reversed(committed) if info.iteration % keep_every == 0}.values()}
-    doomed = [info for info in scanned if info.version < newest.version and info not in keep]
-    for info in doomed:
-        for file in sorted(scanned[info], key=lambda file: (file != _MANIFEST, file)):
-            storage.delete(f"{info.folder}/{file}")
-    return [info.folder for info in doomed]
-
-
-def _scan(storage: Storage, run: str | None, stream: str | None) -> dict[CheckpointInfo, set[str]]:
-    """Every checkpoint, whole or torn, and its files; sorted by run and stream, then newest first."""
     prefix = "" if run is None else f"{run}/" if stream is None else f"{run}/{stream}/"
     found: dict[CheckpointInfo, set[str]] = {}
     for key in storage.list(prefix):
@@ -257,7 +200,7 @@ def _scan(storage: Storage, run: str | None, stream: str | None) -> dict[Checkpo
 def _parse(storage: Storage, key: str) -> dict[str, Any]:
     try:
         body = json.loads(storage.get(key))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptDataError(f"{storage.url}: {key} is not JSON ({error}); use an older checkpoint") from None
     if not isinstance(body, dict):
         raise CorruptDataError(f"{storage.url}: {key} is no manifest but {type(body).__name__}; use an older checkpoint")

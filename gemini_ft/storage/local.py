@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import errno
-import fcntl
+import logging
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,8 +12,11 @@ from pathlib import Path
 from urllib.parse import quote
 
 from gemini_ft.errors import CorruptDataError, ObjectGoneError, StorageError
-from gemini_ft.storage.base import check_key, ignore, round_trip
+from gemini_ft.storage import partials
+from gemini_ft.storage.base import check_key, check_small, ignore, is_key, round_trip
 
+_log = logging.getLogger(__name__)
+_told: set[Path] = set()  # links that this process has spoken of
 _PARTIAL = ".partial"  # no key begins with a dot
 _WAY_OUT = {
     errno.ENOSPC: "free some space or lower storage.keep_last",
@@ -25,14 +27,15 @@ _WAY_OUT = {
     errno.EROFS: "mount it writable",
     errno.ENOTDIR: "choose a path that is a folder all the way",
     errno.ENOENT: "the object is gone; was it deleted while in use?",
+    errno.ELOOP: "links are not followed below the storage folder: put the files themselves there, or give storage.url their own folder",
 }
 
 
 class LocalStorage:
-    """Files below ``root``, which is created when first written to.
+    """Files below ``root``, which is created when first written to; it may be a link, but no link is followed below it.
 
-    A file is written under `.partial`, synced to disk and then renamed, so that a torn one never has a key. Its
-    writer holds a lock on it: a file there that nobody has locked was left by a dead writer, on whatever host.
+    A file is written under `.partial` (`gemini_ft.storage.partials`), synced to disk and then renamed, so that a torn one
+    never has a key. Files and folders whose names are no keys are another program's: they are never looked at.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -42,12 +45,18 @@ class LocalStorage:
     def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
         """See `Storage.put`."""
         target = self.root / check_key(key)
+        folder = self.root / _PARTIAL
         with self._explain(f"cannot write {key}"):
-            self._sweep()
-            partial, fd = self._create_partial()
+            for place in (target.parent, folder):
+                self._refuse_links(place)
+            partials.sweep(folder)  # first of all: a full disk may be full of this
+            _make_folder(folder)
+            partial, fd = partials.create(folder)
             try:
+                partials.sweep(folder, now=os.fstat(fd).st_mtime)
+                size = 0
                 for part in parts:
-                    _write(fd, memoryview(part).cast("B"))
+                    size += _write(fd, memoryview(part).cast("B"))
                     sent(len(part))
                 os.fsync(fd)
                 _rename(partial, target)
@@ -56,16 +65,18 @@ class LocalStorage:
                 raise
             finally:
                 os.close(fd)
+            self._confirm(key, target, size)
 
     def get(self, key: str) -> bytes:
         """See `Storage.get`."""
-        with self._explain(f"cannot read {key}"):
-            return (self.root / check_key(key)).read_bytes()
+        with self._explain(f"cannot read {key}"), open(self._open(key), "rb") as file:
+            check_small(f"{self.url}: {key}", os.fstat(file.fileno()).st_size)
+            return file.read()
 
     def get_range(self, key: str, offset: int, out: memoryview) -> None:
         """See `Storage.get_range`."""
         with self._explain(f"cannot read {key}"):
-            fd = os.open(self.root / check_key(key), os.O_RDONLY | os.O_CLOEXEC)
+            fd = self._open(key)
             try:
                 while out.nbytes and (count := os.preadv(fd, [out], offset)):
                     out, offset = out[count:], offset + count
@@ -76,15 +87,17 @@ class LocalStorage:
 
     def list(self, prefix: str = "") -> Sequence[str]:
         """See `Storage.list`."""
-        folder = prefix.rpartition("/")[0]
+        folder = self.root / prefix.rpartition("/")[0]
         with self._explain(f"cannot list {prefix}"):
-            keys = (path.relative_to(self.root).as_posix() for path in _files(self.root / folder))
-            return sorted(key for key in keys if key.startswith(prefix))
+            self._refuse_links(folder)
+            files = self._files(folder, prefix.rpartition("/")[2])
+            return sorted(filter(is_key, (path.relative_to(self.root).as_posix() for path in files)))
 
     def delete(self, key: str) -> None:
         """See `Storage.delete`. Folders that become empty go too."""
         path = self.root / check_key(key)
         with self._explain(f"cannot delete {key}"):
+            self._refuse_links(path.parent)
             path.unlink(missing_ok=True)
         with suppress(OSError):  # not empty, or gone already
             for folder in path.parents:
@@ -96,6 +109,55 @@ class LocalStorage:
         """See `Storage.check`."""
         round_trip(self)
 
+    # -- inside
+
+    def _confirm(self, key: str, target: Path, size: int) -> None:
+        """Make sure that the file system has kept what it was given."""
+        kept = target.stat().st_size
+        if kept != size:
+            target.unlink()
+            raise StorageError(
+                f"{self.url}: cannot write {key}: {kept} of {size} bytes were kept without an error; do not trust this storage"
+            )
+
+    def _open(self, key: str) -> int:
+        path = self.root / check_key(key)
+        self._refuse_links(path.parent)
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def _refuse_links(self, folder: Path) -> None:
+        """Raises OSError: a folder on the way from the root to ``folder`` is a link."""
+        path = self.root
+        for word in folder.relative_to(self.root).parts:
+            path = path / word
+            if path.is_symlink():
+                raise OSError(errno.ELOOP, f"{path} is a link")
+
+    def _files(self, folder: Path, start: str = "") -> Iterator[Path]:
+        """All files in and below ``folder`` whose names may be parts of a key, ``folder``'s own begin with ``start``.
+
+        Folders may vanish meanwhile.
+        """
+        try:
+            entries = list(os.scandir(folder))
+        except FileNotFoundError:
+            return
+        for entry in entries:
+            path = folder / entry.name
+            if not is_key(entry.name) or not entry.name.startswith(start):
+                continue
+            if entry.is_symlink():
+                self._tell_of(path)
+            elif entry.is_dir():
+                yield from self._files(path)
+            elif entry.is_file():
+                yield path
+
+    def _tell_of(self, link: Path) -> None:
+        if link not in _told:
+            _told.add(link)
+            _log.warning("%s: %s is a link, which is not followed; %s", self.url, link, _WAY_OUT[errno.ELOOP])
+
     @contextmanager
     def _explain(self, what: str) -> Iterator[None]:
         """Turn an OSError into a StorageError that says where, why, and what to do about it."""
@@ -103,7 +165,7 @@ class LocalStorage:
             yield
         except OSError as error:
             way_out = _WAY_OUT.get(error.errno or 0, "is the file system mounted and healthy?")
-            kind = ObjectGoneError if isinstance(error, FileNotFoundError) else StorageError
+            kind = ObjectGoneError if isinstance(error, FileNotFoundError | NotADirectoryError) else StorageError
             raise kind(f"{self.url}: {what}: {error.strerror or error}{self._free(error)}; {way_out}") from error
 
     def _free(self, error: OSError) -> str:
@@ -113,49 +175,13 @@ class LocalStorage:
             return f" ({shutil.disk_usage(self.root).free / 1e6:.1f} MB free)"
         return ""
 
-    def _create_partial(self) -> tuple[Path, int]:
-        """An empty file in `.partial`, locked by this process until its descriptor is closed."""
-        folder = self.root / _PARTIAL
-        _make_folder(folder)
-        while True:
-            path = folder / secrets.token_hex(8)
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            with suppress(OSError):  # no locks on this file system; _sweep finds out likewise and removes nothing
-                fcntl.flock(fd, fcntl.LOCK_EX)
-            if os.fstat(fd).st_nlink:
-                return path, fd
-            os.close(fd)  # swept in the instant before it was locked
 
-    def _sweep(self) -> None:
-        """Remove what dead writers have left in `.partial`."""
-        for path in _files(self.root / _PARTIAL):
-            with suppress(OSError):  # locked: its writer lives; or swept by another process
-                fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
-                finally:
-                    os.close(fd)
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    """All files below ``folder`` whose path from there has no part that begins with a dot; folders may vanish meanwhile."""
-    try:
-        entries = list(os.scandir(folder))
-    except FileNotFoundError:
-        return
-    for entry in entries:
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir():
-            yield from _files(folder / entry.name)
-        else:
-            yield folder / entry.name
-
-
-def _write(fd: int, part: memoryview) -> None:
+def _write(fd: int, part: memoryview) -> int:
+    """Write all of it; returns how much that is."""
+    size = part.nbytes
     while part.nbytes:
         part = part[os.write(fd, part) :]
+    return size
 
 
 def _rename(partial: Path, target: Path) -> None:

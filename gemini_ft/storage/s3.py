@@ -6,42 +6,44 @@ code and what to do about it.
 
 from __future__ import annotations
 
+import base64
+import logging
 import re
 import threading
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from datetime import UTC, datetime, timedelta
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from datetime import datetime, timedelta
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import boto3
-from boto3.exceptions import Boto3Error
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+from botocore.exceptions import ClientError
 
-from gemini_ft.errors import ConfigError, CorruptDataError, ObjectGoneError, StorageError
-from gemini_ft.storage.base import check_key, ignore, round_trip
+from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
+from gemini_ft.storage.base import SMALL, check_key, check_small, ignore, is_key, round_trip
+from gemini_ft.storage.s3errors import S3_ERRORS, GarbledError, explained, store_time
 
 PART_BYTES = 16 * 2**20  # S3 wants at least 5 MiB, and at most 10,000 parts: 160 GB per shard
-_BLOCK = 256 * 1024  # bytes taken from a connection at a time: larger ones would be fresh memory each
+_BLOCK = 64 * 1024  # bytes taken from a connection at a time, and lost when it breaks
 _PARALLEL = 4  # parts under way at a time; with PART_BYTES the bound on memory
+_TRIES = 4  # readings in a row that may fail without a byte of progress
+_PAUSE = 0.25  # seconds before the second of them, doubled for each further one
+_READ_SILENCE, _WRITE_SILENCE = 20, 60  # seconds without an answer, or the next byte of one
 _OURS = re.compile(r"/step-\d{8,}-inc-[^/]+/shard-\d+\.safetensors$")
-_ABANDONED = timedelta(days=1)  # age at which another writer's unfinished upload counts as dead
+_ABANDONED = timedelta(days=1)  # age by the store's clock at which another writer's unfinished upload counts as dead
+_SLACK = timedelta(seconds=2)  # times of S3 are whole seconds
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_NO_CHECKSUMS = {"InvalidArgument", "InvalidRequest", "NotImplemented", "XNotImplemented", "BadRequest", "400", "501"}
 Piece = bytes | bytearray
-_WAY_OUT = {
-    "NoSuchBucket": "create the bucket, or correct storage.url",
-    "NoSuchKey": "the object is gone; was it deleted while in use?",
-    "404": "the object or bucket is gone; check storage.url",
-    "AccessDenied": "let these credentials list, read, write and delete under the prefix",
-    "403": "let these credentials list, read, write and delete under the prefix",
-    "InvalidAccessKeyId": "check the credentials that boto3 finds (environment, profile, instance role)",
-    "SignatureDoesNotMatch": "check the credentials that boto3 finds, and the clock of this host",
-    "SlowDown": "the store is overloaded; lower storage.max_bandwidth or upload less often",
-    "ServiceUnavailable": "the store is overloaded or down",
-}
+_T = TypeVar("_T")
+
+_log = logging.getLogger(__name__)
 
 
 class S3Storage:
@@ -58,62 +60,49 @@ class S3Storage:
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
         self._pace = _Pace(max_bandwidth)
-        config = Config(
-            retries={"total_max_attempts": 5, "mode": "standard"},
-            connect_timeout=10,
-            read_timeout=60,
-            max_pool_connections=4 * _PARALLEL,
-            request_checksum_calculation="when_required",  # what other stores than AWS understand
-            response_checksum_validation="when_required",
-        )
+        self._checksums = True  # until the store refuses a request that has one
+        self._unaborted: list[dict[str, str]] = []  # uploads that could not be aborted, to be tried again
         with self._explain("cannot be used"):
             try:
-                self._client: Any = boto3.session.Session().client("s3", endpoint_url=endpoint_url, config=config)
+                session = boto3.session.Session()
+                self._client: Any = session.client("s3", endpoint_url=endpoint_url, config=_config(_WRITE_SILENCE, 5))
+                self._reader: Any = session.client("s3", endpoint_url=endpoint_url, config=_config(_READ_SILENCE, 3))
             except ValueError as error:  # botocore's way to refuse an endpoint
                 raise ConfigError(f"storage.endpoint_url={endpoint_url!r}: {error}; it must begin with http:// or https://") from None
 
     def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
-        """See `Storage.put`. Up to one part goes in one request, more in a multipart upload that is aborted when it fails."""
+        """See `Storage.put`. Up to one part goes in one request, more in a multipart upload that is aborted when it fails.
+
+        Afterwards the store is asked what it has kept: the size, and the CRC-32 of the whole where it keeps that.
+        """
         name = self._prefix + check_key(key)
         bodies = _regroup(parts)
         first: Piece = next(bodies, b"")
         second = next(bodies, None)
-        with self._explain(f"cannot write {key}"):
+        with self._explain(f"cannot write {key}", _WRITE_SILENCE):
+            self._abort(*self._unaborted)
             if second is None:
                 self._pace.take(len(first))
-                self._client.put_object(Bucket=self._bucket, Key=name, Body=first)
-                sent(len(first))
+                size, checksum = len(first), _encoded(zlib.crc32(first))
+                self._call("put_object", {"ChecksumCRC32": checksum}, Key=name, Body=first)
+                sent(size)
             else:
-                self._put_in_parts(name, chain((first, second), bodies), sent)
+                size, checksum = self._put_in_parts(name, chain((first, second), bodies), sent)
+            self._confirm(key, size, checksum)
 
     def get(self, key: str) -> bytes:
         """See `Storage.get`."""
-        with self._explain(f"cannot read {key}"):
-            answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + check_key(key))
-            return bytes(answer["Body"].read())
+        return self._insist(lambda: self._get(key))
 
     def get_range(self, key: str, offset: int, out: memoryview) -> None:
-        """See `Storage.get_range`. A connection that breaks in the middle is taken up where it broke."""
-        name, missing, attempts = self._prefix + check_key(key), out, 5
-        while missing.nbytes:
-            try:
-                with self._explain(f"cannot read {key}"):
-                    got = self._read_into(name, offset, missing)
-            except StorageError:
-                attempts -= 1
-                if not attempts:
-                    raise
-                continue
-            if not got:
-                raise CorruptDataError(f"{self.url}: {key} ends at byte {offset}, {missing.nbytes} more are due; use an older checkpoint")
-            offset, missing = offset + got, missing[got:]
+        """See `Storage.get_range`. A body that breaks is taken up where it broke, however often, while it makes progress."""
+        while out.nbytes:
+            got = self._insist(partial(self._read_into, key, offset, out))
+            offset, out = offset + got, out[got:]
 
     def list(self, prefix: str = "") -> Sequence[str]:
         """See `Storage.list`."""
-        with self._explain(f"cannot list {prefix or 'the prefix'}"):
-            pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix + prefix)
-            names = [str(item["Key"]) for page in pages for item in page.get("Contents", [])]
-        return sorted(name.removeprefix(self._prefix) for name in names)
+        return self._insist(lambda: self._list(prefix))
 
     def delete(self, key: str) -> None:
         """See `Storage.delete`."""
@@ -124,76 +113,238 @@ class S3Storage:
         """See `Storage.check`. Multipart uploads that were abandoned under the prefix are aborted: they cost money unseen."""
         round_trip(self)
         with suppress(StorageError), self._explain("cannot list unfinished uploads"):
-            pages = self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self._bucket, Prefix=self._prefix)
-            for upload in [upload for page in pages for upload in page.get("Uploads", [])]:
-                if upload["Initiated"] < datetime.now(UTC) - _ABANDONED and _OURS.search(upload["Key"]):
-                    with suppress(ClientError):
-                        self._client.abort_multipart_upload(Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+            for page in self._reader.get_paginator("list_multipart_uploads").paginate(Bucket=self._bucket, Prefix=self._prefix):
+                now = store_time(page)  # this host's clock may be anywhere
+                old = [upload for upload in page.get("Uploads", []) if now is not None and upload["Initiated"] < now - _ABANDONED]
+                self._abort(*({"Key": upload["Key"], "UploadId": upload["UploadId"]} for upload in old if _OURS.search(upload["Key"])))
 
-    # -- inside
+    # -- reading
 
-    def _put_in_parts(self, name: str, bodies: Iterator[Piece], sent: Callable[[int], None]) -> None:
-        where = {"Bucket": self._bucket, "Key": name}
-        upload = self._client.create_multipart_upload(**where)["UploadId"]
+    def _insist(self, read: Callable[[], _T]) -> _T:
+        """Read again, on a new connection, what broke or cannot be right; errors that the store states have been retried by boto3."""
+        for attempt in range(1, _TRIES):
+            try:
+                return read()
+            except (_BrokenError, GarbledError) as error:
+                _log.log(logging.WARNING if attempt == 1 else logging.DEBUG, "%s (reading it again: %d of %d)", error, attempt + 1, _TRIES)
+                time.sleep(_PAUSE * 2 ** (attempt - 1))
+        return read()
+
+    def _get(self, key: str) -> bytes:
+        what = f"cannot read {key}"
+        with self._explain(what):
+            answer = self._reader.get_object(Bucket=self._bucket, Key=self._prefix + check_key(key))
+        body = answer["Body"]
+        with self._unbroken(what), closing(body):  # its own context manager is the raw connection, whose errors are urllib3's
+            if (length := answer.get("ContentLength")) is not None:
+                check_small(f"{self.url}: {key}", length)
+                return bytes(body.read())
+            data = bytes(body.read(SMALL + 1))  # an answer in pieces, of which nobody says how many come
+            check_small(f"{self.url}: {key}", len(data))
+            return data
+
+    def _read_into(self, key: str, offset: int, out: memoryview) -> int:
+        """Read as much as comes in one answer; at least one byte, or it is an error."""
+        what, got = f"cannot read {key}", 0
+        with self._explain(what):
+            answer = self._open(key, offset, out.nbytes)
+        self._check_range(key, answer, offset, out.nbytes)
+        try:
+            with self._unbroken(what), closing(answer["Body"]) as body:
+                while got < out.nbytes and (count := body.readinto(out[got : got + _BLOCK])):
+                    got += count
+        except _BrokenError as error:
+            if not got:
+                raise
+            _log.debug("%s: taken up %d bytes further on", error, got)
+        if not got:
+            raise _BrokenError(f"{self.url}: {what}: the answer has no body")
+        return got
+
+    def _open(self, key: str, offset: int, nbytes: int) -> dict[str, Any]:
+        span = f"bytes={offset}-{offset + nbytes - 1}"
+        try:
+            answer: dict[str, Any] = self._reader.get_object(Bucket=self._bucket, Key=self._prefix + check_key(key), Range=span)
+        except ClientError as error:
+            if error.response.get("Error", {}).get("Code") in ("InvalidRange", "416"):
+                raise CorruptDataError(
+                    f"{self.url}: {key} ends before byte {offset}, {nbytes} more are due; use an older checkpoint"
+                ) from None
+            raise
+        return answer
+
+    def _check_range(self, key: str, answer: Mapping[str, Any], offset: int, nbytes: int) -> None:
+        """Compare what the store says it sends with what was asked for.
+
+        Some stores say 200 in place of 206; all say in Content-Range where the bytes are from.
+        """
+        what, length = f"cannot read {key}", answer.get("ContentLength")
+        found = _RANGE.fullmatch(answer.get("ContentRange") or "")
+        if found is None and (offset, length) == (0, nbytes):
+            return  # the whole object was asked for
+        if found is None:
+            raise GarbledError(
+                self.url, what, f"bytes {offset} to {offset + nbytes} were asked for, and the whole object came ({length} bytes)"
+            )
+        first, last, whole = map(int, found.groups())
+        if whole < offset + nbytes:
+            missing = offset + nbytes - whole
+            raise CorruptDataError(f"{self.url}: {key} ends at byte {whole}, {missing} more are due; use an older checkpoint")
+        if first != offset or last >= offset + nbytes or length != last - first + 1:
+            asked = f"bytes {offset} to {offset + nbytes} were asked for"
+            raise GarbledError(self.url, what, f"{asked}, and {length} bytes came as {answer['ContentRange']!r}")
+
+    def _list(self, prefix: str) -> Sequence[str]:
+        wanted, what = self._prefix + prefix, f"cannot list {prefix or 'the prefix'}"
+        found = []
+        with self._explain(what):
+            for page in self._reader.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=wanted):
+                if "Name" not in page or "IsTruncated" not in page or page.get("Prefix", wanted) != wanted:
+                    raise GarbledError(self.url, what, "the answer is no listing of it")
+                if page["IsTruncated"] and not page.get("NextContinuationToken"):
+                    raise GarbledError(self.url, what, "the listing breaks off without saying how it goes on")
+                found += [str(item["Key"]) for item in page.get("Contents", [])]
+        if strange := [name for name in found if not name.startswith(wanted)]:
+            raise GarbledError(self.url, what, f"the listing has {strange[0]!r} in it")
+        return sorted(filter(is_key, (name.removeprefix(self._prefix) for name in found)))
+
+    # -- writing
+
+    def _call(self, operation: str, checksum: Mapping[str, str], **arguments: Any) -> dict[str, Any]:
+        """Call the store with a checksum, and without any from the time on that it refuses one."""
+        call = getattr(self._client, operation)
+        if self._checksums:
+            try:
+                answer: dict[str, Any] = call(Bucket=self._bucket, **arguments, **checksum)
+                return answer
+            except ClientError as error:
+                code = str(error.response.get("Error", {}).get("Code"))
+                if code not in _NO_CHECKSUMS:
+                    raise
+                _log.debug("%s: %s with checksums: %s; doing without", self.url, operation, code)
+        plain: dict[str, Any] = call(Bucket=self._bucket, **arguments)
+        self._checksums = False
+        return plain
+
+    def _confirm(self, key: str, size: int, checksum: str) -> None:
+        """Make sure that the store has kept what it was given.
+
+        Raises:
+            StorageError: it has not; what it has kept is deleted.
+        """
+        head = self._head(key)
+        kept, found = head["ContentLength"], _whole_checksum(head)
+        if kept == size and found in (None, checksum):
+            return
+        with suppress(*S3_ERRORS):
+            self._client.delete_object(Bucket=self._bucket, Key=self._prefix + key)
+        wrong = f"{kept} of {size} bytes" if kept != size else "other bytes"
+        raise StorageError(
+            f"{self.url}: cannot write {key}: the store said that all is well and has kept {wrong}; do not trust this storage"
+        )
+
+    def _head(self, key: str) -> dict[str, Any]:
+        mode = {"ChecksumMode": "ENABLED"} if self._checksums else {}
+        head: dict[str, Any] = self._reader.head_object(Bucket=self._bucket, Key=self._prefix + key, **mode)
+        if "ContentLength" not in head:
+            raise GarbledError(self.url, f"cannot look at {key}", "the answer says no length")
+        return head
+
+    def _put_in_parts(self, name: str, bodies: Iterator[Piece], sent: Callable[[int], None]) -> tuple[int, str]:
+        """Upload it; returns bytes and checksum of the whole."""
+        begun = self._call("create_multipart_upload", {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"}, Key=name)
+        where = {"Key": name, "UploadId": str(begun["UploadId"])}
+        whole = _Whole()
         try:
             with ThreadPoolExecutor(_PARALLEL) as pool:
-                tags = self._send_parts(pool, where | {"UploadId": upload}, bodies, sent)
-            done = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
-            self._client.complete_multipart_upload(**where, UploadId=upload, MultipartUpload={"Parts": done})
+                done = self._send_parts(pool, where, whole.watch(bodies), sent)
+            self._complete(where, done, whole, store_time(begun))
         except BaseException:
-            with suppress(ClientError, BotoCoreError, Boto3Error):
-                self._client.abort_multipart_upload(**where, UploadId=upload)
+            self._abort(where)
+            raise
+        return whole.nbytes, whole.checksum
+
+    def _complete(self, where: dict[str, str], parts: Sequence[dict[str, Any]], whole: _Whole, begun: datetime | None) -> None:
+        """Make the parts one object. Where the answer is lost, the object itself says whether that has happened."""
+        checksum = {"ChecksumCRC32": whole.checksum, "ChecksumType": "FULL_OBJECT"}
+        try:
+            self._call("complete_multipart_upload", checksum, **where, MultipartUpload={"Parts": parts})
+        except S3_ERRORS as error:
+            with suppress(*S3_ERRORS):
+                head = self._head(where["Key"].removeprefix(self._prefix))
+                same = head["ContentLength"] == whole.nbytes and _whole_checksum(head) in (None, whole.checksum)
+                if same and begun is not None and head["LastModified"] >= begun - _SLACK:
+                    _log.info("%s: %s is there, though its end was not answered (%s)", self.url, where["Key"], error)
+                    return
             raise
 
+    def _abort(self, *uploads: dict[str, str]) -> None:
+        """Give up multipart uploads; those for which this fails are tried again before the next object is written."""
+        for upload in uploads:
+            try:
+                self._client.abort_multipart_upload(Bucket=self._bucket, **upload)
+            except S3_ERRORS as error:
+                gone = isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") in ("NoSuchUpload", "404")
+                if not gone and upload not in self._unaborted:
+                    self._unaborted.append(upload)
+                    continue
+            if upload in self._unaborted:
+                self._unaborted.remove(upload)
+
     def _send_parts(
-        self, pool: ThreadPoolExecutor, where: dict[str, Any], bodies: Iterator[Piece], sent: Callable[[int], None]
-    ) -> Sequence[str]:
+        self, pool: ThreadPoolExecutor, where: dict[str, str], bodies: Iterator[Piece], sent: Callable[[int], None]
+    ) -> Sequence[dict[str, Any]]:
         room = threading.Semaphore(_PARALLEL)  # a part is copied out of the slot only when another one has been sent
-        futures = deque[Future[str]]()
+        futures = deque[Future[dict[str, Any]]]()
         for number, body in enumerate(_when(room, bodies), 1):
             self._pace.take(len(body))
-            future = pool.submit(self._send_part, where | {"PartNumber": number}, body, sent)
+            future = pool.submit(self._send_part, where, number, body, sent)
             future.add_done_callback(lambda _: room.release())
             futures.append(future)
             if any(f.done() and f.exception() for f in futures):
                 break  # the rest would be sent for nothing
         return [future.result() for future in futures]
 
-    def _send_part(self, where: dict[str, Any], body: Piece, sent: Callable[[int], None]) -> str:
-        tag = str(self._client.upload_part(**where, Body=body)["ETag"])
+    def _send_part(self, where: dict[str, str], number: int, body: Piece, sent: Callable[[int], None]) -> dict[str, Any]:
+        checksum = {"ChecksumCRC32": _encoded(zlib.crc32(body))}
+        answer = self._call("upload_part", checksum, **where, PartNumber=number, Body=body)
         sent(len(body))
-        return tag
+        return {"PartNumber": number, "ETag": str(answer["ETag"]), **(checksum if self._checksums else {})}
 
-    def _read_into(self, name: str, offset: int, out: memoryview) -> int:
-        span = f"bytes={offset}-{offset + out.nbytes - 1}"
-        try:
-            body = self._client.get_object(Bucket=self._bucket, Key=name, Range=span)["Body"]
-        except ClientError as error:
-            if error.response.get("Error", {}).get("Code") in ("InvalidRange", "416"):
-                return 0
-            raise
-        got = 0
-        with body:
-            while got < out.nbytes and (count := body.readinto(out[got : got + _BLOCK])):
-                got += count
-        return got
+    # -- errors
+
+    def _explain(self, what: str, silence: float | None = None) -> AbstractContextManager[None]:
+        return explained(self.url, what, _READ_SILENCE if silence is None else silence)
 
     @contextmanager
-    def _explain(self, what: str) -> Iterator[None]:
-        """Turn boto3's errors into a StorageError that says where, why, and what to do about it."""
+    def _unbroken(self, what: str) -> Iterator[None]:
+        """Turn whatever happens to an answer's body into a `_BrokenError`: it is worth another connection."""
         try:
-            yield
-        except NoCredentialsError:
-            way_out = "set up its environment, profile or instance role"
-            raise StorageError(f"{self.url}: {what}: boto3 finds no credentials; {way_out}") from None
-        except ClientError as error:
-            code = str(error.response.get("Error", {}).get("Code", "?"))
-            way_out = _WAY_OUT.get(code, "see the store's documentation of this error")
-            kind = ObjectGoneError if code == "NoSuchKey" else StorageError
-            raise kind(f"{self.url}: {what}: {code}; {way_out}") from None
-        except (BotoCoreError, Boto3Error, OSError) as error:
-            reason = str(error).partition("?")[0]  # a signed URL's query must not be shown
-            raise StorageError(f"{self.url}: {what}: {reason}; is the endpoint up and reachable from this host?") from None
+            with self._explain(what):
+                yield
+        except StorageError as error:
+            raise _BrokenError(str(error)) from None
+
+
+class _BrokenError(StorageError):
+    """An answer that began well did not end."""
+
+
+class _Whole:
+    """Size and CRC-32 of all pieces that pass."""
+
+    def __init__(self) -> None:
+        self.nbytes, self._crc = 0, 0
+
+    def watch(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
+            self.nbytes += len(piece)
+            self._crc = zlib.crc32(piece, self._crc)
+            yield piece
+
+    @property
+    def checksum(self) -> str:
+        return _encoded(self._crc)
 
 
 class _Pace:
@@ -212,6 +363,28 @@ class _Pace:
             wait = max(0.0, self._free_at - now)
             self._free_at = max(now, self._free_at) + nbytes / self._limit
         time.sleep(wait)
+
+
+def _config(silence: int, attempts: int) -> Config:
+    return Config(
+        retries={"total_max_attempts": attempts, "mode": "standard"},
+        connect_timeout=10,
+        read_timeout=silence,
+        max_pool_connections=4 * _PARALLEL,
+        request_checksum_calculation="when_required",  # else boto3 sends trailers, which hardly any store but AWS understands
+        response_checksum_validation="when_required",
+    )
+
+
+def _encoded(crc: int) -> str:
+    """CRC-32 as S3 writes it."""
+    return base64.b64encode(crc.to_bytes(4, "big")).decode()
+
+
+def _whole_checksum(head: Mapping[str, Any]) -> str | None:
+    """The CRC-32 of the whole object, where the store keeps one."""
+    checksum = head.get("ChecksumCRC32")
+    return None if head.get("ChecksumType") == "COMPOSITE" or "-" in (checksum or "") else checksum
 
 
 def _regroup(parts: Iterable[memoryview | bytes]) -> Iterator[bytearray]:

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
+from random import randrange
 from struct import pack, unpack
 
 import xxhash
@@ -23,9 +25,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gemini_ft.errors import CorruptDataError, StorageError
 from gemini_ft.layout import ALIGNMENT, Layout
+from gemini_ft.roots import checksum, layout_digest, shard_root
 from gemini_ft.storage.base import Storage, ignore
+from gemini_ft.versions import Version
 
 CHUNK_BYTES = 8 * 2**20
+LARGEST = 2**50  # bytes; no store takes larger objects
 
 # What safetensors readers know. Any other dtype is stored as plain bytes and named in the metadata.
 CODES: Mapping[str, str] = {
@@ -46,8 +51,8 @@ class _Record(BaseModel):
 class Span(_Record):
     """Bytes ``offset:offset + nbytes`` of an object."""
 
-    offset: int = Field(ge=0)
-    nbytes: int = Field(ge=0)
+    offset: int = Field(ge=0, le=LARGEST)
+    nbytes: int = Field(ge=0, le=LARGEST)
     xxh3: str = ""  # none for the data: its chunks have digests
 
 
@@ -55,13 +60,37 @@ class ShardRecord(_Record):
     """What a manifest says of one shard's object. Checksums are XXH3-64 in 16 hex digits, as ``xxhsum -H3`` prints them."""
 
     key: str
-    nbytes: int = Field(ge=0)
+    nbytes: int = Field(ge=0, le=LARGEST)
     xxh3: str  # of the whole object
     layout: Span
     extras: Span
     digests: Span
     data: Span
     chunk_bytes: int = Field(gt=0)  # of data, per digest
+    root: str = ""  # of the copy that was committed (gemini_ft.roots); empty where nobody knew it
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The identity that a shard's bytes must have, wherever they are read."""
+
+    owner: int
+    version: Version
+    root: str
+    chunk_bytes: int
+
+    def check(self, key: str, layout: bytes, checksums: Sequence[int], nbytes: int, extras: memoryview | bytes) -> None:
+        """Form the root of what is there, and compare.
+
+        Raises:
+            CorruptDataError: it is another one.
+        """
+        view, step = memoryview(extras), self.chunk_bytes
+        every = [*checksums, *(checksum(view[at : at + step]) for at in range(0, len(view), step))]
+        found = shard_root(self.owner, self.version, layout_digest(layout), (nbytes, len(view), step), every)
+        if found != self.root:
+            what = f"rank {self.owner}'s shard of {self.version}"
+            raise CorruptDataError(f"{key}: this is not {what} as it was committed (root {found}, should be {self.root})")
 
 
 def write_shard(
@@ -71,6 +100,7 @@ def write_shard(
     data: memoryview,
     extras: memoryview | bytes,
     sent: Callable[[int], None] = ignore,
+    committed: Committed | None = None,
 ) -> ShardRecord:
     """Write one shard straight from its slot; an object that has this key is replaced.
 
@@ -81,15 +111,21 @@ def write_shard(
         data: the slot, at least ``layout.nbytes`` bytes; it must not change before the call returns.
         extras: the encoded small state.
         sent: see `Storage.put`.
+        committed: what the chunks must be.
 
     Raises:
+        CorruptDataError: a chunk is not what was committed.
         StorageError: ``data`` is too short, or the storage failed; nothing is visible under ``key``.
     """
     if data.nbytes < layout.nbytes:
         raise StorageError(f"{storage.url}: {key} was given {data.nbytes} bytes for a layout of {layout.nbytes}")
-    chunks = [data[start : min(start + CHUNK_BYTES, layout.nbytes)] for start in range(0, layout.nbytes, CHUNK_BYTES)]
-    digests = b"".join(pack("<Q", xxhash.xxh3_64_intdigest(chunk)) for chunk in chunks)
-    small = {"layout": layout.to_bytes(), "extras": extras, "digests": digests}
+    step = committed.chunk_bytes if committed is not None else CHUNK_BYTES
+    chunks = [data[start : min(start + step, layout.nbytes)] for start in range(0, layout.nbytes, step)]
+    checksums = [checksum(chunk) for chunk in chunks]
+    blob = layout.to_bytes()
+    if committed is not None:
+        committed.check(key, blob, checksums, layout.nbytes, extras)
+    small = {"layout": blob, "extras": extras, "digests": pack(f"<{len(checksums)}Q", *checksums)}
     sizes = {name: len(blob) for name, blob in small.items()} | {"data": layout.nbytes}
     header = _header(layout, _arrange(sizes, base=0))
 
@@ -105,7 +141,8 @@ def write_shard(
     spans = _arrange(sizes, base=len(header))
     spans |= {name: spans[name].model_copy(update={"xxh3": xxhash.xxh3_64_hexdigest(blob)}) for name, blob in small.items()}
     nbytes = spans["data"].offset + layout.nbytes
-    return ShardRecord(key=key, nbytes=nbytes, xxh3=whole.hexdigest(), chunk_bytes=CHUNK_BYTES, **spans)
+    root = committed.root if committed is not None else ""
+    return ShardRecord(key=key, nbytes=nbytes, xxh3=whole.hexdigest(), chunk_bytes=step, root=root, **spans)
 
 
 class StoredShard:
@@ -121,18 +158,37 @@ class StoredShard:
 
     @cached_property
     def layout(self) -> Layout:
-        """What lies where in the data."""
-        return Layout.from_bytes(self._small("layout", self.record.layout))
+        """Read the shard's layout and check that its data is complete."""
+        layout, data = Layout.from_bytes(self._small("layout", self.record.layout)), self.record.data
+        if layout.nbytes != data.nbytes:
+            raise CorruptDataError(
+                f"{self._name}: its layout is of {layout.nbytes:,} bytes, its data has {data.nbytes:,}; use an older checkpoint"
+            )
+        self._is_there(data.offset, data.nbytes)
+        return layout
 
     @cached_property
     def extras(self) -> bytes:
         """The encoded small state."""
         return self._small("extras", self.record.extras)
 
+    def check_identity(self, owner: int, version: Version) -> None:
+        """Compare layout, small state and checksums with the root that was committed, where the record knows it.
+
+        Raises:
+            CorruptDataError: they are of another shard, or of another version of it.
+        """
+        record = self.record
+        if record.root:
+            committed = Committed(owner, version, record.root, record.chunk_bytes)
+            committed.check(self._name, self.layout.to_bytes(), self._digests, record.data.nbytes, self.extras)
+
     @cached_property
-    def _digests(self) -> list[str]:
-        blob = self._small("digests", self.record.digests)
-        return [f"{digest:016x}" for digest in unpack(f"<{len(blob) // 8}Q", blob)]
+    def _digests(self) -> Sequence[int]:
+        blob, chunks = self._small("digests", self.record.digests), -(-self.record.data.nbytes // self.record.chunk_bytes)
+        if len(blob) != 8 * chunks:
+            raise CorruptDataError(f"{self._name}: {len(blob) // 8} checksums of {chunks} chunks; use an older checkpoint")
+        return unpack(f"<{len(blob) // 8}Q", blob)
 
     def read(self, offset: int, out: memoryview) -> None:
         """Fill ``out`` with the shard's bytes from ``offset`` on.
@@ -151,6 +207,7 @@ class StoredShard:
         for index in set(indices) - set(whole):
             begin, end = self._chunk(index)
             low, high = max(begin, offset), min(end, stop)
+            self._is_there(self.record.data.offset + begin, end - begin)
             chunk = memoryview(bytearray(end - begin))
             self._read_chunks([index], chunk)
             out[low - offset : high - offset] = chunk[low - begin : high - begin]
@@ -165,15 +222,31 @@ class StoredShard:
             whole.update(part)
         self._compare("the object", whole.hexdigest(), self.record.xxh3)
 
+    def sample(self) -> None:
+        """Read the small parts and the first, the last and one other chunk: lost, cut or exchanged bytes show without reading all."""
+        self._storage.get_range(self.record.key, self.record.nbytes - 1, memoryview(bytearray(1)))  # its end is there
+        _ = (self.layout, self.extras, self._digests)
+        count = len(self._digests)
+        for index in sorted({0, count - 1, randrange(count)}) if count else ():
+            begin, end = self._chunk(index)
+            self._is_there(self.record.data.offset + begin, end - begin)
+            self._read_chunks([index], memoryview(bytearray(end - begin)))
+
     @property
     def _name(self) -> str:
         return f"{self._storage.url}: {self.record.key}"
 
     def _small(self, name: str, span: Span) -> bytes:
+        self._is_there(span.offset, span.nbytes)
         blob = bytearray(span.nbytes)
         self._storage.get_range(self.record.key, span.offset, memoryview(blob))
         self._compare(f"its {name}", xxhash.xxh3_64_hexdigest(blob), span.xxh3)
         return bytes(blob)
+
+    def _is_there(self, offset: int, nbytes: int) -> None:
+        """Sees to it, before memory is taken for many bytes, that the object has them: its record may lie."""
+        if nbytes > CHUNK_BYTES:
+            self._storage.get_range(self.record.key, offset + nbytes - 1, memoryview(bytearray(1)))
 
     def _chunk(self, index: int) -> tuple[int, int]:
         begin = index * self.record.chunk_bytes
@@ -185,8 +258,8 @@ class StoredShard:
         self._storage.get_range(self.record.key, self.record.data.offset + first, out)
         for index in indices:
             begin, end = self._chunk(index)
-            found = xxhash.xxh3_64_hexdigest(out[begin - first : end - first])
-            self._compare(f"bytes {begin} to {end} of its data", found, self._digests[index])
+            found = checksum(out[begin - first : end - first])
+            self._compare(f"bytes {begin} to {end} of its data", f"{found:016x}", f"{self._digests[index]:016x}")
 
     def _compare(self, what: str, found: str, expected: str) -> None:
         if found != expected:

@@ -75,16 +75,22 @@ class Courier:
     def dispatch(self, order: Dispatch) -> None:
         """Send a piece of a slot; the agent is told when it has gone."""
         with self._lock:
-            if order.target not in self._sending:
-                self._sending[order.target] = _Lane(self._send, self._sent, self._answer)
-            self._sending[order.target].put(order)
+            try:
+                if order.target not in self._sending:
+                    self._sending[order.target] = _Lane(self._send, self._sent, self._answer)
+                self._sending[order.target].put(order)
+            except AgentError as error:
+                self._answer(order, str(error))
 
     def collect(self, order: Collect) -> None:
         """Receive a piece of a replica; the agent is told when it is in its memory."""
         with self._lock:
-            if order.source not in self._receiving:
-                self._receiving[order.source] = _Lane(self._receive, self._received, self._answer)
-            self._receiving[order.source].put(order)
+            try:
+                if order.source not in self._receiving:
+                    self._receiving[order.source] = _Lane(self._receive, self._received, self._answer)
+                self._receiving[order.source].put(order)
+            except AgentError as error:
+                self._answer(order, str(error))
 
     def forget(self) -> None:
         """The agent has been restarted: what it waited for is written nowhere any more."""
@@ -179,8 +185,12 @@ class _Lane(Generic[Order]):
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._begun: queue.SimpleQueue[tuple[Order, Any, Any] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=run, name="gemini-courier", daemon=True) for run in (self._begin_all, self._end_all)]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError as error:
+            self._orders.put(None)  # for the first of them, if it has begun
+            raise AgentError(f"no thread can be started for pieces of replicas ({error}); see `ulimit -u` and pids.max") from None
 
     def put(self, order: Order) -> None:
         self._orders.put(order)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemini_ft.ledger import Abort, Cadence, Commit, Decision, Holders, Ledger, Manifest, Thaw
-from gemini_ft.protocol import CancelSend, Effect, Free, Grant, Host, Send, Tell, Upload, Withdraw
+from gemini_ft.protocol import CancelSend, Damaged, Effect, Free, Grant, Host, Send, Tell, Upload, Withdraw
 from gemini_ft.slots import Slot, SlotState
 from gemini_ft.versions import Version
 from miniature.transfer import Fetch, Link, Outgoing
@@ -29,6 +29,7 @@ class Node:
         self.memory: dict[tuple[int, int], Memory] = {}
         self.workers: list[Worker] = []
         self.session: Session | None = None
+        self.interrupted: Session | None = None  # of an agent that was restarted, until a worker of it has come back
         self.adopted = False  # a slot that was about to be freed is kept by an agent that was not there then
         self._forget()
 
@@ -64,8 +65,8 @@ class Node:
 
     def open(self, session: Session) -> None:
         self._close_session()
-        self.host.open(session.holders, session.resumed)
-        self._sync_headers()
+        self.interrupted = None
+        self.perform(self.host.open(session.holders, session.resumed, session.roots, session.incarnation))
         self._connect(session)
         self.workers += [Worker(self, rank, session) for rank, name in enumerate(session.hosts) if name == self.name]
         for owner, holders in session.holders.items():
@@ -96,23 +97,42 @@ class Node:
         self.said_of_uploads.clear()
 
     def restart_agent(self) -> None:
-        """The agent died and another took its place; the workers held the slots meanwhile and hand them over."""
-        session = self.session
+        """The agent died and another took its place; each worker hands over the slots that it holds, one worker after the other."""
+        session, memory = self.session, self.memory
         assert session is not None
         self.job.disconnect(self)
         self._forget()
-        self.adopted = True
+        self.adopted, self.session, self.interrupted, self.memory = True, None, session, {}
         self.job.forgotten(self)
-        for (owner, index), memory in sorted(self.memory.items()):
-            memory.readers.clear()
-            self.host.slots(owner).adopt(index, memory.header).retired = self._is_foreign(memory)
-        known = [worker.committed for worker in self.current() if worker.alive and worker.committed is not None]
-        self.host.reopen(session.holders, max(known, default=session.resumed), session.incarnation)
-        self._connect(session)
-        for worker in self.workers:
+        alive = [worker for worker in self.workers if worker.alive]
+        mates = [worker for worker in alive if worker.session is session]
+        for worker in alive:
             worker.agent_restarted()
-        for report in self.host.reports() if self.ledger is not None else ():
-            self.hear("report", report)  # the agent's duty: a new ledger hears its own host too
+        for (owner, _), each in sorted(memory.items()):
+            each.readers.clear()
+            writers = [worker for worker in alive if worker in each.mapped]
+            keepers = [worker for worker in writers if worker in mates] or writers or mates[owner % len(mates) :]
+            keepers[0].held.append((owner, each))
+
+    def _take_back(self, worker: Worker) -> None:
+        """What a worker holds is this agent's again; the first worker of the interrupted session lets it go on."""
+        brought, past = False, self.session is not None and worker.session is not self.session
+        for owner, memory in worker.held:
+            if memory.header is None or self.host.slots(owner).find(memory.header) is None:
+                index = max(self.host.slots(owner).slots, default=-1) + 1
+                self.memory[owner, index] = memory
+                root = memory.root(memory.header, owner) if memory.header is not None else ""
+                self.host.adopt(owner, index, memory.header, root).retired |= past or self._is_foreign(memory)
+                brought |= memory.header is not None
+        worker.held = []
+        if worker.session is self.interrupted:
+            session, self.interrupted = worker.session, None
+            self.host.reopen(session.holders, worker.committed, session.incarnation)
+            self._connect(session)
+        if worker.session is self.session:
+            for report in self.host.reports():
+                self.say("report", report)  # the agent's duty: a new ledger hears its own host too
+        self.job.returned(self, brought)
 
     # -- memory
 
@@ -131,7 +151,8 @@ class Node:
 
     def _is_foreign(self, memory: Memory) -> bool:
         """Whether a worker of a former incarnation, not proven dead, may still write to it."""
-        return any(worker.session is not self.session and not worker.known_dead for worker in memory.mapped)
+        present = self.session or self.interrupted
+        return any(worker.session is not present and not worker.known_dead for worker in memory.mapped)
 
     def grant(self, owner: int, choose: Callable[[], Slot | None]) -> Memory | None:
         slot = choose()
@@ -163,7 +184,8 @@ class Node:
         def done(whole: bool) -> None:
             if whole:
                 memory.header = version
-            self.perform(self.host.rebuilt(owner, version) if whole else self.host.receive_failed(owner, version))
+            root = memory.root(version, owner)
+            self.perform(self.host.rebuilt(owner, version, root) if whole else self.host.receive_failed(owner, version))
 
         self.fetch(Fetch(self, owner, version, memory, done), sources[0])
 
@@ -174,6 +196,8 @@ class Node:
     # -- what workers say
 
     def on_worker(self, worker: Worker, kind: str, iteration: int, *args: Any) -> None:
+        if kind == "adopt":
+            self._take_back(worker)
         if worker.session is not self.session:
             return  # the agent's duty: superseded workers are told to stop, and not obeyed
         owner, version = worker.rank, Version(worker.session.incarnation, iteration)
@@ -190,7 +214,7 @@ class Node:
                 for out in self._outgoing(owner, version):
                     out.copied = args[0] + 1
             case "copied":
-                details = (f"layout {worker.shape}", args[0])
+                details = (f"layout {worker.shape}", *args)
                 for out in self._outgoing(owner, version) if writing else ():
                     out.end = details
                 if slot is not None and writing:
@@ -204,7 +228,7 @@ class Node:
             yield from (out for out in link.active if (out.owner, out.version) == (owner, version))
 
     def on_dead(self, worker: Worker) -> None:
-        worker.known_dead = True
+        worker.known_dead, worker.held = True, []
         if worker.session is self.session:
             self.perform(self.host.worker_lost(worker.rank))
 
@@ -237,6 +261,8 @@ class Node:
                     self._upload(owner, index, version)
                 case Free(owner, index):
                     self._free(owner, index)
+                case Damaged(owner, version):
+                    check(False, f"{self.name}: rank {owner}'s {version} had another root than it was committed with")
 
     def _upload(self, owner: int, index: int, version: Version) -> None:
         assert self.session is not None
@@ -271,8 +297,8 @@ class Node:
                 owner, version, error = args
                 self._apply(book.upload_over(version, error) if error else book.uploaded(owner, version, "record"))
             case "rejoin":
-                committed, uploading = args
-                self._apply(book.rejoin(committed, now))
+                committed, uploading, roots = args
+                self._apply(book.rejoin(committed, now, roots))
                 if book.uploading is not None and uploading != book.uploading:
                     self._apply(book.upload_over(book.uploading, "an agent was restarted"))
                 if uploading is not None and uploading != book.uploading:
@@ -307,8 +333,8 @@ class Node:
         """Commits and aborts name an iteration, of the present incarnation."""
         assert self.session is not None
         match decision:
-            case Commit(version, freeze, digest_at):
-                self.perform(self.host.on_commit(Version(self.session.incarnation, version.iteration), freeze))
+            case Commit(version, freeze, digest_at, roots):
+                self.perform(self.host.on_commit(Version(self.session.incarnation, version.iteration), freeze, roots))
                 for worker in self.current():
                     worker.inbox.append(("committed", version.iteration, digest_at))
             case Abort(version):
@@ -351,7 +377,7 @@ class LeaderLink:
     def dial(self) -> None:
         self.connection = self.node.job.connect(self.node, self.name, "report", self)
         if self.connection is not None:
-            self.connection.forward.append(("rejoin", self.node.host.committed, self.node.uploading))
+            self.connection.forward.append(("rejoin", self.node.host.committed, self.node.uploading, self.node.host.heard_roots))
             self.connection.forward.extend(("report", report) for report in self.node.host.reports())
             self.connection.forward.extend(self.node.said_of_uploads)  # the agent's duty
 

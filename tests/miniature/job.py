@@ -46,6 +46,7 @@ class Job:
         self.storage = Storage()
         self.nodes: dict[str, Node] = {}
         self.connections: list[Connection] = []
+        self.lies = 0  # chunks that will be exchanged on their way
         self.hung: set[tuple[str, str]] = set()  # (from, to): nothing gets through, and nobody is told
         self.layout_changes: list[int] = []  # iterations from which shards have another shape
         self.truth = Truth()
@@ -211,18 +212,35 @@ class Job:
         slots = [(owner, slot) for owner, shard in node.host.shards.items() for slot in shard.slots.values()]
         whole = [(owner, slot.index, slot.version) for owner, slot in slots if slot.state is SlotState.COMPLETE and slot.version]
         self._sealed[node] = [(owner, version) for owner, _, version in whole]
-        self._holdings.append(Holding(node.name, [self._info(owner, v, node.memory[owner, index]) for owner, index, v in whole]))
+        self._holdings.append(Holding(node.name, [self._info(node, owner, v, node.memory[owner, index]) for owner, index, v in whole]))
         if not self._todo:
             self._plan()
 
-    def _info(self, owner: int, version: Version, memory: Memory) -> SlotInfo:
-        layout = f"layout {memory.shape}"
+    def _info(self, node: Node, owner: int, version: Version, memory: Memory) -> SlotInfo:
         return SlotInfo(
-            owner=owner, version=version, world_size=self.world_size, layout_hash=layout, data_bytes=CHUNKS, extras_bytes=0, age=0.0
+            owner=owner,
+            version=version,
+            world_size=self.world_size,
+            layout_hash=f"layout {memory.shape}",
+            data_bytes=CHUNKS,
+            extras_bytes=0,
+            age=0.0,
+            root=memory.root(version, owner),
+            committed=version == node.host.committed,
         )
+
+    def returned(self, node: Node, brought: bool) -> None:
+        """A worker has handed slots back to an agent. Those to whom it has given its inventory without a copy start over."""
+        for truth in self._truths():
+            truth.find(node)
+        answered = node in self._sealed and node in self._crew and (self.phase == "opening" or node not in self._todo)
+        if brought and answered:
+            self._break()  # the agent's duty: their session is not opened here
 
     def forgotten(self, node: Node) -> None:
         """An agent was restarted. Those who were choosing what to resume had its promise, and start over."""
+        for truth in self._truths():
+            truth.lose(node)
         if self._sealed.pop(node, None) is not None:
             self._break()
 
@@ -246,14 +264,15 @@ class Job:
         return plan_recovery(self._holdings, self.world_size, stored, self.world_size, refused)
 
     def _begin(self, plan: Plan) -> None:
-        known = [node.session.incarnation.number for node in self._crew if node.session is not None]
+        before = [session for node in self._crew if (session := node.session or node.interrupted) is not None]
+        known = [session.incarnation.number for session in before]
         known += [version.incarnation.number for version in (plan.version, *self.storage.manifests) if version is not None]
         self._attempts += 1
         incarnation = Incarnation(max(known, default=0) + 1, f"{self._attempts:04}")
         placement = place([node.name for node in self._crew], self.replicas)
         hosts = tuple(node.name for node in self._crew for _ in range(self.ranks_per_host))
         holders = {rank: placement[host] for rank, host in enumerate(hosts)}
-        session = Session(incarnation, hosts, holders, plan.version, dict(plan.sources))
+        session = Session(incarnation, hosts, holders, plan.version, dict(plan.sources), dict(plan.roots))
         keepers = {owner: {self.nodes[name] for name in names} for owner, names in plan.sources.items()}
         self.truth, self._former = Truth(session, plan.version, keepers), self.truth
         self.phase, self._todo = "opening", list(self._crew)
@@ -326,6 +345,7 @@ class Job:
         that forgot what it was sending, is waited for.
         """
         self.hung.clear()
+        self.lies = 0
         self.settle(rng)
         if self.phase != "running" or len(self._mates()) < self.world_size:
             self.restart(rng)

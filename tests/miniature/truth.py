@@ -51,6 +51,12 @@ class Truth:
         """A host is gone."""
         self.keepers = {owner: hosts - {node} for owner, hosts in self.keepers.items()}
 
+    def find(self, node: Node) -> None:
+        """An agent has copies again."""
+        if self.safe is not None:
+            found = {owner for owner in self.keepers if has(node, owner, self.safe)}
+            self.keepers = {owner: hosts | {node} if owner in found else hosts for owner, hosts in self.keepers.items()}
+
     def is_kept_by(self, hosts: list[Node]) -> bool:
         """Whether there is a copy of every shard among them."""
         return bool(self.keepers) and all(not keepers.isdisjoint(hosts) for keepers in self.keepers.values())
@@ -80,8 +86,11 @@ class Truth:
             check((owner, names[0]) not in node.ledger.excluded, f"rank {owner}'s own copy was left out")
             counted = [nodes[name] for name in names if (owner, name) not in node.ledger.excluded]
             here = [holder for holder in counted if holder.alive and holder.session is self.session]
-            for holder in here:
-                check(has(holder, owner, version), f"{version} is committed, but {holder.name} lacks rank {owner}'s shard")
-            self.keepers[owner] = set(here)
+            keepers = {holder for holder in here if has(holder, owner, version)}
+            for holder in set(here) - keepers:  # a copy that its agent has forgotten counts when a worker has handed it back
+                held = [memory for worker in holder.workers for of, memory in worker.held if of == owner]
+                kept = any(memory.header == version and memory.holds(version, owner) for memory in held)
+                check(kept, f"{version} is committed, but {holder.name} lacks rank {owner}'s shard")
+            self.keepers[owner] = keepers
         self.safe = version
         self.committed.append(version)

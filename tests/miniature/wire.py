@@ -33,6 +33,10 @@ class Memory:
     def holds(self, version: Version, owner: int) -> bool:
         return self.chunks == [(version, owner)] * CHUNKS
 
+    def root(self, version: Version, owner: int) -> str:
+        """What an agent, or a worker, forms of the bytes that are here."""
+        return f"{version} of rank {owner}, shape {self.shape}: {self.chunks}"
+
 
 @dataclass(frozen=True)
 class Bytes:

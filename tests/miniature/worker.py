@@ -25,6 +25,7 @@ class Session:
     holders: dict[int, tuple[str, ...]]
     resumed: Version | None
     sources: dict[int, tuple[str, ...]]  # who has the resumed version in memory; empty when it is in storage
+    roots: dict[int, str]  # of its shards
 
     @property
     def leader(self) -> str:
@@ -44,6 +45,7 @@ class Worker:
         self.shape = -1
         self._copied = 0
         self._digest_at: int | None = None
+        self.held: list[tuple[int, Memory]] = []  # (owner, slot) to be handed to an agent that was restarted
         self.inbox: deque[tuple[Any, ...]] = deque()
         self.outbox: deque[tuple[Any, ...]] = deque()
 
@@ -84,7 +86,8 @@ class Worker:
         self._copied += 1
         if self._copied == CHUNKS:
             due = self._digest_at is not None and self.iteration >= self._digest_at
-            self.outbox.append(("copied", self.iteration, f"digest of {self.iteration}" if due else ""))
+            digest = f"digest of {self.iteration}" if due else ""
+            self.outbox.append(("copied", self.iteration, digest, self.memory.root(self.version, self.rank)))
             self._stop()
 
     def _stop(self) -> None:
@@ -114,7 +117,8 @@ class Worker:
         """Its agent is another process now, which holds the same memory: what was under way is given up."""
         self.inbox.clear()
         self.outbox.clear()
-        if self.session is self.node.session:
+        self.outbox.append(("adopt", self.iteration))
+        if self.session is self.node.interrupted:
             self.skip()
             self.shape = -1  # its slots are assigned anew
             self.state = "starting" if self.state == "reading" else self.state

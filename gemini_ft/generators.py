@@ -1,6 +1,6 @@
-"""Random states that a data pipeline draws from, as plain data that every codec can carry.
+"""Random states that a data pipeline or a module draws from, as plain data that every codec can carry.
 
-Those of the process (`gemini_ft.rng.randomness`), and those of generators that the pipeline keeps for itself.
+Those of the process (`gemini_ft.rng.randomness`), and those of generators that it keeps for itself.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def unchanged_randomness() -> Iterator[None]:
 
 
 def private_generators(**roots: Any) -> dict[str, Any]:
-    """Generators of its own that a data pipeline holds, by the path that leads to them from ``roots``.
+    """Generators that objects hold for themselves, by the path that leads to them from ``roots``.
 
-    Looks into attributes, lists, tuples, mappings and partials, six levels and two thousand objects deep: enough for
+    Looks into attributes, lists, tuples, mappings and partials, six levels and two thousand objects beside the roots deep: enough for
     datasets and chains of transforms. A generator that is created later, or hidden deeper, is not found.
     """
     found: dict[str, Any] = {}
@@ -41,7 +41,7 @@ def private_generators(**roots: Any) -> dict[str, Any]:
     for _ in range(6):
         below: list[tuple[str, Any]] = []
         for path, item in level:
-            if id(item) in seen or len(seen) > 2000:
+            if id(item) in seen or len(seen) > 2000 + len(roots):
                 continue
             seen.add(id(item))
             if isinstance(item, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):

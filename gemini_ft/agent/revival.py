@@ -1,0 +1,331 @@
+"""A host's agent that hangs: noticed by its silence, killed, and started again with the memory it had.
+
+Whoever waits for it notices: its workers, the launcher, a worker that wants to join. Its memory is not lost with it: the
+kernel shows the descriptors of every process of the same user under /proc, so they are taken over first. Of all who notice
+at the same time one acts, and until its agent listens nobody starts another: an agent is never seen without its memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from gemini_ft.agent import lifecycle
+from gemini_ft.errors import AgentTimeoutError, GeminiError
+from gemini_ft.messages import Adopt, Ping, Pong, pack, unpack
+from gemini_ft.private import credentials
+from gemini_ft.transport.wire import frame_length
+
+_log = logging.getLogger("gemini_ft")
+_START_TIMEOUT = 20.0  # seconds
+_LOOKS = 6  # an agent is asked at least so often within its timeout
+_POLL = 0.01  # seconds
+_BATCH = 100  # descriptors beside one message; the kernel takes 253
+_SLOT, _IDENTITY = "/memfd:gemini:", "/memfd:gemini-agent"  # what the kernel calls an agent's memory
+
+
+@dataclass
+class Listener:
+    """The process at the other end of a connection to the agent's socket."""
+
+    pid: int  # 0: of another pid namespace, out of reach
+    pidfd: int = -1
+
+    @classmethod
+    def of(cls, sock: socket.socket) -> Listener:
+        pid, _ = credentials(sock)
+        with contextlib.suppress(OSError):  # it has just died, or its namespace hides it
+            return cls(pid, os.pidfd_open(pid))
+        return cls(pid)
+
+    def ended(self, seconds: float = 0.0) -> bool:
+        """Whether it is dead, or has died after that time."""
+        return self.pidfd < 0 or bool(select.select([self.pidfd], [], [], seconds)[0])
+
+    def kill(self) -> bool:
+        """SIGKILL; whether it is dead then."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        return self.ended(_START_TIMEOUT / 4)
+
+    def close(self) -> None:
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+@dataclass
+class Estate:
+    """The memory that an agent leaves behind: descriptors of this process, to be closed."""
+
+    slots: list[int] = field(default_factory=list)
+    shared: list[bool] = field(default_factory=list)  # of each slot: another process maps it, and may still write to it
+    identity: int = -1  # what only agents know: the secret, the newest incarnation
+
+    @classmethod
+    def of(cls, pid: int) -> Estate:
+        """Take over the memory of a process of this user. What cannot be taken over is said."""
+        estate, seen, failed = cls(), set[int](), 0
+        mapped = _mapped_by_others(pid)
+        try:
+            names = os.listdir(f"/proc/{pid}/fd")
+        except OSError as error:
+            _log.warning("the memory of agent %d cannot be taken over (%s); what its workers hold will be", pid, error.strerror)
+            return estate
+        for entry in (f"/proc/{pid}/fd/{name}" for name in sorted(names, key=int)):
+            try:
+                target = os.readlink(entry)
+                if not target.startswith((_SLOT, _IDENTITY)):
+                    continue
+                fd = os.open(entry, os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                failed += 1
+                continue
+            inode = os.fstat(fd).st_ino
+            if inode in seen:
+                os.close(fd)
+            elif target.startswith(_SLOT):
+                estate.slots.append(fd)
+                estate.shared.append(inode in mapped)
+            else:
+                estate.identity = fd
+            seen.add(inode)
+        if failed:
+            _log.warning("%d slots of agent %d cannot be taken over: out of descriptors, or not allowed", failed, pid)
+        return estate
+
+    @property
+    def fds(self) -> list[int]:
+        return [*self.slots, *([self.identity] if self.identity >= 0 else [])]
+
+    @property
+    def arguments(self) -> list[str]:
+        """How an agent hears of what it inherits."""
+        slots = ",".join(f"{fd}{'!' * shared}" for fd, shared in zip(self.slots, self.shared, strict=True))
+        return ["--inherit", slots, "--identity", str(self.identity)] if self.fds else []
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.slots, self.shared, self.identity = [], [], -1
+
+
+def _mapped_by_others(pid: int) -> set[int]:
+    """Inodes of slots that any process but this agent maps."""
+    found: set[int] = set()
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit() or int(entry.name) == pid:
+            continue
+        with contextlib.suppress(OSError), open(f"/proc/{entry.name}/maps", errors="replace") as maps:  # not one that has ended
+            found.update(int(line.split(maxsplit=5)[4]) for line in maps if _SLOT in line)
+    return found
+
+
+# -- starting
+
+
+@contextlib.contextmanager
+def _sole_starter(run: str, host: str) -> Iterator[bool]:
+    """Whether this process may start the agent now; the kernel lets go of it should this process die."""
+    name = lifecycle.socket_name(run, host).replace(b"gemini-ft-", b"gemini-start-", 1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as lock:
+        try:
+            lock.bind(name)
+            lock.listen()
+        except OSError:
+            yield _is_foreign(name)
+            return
+        yield True
+
+
+def _is_foreign(name: bytes) -> bool:
+    """Whether another user's process has taken the address: that stops nobody."""
+    kind = socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+    with socket.socket(socket.AF_UNIX, kind) as holder, contextlib.suppress(OSError):  # let go of just now, or many ask
+        holder.connect(name)
+        return credentials(holder)[1] != os.getuid()
+    return False
+
+
+def connect(run: str, host: str, patience: float = 0.0) -> socket.socket:
+    """Connect to the agent of ``run`` on this host; start it if there is none, and anew if it hangs.
+
+    Args:
+        run: run id.
+        host: host id.
+        patience: seconds without an answer after which an agent hangs; 0: it is not asked.
+
+    Raises:
+        AgentTimeoutError: it did not come up; the message names its log.
+    """
+    deadline = time.monotonic() + _START_TIMEOUT + patience
+    while time.monotonic() < deadline:
+        if (sock := lifecycle.try_connect(run, host)) is not None:
+            answer = _asked(sock, Pulse(patience)) if patience else True
+            if answer:
+                return sock
+            if answer is None:
+                with contextlib.closing(Listener.of(sock)) as listener:
+                    replace(run, host, listener, f"it did not answer for {patience:g} s")
+            sock.close()
+            patience = 0.0 if answer is False else patience
+            continue
+        with _sole_starter(run, host) as mine:
+            if mine and not lifecycle.is_listening(run, host):
+                _start(run, host, Estate(), deadline)
+        time.sleep(_POLL)
+    raise AgentTimeoutError(
+        f"the agent of run {run!r} on host {host!r} did not start within {_START_TIMEOUT:g} s; see {lifecycle.log_path(run, host)}"
+    )
+
+
+def _asked(sock: socket.socket, pulse: Pulse) -> bool | None:
+    """Whether the agent answers on this connection; False: it hung up, as one of another version does; None: it says nothing."""
+    sock.settimeout(pulse.tick)
+    inbox = bytearray()
+    try:
+        sock.sendall(pack(Ping()))
+        while not pulse.over:
+            try:
+                data = sock.recv(4096)
+            except TimeoutError:
+                pulse.nothing()
+                continue
+            inbox += data
+            if not data or (len(inbox) >= 4 and len(inbox) >= 4 + frame_length(inbox[:4])):
+                sock.settimeout(None)
+                return bool(data)
+    except OSError:
+        return False
+    return None
+
+
+def _start(run: str, host: str, estate: Estate, deadline: float) -> None:
+    """Start an agent with what another has left, and return when one listens."""
+    process = lifecycle.spawn(run, host, estate.fds, estate.arguments)
+    while time.monotonic() < deadline and not lifecycle.is_listening(run, host):
+        if process.poll() is not None and process.returncode != 0:
+            process = lifecycle.spawn(run, host, estate.fds, estate.arguments)
+        time.sleep(_POLL)
+    if estate.slots and process.poll() is not None and (sock := lifecycle.try_connect(run, host)) is not None:
+        with sock:  # somebody else's agent was quicker, a service's for example
+            for at in range(0, len(estate.slots), _BATCH):
+                fds, shared = estate.slots[at : at + _BATCH], estate.shared[at : at + _BATCH]
+                socket.send_fds(sock, [pack(Adopt(count=len(fds), shared=shared))], fds)
+
+
+def replace(run: str, host: str, listener: Listener, why: str) -> bool:
+    """Kill an agent that hangs and start another with its memory, unless another process has or does; whether the old one is dead.
+
+    Returns when an agent listens again, or when it is clear that none will.
+    """
+    if listener.pid == 0:
+        _log.error("the agent of host %s hangs: %s; its process is out of reach (another pid namespace), so kill it by hand", host, why)
+        return False
+    deadline = time.monotonic() + _START_TIMEOUT
+    while not listener.ended() and time.monotonic() < deadline:
+        with _sole_starter(run, host) as mine:
+            if mine and not listener.ended():
+                _log.warning("the agent of host %s (pid %d) hangs: %s; another gets its memory", host, listener.pid, why)
+                with contextlib.closing(Estate.of(listener.pid)) as estate:
+                    if not listener.kill():
+                        _log.error("the agent of host %s (pid %d) cannot be killed", host, listener.pid)
+                        return False
+                    _start(run, host, estate, deadline)
+        time.sleep(_POLL)
+    return listener.ended()
+
+
+# -- noticing
+
+
+@dataclass
+class Pulse:
+    """Counts the looks in which nothing was heard of an agent, and not the time: whoever looks may have been stopped itself."""
+
+    timeout: float  # seconds of silence after which the agent hangs; 0: never
+    silent: int = 0
+
+    @property
+    def tick(self) -> float | None:
+        """Seconds between looks; None: nobody looks."""
+        return min(1.0, self.timeout / _LOOKS) if self.timeout else None
+
+    @property
+    def over(self) -> bool:
+        return self.tick is not None and self.silent * self.tick >= self.timeout
+
+    def nothing(self) -> None:
+        self.silent += 1
+
+    def heard(self) -> None:
+        self.silent = 0
+
+
+class Watchman(threading.Thread):
+    """The launcher's look at its host's agent: workers, who look too, may all be dead or hang themselves.
+
+    Args:
+        run: run id.
+        host: host id.
+        timeout: seconds of silence after which the agent hangs, as far as is known; it says itself what the job has configured.
+    """
+
+    def __init__(self, run: str, host: str, timeout: float) -> None:
+        super().__init__(name="gemini-agent-watch", daemon=True)
+        self._run_id, self._host, self._pulse = run, host, Pulse(timeout)
+        self._over = threading.Event()
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join(timeout=5)
+
+    def run(self) -> None:
+        said = ""
+        while not self._over.wait(self._pulse.tick or 1.0):
+            try:
+                if (sock := lifecycle.try_connect(self._run_id, self._host)) is not None:
+                    with sock, contextlib.closing(Listener.of(sock)) as listener:
+                        self._look(sock, listener)
+            except (OSError, GeminiError) as error:
+                if str(error) != said:
+                    said = str(error)
+                    _log.warning("the agent of host %s could not be watched: %s", self._host, said)
+
+    def _look(self, sock: socket.socket, listener: Listener) -> None:
+        """Until the agent ends, is replaced, or the watch is over."""
+        self._pulse.heard()
+        inbox = bytearray()
+        while not self._over.wait(self._pulse.tick or 1.0):
+            if self._pulse.over:
+                replace(self._run_id, self._host, listener, f"it did not answer for {self._pulse.timeout:g} s")
+                return
+            try:
+                data = sock.recv(4096, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._pulse.nothing()
+            else:
+                if not data:
+                    return
+                inbox += data
+                self._take(inbox)
+            with contextlib.suppress(BlockingIOError):
+                sock.send(pack(Ping()), socket.MSG_DONTWAIT)
+
+    def _take(self, inbox: bytearray) -> None:
+        self._pulse.heard()
+        while len(inbox) >= 4 and len(inbox) >= 4 + (length := frame_length(inbox[:4])):
+            answer = unpack(inbox[4 : 4 + length])
+            del inbox[: 4 + length]
+            if isinstance(answer, Pong):
+                self._pulse.timeout = answer.agent_timeout

@@ -1,0 +1,107 @@
+"""Where an iteration of a script's own loop ends: at the end of ``engine.step()``, or later, if the script does more than that.
+
+A snapshot at the end of ``step()`` lacks what the script does afterwards (an average of weights), which a restart would not do again. So
+what is captured is compared when the next forward pass begins. Where the script has written tensors in between, snapshots are taken then
+from there on, with the random generators as they were at the end of ``step()``, since the next batch may have been drawn already.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gemini_ft.errors import StateError
+from gemini_ft.rng import rng_state
+
+if TYPE_CHECKING:
+    from gemini_ft.deepspeed.engine import Protection
+
+_log = logging.getLogger("gemini_ft")
+_WAY_OUT = "set engine.gemini.deferred = True, and call engine.gemini.save() as the last statement of the loop"
+
+
+class Border:
+    """Decides when the state after a step of one engine is saved.
+
+    Attributes:
+        is_late: when the next forward pass begins, because the script writes tensors after ``engine.step()``.
+    """
+
+    def __init__(self, protection: Protection, module: torch.nn.Module) -> None:
+        self.is_late = False
+        self._protection = protection
+        self._rng: Any = None  # while a step's state is still to be saved
+        self._values: dict[str, Any] = {}  # of client_state, at the end of the step
+        self._marks: dict[str, Any] | None = None  # of what was captured at the end of the step
+        self._has_warned = False
+        self._handle = module.register_forward_pre_hook(lambda module, _: self.passed() if module.training else None, prepend=True)
+
+    def stepped(self) -> None:
+        """``engine.step()`` is over."""
+        if self.is_late:
+            self._rng, self._values = rng_state(), dict(_values(self._protection.client_state))
+        else:
+            self._protection.save()
+            self._marks, self._values = self._look(), dict(_values(self._protection.client_state))
+
+    def passed(self) -> None:
+        """The next forward pass begins, or the training is over.
+
+        Raises:
+            StateError: where the iteration ends cannot be told.
+        """
+        if self._rng is not None:
+            rng, self._rng = self._rng, None
+            if changed := self._changed_values():
+                raise StateError(f"client_state[{changed}] has changed after engine.step(), and so have captured tensors; {_WAY_OUT}")
+            self._protection.save(rng)
+        elif self._marks is not None:
+            before, self._marks = self._marks, None
+            now = self._look()
+            if written := [name for name, mark in before.items() if now.get(name) != mark]:
+                self.is_late = True
+                _log.warning(
+                    "%s written after engine.step(): from the next step on its state is saved when the next forward pass begins; to say "
+                    "yourself where an iteration ends, %s",
+                    ", ".join(written[:5]),
+                    _WAY_OUT,
+                )
+            elif (changed := self._changed_values()) and not self._has_warned:
+                self._has_warned = True
+                _log.warning(
+                    "client_state[%s] has changed after engine.step(), whose snapshot has it as it was before; %s", changed, _WAY_OUT
+                )
+
+    def close(self) -> None:
+        """Look no more."""
+        self._handle.remove()
+
+    def _look(self) -> dict[str, Any]:
+        tensors = {f"client_state[{name}]": tensor._version for name, tensor in _tensors(self._protection.client_state)}
+        return self._protection.checkpointer.marks() | tensors
+
+    def _changed_values(self) -> str:
+        now = dict(_values(self._protection.client_state))
+        return next((name for name in sorted({*now, *self._values}) if now.get(name) != self._values.get(name)), "")
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{name}[{key!r}]" if name else repr(key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{name}[{index}]")
+    else:
+        yield name, value
+
+
+def _tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, leaf) for name, leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _values(value: Any) -> Iterator[tuple[str, Any]]:
+    return ((name, leaf) for name, leaf in _leaves(value) if isinstance(leaf, int | float | str | bool | None))

@@ -1,0 +1,16 @@
+"""How a worker tells its launcher that the job's state can be loaded by the same number of ranks only. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+FIXED = "GEMINI_FIXED_FILE"  # names, in the worker's environment, the file that it makes to say so
+
+
+def say_fixed() -> None:
+    """Tell ``gemini run``, if that has started this worker, that the job must not be given another number of ranks."""
+    if path := os.environ.get(FIXED):
+        with contextlib.suppress(OSError):  # the launcher is gone, and with it the job
+            Path(path).touch()

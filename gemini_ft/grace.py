@@ -1,0 +1,153 @@
+"""How the launcher's worker processes are signalled and waited for: every one once, at once, and never a process that is not theirs.
+
+Torch's launcher turns a signal into an exception in its main thread. That may be in the middle of a bookkeeping step here, or wait for
+minutes in a call that asks an unreachable store. So a thread passes the signal on to all workers the moment it arrives, and the
+exception is held back while a worker is started or waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing import api as torch_api
+
+_TO_HANDLER = "_terminate_process_handler"  # torch's function that turns a signal into SignalException
+_STOP_SECONDS = 30.0  # for workers to end after a signal, as torch's launcher gives them
+
+
+class Process:
+    """A worker, in the shape of ``subprocess.Popen`` as far as torch's launcher uses it."""
+
+    def __init__(self, workers: Workers, pid: int, reap: Callable[[], int | None]) -> None:
+        """Made by `Workers.adopt`.
+
+        Args:
+            workers: among which it is.
+            pid: of the process, which leads a session.
+            reap: tells its exit status, negative for a signal; None while it runs; not asked again once the status is known.
+        """
+        self.pid = pid
+        self.returncode: int | None = None
+        self.sent: set[int] = set()  # the signals it has got
+        self._workers, self._reap = workers, reap
+
+    def poll(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
+        with self._workers.undisturbed():
+            return self.look()
+
+    def look(self) -> int | None:
+        """As :meth:`poll`, for a caller that is undisturbed already."""
+        if self.returncode is None:
+            self.returncode = self._reap()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """As Popen's: wait for the end; TimeoutExpired after ``timeout`` seconds."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired("worker", timeout or 0.0)
+            time.sleep(0.01)
+        return status
+
+
+class Workers:
+    """All workers of this launcher."""
+
+    def __init__(self) -> None:
+        self.stopped_by: signal.Signals | None = None  # the first signal that was passed on; no worker begins after it
+        self._all: list[Process] = []
+        self._lock = threading.RLock()  # a pid that is being signalled must not be reaped in between, and come to mean another process
+        self._held = 0  # depth of `undisturbed` in the main thread
+        self._pending: int | None = None  # a signal that waits for its end
+        self._raise: Callable[[int, FrameType | None], None] = getattr(torch_api, _TO_HANDLER)
+
+    def adopt(self, pid: int, reap: Callable[[], int | None]) -> Process:
+        """Take in a process that has been started within :meth:`undisturbed`; it gets the signal that has already been passed on."""
+        process = Process(self, pid, reap)
+        self._all = [*(other for other in self._all if other.returncode is None), process]
+        if self.stopped_by is not None:
+            self._send(process, self.stopped_by)
+        return process
+
+    def send(self, process: Process, signum: int) -> None:
+        """Signal the worker and all of its session, unless it has ended or has had that signal already."""
+        with self.undisturbed():
+            self._send(process, signum)
+
+    def _send(self, process: Process, signum: int) -> None:
+        if process.look() is None and (signum not in process.sent or signum == signal.SIGKILL):
+            process.sent.add(signum)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signum)
+
+    def go_on(self) -> None:
+        """Raise SignalException again if the job has been told to end: torch's launcher has places that swallow it."""
+        if self.stopped_by is not None:
+            self._raise(self.stopped_by, None)
+
+    def stop(self) -> None:
+        """End those that still run, which torch's launcher does not know of: it was interrupted while it started them."""
+        left = [process for process in self._all if process.poll() is None]
+        for signum in (self.stopped_by or signal.SIGTERM, signal.SIGKILL):
+            for process in left:
+                self.send(process, signum)
+            end = time.monotonic() + _STOP_SECONDS
+            for process in left:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, end - time.monotonic()))
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Inside, no signal raises an exception, and no other thread signals or waits for a worker. Only for steps that end soon."""
+        main = threading.current_thread() is threading.main_thread()
+        self._held += main
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._held -= main
+            if main and not self._held and (signum := self._pending) is not None:
+                self._pending = None
+                self._raise(signum, None)
+
+    @contextlib.contextmanager
+    def signalled(self) -> Iterator[None]:
+        """Inside, a signal that torch's launcher handles reaches all workers at once. To be entered by the main thread."""
+        receiver, sender = os.pipe()
+        os.set_blocking(sender, False)  # as signal.set_wakeup_fd wants it
+        thread = threading.Thread(target=self._pass_on, args=(receiver,), name="gemini-signals", daemon=True)
+        thread.start()
+        setattr(torch_api, _TO_HANDLER, self._handle)
+        before = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            setattr(torch_api, _TO_HANDLER, self._raise)
+            os.close(sender)
+            thread.join()
+            os.close(receiver)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self._held:
+            self._pending = signum
+        else:
+            self._raise(signum, frame)
+
+    def _pass_on(self, receiver: int) -> None:
+        while signums := os.read(receiver, 64):
+            for signum in signums:
+                if signal.getsignal(signum) == self._handle:
+                    with self._lock:
+                        self.stopped_by = self.stopped_by or signal.Signals(signum)
+                        for process in self._all:
+                            self._send(process, signum)

@@ -1,0 +1,20 @@
+"""The names of this host and of this machine. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+
+def host_id() -> str:
+    """Name of this host: GEMINI_HOST_ID, or its hostname with the machine's boot id (two containers may share a name)."""
+    return os.environ.get("GEMINI_HOST_ID") or f"{socket.gethostname()}-{machine_id()[:8]}"
+
+
+def machine_id() -> str:
+    """The kernel's boot id: equal on two hosts exactly when they run on the same machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown-machine"

@@ -1,0 +1,467 @@
+"""The position in one loader: what must be known to go on with the batch that would have come next."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from gemini_ft.errors import StateError, UnsupportedStateError
+from gemini_ft.generators import generator_states, private_generators, set_generator_states, unchanged_randomness
+from gemini_ft.lightning.workers import RestoringInit, StampingCollate, State, WorkerStates
+from gemini_ft.remembered import Attributes, Values
+from gemini_ft.rng import Randomness, randomness, set_randomness
+
+log = logging.getLogger(__name__)
+
+DataResume = Literal["auto", "skip", "replay"]
+Way = Literal["skip", "replay", "own"]
+
+
+class Bookmark:
+    """Where one loader stands, and how its next iteration gets there.
+
+    Args:
+        loader: the loader.
+        base: its class as the user made it.
+        method: as of `gemini_ft.lightning.loader.make_resumable`; so are the others.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        base: Any,
+        method: DataResume,
+        ahead: Callable[[], int] | None,
+        epoch: Callable[[], int] | None,
+        active: Callable[[], bool] | None,
+        remade: bool,
+    ) -> None:
+        self.starting = False  # the loader is being asked for an iterator that is watched
+        self._loader, self._base, self._ahead, self._epoch, self._active = loader, base, ahead, epoch, active
+        self._num_workers: int = getattr(loader, "num_workers", 0)
+        self._workers = WorkerStates(self._num_workers, loader.persistent_workers) if self._num_workers else None
+        parts = {
+            "dataset": getattr(loader, "dataset", loader),
+            "collate": getattr(loader, "collate_fn", None),
+            "generator": getattr(loader, "generator", None),
+        }
+        self._generators = private_generators(**parts, sampler=_samplers(loader))
+        self._way = _way(loader, base, method, self._generators)
+        self._insists = method == "skip"  # the user has said that what changes beside the generators does not matter
+        self._remade = remade
+        self._born = Attributes({**parts, "sampler": _samplers(loader)}, lambda _: _OURS)
+        self._data = Attributes(parts, lambda _: _OURS)  # compared with the iteration's start; what samplers change is drawn again
+        # States before a batch that was taken in advance matter only where this process made that batch.
+        self._notes_randomness = ahead is not None and not self._num_workers and not _is_sized(loader)
+        self._resume: dict[str, Any] | None = None
+        self._iterations = 0
+        # Of the iteration under way:
+        self._running = False
+        self._position: dict[str, Any] | None = None  # where it is to start; None: at its beginning
+        self._facts: dict[str, Any] = {}  # what the position refers to
+        self._begin: dict[str, Any] = {}  # the moment it was started
+        self._first: dict[str, Any] | None = None  # the moment its first batch was asked for
+        self._sampler: dict[str, Any] | None = None  # the moment the sampler was first asked
+        self._asks = 0  # iterators that the sampler was asked for when it was started
+        self._draws = False  # its batches draw random numbers in this process
+        self._drew = False  # its first batch drew random numbers in this process
+        self._own_begin: Any = None
+        self._forked: Values | None = None  # attributes of the dataset that persistent workers were started with
+        self._taken = 0  # batches that came out of it, skipped ones included
+        self._before_last: Randomness | None = None
+        self._own_before_last: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position before the first batch that was not used, as plain data."""
+        if self._resume is not None:
+            return self._resume
+        state: dict[str, Any] = {"gemini": 1, "iterations": self._iterations}
+        if not self._running:
+            return state
+        ahead = self._ahead() if self._ahead else 0
+        batches = self._taken - ahead
+        here = self._data.changes() if not self._num_workers else None
+        lost = sorted(self._workers.lost if self._workers else here.lost if here else ())
+        if here and lost and self._draws and self._way == "skip" and not self._insists:
+            raise self._about_lost(lost)
+        replayed = self._is_replayed(lost)
+        start = 0 if replayed else self._start_of(batches)
+        own = None if self._way != "own" or replayed else self._own_before_last if ahead else self._own_state()
+        return state | {
+            "batches": batches,
+            "start": start,
+            "facts": self._facts,
+            "begin": self._begin,
+            "first": self._first,
+            "sampler": self._sampler,
+            "asks": self._asks,
+            "forked": self._forked,
+            "generators": generator_states(self._generators) if self._way == "skip" and not replayed and not self._num_workers else {},
+            "attributes": here.kept if here and not ahead and self._keeps_attributes else {},
+            "lost": lost,
+            "before_last": self._before_last if ahead else None,
+            "workers": self._worker_states(start, batches),
+            "own": own,
+            "own_begin": self._own_begin if replayed else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration start at the position ``state``; one that does not come from here is the loader's own."""
+        if not is_position(state):
+            self._base.load_state_dict(self._loader, state)
+            return
+        under_way = "batches" in state
+        self._running = False
+        self._iterations = state["iterations"] - under_way
+        self._resume = state if under_way else None
+
+    def iterate(self, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """The batches of the iterator that ``start`` gives, from the position on.
+
+        ``start`` is called here and not with the first batch: it starts the worker processes and draws their seeds.
+        """
+        if self._active is not None and not self._active():
+            return start()
+        position, self._resume = self._resume, None
+        if self._epoch is None:
+            _set_sampler_epoch(self._loader, self._iterations)
+        self._iterations += 1
+        self._running = True
+        if position is None:
+            return self._from_the_beginning(start)
+        with unchanged_randomness():
+            self._begin, self._first, self._sampler = position["begin"], position["first"], position["sampler"]
+            self._taken = 0 if self._way == "replay" else position["start"]
+            batches = self._from_the_position(start, position)
+            self._load_again(batches, position["batches"])
+        if position["attributes"]:
+            self._data.give_back(position["attributes"])
+        return self._batches_after(position["before_last"], batches)
+
+    def _from_the_beginning(self, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        if self._is_iterator and self._begin:  # it goes on where it was, so that all of its batches count
+            return self._batches(self._started(start))
+        if self._begin and self._way != "own" and not self._insists and not self._remade and (lost := self._born.changes().lost):
+            raise UnsupportedStateError(
+                f"the training data keeps what cannot be kept with a snapshot: {', '.join(lost[:5])} changed since the first epoch began, "
+                "and an epoch that is resumed would not find it. Keep it in small plain attributes (numbers, lists, small tensors), give "
+                "the loader state_dict and load_state_dict, or say with data_resume='skip' that batches do not depend on it"
+            )
+        self._begin, self._first, self._sampler, self._taken = self._moment(), None, None, 0
+        self._facts = facts(self._loader)
+        self._data.mark()
+        if self._workers and self._workers.persistent and self._forked is None:
+            self._forked = self._begin["attributes"]
+        if self._way == "own" and not self._num_workers:
+            self._own_begin = self._own_state()
+        return self._batches(self._started(start))
+
+    def _from_the_position(self, start: Callable[[], Iterator[Any]], position: dict[str, Any]) -> Iterator[Any]:
+        self._go_back_to(self._begin)
+        self._check(position)
+        self._facts, self._forked = position["facts"], position["forked"]
+        self._data.mark()
+        if self._forked is not None:
+            self._born.give_back(self._forked)
+        own, self._own_begin = position["own"], position["own_begin"]
+        if (own := self._own_begin if own is None else own) is not None and self._way == "own":
+            self._base.load_state_dict(self._loader, copy.deepcopy(own))
+        inner = self._started(start, position)
+        if self._forked is not None:
+            self._born.give_back(self._begin["attributes"])
+        self._drew = self._way == "own" and self._taken < position["batches"]
+        if self._first is not None and (self._drew or self._way == "replay"):
+            self._go_back_to(self._first)
+        return self._batches(inner)
+
+    def _started(self, start: Callable[[], Iterator[Any]], position: dict[str, Any] | None = None) -> Iterator[Any]:
+        self._position, self._asks = position, 0
+        if self._workers:
+            known = position if position is not None and position["start"] == self._taken else None
+            self._workers.start(self._taken, known["workers"] if known else {}, position["lost"] if position else ())
+        self.starting = True
+        try:
+            return start()
+        finally:
+            self.starting = False
+            if position is not None:
+                self._asks = position["asks"]
+
+    def _batches(self, inner: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            # The first batch may come with what a sampler draws for the whole epoch.
+            before = randomness() if self._taken == 1 and self._way == "skip" and not self._num_workers else None
+            is_first = self._first is None and self._way != "skip" and not self._num_workers
+            if is_first:
+                self._first = self._moment()
+            if self._notes_randomness:
+                self._before_last = randomness()
+                if self._way == "own":
+                    self._own_before_last = self._own_state()
+            try:
+                item = next(inner)
+            except StopIteration:
+                # For Fabric the epoch is over. Lightning may be cycling through other, longer loaders.
+                self._running = self._running and self._epoch is not None
+                return
+            if is_first and self._first is not None:
+                self._drew = self._first["random"] != randomness()
+            if before is not None:
+                self._draws = before != randomness()
+            batch = self._workers.unpack(self._taken, item) if self._workers else item
+            if self._workers and self._workers.persistent and self._workers.lost and not self._insists:
+                raise self._about_lost_in_workers()
+            self._taken += 1
+            yield batch
+
+    def _about_lost(self, lost: list[str]) -> UnsupportedStateError:
+        return UnsupportedStateError(
+            f"the dataset changes {', '.join(lost[:5])} from sample to sample, which cannot be kept, and draws from the process's "
+            "generators, so that samples that are loaded again would differ. Keep it in small plain attributes (numbers, lists, small "
+            "tensors), load in worker processes (num_workers), or say with data_resume='skip' that batches do not depend on it"
+        )
+
+    def _about_lost_in_workers(self) -> UnsupportedStateError:
+        assert self._workers is not None
+        return UnsupportedStateError(
+            f"the dataset changes {', '.join(sorted(self._workers.lost)[:5])} in worker processes that live on from epoch to epoch, and no "
+            "snapshot can have it. Give persistent_workers=False, so that each epoch begins without it; keep it in small plain attributes "
+            "(numbers, lists, small tensors); or say with data_resume='skip' that batches do not depend on it"
+        )
+
+    def _load_again(self, batches: Iterator[Any], used: int) -> None:
+        if self._taken < used:
+            log.info("loading %d batches again, to go on with the data where it stood", used - self._taken)
+        while self._taken < used:
+            if next(batches, _END) is _END:
+                raise StateError(
+                    f"the training data ended after {self._taken} batches, but {used} had been used before the restart; "
+                    "give the run the same data, or start it anew (resume='never')"
+                )
+
+    def _batches_after(self, before_last: Randomness | None, batches: Iterator[Any]) -> Iterator[Any]:
+        if before_last is not None:
+            set_randomness(before_last)
+        yield from batches
+
+    def asked(self, sampler: Any) -> Iterator[Any]:
+        """The loader asks its sampler for an iterator; samplers that draw when they are asked must draw right here.
+
+        DataLoaders ask twice when they start, and use the second iterator; with persistent workers of an earlier epoch they
+        ask once. Those are gone after a restart, so that there is one more question, which is answered like the first.
+        """
+        self._asks += 1
+        if self._position is None or self._asks <= self._position["asks"]:
+            return self._indices(iter(sampler))
+        with unchanged_randomness():
+            self._go_back_to(self._begin, samplers_only=True)
+            return self._indices(iter(sampler))
+
+    def _indices(self, inner: Iterator[Any]) -> Iterator[Any]:
+        """The sampler's indices from the position on; remembers from which moment they can be drawn again."""
+        position, self._position = self._position, None
+        if position is None or position["sampler"] is None:
+            self._sampler = self._moment()
+            yield from inner
+            return
+        first = self._taken
+        with unchanged_randomness():
+            self._go_back_to(position["sampler"], samplers_only=bool(first or self._workers))
+            drawn = [next(inner, None) for _ in range(max(first, 1))]
+        if self._way == "skip":
+            set_generator_states(self._generators, position["generators"])
+        if first == 0:
+            yield from drawn  # nothing to skip, but the first index belongs to that moment
+        yield from inner
+
+    def for_workers(self) -> dict[str, Any]:
+        """The loader's collate_fn and worker_init_fn, extended by what keeps the workers' states."""
+        if self._workers is None:
+            return {}
+        collate = StampingCollate(self._loader.collate_fn)
+        changes: dict[str, Any] = {
+            "collate_fn": collate,
+            "worker_init_fn": RestoringInit(self._loader.worker_init_fn, collate, self._workers.at_start()),
+        }
+        if self._workers.take_revived():
+            changes["generator"] = torch.Generator()  # their seed was drawn when they were first started
+        return changes
+
+    @property
+    def way(self) -> Way:
+        """How the next iteration gets to the position; see `gemini_ft.lightning.loader`."""
+        return self._way
+
+    def changed(self) -> tuple[list[str], list[str]]:
+        """Paths of attributes of the data that have changed since the first epoch began: those that are kept, and the others."""
+        kept, lost = self._born.changes()
+        lost += sorted(self._workers.lost) if self._workers else []
+        return [f"{path}.{name}" for path, values in kept.items() for name in values], lost
+
+    @property
+    def watches_indices(self) -> bool:
+        """Whether the sampler is asked through `indices`; a loader that restores its own position wants the sampler itself."""
+        return self.starting and self._way != "own"
+
+    @property
+    def own_position(self) -> Any:
+        """The state that the loader itself gives, for files that are read without gemini-ft."""
+        return self._own_state() if _is_stateful(self._base) else None
+
+    @property
+    def resting_workers(self) -> dict[int, State] | None:
+        """States of persistent workers that wait for the next iteration; None if there are none."""
+        started = getattr(self._loader, "persistent_workers", False) and self._loader._iterator is not None
+        return self._workers.resting() if started and self._workers else None
+
+    def revive_workers(self, states: dict[int, State]) -> None:
+        """Let the next iteration start workers in the place of those that were resting before a restart."""
+        if self._workers:
+            self._workers.revive(states)
+
+    def _check(self, position: dict[str, Any]) -> None:
+        """Refuse a position in other data."""
+        then, now = position["facts"], facts(self._loader)
+        if differing := [f"{name} was {then[name]} and is {now[name]}" for name in then if then[name] != now[name]]:
+            raise StateError(
+                f"the position in the training data, after {position['batches']} batches, is of another loader: {'; '.join(differing)}. "
+                "Give the run the data that it had (what makes it may depend on attributes of module and datamodule, and on "
+                "current_epoch), or start anew (resume='never')"
+            )
+
+    def _own_state(self) -> Any:
+        return copy.deepcopy(self._base.state_dict(self._loader))
+
+    def _is_replayed(self, lost: list[str]) -> bool:
+        """Whether the way to the position leads through all batches of the epoch."""
+        if self._way == "own":
+            # What an iteration draws before its first batch (an order, say) cannot be told from what that batch draws, except
+            # for torchdata's samplers, which have generators of their own.
+            keeps_order = _is_torchdata(self._base) and not isinstance(self._loader.dataset, IterableDataset)
+            return not keeps_order and (self._workers.drew if self._workers else self._drew)
+        return self._way == "replay" or (bool(lost) and not self._insists)
+
+    @property
+    def _keeps_attributes(self) -> bool:
+        """Whether attributes of the dataset that batches have changed come from the snapshot, and not from the way to the position."""
+        return self._way == "skip" or (self._way == "own" and isinstance(self._loader, DataLoader))
+
+    def _worker_states(self, start: int, batches: int) -> dict[int, State]:
+        if self._workers is None:
+            return {}
+        if self._way == "own" and start:
+            return self._workers.after(batches)
+        return self._workers.before(start) if start or self._workers.persistent else {}
+
+    def _start_of(self, batches: int) -> int:
+        """The batch that an iteration starts with so as to reach position ``batches``; those between are loaded."""
+        if self._way == "replay":
+            return 0
+        return self._workers.whole_rounds(batches) if self._workers and self._way == "skip" else batches
+
+    @property
+    def _is_iterator(self) -> bool:
+        """Whether the loader can be gone through only once; then each epoch takes the batches that follow."""
+        return self._way == "replay" and hasattr(self._base, "__next__")
+
+    def _moment(self) -> dict[str, Any]:
+        epoch = _sampler_epoch(self._loader)
+        if epoch is None and self._epoch is not None:
+            epoch = self._epoch()
+        return {
+            "random": randomness(),
+            "generators": generator_states(self._generators),
+            "epoch": epoch,
+            "attributes": self._born.changes().kept,
+        }
+
+    def _go_back_to(self, moment: dict[str, Any], samplers_only: bool = False) -> None:
+        set_randomness(moment["random"])
+        set_generator_states(self._generators, moment["generators"])
+        if moment["epoch"] is not None:
+            _set_sampler_epoch(self._loader, moment["epoch"])
+        self._born.give_back(moment["attributes"], "sampler" if samplers_only else "")
+
+
+def is_position(state: Any) -> bool:
+    """Whether ``state`` comes from a loader that was made resumable here."""
+    return isinstance(state, dict) and "gemini" in state
+
+
+def facts(loader: Any) -> dict[str, Any]:
+    """The data that a position refers to."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return {
+        "batch_size": getattr(loader, "batch_size", None) or getattr(batch_sampler, "batch_size", None),
+        "the number of batches": _length(loader),
+        "the length of the dataset": _length(getattr(loader, "dataset", None)),
+        "num_workers": getattr(loader, "num_workers", 0),
+    }
+
+
+_END = object()
+_OURS = frozenset({"_gemini", "_iterator", "_index_sampler"})
+
+
+def _length(item: Any) -> int | None:
+    try:
+        return len(item)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _is_sized(loader: Any) -> bool:
+    return _length(loader) is not None
+
+
+def _is_stateful(item: Any) -> bool:
+    """Whether ``item``, an object or a class, has a state of its own to save and to load."""
+    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
+
+
+def _is_torchdata(base: Any) -> bool:
+    return any(kind.__module__.startswith("torchdata.") and kind.__name__ == "StatefulDataLoader" for kind in base.__mro__)
+
+
+def _way(loader: Any, base: Any, method: DataResume, generators: Iterable[str]) -> Way:
+    if method == "replay":
+        return "replay"
+    if _is_stateful(base) and not _is_torchdata(base):
+        return "own"
+    if not isinstance(loader, DataLoader):
+        return "replay"
+    if _is_torchdata(base) and _is_stateful(loader.dataset):
+        # With rarer snapshots it takes the workers back to the last one, whose random states are not known.
+        return "own" if not loader.num_workers or getattr(loader, "snapshot_every_n_steps", 0) == 1 else "replay"
+    if isinstance(loader.dataset, IterableDataset):
+        return "replay"
+    theirs = next(kind for kind in base.__mro__ if "__iter__" in vars(kind))
+    if theirs is not DataLoader and not theirs.__module__.startswith("torchdata."):
+        return "replay"  # nobody knows what that iteration makes of the sampler
+    in_workers = loader.num_workers > 0 and any(path.startswith(("dataset", "collate")) for path in generators)
+    return "skip" if method == "skip" or (loader.in_order and not in_workers) else "replay"
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """Whatever has a part in drawing indices."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    candidates = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    return [sampler for sampler in candidates if sampler is not None]
+
+
+def _sampler_epoch(loader: Any) -> int | None:
+    for sampler in _samplers(loader):
+        if hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int):
+            return int(sampler.epoch)
+    return None
+
+
+def _set_sampler_epoch(loader: Any, epoch: int) -> None:
+    for sampler in _samplers(loader):
+        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+            set_epoch(epoch)

@@ -1,0 +1,25 @@
+"""Lightning's own callbacks that no snapshot can resume: refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gemini_ft.errors import UnsupportedStateError
+from gemini_ft.fates import CALLBACKS_REFUSED
+
+_REFUSED = {
+    "BatchSizeFinder": "trains by itself when the fit starts, and would do so again at each restart",
+    "LearningRateFinder": "trains by itself when the fit starts, and would do so again at each restart",
+    "ModelPruning": "does not prune the same weights after a restart as it would have without one",
+    "SpikeDetection": "does not save its running mean, and Lightning's own load_state_dict of it fails",
+}
+
+
+def refuse_callbacks(callbacks: Sequence[Any]) -> None:
+    """Raise UnsupportedStateError for the first callback that cannot be resumed; called before training begins."""
+    for callback in callbacks:
+        names = [kind.__name__ for kind in type(callback).__mro__ if kind.__module__.startswith(("lightning.", "pytorch_lightning."))]
+        for name in names:
+            if name in _REFUSED:
+                raise UnsupportedStateError(f"{name} {_REFUSED[name]}; {CALLBACKS_REFUSED.how}")

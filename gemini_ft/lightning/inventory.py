@@ -1,0 +1,43 @@
+"""What a Trainer holds besides models and optimizers, for the census."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from gemini_ft.census import Finding
+from gemini_ft.fates import CALLBACKS, CALLBACKS_MADE, DATA, LOADERS, LOADERS_AGAIN, LOOPS, METRICS
+from gemini_ft.lightning import compat
+from gemini_ft.lightning.loader import bookmark_of, facts
+from gemini_ft.modes import Modes
+
+
+def findings(trainer: Any, modes: Modes | None) -> Iterator[Finding]:
+    """Everything in it.
+
+    Args:
+        trainer: the Trainer.
+        modes: flags and attributes that hooks set, if they are kept already.
+    """
+    yield LOOPS.found("trainer", note=f"{len(trainer.lr_scheduler_configs)} schedulers")
+    for index, loader in enumerate(compat.training_loaders(trainer)):
+        if (mark := bookmark_of(loader)) is not None:
+            where = f"train_dataloader[{index}]"
+            rule = LOADERS_AGAIN if mark.way == "replay" else LOADERS
+            kept, lost = mark.changed()
+            yield rule.found(where, note=f"{type(loader).__name__}, by {mark.way}")
+            yield from (DATA.found(f"{where}.{path}") for path in kept)
+            yield from (LOADERS_AGAIN.found(f"{where}.{path}") for path in lost)
+    for name, metric in compat.metrics_of(trainer)[0].items():
+        yield METRICS.found(name, note=type(metric).__name__)
+    for index, callback in enumerate(trainer.callbacks):
+        rule = CALLBACKS if compat.has_state(callback) else CALLBACKS_MADE
+        yield rule.found(f"callback.{index}", note=type(callback).__name__)
+    if modes is not None:
+        yield from modes.findings(compat.modules_of(trainer))
+
+
+def fingerprint(trainer: Any) -> object:
+    """Another value when the census has to be taken again; cheap enough for every step."""
+    loaders = [(id(loader), tuple(facts(loader).values())) for loader in compat.training_loaders(trainer)]
+    return loaders, [id(callback) for callback in trainer.callbacks]

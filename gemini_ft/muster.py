@@ -1,0 +1,94 @@
+"""A round of torch's rendezvous counts only once all its hosts have been heard in it.
+
+Torch completes a round when enough hosts have come, and each of them then waits for the others' words in the store. Of a host that is lost
+between the two, none comes: after the store's 60 s the launchers of all other hosts failed, and the job with them. Here hosts say
+in the store that they have seen the round complete, look at the rendezvous while they wait for the others, and come together
+anew as soon as one is missing there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+logger = logging.getLogger(__name__)
+
+_POLL = 0.02  # seconds
+_HERE = "gemini/here"
+
+
+class _BrokenRoundError(Exception):
+    """A host was lost after the round was complete and before all had met in it."""
+
+
+@contextmanager
+def whole_rounds() -> Iterator[None]:
+    """Inside, torch's rendezvous returns from whole rounds only."""
+    handler = DynamicRendezvousHandler
+    rendezvous, world, store, assign = handler.next_rendezvous, handler._get_world, handler._get_store, SimpleElasticAgent._rendezvous
+
+    def next_whole(self: Any) -> Any:
+        while True:
+            try:
+                return rendezvous(self)
+            except _BrokenRoundError as error:
+                logger.warning("the hosts come together anew: %s", error)
+
+    def whole_world(self: Any) -> tuple[int, int]:
+        _places(self)
+        found: tuple[int, int] = world(self)
+        return found
+
+    handler.next_rendezvous, handler._get_world = next_whole, whole_world  # type: ignore[method-assign]
+
+    def assigned(self: Any, group: Any) -> Any:
+        while True:
+            try:
+                return assign(self, group)
+            except dist.DistStoreError as error:  # a host was lost right after all had met: its word is missing in the store
+                logger.warning("the hosts come together anew: %s", str(error).splitlines()[0])
+
+    handler._get_store = lambda self: _met(self, store(self))  # type: ignore[method-assign]
+    SimpleElasticAgent._rendezvous = assigned  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SimpleElasticAgent._rendezvous = assign  # type: ignore[method-assign]
+        handler.next_rendezvous, handler._get_world, handler._get_store = rendezvous, world, store  # type: ignore[method-assign]
+
+
+def _places(handler: Any) -> tuple[int, dict[Any, int]]:
+    """The round that this host is in, and who has which place in it."""
+    state = handler._state_holder.state
+    places: dict[Any, int] = dict(state.participants)
+    if not state.complete or handler._this_node not in places:
+        raise _BrokenRoundError("this host was not heard for a while, and has lost its place")
+    if sorted(places.values()) != list(range(len(places))):
+        raise _BrokenRoundError("a host was lost before all had met")
+    return state.round, places
+
+
+def _met(handler: Any, store: Any, clock: Callable[[], float] = time.monotonic) -> Any:
+    """The round's store, once every host of the round has said in it that it is there."""
+    begun = _places(handler)
+    number, size = begun[1][handler._this_node], len(begun[1])
+    store.set(f"{_HERE}/{size}/{number}", "")
+    until = clock() + handler._settings.timeout.join.total_seconds()
+    while not store.check([f"{_HERE}/{size}/{other}" for other in range(size)]):
+        with handler._heartbeat_lock:
+            handler._state_holder.sync()
+            now = _places(handler)
+        if now != begun:
+            raise _BrokenRoundError("a host was lost before all had met")
+        if clock() > until:
+            raise RendezvousTimeoutError("some hosts have taken a place in the round and never came to it; see their launchers' output")
+        time.sleep(_POLL)
+    return store

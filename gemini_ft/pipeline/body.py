@@ -1,0 +1,152 @@
+"""The common body of all hosts of a pipeline: one model's averager, watch and tuner, which move from step to step together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini_ft.errors import ConfigError
+from gemini_ft.pipeline.averager import Averager
+from gemini_ft.pipeline.drift import Drift
+from gemini_ft.pipeline.plan import Tensor
+from gemini_ft.pipeline.rules import Rules
+from gemini_ft.pipeline.telemetry import Step
+from gemini_ft.pipeline.tuner import Tuner
+from gemini_ft.pipeline.watch import Watch
+
+
+class Body:
+    """Counts steps, finds plans, compares ranks, and keeps the state. A `gemini_ft.gradients.GradientState`.
+
+    Args:
+        model: whose forward passes are watched.
+        parameters: that are averaged, by name.
+        tensors: the same, as rules see them.
+        rules: of the pipeline.
+        group: of the ranks, for the averages alone; None: one rank.
+        control: of the same ranks and on CPUs, for what the training thread asks; None: one rank.
+        device: of the gradients.
+        profile_steps: steps that are watched before a planned fusion is planned.
+
+    Attributes:
+        averager: averages; its ``plan`` says what travels together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, torch.Tensor],
+        tensors: Sequence[Tensor],
+        rules: Rules,
+        *,
+        group: Any,
+        control: Any,
+        device: torch.device,
+        profile_steps: int,
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._names = {id(param): name for name, param in self._parameters.items()}
+        self._sparse = {tensor.name for tensor in tensors if tensor.sparse}
+        self.averager = Averager(tensors, rules, group, device)
+        self._watch = Watch(model)
+        self._tuner = Tuner(self.averager, self._watch, profile_steps, device)
+        self._drift = Drift(control, self._common)
+        self.averager.on_begin = self._drift.check
+        self._untuned = False  # a step has been counted, and the tuner, which is collective, has not heard of it yet
+
+    def step_over(self) -> None:
+        """Everything has been averaged. Collective at some steps."""
+        self._count()
+        self._tune()
+
+    def _count(self) -> None:
+        self.averager.step_over(self._watch.begun)
+        self._watch.step_over()
+        self._untuned = True
+        self._drift.begin()
+
+    def _tune(self) -> None:
+        if self._untuned:
+            self._untuned = False
+            self._tuner.step_over()
+
+    def _common(self) -> dict[str, Any]:
+        """State that is the same on all ranks as long as nothing is wrong."""
+        return {**self.averager.common(), "trials": self._tuner.common()}
+
+    def _settle(self) -> None:
+        """Counts a step that is over and has not been counted."""
+
+    # -- what it knows
+
+    @property
+    def settled(self) -> bool:
+        """Whether the plan stays as it is: nothing is to be found out any more."""
+        return self._tuner.settled
+
+    @property
+    def last_step(self) -> Step | None:
+        """Costs of the last step, by rule."""
+        self._settle()
+        return self.averager.telemetry.last
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """The same as plain data."""
+        self._settle()
+        return self.averager.telemetry.summary()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals and all else that the next step depends on, between two steps; tensors are not copied. Ranks have different ones.
+
+        Raises:
+            StateError: the ranks have drifted apart.
+        """
+        self._settle()
+        self._drift.check()
+        return {"averager": self.averager.state_dict(), "tuner": self._tuner.state_dict(), "untuned": self._untuned}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there as if never interrupted. Collective; a step that is still pending is brought to its end first, and forgotten.
+
+        Raises:
+            StateError: it is of other parameters or rules, or of another step than on other ranks.
+        """
+        self._settle()
+        self._drift.drop()
+        self._end_pending()
+        self.averager.load_state_dict(state["averager"])
+        self._tuner.load_state_dict(state["tuner"])
+        self._watch.step_over()
+        self._untuned = bool(state.get("untuned", False))
+        self._drift.begin()
+        self._drift.check()
+
+    def _end_pending(self) -> None:
+        """Brings to an end what is under way, without counting it. Collective."""
+        self.averager.drop()
+
+    def forget(self, parameters: Iterable[torch.Tensor | str] | None = None) -> None:
+        """Forgets what error feedback and momenta keep of past gradients, after a step whose averages are thrown away.
+
+        Plans, counters, and factors that all ranks have in common stay as they are.
+
+        Args:
+            parameters: of the model, or their names; None: all.
+
+        Raises:
+            ConfigError: one of them is not of the pipeline.
+        """
+        self._settle()
+        self.averager.routes.forget(self._named(parameters))
+
+    def _named(self, parameters: Iterable[torch.Tensor | str] | None) -> set[str]:
+        if parameters is None:
+            return set(self._parameters)
+        given = [each if isinstance(each, str) else self._names.get(id(each), each) for each in parameters]
+        if odd := [each for each in given if not isinstance(each, str) or each not in self._parameters]:
+            what = odd[0] if isinstance(odd[0], str) else f"a parameter of shape {tuple(odd[0].shape)}"
+            raise ConfigError(f"{what} is not averaged by this gradient pipeline; it has {', '.join(list(self._parameters)[:5])}, ...")
+        return {str(each) for each in given}

@@ -1,0 +1,75 @@
+"""Are all ranks at the same step, with the same plan and the same choices? Asked after every step, answered before the next one.
+
+Ranks that are not would send each other what does not belong together, often without an error: indices that are drawn by a counter,
+for example, differ where counters do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gemini_ft.errors import StateError
+
+
+class Drift:
+    """Compares hashes; a few bytes for each rank travel beside the update and the next forward pass.
+
+    Args:
+        group: on CPUs, used by the training thread alone; None: one rank.
+        common: gives what must be the same on all ranks, as plain data by its name, always the same names.
+    """
+
+    def __init__(self, group: Any, common: Callable[[], Mapping[str, Any]]) -> None:
+        self._group, self._common = group, common
+        self._names: list[str] = []
+        self._asked: tuple[Any, list[torch.Tensor]] | None = None
+
+    def begin(self) -> None:
+        """Asks. Every rank does after every step, wherever its program is then; an earlier answer is looked at first."""
+        if self._group is None:
+            return
+        self.check()
+        common = self._common()
+        self._names = list(common)
+        own = torch.tensor([_number(value) for value in common.values()])
+        everybody = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
+        self._asked = dist.all_gather(everybody, own, group=self._group, async_op=True), everybody
+
+    def check(self) -> None:
+        """Looks at the answer, if there is one that has not been looked at.
+
+        Raises:
+            StateError: ranks have drifted apart. On all ranks.
+        """
+        if self._asked is None:
+            return
+        (work, everybody), self._asked = self._asked, None
+        work.wait()
+        for rank, theirs in enumerate(everybody):
+            for name, first, other in zip(self._names, everybody[0].tolist(), theirs.tolist(), strict=True):
+                if first != other:
+                    said = f": rank 0 has {first}, rank {rank} has {other}" if min(first, other) >= 0 else f" on ranks 0 and {rank}"
+                    raise StateError(
+                        f"the ranks of the gradient pipeline have drifted apart, their {name} differ{said}; their averages cannot be "
+                        "trusted any more: resume from a snapshot, and call load_state_dict(), forget() and no_sync() alike on all ranks"
+                    )
+
+    def drop(self) -> None:
+        """Waits for the answer without looking at it: all ranks load another state."""
+        if self._asked is not None:
+            self._asked[0].wait()
+            self._asked = None
+
+
+def _number(value: Any) -> int:
+    """A counter as it is, anything else as a negative hash of 62 bits."""
+    if isinstance(value, int):
+        return value
+    text = json.dumps(value, sort_keys=True)
+    return -1 - (int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 2)

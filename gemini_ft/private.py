@@ -1,0 +1,97 @@
+"""Places on a shared machine that no other user can have prepared: folders, files and listeners of this very user.
+
+Names under the temporary directory, and abstract socket addresses, can be guessed and taken by any local user before this
+process comes. So nothing is written to, and nothing is said, before the owner has been looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+import struct
+import tempfile
+from pathlib import Path
+
+from gemini_ft.errors import AgentError, ConfigError
+
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+def runtime_folder() -> Path:
+    """This user's own folder for logs and the like, made with mode 0700.
+
+    It is ``gemini-ft`` in XDG_RUNTIME_DIR where there is one, else ``gemini-ft-UID`` in the temporary directory.
+
+    Raises:
+        ConfigError: something else stands there: a link, another user's folder, or one that others may write to.
+    """
+    home = os.environ.get("XDG_RUNTIME_DIR", "")
+    if home and os.access(home, os.W_OK):
+        return own_folder(Path(home) / "gemini-ft")
+    return own_folder(Path(tempfile.gettempdir()) / f"gemini-ft-{os.getuid()}")
+
+
+def own_folder(path: Path) -> Path:
+    """Makes the folder ``path`` with mode 0700 if it is missing, and sees to it that it is this user's alone.
+
+    Raises:
+        ConfigError: it is a link or no folder, another user's, or others may write to it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    way_out = "remove it, or name another folder (GEMINI_LOG_DIR for logs, GEMINI_FAULTS_DIR for drills, TMPDIR for both)"
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"{path} is a {'link' if stat.S_ISLNK(found.st_mode) else 'file'} where a folder of this user is due; {way_out}")
+    if found.st_uid != os.getuid():
+        raise ConfigError(f"{path} belongs to uid {found.st_uid}, and this process is uid {os.getuid()}; {way_out}")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(f"{path} has mode {stat.S_IMODE(found.st_mode):04o}, so that others may write to it; `chmod 700 {path}`")
+    return path
+
+
+def open_log(path: Path) -> int:
+    """Descriptor of a log file to append to, of mode 0600 when it is new. No link is followed.
+
+    Raises:
+        ConfigError: it is a link, no plain file, one that has another name too, or another user's.
+        OSError: the disk is full.
+    """
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ConfigError(f"the log {path} cannot be opened ({error.strerror}); remove it, or set GEMINI_LOG_DIR") from None
+    found = os.fstat(fd)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid == os.getuid():
+        os.set_blocking(fd, True)
+        return fd
+    os.close(fd)
+    raise ConfigError(
+        f"the log {path} is no plain file of one name and of uid {os.getuid()}; remove it, or name another folder (GEMINI_LOG_DIR)"
+    )
+
+
+def credentials(sock: socket.socket) -> tuple[int, int]:
+    """Process id and uid of the other side of a connected Unix socket, as the kernel noted them when it connected or listened."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
+
+
+def check_listener(sock: socket.socket, what: str) -> None:
+    """Sees to it that a process of this user listens at the other end of ``sock``, before anything is said to it.
+
+    Raises:
+        AgentError: another user's process has taken the address.
+    """
+    pid, uid = credentials(sock)
+    if uid != os.getuid():
+        raise AgentError(
+            f"process {pid} of uid {uid} listens at the address of {what}, which belongs to uid {os.getuid()}; nothing was said to it. "
+            "Have that process ended, or give the run another id (GEMINI_RUN_ID)"
+        )

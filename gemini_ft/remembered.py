@@ -1,0 +1,305 @@
+"""Plain attributes of Python objects that training changes as it goes: found, kept with a snapshot, and given back.
+
+Samplers count epochs, datasets remember the previous sample, modules hold a dropout rate that a hook has set. None of it
+is in a state dict. An attribute is *kept* if it is plain and small: numbers, texts, tensors and arrays of at most 256 KiB,
+and containers of at most 64 of them. One that has changed and is not plain is *lost*, and named.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+Values = dict[str, dict[str, Any]]  # path of an object -> attribute -> value
+
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+_FEW = 64  # entries of a container that is kept
+_SMALL = 2**18  # bytes of a value that is kept
+_DEPTH, _OBJECTS = 6, 2000
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)  # `randomness` keeps their states
+_CLOSED = (str, bytes, type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, nn.Module, *_GENERATORS)
+# Objects of these packages have ways of their own to keep their state, or none worth keeping (open files, loggers, locks).
+_FOREIGN = frozenset(
+    {"PIL", "_io", "_thread", "deepspeed", "gemini_ft", "h5py", "io", "lightning", "lightning_fabric", "lmdb", "logging"}
+    | {"mmap", "multiprocessing", "numpy", "pathlib", "pyarrow", "pytorch_lightning", "re", "socket", "sqlite3", "tarfile"}
+    | {"threading", "torchmetrics", "weakref", "zarr", "zipfile"}
+)
+
+
+class Changes(NamedTuple):
+    """How attributes differ from those at the mark.
+
+    Attributes:
+        kept: new values of those that are plain.
+        lost: paths of those that are not.
+    """
+
+    kept: Values
+    lost: list[str]
+
+
+class _Opaque(NamedTuple):
+    """A value that is no plain one, as far as a change of it shows. It is held, so that its id stays its own."""
+
+    value: Any
+    size: int
+
+    def is_now(self, value: Any) -> bool:
+        return value is self.value and _size(value) == self.size
+
+
+class _NotPlain(Exception):
+    """The value cannot be kept."""
+
+
+class Attributes:
+    """The attributes of ``roots`` and of the objects that they are made of, compared with those at the last ``mark``.
+
+    Looks into attributes, lists, tuples, mappings, partials and bound methods, six levels and two thousand objects beside the roots deep,
+    into what a module's hooks are made of, and not into modules that are no roots.
+
+    Args:
+        roots: name -> object.
+        leave: names of an object's attributes that are not to be kept.
+        caches: whether large mappings that change are taken for caches, which are made again.
+    """
+
+    def __init__(
+        self, roots: Mapping[str, Any], leave: Callable[[Any], frozenset[str]] = lambda _: frozenset(), caches: bool = True
+    ) -> None:
+        self._roots, self._leave, self._caches = dict(roots), leave, caches
+        self._left: dict[str, frozenset[str]] = {}
+        self._objects: dict[str, Any] = {}
+        self._marked: dict[str, dict[str, Any]] = {}
+        self._elsewhere: dict[tuple[str, str], tuple[torch.Tensor, int]] = {}
+        self.mark()
+
+    def mark(self) -> None:
+        """Compare with the present values from now on."""
+        self._objects = _find(self._roots)
+        self._left = {path: self._leave(item) for path, item in self._objects.items()}
+        self._marked, self._elsewhere = {}, {}
+        for path, item in self._objects.items():
+            marked = self._marked[path] = {}
+            for name, value in self._of(path, item):
+                marked[name] = _snapshot(value)
+                if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                    self._elsewhere[path, name] = value, value._version
+
+    def follow(self, roots: Mapping[str, Any]) -> None:
+        """Take in roots that came later, or came in place of others: all plain attributes of new ones are changes."""
+        self._roots.update(roots)
+        for path, item in _find(self._roots).items():
+            if self._objects.get(path) is not item:
+                self._objects[path], self._left[path] = item, self._leave(item)
+                self._marked.setdefault(path, {})
+
+    def changes(self) -> Changes:
+        """Values that differ from the mark. Objects that came into being since then are lost as a whole, if no `follow` took them in."""
+        kept: Values = {}
+        lost: list[str] = []
+        for path, item in self._objects.items():
+            marked = self._marked[path]
+            for name, value in self._of(path, item):
+                then = marked.get(name, _ABSENT)
+                if value is then or (type(then) is _Opaque and then.is_now(value) and not _is_iterator(value)):
+                    continue
+                if isinstance(value, torch.Tensor) and self._is_unwritten(path, name, value):
+                    continue
+                try:
+                    copy = _copy(value)
+                except _NotPlain:
+                    if not (self._is_root(value) or _is_harmless(value, self._caches)):
+                        lost.append(f"{path}.{name}")
+                    continue
+                if not _is_same(copy, then):
+                    kept.setdefault(path, {})[name] = copy
+        return Changes(kept, lost)
+
+    def give_back(self, values: Values, below: str = "") -> None:
+        """Let all plain attributes be as they were at the mark, but for ``values``.
+
+        Args:
+            values: as :class:`Changes` has them.
+            below: only those of objects whose path begins with this.
+        """
+        for path, item in self._objects.items():
+            if not path.startswith(below):
+                continue
+            now, given = vars(item), values.get(path, {})
+            for name, then in self._marked[path].items():
+                if name not in given and type(then) is not _Opaque and now.get(name, _ABSENT) is not then:
+                    now[name] = _copy(then)
+            now.update({name: _copy(value) for name, value in given.items()})
+
+    def _is_unwritten(self, path: str, name: str, value: torch.Tensor) -> bool:
+        """Whether it is the same tensor of an accelerator, and torch has counted no write to it.
+
+        To compare such a tensor, the training would wait for its device. Writes through ``.data`` are not counted.
+        """
+        same, version = self._elsewhere.get((path, name), (None, -1))
+        return value is same and value._version == version
+
+    def _is_root(self, value: Any) -> bool:
+        """Whether a value is a module that others see to, or one around it."""
+        if not isinstance(value, nn.Module):
+            return False
+        roots = set(map(id, self._roots.values()))
+        return any(id(module) in roots for module in value.modules())
+
+    def _of(self, path: str, item: Any) -> Iterator[tuple[str, Any]]:
+        left = self._left[path]
+        for name, value in list(vars(item).items()):
+            if name not in left:
+                yield name, value
+
+
+_ABSENT = object()
+
+
+def _find(roots: Mapping[str, Any]) -> dict[str, Any]:
+    """Objects with attributes of their own, by the path that leads to them."""
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    level = [(path, item, True) for path, item in roots.items()]
+    for _ in range(_DEPTH):
+        below: list[tuple[str, Any, bool]] = []
+        for path, item, is_root in level:
+            if id(item) in seen or type(item) in _ATOMS:
+                continue
+            if not is_root and (len(seen) > _OBJECTS + len(roots) or _is_closed(item)):
+                continue
+            seen.add(id(item))
+            if hasattr(item, "__dict__") and not isinstance(item, (functools.partial, MethodType)):
+                found[path] = item
+            below += [(f"{path}.{name}", inner, False) for name, inner in _parts(item)]
+        level = below
+    return found
+
+
+def _is_closed(item: Any) -> bool:
+    return isinstance(item, _CLOSED) or _is_foreign(type(item).__module__)
+
+
+@functools.cache
+def _is_foreign(module: str) -> bool:
+    package, _, rest = module.partition(".")
+    if package == "torch":
+        return not rest.startswith("utils.data")
+    return package in _FOREIGN
+
+
+def _parts(item: Any) -> list[tuple[Any, Any]]:
+    """Parts of ``item``. The first entries of a collection stand for all."""
+    if isinstance(item, functools.partial):
+        return [*enumerate(item.args), *item.keywords.items(), ("func", item.func)]
+    if isinstance(item, MethodType):  # for example a collate function of the dataset
+        return [("self", item.__self__)]
+    if isinstance(item, dict):
+        return list(itertools.islice(item.items(), _FEW))
+    if isinstance(item, (list, tuple)):
+        return list(enumerate(item[:_FEW]))
+    inner = list(getattr(item, "__dict__", {}).items())
+    if isinstance(item, nn.Module):  # its submodules are roots, if they are anything
+        hooks = [(f"{kind}.{index}", hook) for kind in HOOKS for index, hook in enumerate(getattr(item, kind).values())]
+        return [(name, value) for name, value in inner if name not in MODULE_INTERNALS] + hooks
+    return inner
+
+
+def _snapshot(value: Any) -> Any:
+    """A copy of a plain value; numbers and texts are their own. Else an :class:`_Opaque` of it."""
+    try:
+        return _copy(value)
+    except _NotPlain:
+        return _Opaque(value, _size(value))
+
+
+def _copy(value: Any) -> Any:
+    kind = type(value)
+    if kind in _ATOMS:
+        if kind in (str, bytes) and len(value) > _SMALL:
+            raise _NotPlain
+        return value
+    if kind is torch.Tensor:
+        if value.layout is not torch.strided or value.is_meta or value.numel() * value.element_size() > _SMALL:
+            raise _NotPlain
+        return value.detach().clone()
+    if kind is np.ndarray:
+        if value.dtype.hasobject or value.nbytes > _SMALL:
+            raise _NotPlain
+        return value.copy()
+    if kind in _SEQUENCES and len(value) <= _FEW:
+        parts = [_copy(part) for part in value]
+        return deque(parts, value.maxlen) if kind is deque else kind(parts)
+    if kind in _MAPPINGS and len(value) <= _FEW:
+        pairs = {_copy(key): _copy(part) for key, part in value.items()}
+        made: Any = kind
+        return made(value.default_factory, pairs) if kind is defaultdict else made(pairs)
+    if isinstance(value, (np.generic, Enum)) and not isinstance(value, np.void):
+        return value
+    raise _NotPlain
+
+
+def _is_same(value: Any, then: Any) -> bool:
+    if type(value) is not type(then):
+        return False
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.dtype, value.device) == (then.shape, then.dtype, then.device) and torch.equal(value, then)
+    if isinstance(value, np.ndarray):
+        return (value.shape, value.dtype) == (then.shape, then.dtype) and value.tobytes() == then.tobytes()
+    if isinstance(value, (list, tuple, deque)):
+        return len(value) == len(then) and all(map(_is_same, value, then))
+    if isinstance(value, dict):
+        return list(value) == list(then) and all(_is_same(part, then[key]) for key, part in value.items())
+    if isinstance(value, float):
+        return value == then and math.copysign(1, value) == math.copysign(1, then)
+    return bool(value == then)
+
+
+def _size(value: Any) -> int:
+    """A mark that shows whether a value that is no plain one was changed in place."""
+    if isinstance(value, torch.Tensor):
+        return value._version
+    if isinstance(value, nn.Module):
+        return sum(tensor._version for tensor in itertools.chain(value.parameters(), value.buffers()))
+    written = sum(part._version for part in _values(value) if isinstance(part, torch.Tensor))
+    return written + len(value) if isinstance(value, (list, tuple, set, deque)) else written
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """The values of a container."""
+    return iter(value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set, deque)) else ())
+
+
+def _is_iterator(value: Any) -> bool:
+    return hasattr(type(value), "__next__") and not _is_closed(value)
+
+
+def _is_harmless(value: Any, caches: bool) -> bool:
+    """Whether a new value of this kind is taken to be made again when it is needed: an open file, a function, a large mapping.
+
+    A large mapping that grows cannot be told from a cache by looking at it, and in data caches are the rule. In modules and callbacks
+    a mapping of tensors is rather an average of the weights.
+    """
+    if isinstance(value, _GENERATORS) or _is_iterator(value) or isinstance(value, (torch.Tensor, np.ndarray, *_SEQUENCES)):
+        return False
+    if not caches and (isinstance(value, nn.Module) or any(isinstance(part, torch.Tensor) for part in _values(value))):
+        return False
+    return _is_closed(value) or isinstance(value, (dict, MethodType)) or not hasattr(value, "__dict__")
+
+
+MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

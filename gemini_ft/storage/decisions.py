@@ -1,0 +1,288 @@
+"""Decides what to resume from storage and what to delete there: pure, from what a look at it has shown.
+
+A look has three answers and never two: `Here`, `Nothing`, `Unclear`. Only `Nothing`, which takes an empty listing and the
+absence of every mark that something was stored, lets a run start from the beginning.
+
+Order follows descent. An incarnation knows the versions that it descends from (its lineage), and the incarnations that
+it has overtaken: it saw them and went on from an older state. Of two incarnations that know nothing of each other
+neither is the newer one, whatever their numbers; that is for the user to decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from gemini_ft.versions import Incarnation, Version
+
+# listed: it has a manifest, which was not read; whole: the manifest is sound and the shards are there; lacking: a shard is
+# not; damaged: the manifest is; gone: it was listed and could not be found; torn: there is no manifest.
+Condition = Literal["listed", "whole", "lacking", "damaged", "gone", "torn"]
+
+
+@dataclass(frozen=True)
+class Descent:
+    """Where an incarnation comes from.
+
+    Attributes:
+        lineage: versions that it descends from, oldest first; None: its manifests do not say (they are of before there was one).
+        overtaken: incarnations that it knows of beside its ancestors.
+    """
+
+    lineage: tuple[Version, ...] | None = ()
+    overtaken: frozenset[Incarnation] = frozenset()
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """One checkpoint in storage, as far as it could be seen."""
+
+    folder: str
+    version: Version
+    condition: Condition
+    descent: Descent = Descent()
+    created: datetime | None = None
+
+    @property
+    def iteration(self) -> int:
+        """Iterations done in it."""
+        return self.version.iteration
+
+    @property
+    def history(self) -> Incarnation | None:
+        """The incarnation that began from nothing, of which all others of this history descend; None: not known."""
+        lineage = self.descent.lineage
+        return None if lineage is None else (*lineage, self.version)[0].incarnation
+
+    @property
+    def readable(self) -> bool:
+        """Whether it may be resumed, as far as is known."""
+        return self.condition in ("whole", "listed")
+
+    def knows(self, incarnation: Incarnation) -> bool:
+        """Whether its incarnation is this one, descends from it, or has overtaken it."""
+        own, lineage = self.version.incarnation, self.descent.lineage
+        if incarnation == own or incarnation in self.descent.overtaken:
+            return True
+        if lineage is None:
+            return incarnation.number < own.number
+        return any(version.incarnation == incarnation for version in lineage)
+
+    def descends_from(self, version: Version) -> bool:
+        """Whether this state was computed from that one; a state descends from itself."""
+        if version.incarnation == self.version.incarnation:
+            return version.iteration <= self.version.iteration
+        lineage = self.descent.lineage
+        if lineage is None:
+            return self.knows(version.incarnation)
+        return any(v.incarnation == version.incarnation and version.iteration <= v.iteration for v in lineage)
+
+    def supersedes(self, version: Version) -> bool:
+        """Whether it is newer, in the order of descent."""
+        if version.incarnation == self.version.incarnation:
+            return version.iteration < self.version.iteration
+        return self.knows(version.incarnation)
+
+
+@dataclass(frozen=True)
+class Look:
+    """Findings of a look at one run and stream in storage.
+
+    Attributes:
+        sightings: every checkpoint, whole or not.
+        marks: versions that were reported as stored, by a mark in storage or on a host.
+        damaged_mark: the mark in storage cannot be read.
+        lagging: the listing leaves out the checkpoint that the mark names.
+        trouble: why the look is not complete; empty: it is.
+    """
+
+    sightings: tuple[Sighting, ...] = ()
+    marks: tuple[Version, ...] = ()
+    damaged_mark: bool = False
+    lagging: bool = False
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class Here:
+    """There is something to resume: every checkpoint that may be, the one to take first, then the nearest ancestors."""
+
+    order: tuple[Sighting, ...]
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """Storage proves that nothing was ever stored."""
+
+
+@dataclass(frozen=True)
+class Unclear:
+    """It cannot be told now. ``contested``: looking again will not help; the user has to choose between histories."""
+
+    why: str
+    contested: bool = False
+
+
+Answer = Here | Nothing | Unclear
+
+
+def decide(look: Look, history: str | None = None, found: bool = False) -> Answer:
+    """Decides what there is to resume.
+
+    Args:
+        look: what was seen.
+        history: resume this one, where there are several.
+        found: be content with what is there, although something newer was reported as stored.
+    """
+    if look.trouble:
+        return Unclear(look.trouble)
+    seen = [sighting for sighting in look.sightings if sighting.condition != "torn"]
+    if not seen and not look.marks and not look.damaged_mark:
+        return Nothing()
+    whole = [sighting for sighting in seen if sighting.readable]
+    if history is not None:
+        whole = [sighting for sighting in whole if _belongs(sighting, history, whole)]
+    if not whole:
+        return Unclear(_nothing_whole(look, seen, history))
+    tips = newest_of_each(whole)
+    if len(tips) > 1:
+        return Unclear(_contested(tips), contested=True)
+    if not found and history is None and (lost := [mark for mark in look.marks if not _accounted_for(mark, seen, whole)]):
+        newest = max(lost, key=lambda version: version.iteration)
+        return Unclear(f"{newest} was reported as stored and is not there, nor anything that descends from it")
+    return Here(tuple(_in_order(tips[0], whole)))
+
+
+def newest_of_each(sightings: Iterable[Sighting]) -> list[Sighting]:
+    """Checkpoints that no other one supersedes: one of each line that knows nothing of the others."""
+    every = sorted(sightings, key=lambda sighting: sighting.version, reverse=True)
+    return [one for one in every if not any(other.supersedes(one.version) for other in every if other is not one)]
+
+
+def superseded_by(
+    look: Iterable[Sighting], newest: Sighting, sound: Collection[str], keep_last: int, keep_every: int | None
+) -> list[Sighting]:
+    """Decides what may be deleted once ``newest`` has been stored and read back.
+
+    Never anything of another history or of an incarnation that ``newest`` does not know; nothing whole before ``keep_last``
+    checkpoints of its own line are known to be sound. What is damaged, torn or lacks a shard is kept by no number.
+
+    Args:
+        look: everything that is there.
+        newest: the checkpoint that has just been stored and read back.
+        sound: folders of checkpoints that were read back as sound.
+        keep_last: how many of them to keep.
+        keep_every: also keep those whose iteration divides by this; of one iteration, the newest.
+
+    Returns:
+        What may go, oldest first.
+    """
+    behind = [one for one in look if newest.supersedes(one.version) and _same_history(one, newest)]
+    line = sorted(
+        (one for one in [*behind, newest] if one.readable and newest.descends_from(one.version)), key=lambda one: one.version, reverse=True
+    )
+    kept = [one for one in line if one.folder in sound][:keep_last]
+    keep = {one.folder for one in kept}
+    if keep_every:
+        by_iteration = {one.iteration: one for one in reversed([one for one in line if not one.iteration % keep_every])}
+        keep |= {one.folder for one in by_iteration.values()}
+    enough = len(kept) >= keep_last
+    doomed = [one for one in behind if one.folder not in keep and (enough or not one.readable)]
+    return sorted(doomed, key=lambda one: one.version)
+
+
+def left_torn(look: Iterable[Sighting], this: Sighting) -> list[Sighting]:
+    """Torn uploads of incarnations that ``this`` one comes after: nobody will finish them."""
+    own = this.version.incarnation
+    return [one for one in look if one.condition == "torn" and one.version.incarnation != own and this.knows(one.version.incarnation)]
+
+
+def continued(version: Version, told: Iterable[tuple[Incarnation, Descent]]) -> Descent:
+    """Where an incarnation that resumes ``version`` comes from.
+
+    Args:
+        version: what it resumes.
+        told: incarnations, and where they come from, as hosts and manifests have it.
+    """
+    known: set[Incarnation] = set()
+    lineage: tuple[Version, ...] | None = None
+    for incarnation, descent in told:
+        before = descent.lineage or ()
+        known |= {incarnation, *descent.overtaken, *(ancestor.incarnation for ancestor in before)}
+        if incarnation == version.incarnation:
+            found: tuple[Version, ...] | None = (*before, version)
+        else:
+            at = next((index for index, ancestor in enumerate(before) if ancestor.incarnation == version.incarnation), None)
+            found = (*before[:at], version) if at is not None else None
+        if found is not None and len(found) > len(lineage or ()):
+            lineage = found
+    lineage = lineage or (version,)
+    return Descent(lineage, frozenset(known - {ancestor.incarnation for ancestor in lineage}))
+
+
+def describe(sighting: Sighting) -> str:
+    """In words, for somebody who has to choose."""
+    when = f" of {sighting.created:%Y-%m-%d %H:%M:%S} UTC" if sighting.created is not None else ""
+    return f"step {sighting.version.iteration}{when} (history {sighting.version.incarnation}, {sighting.folder})"
+
+
+# -- inside
+
+
+def _same_history(one: Sighting, other: Sighting) -> bool:
+    """Without a readable manifest it belongs to the history that has its incarnation as an ancestor; torn, to whoever knows it."""
+    if one.condition == "torn":
+        return True
+    if one.condition in ("damaged", "gone"):
+        lineage = other.descent.lineage
+        return lineage is None or one.version.incarnation in {other.version.incarnation, *(version.incarnation for version in lineage)}
+    return None in (one.history, other.history) or one.history == other.history
+
+
+def _belongs(sighting: Sighting, history: str, whole: Sequence[Sighting]) -> bool:
+    """Whether it began with that incarnation, is of it, or is an ancestor of one that is."""
+    if history in (str(sighting.history), str(sighting.version.incarnation)):
+        return True
+    return any(str(other.version.incarnation) == history and other.descends_from(sighting.version) for other in whole)
+
+
+def _accounted_for(mark: Version, seen: Sequence[Sighting], whole: Sequence[Sighting]) -> bool:
+    """Whether it is there, or something newer is; what is there and damaged is no reason to distrust the rest."""
+    if any(one.version == mark and one.condition != "gone" for one in seen):
+        return True
+    return any(one.supersedes(mark) for one in whole)
+
+
+def _in_order(tip: Sighting, whole: Sequence[Sighting]) -> list[Sighting]:
+    """The line of ``tip``, newest first; then what it has overtaken, of its own history."""
+    line = [one for one in whole if tip.descends_from(one.version)]
+    places = {ancestor.incarnation: place for place, ancestor in enumerate(tip.descent.lineage or (), 1)}
+    places[tip.version.incarnation] = len(places) + 1
+
+    def place(one: Sighting) -> tuple[int, Version]:
+        return places.get(one.version.incarnation, 0), one.version
+
+    beside = [one for one in whole if one not in line and _same_history(one, tip)]
+    return [*sorted(line, key=place, reverse=True), *sorted(beside, key=lambda one: one.version, reverse=True)]
+
+
+def _nothing_whole(look: Look, seen: Sequence[Sighting], history: str | None) -> str:
+    if not seen:
+        what = f"up to {max(look.marks, key=lambda version: version.iteration)}" if look.marks else "something"
+        return f"this run has stored {what}, and no checkpoint of it is listed"
+    if history is not None and any(one.readable for one in seen):
+        others = "; ".join(describe(one) for one in newest_of_each(seen))
+        return f"no checkpoint of history {history!r} can be read; there are: {others}"
+    newest = max(seen, key=lambda one: one.version)
+    found = f"the newest, step {newest.iteration}, is {newest.condition}"
+    return f"{len(seen)} checkpoints are there and none can be read as sound ({found})"
+
+
+def _contested(tips: Sequence[Sighting]) -> str:
+    listed = "; ".join(describe(tip) for tip in tips)
+    return (
+        f"there are {len(tips)} histories that do not descend from each other: {listed}. "
+        "Choose one by storage.history (GEMINI_STORAGE__HISTORY=NUMBER-NONCE), the other stays as it is"
+    )

@@ -1,0 +1,234 @@
+"""Looking at what a run has in storage, with distrust: damage is believed after a second reading, absence after a second question."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import TypeVar
+
+from gemini_ft.errors import CorruptDataError, FormatError, ObjectGoneError, StorageError, StorageUnclearError, SupersededError
+from gemini_ft.storage.base import Storage
+from gemini_ft.storage.checkpoints import (
+    MANIFEST,
+    CheckpointInfo,
+    Manifest,
+    checkpoint_folder,
+    list_checkpoints,
+    missing_shards,
+    read_manifest,
+    scan,
+)
+from gemini_ft.storage.decisions import Condition, Descent, Here, Look, Nothing, Sighting, decide
+from gemini_ft.storage.marks import read_mark
+from gemini_ft.versions import Incarnation, Version
+
+_T = TypeVar("_T")
+_LOOKS = 3  # listings that are asked for where one names what is gone: retention may have been at work in between
+_PAUSE = 0.2  # seconds before the second one, doubled for the third
+
+_log = logging.getLogger("gemini_ft")
+
+
+class Lookout:
+    """Looks at one run and stream.
+
+    Args:
+        reopen: opens the storage, with connections of its own.
+        run: whose checkpoints.
+        stream: which line of them.
+        remembered: versions that hosts remember as stored.
+    """
+
+    def __init__(self, reopen: Callable[[], Storage], run: str, stream: str, remembered: Collection[Version] = ()) -> None:
+        self._reopen, self._run, self._stream = reopen, run, stream
+        self._remembered = tuple(remembered)
+        self._storage: Storage | None = None
+        self.manifests: dict[str, Manifest] = {}  # folder -> what was read of it
+
+    def look(self, passed: Collection[str] = ()) -> Look:
+        """Looks at what is there. Of every incarnation the newest manifest that is sound is read, the others only if it comes to them.
+
+        Args:
+            passed: folders of checkpoints whose shards turned out to be damaged or gone when they were read.
+
+        Raises:
+            FormatError: one is of a format that this version cannot read; going back to an older one silently would lose work.
+        """
+        try:
+            for attempt in range(_LOOKS):
+                look = self._look(passed)
+                if not any(sighting.condition == "gone" for sighting in look.sightings):
+                    break
+                time.sleep(_PAUSE * 2**attempt)
+        except FormatError:
+            raise
+        except (CorruptDataError, StorageError) as error:
+            return Look(trouble=str(error))
+        return look
+
+    def read(self, folder: str) -> Manifest | None:
+        """The manifest of a checkpoint that the last look has listed; None: it is not sound, or not there.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        if folder not in self.manifests:
+            try:
+                self.manifests[folder] = self._twice(self._opened(), lambda at: read_manifest(at, folder))
+            except (CorruptDataError, ObjectGoneError) as error:
+                _log.warning("%s", error)
+                return None
+        return self.manifests[folder]
+
+    def _look(self, passed: Collection[str]) -> Look:
+        storage = self._opened()
+        mark, damaged_mark = self._mark(storage)
+        try:
+            listed = scan(storage, self._run, self._stream)
+        except ObjectGoneError:  # there is no such bucket, or folder
+            listed = {}
+        lagging = False
+        if mark is not None:
+            info = CheckpointInfo(checkpoint_folder(self._run, self._stream, mark), self._run, self._stream, mark)
+            lagging = MANIFEST not in listed.setdefault(info, set())
+            listed[info].add(MANIFEST)
+        known: dict[Incarnation, Descent] = {}
+        newest_first = sorted(listed, key=lambda info: info.version, reverse=True)
+        sightings = [self._sight(storage, info, listed[info], known, passed) for info in newest_first]
+        marks = tuple(version for version in (mark, *self._remembered) if version is not None)
+        return Look(tuple(sightings), marks, damaged_mark, lagging)
+
+    def _opened(self) -> Storage:
+        if self._storage is None:
+            self._storage = self._reopen()
+        return self._storage
+
+    def _mark(self, storage: Storage) -> tuple[Version | None, bool]:
+        try:
+            return self._twice(storage, lambda at: read_mark(at, self._run, self._stream)), False
+        except CorruptDataError as error:
+            _log.warning("%s", error)
+            return None, True
+
+    def _sight(
+        self, storage: Storage, info: CheckpointInfo, files: set[str], known: dict[Incarnation, Descent], passed: Collection[str]
+    ) -> Sighting:
+        incarnation = info.version.incarnation
+        if MANIFEST not in files:
+            return Sighting(info.folder, info.version, "torn")
+        if info.folder in passed:
+            return Sighting(info.folder, info.version, "damaged")
+        if incarnation in known:
+            return Sighting(info.folder, info.version, "listed", known[incarnation])
+        try:
+            manifest = self._twice(storage, lambda at: read_manifest(at, info.folder))
+        except ObjectGoneError:
+            return Sighting(info.folder, info.version, "gone")
+        except CorruptDataError as error:
+            _log.warning("%s (read twice)", error)
+            return Sighting(info.folder, info.version, "damaged")
+        self.manifests[info.folder] = manifest
+        condition: Condition = "whole"
+        if missing := self._missing(storage, manifest, files):
+            _log.warning("%s: %s is missing", storage.url, missing[0])
+            condition = "lacking"
+        else:
+            known[incarnation] = manifest.descent
+        return Sighting(info.folder, info.version, condition, manifest.descent, manifest.created)
+
+    def _missing(self, storage: Storage, manifest: Manifest, files: set[str]) -> list[str]:
+        """Shards that no listing names and that cannot be read either."""
+        missing = missing_shards(manifest, files)
+        if missing:
+            missing = missing_shards(manifest, {key.rpartition("/")[2] for key in storage.list(f"{manifest.folder}/")})
+        return [key for key in missing if not _is_there(storage, key)]
+
+    def _twice(self, storage: Storage, read: Callable[[Storage], _T]) -> _T:
+        """Calls ``read``; what is damaged, or gone, is asked for again on a new connection before it is believed."""
+        try:
+            return read(storage)
+        except CorruptDataError as error:
+            _log.warning("%s; reading it again", error)
+            return read(self._reopen())
+        except ObjectGoneError:
+            return read(self._reopen())
+
+
+def newest_whole(storage: Storage, run: str, stream: str, passed: Collection[str] = ()) -> Manifest | None:
+    """The checkpoint that a job would resume; None: storage proves that there never was one.
+
+    Args:
+        storage: where to look.
+        run: whose checkpoints.
+        stream: which line of them.
+        passed: folders of checkpoints that turned out to be damaged when they were read.
+
+    Raises:
+        StorageUnclearError: there is one, or there has been, and which cannot be told.
+        FormatError: the newest is of a format that this version cannot read.
+    """
+    lookout = Lookout(lambda: storage, run, stream)
+    match decide(lookout.look(passed)):
+        case Here(order):
+            return lookout.manifests[order[0].folder]
+        case Nothing():
+            return None
+        case unclear:
+            raise StorageUnclearError(f"{storage.url}: {unclear.why}; `gemini checkpoints {storage.url}` says what is wrong with each")
+
+
+def check_not_superseded(storage: Storage, manifest: Manifest) -> None:
+    """Make sure that no other job goes by the same run id: what it writes would be mixed with this one's.
+
+    Raises:
+        SupersededError: an incarnation that this one knows nothing of has stored a checkpoint here.
+        StorageError: the storage failed.
+    """
+    this = Sighting(manifest.folder, manifest.version, "whole", manifest.descent)
+    for info in list_checkpoints(storage, manifest.run, manifest.stream):
+        if this.knows(info.version.incarnation):
+            continue
+        try:
+            read_manifest(storage, info.folder)
+        except (CorruptDataError, ObjectGoneError) as error:
+            _log.warning("%s", error)
+            continue
+        raise SupersededError(
+            f"{storage.url}: {info.folder} is of an incarnation that this job's, {manifest.incarnation}, does not know: another job has "
+            f"taken run id {manifest.run!r} over. End one of the two, or give them different run ids (GEMINI_RUN_ID)"
+        )
+
+
+def within(seconds: float, what: str, work: Callable[[], _T]) -> _T:
+    """Call ``work`` in a thread and return its result; what takes longer is left to itself.
+
+    Raises:
+        StorageError: it did not come to an end in time. Else whatever ``work`` raises.
+    """
+    outcome: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((work(), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    threading.Thread(target=run, name="gemini-storage", daemon=True).start()
+    try:
+        value, error = outcome.get(timeout=seconds)
+    except queue.Empty:
+        raise StorageError(f"{what}: storage did not answer within {seconds:g} s; does it hang?") from None
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]  # it is what work returned
+
+
+def _is_there(storage: Storage, key: str) -> bool:
+    try:
+        storage.get_range(key, 0, memoryview(bytearray(1)))
+    except (ObjectGoneError, CorruptDataError):
+        return False
+    return True

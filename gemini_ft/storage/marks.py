@@ -1,0 +1,125 @@
+"""Marks that a run has stored something: one in storage, found without a listing, and one on every host that has taken part.
+
+A folder that is not mounted, or a listing that comes back empty, then does not look like a run that has never begun.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gemini_ft.errors import CorruptDataError, ObjectGoneError
+from gemini_ft.storage.base import Storage
+from gemini_ft.versions import Version
+
+_log = logging.getLogger(__name__)
+
+
+class Mark(BaseModel):
+    """The newest version that was reported as stored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run: str
+    stream: str
+    version: Version
+    url: str = ""  # on a host: in which storage
+    at: float = Field(default_factory=time.time)  # when, on the clock of the host
+
+    def to_bytes(self) -> bytes:
+        """As JSON, with its own checksum."""
+        body = self.model_dump(mode="json")
+        return json.dumps({**body, "xxh3": _checksum(body)}, indent=1).encode()
+
+    @classmethod
+    def from_bytes(cls, blob: bytes) -> Mark:
+        """Raises ValueError: it is damaged, or no mark."""
+        try:
+            body = json.loads(blob)
+        except RecursionError:
+            raise ValueError("it is nested without end") from None
+        if not isinstance(body, dict) or body.pop("xxh3", None) != _checksum(body):
+            raise ValueError("it does not match its own checksum")
+        return cls.model_validate(body)
+
+
+def mark_key(run: str, stream: str) -> str:
+    """Key of the mark in storage."""
+    return f"{run}/{stream}.stored.json"
+
+
+def write_mark(storage: Storage, run: str, stream: str, version: Version) -> None:
+    """Leave the mark in storage; a checkpoint counts as stored once it is there.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    storage.put(mark_key(run, stream), [Mark(run=run, stream=stream, version=version).to_bytes()])
+
+
+def read_mark(storage: Storage, run: str, stream: str) -> Version | None:
+    """The newest version that was reported as stored; None: the store says that there is no mark.
+
+    Raises:
+        CorruptDataError: what came is no mark of this run.
+        StorageError: the storage failed.
+    """
+    key = mark_key(run, stream)
+    try:
+        mark = Mark.from_bytes(storage.get(key))
+    except ObjectGoneError:
+        return None
+    except (ValueError, ValidationError) as error:
+        raise CorruptDataError(f"{storage.url}: {key} is damaged: {error}") from None
+    if (mark.run, mark.stream) != (run, stream):
+        raise CorruptDataError(f"{storage.url}: {key} is the mark of {mark.run}/{mark.stream}")
+    return mark.version
+
+
+def note_on_host(url: str, run: str, stream: str, version: Version) -> None:
+    """Remember on this host that ``version`` was stored; a host where that cannot be written down says so and goes on."""
+    path = note_path(url, run, stream)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part.write_bytes(Mark(run=run, stream=stream, version=version, url=url).to_bytes())
+        part.replace(path)
+    except OSError as error:
+        _log.warning("%s: cannot be written (%s): after a restart this host does not know that the run has stored something", path, error)
+        with suppress(OSError):
+            part.unlink()
+
+
+def recall_on_host(url: str, run: str, stream: str) -> Mark | None:
+    """The last note of `note_on_host`; None: nothing, or it cannot be read."""
+    try:
+        mark = Mark.from_bytes(note_path(url, run, stream).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return mark if (mark.url, mark.run, mark.stream) == (url, run, stream) else None
+
+
+def state_folder() -> Path:
+    """Where hosts remember: GEMINI_STATE_DIR, or gemini-ft in XDG_STATE_HOME, or in ~/.local/state."""
+    if given := os.environ.get("GEMINI_STATE_DIR"):
+        return Path(given)
+    base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(base) / "gemini-ft"
+
+
+def note_path(url: str, run: str, stream: str) -> Path:
+    """Where this host remembers what was stored."""
+    place = xxhash.xxh3_64_hexdigest(url.rstrip("/").encode())
+    return state_folder() / f"{run}-{stream}-{place}.json"
+
+
+def _checksum(body: dict[str, object]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())

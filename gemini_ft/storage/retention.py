@@ -1,0 +1,206 @@
+"""Deleting what the newest checkpoint has superseded, and nothing else: `gemini_ft.storage.decisions.superseded_by` decides."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from gemini_ft.errors import CorruptDataError, GeminiError, ObjectGoneError, StorageError
+from gemini_ft.storage.base import Storage
+from gemini_ft.storage.checkpoints import MANIFEST, Manifest, checkpoint_folder, read_manifest
+from gemini_ft.storage.decisions import Sighting, left_torn, superseded_by
+from gemini_ft.storage.lookout import Lookout
+from gemini_ft.storage.shard import StoredShard
+from gemini_ft.versions import Version
+
+READER_SECONDS = 6 * 3600.0  # after which a reader that has not said that it is through counts as dead
+
+
+def read_back(storage: Storage, manifest: Manifest) -> None:
+    """Make sure that a stored checkpoint is there: its manifest as it was written, every shard to its end, and samples of the bytes.
+
+    Raises:
+        CorruptDataError: something of it is not as it was written.
+        StorageError: the storage failed.
+    """
+    if read_manifest(storage, manifest.folder) != manifest:
+        raise CorruptDataError(f"{storage.url}: {manifest.folder}/{MANIFEST} is not as it was written")
+    for record in manifest.shards.values():
+        StoredShard(storage, record).sample()
+
+
+class Retention:
+    """Deletes old checkpoints of one run and stream, after each that has been stored.
+
+    Args:
+        reopen: opens the storage, with connections of its own.
+        run: whose checkpoints.
+        stream: which line of them.
+        keep_last: newest checkpoints to keep, all of them read back as sound.
+        keep_every: also keep those whose iteration divides by this; of one iteration, the newest.
+        damaged: folders of checkpoints that are known to be damaged; they count for nothing.
+    """
+
+    def __init__(
+        self,
+        reopen: Callable[[], Storage],
+        run: str,
+        stream: str,
+        keep_last: int,
+        keep_every: int | None = None,
+        damaged: frozenset[str] = frozenset(),
+    ) -> None:
+        self._reopen, self._run, self._stream = reopen, run, stream
+        self._keep_last, self._keep_every, self._damaged = keep_last, keep_every, set(damaged)
+        self._sound: set[str] = set()
+        self._known: dict[str, Sighting] = {}  # by folder: seen or stored, and not deleted
+        self._storage: Storage | None = None
+
+    def stored(self, newest: Manifest) -> Sighting:
+        """Learn of a checkpoint that this process has stored and read back."""
+        self._sound.add(newest.folder)
+        self._known[newest.folder] = Sighting(newest.folder, newest.version, "whole", newest.descent, newest.created)
+        return self._known[newest.folder]
+
+    def tidy(self, this: Sighting) -> list[str]:
+        """Delete what is old, and what uploads of earlier incarnations have left: on a full disk nothing else could be stored.
+
+        Args:
+            this: newest state of the incarnation that this process is of, or one that it will store; only what it knows is touched.
+
+        Returns:
+            Folders deleted, oldest first. A manifest goes before its shards, so that nothing half deleted is a checkpoint.
+
+        Raises:
+            StorageError: the storage failed, or something could not be deleted; what could be has been.
+        """
+        storage = self._storage = self._storage or self._reopen()
+        every = self._look(storage)
+        tip = self._examine(storage, this, every)
+        every = [Sighting(o.folder, o.version, "damaged", o.descent) if o.folder in self._damaged else o for o in every]
+        doomed = {one.folder: one for one in left_torn(every, this)}
+        if tip is not None:
+            others = [one for one in every if one.folder != tip.folder]
+            doomed |= {one.folder: one for one in superseded_by(others, tip, self._sound, self._keep_last, self._keep_every)}
+        return self._delete_all(storage, sorted(doomed.values(), key=lambda one: one.version))
+
+    def _look(self, storage: Storage) -> list[Sighting]:
+        """Everything that is there.
+
+        Raises:
+            StorageError: that cannot be told now, or a listing is not true: what is old could stay, unseen, for ever.
+        """
+        look = Lookout(lambda: storage, self._run, self._stream).look(self._damaged)
+        if look.trouble:
+            raise StorageError(look.trouble)
+        seen = {one.folder: one for one in look.sightings}
+        left_out = [one.folder for one in look.sightings if look.lagging and one.version in look.marks and one.condition != "gone"]
+        for folder in self._known.keys() - seen.keys():
+            if _has_manifest(storage, folder):
+                left_out.append(folder)
+            else:
+                del self._known[folder]
+        if left_out:
+            raise StorageError(f"{storage.url}: the listing leaves out {min(left_out)}, which is there: what is old cannot be told")
+        self._known |= {one.folder: one for one in look.sightings if one.condition not in ("torn", "gone")}
+        return list(look.sightings)
+
+    def _delete_all(self, storage: Storage, doomed: list[Sighting]) -> list[str]:
+        held = held_by_readers(storage, self._run, self._stream)
+        deleted, failures = [], []
+        for one in doomed:
+            if one.folder in held:
+                continue
+            try:
+                self._delete(storage, one)
+                self._known.pop(one.folder, None)
+                deleted.append(one.folder)
+            except GeminiError as error:
+                failures.append(str(error))
+        if failures:
+            raise StorageError(f"{len(failures)} old checkpoints could not be deleted: {failures[0]}")
+        return deleted
+
+    def _examine(self, storage: Storage, this: Sighting, every: list[Sighting]) -> Sighting | None:
+        """Read back as many of the newest ancestors as are to be kept, each once; returns the newest that is sound.
+
+        Where there are no more than that, none of them can go, and none is read.
+        """
+        line = [one for one in every if one.readable and this.descends_from(one.version)]
+        few = len(line) <= self._keep_last
+        found: list[Sighting] = []
+        for one in sorted(line, key=lambda one: one.version, reverse=True):
+            if len(found) >= self._keep_last:
+                break
+            if not few and one.folder not in self._sound | self._damaged:
+                try:
+                    read_back(storage, read_manifest(storage, one.folder))
+                    self._sound.add(one.folder)
+                except (CorruptDataError, ObjectGoneError):
+                    self._read_again(one)
+            if one.folder in self._sound:
+                found.append(one)
+        return found[0] if found else None
+
+    def _read_again(self, one: Sighting) -> None:
+        storage = self._reopen()
+        try:
+            read_back(storage, read_manifest(storage, one.folder))
+            self._sound.add(one.folder)
+        except (CorruptDataError, ObjectGoneError):
+            self._damaged.add(one.folder)
+
+    def _delete(self, storage: Storage, one: Sighting) -> None:
+        """Asks for its manifest by name: a listing may have left it out, and the checkpoint is not torn then."""
+        if one.condition == "torn" and _has_manifest(storage, one.folder):
+            return
+        files = [key for key in storage.list(f"{one.folder}/") if key.startswith(f"{one.folder}/")]
+        for key in sorted(files, key=lambda key: (not key.endswith(f"/{MANIFEST}"), key)):
+            storage.delete(key)
+
+
+@contextmanager
+def reading(storage: Storage, run: str, stream: str, version: Version) -> Iterator[None]:
+    """Inside, no other process's retention deletes this checkpoint; where nothing can be written, it is read without that."""
+    key = f"{run}/{stream}.reading-{secrets.token_hex(8)}.json"
+    said = json.dumps({"folder": checkpoint_folder(run, stream, version), "since": time.time()}).encode()
+    with suppress(StorageError):
+        storage.put(key, [said])
+    try:
+        yield
+    finally:
+        with suppress(StorageError):
+            storage.delete(key)
+
+
+def held_by_readers(storage: Storage, run: str, stream: str) -> set[str]:
+    """Folders that somebody reads; what dead readers have left is cleared away.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    held: set[str] = set()
+    for key in storage.list(f"{run}/{stream}.reading-"):
+        try:
+            said = json.loads(storage.get(key))
+            folder, since = str(said["folder"]), float(said["since"])
+        except ObjectGoneError:
+            continue
+        except (ValueError, ArithmeticError, TypeError, KeyError, RecursionError):
+            folder, since = "", 0.0
+        if abs(time.time() - since) < READER_SECONDS:
+            held.add(folder)
+        else:
+            storage.delete(key)
+    return held
+
+
+def _has_manifest(storage: Storage, folder: str) -> bool:
+    try:
+        storage.get(f"{folder}/{MANIFEST}")
+    except ObjectGoneError:
+        return False
+    return True

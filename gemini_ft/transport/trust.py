@@ -1,0 +1,77 @@
+"""Trust between hosts: mutual TLS 1.3 whose certificates follow from the run secret.
+
+Every process derives the same certificate authority from the secret (HKDF, RFC 5869) and lets it sign a certificate for a
+key of its own. So whoever knows the secret is let in, and nobody else; the secret itself never travels. Certificates do not
+expire: the clocks of hosts differ, and a run has no use for a date.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import ssl
+from datetime import UTC, datetime
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+_AUTHORITY = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "gemini-ft run")])
+_HOST = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "gemini-ft host")])
+_ALWAYS = datetime(2000, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, tzinfo=UTC)
+
+
+def fingerprint(secret: bytes) -> str:
+    """A mark of a secret that may be shown: enough to see that two differ, no help in guessing a random one."""
+    return hashlib.sha256(b"gemini-ft fingerprint" + secret).hexdigest()[:16] if secret else ""
+
+
+def derive(secret: bytes, purpose: bytes, length: int = 32) -> bytes:
+    """A key for one purpose, from which neither the secret nor the key for another purpose can be found."""
+    return HKDF(hashes.SHA256(), length, salt=None, info=b"gemini-ft " + purpose).derive(secret)
+
+
+@functools.lru_cache(maxsize=8)
+def tls_context(secret: bytes, server: bool) -> ssl.SSLContext:
+    """One side of mutual TLS among those who know ``secret``, which must not be empty."""
+    if not secret:
+        raise ValueError("an empty secret would let everybody in")
+    authority = Ed25519PrivateKey.from_private_bytes(derive(secret, b"authority"))
+    root = _certificate(_AUTHORITY, authority, authority, is_authority=True)
+    key = Ed25519PrivateKey.generate()
+    chain = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()) + _certificate(_HOST, key, authority, is_authority=False)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # hosts are known by the authority; which one was meant is said and checked inside
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=root.decode())
+    _load_chain(context, chain)
+    if server:
+        context.num_tickets = 0  # nobody resumes a session, and a reader that only waits would have to take them in
+    return context
+
+
+def _certificate(subject: x509.Name, key: Ed25519PrivateKey, authority: Ed25519PrivateKey, is_authority: bool) -> bytes:
+    builder = x509.CertificateBuilder(
+        issuer_name=_AUTHORITY,
+        subject_name=subject,
+        public_key=key.public_key(),
+        serial_number=1 if is_authority else x509.random_serial_number(),
+        not_valid_before=_ALWAYS[0],
+        not_valid_after=_ALWAYS[1],
+    )
+    builder = builder.add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True)
+    return builder.sign(authority, None).public_bytes(Encoding.PEM)
+
+
+def _load_chain(context: ssl.SSLContext, chain: bytes) -> None:
+    """Python's ssl takes keys from files only; this one has no name and never reaches a disk."""
+    fd = os.memfd_create("gemini-ft-certificate", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, chain)
+        context.load_cert_chain(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)

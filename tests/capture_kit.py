@@ -1,0 +1,78 @@
+"""Capturing as production does it: the live state into a slot by the copy plan, without an agent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from gemini_ft import codec
+from gemini_ft.copies import copy_into
+from gemini_ft.copyplan import CopyPlan, Slot
+from gemini_ft.layout import Layout, build_layout, plan_reads, stored_specs
+from gemini_ft.sources import Source, describe, survey
+from gemini_ft.state import collect_extras
+from gemini_ft.training_state import TrainingState
+
+_SECRET = b"secret of a test"
+
+
+@contextlib.contextmanager
+def slot_of(layout: Layout) -> Iterator[Slot]:
+    """A slot as an agent would have given it."""
+    fd = os.memfd_create("slot")
+    os.ftruncate(fd, max(1, layout.nbytes))
+    slot = Slot(fd, 0, layout.nbytes, pinned=False)
+    yield slot
+    slot.close()
+
+
+def shard_of(sources: Sequence[Source], layout: Layout, chunk_bytes: int = 8 * 2**20) -> torch.Tensor:
+    """The bytes of a shard, as a worker writes them into its slot."""
+    plan = CopyPlan(sources, layout, chunk_bytes)
+    plan.stage()
+    with slot_of(layout) as slot:
+        for number, batch in enumerate(plan.batches):
+            slot.write(number, batch)
+        return slot.tensor.clone()
+
+
+def collect(
+    models: Mapping[str, nn.Module], optimizers: Sequence[Any], rank: int, world_size: int, replicated: bool
+) -> tuple[list[Source], dict[str, Any]]:
+    """All tensors of a rank, and its extras."""
+    live = survey(models, optimizers)
+    return describe(live, rank, world_size, replicated), collect_extras(models, optimizers, live)
+
+
+class Taken(NamedTuple):
+    """A snapshot of one rank, as bytes."""
+
+    layout: Layout
+    shard: torch.Tensor
+    extras: bytes
+
+
+def take(state: TrainingState) -> Taken:
+    """A snapshot of the state of a job of one rank."""
+    live = state.survey()
+    extras = codec.encode(state.extras(live), _SECRET)
+    sources = state.describe(live, 0, 1)
+    layout = build_layout([source.spec for source in sources], 0, 1)
+    return Taken(layout, shard_of(sources, layout), extras)
+
+
+def give(taken: Taken, state: TrainingState) -> None:
+    """Restore a snapshot into the state of another process."""
+    extras = codec.decode(taken.extras, _SECRET)
+    state.check(extras)
+    layouts = {0: Layout.from_bytes(taken.layout.to_bytes())}
+    sources = state.destinations(stored_specs(0, layouts), 0, 1)
+    tensors = {source.spec.name: source.tensor for source in sources}
+    for read in plan_reads([source.spec for source in sources], 0, layouts):
+        copy_into(tensors[read.name], read.start, read.stop, taken.shard[read.offset : read.offset + read.nbytes])
+    state.apply_extras(extras)

@@ -1,0 +1,194 @@
+"""Agents that hang, whoever notices: they are replaced, with their memory, and commits go on. And workers that hang early."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_kit import Job, agent_pid, eventually
+from rank_kit import World
+from session_case import loop, stop_the_agent_for_good
+
+from gemini_ft.agent import revival
+from gemini_ft.agent.watch import HangDetector
+
+IMPATIENT = {"agent_timeout": 0.6}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Job(tmp_path) as job:
+        yield job
+
+
+def replaced(job: Job, host: str, old: int) -> int:
+    """Who serves the host instead of an agent that hung."""
+    return int(eventually(lambda: (pid := agent_pid(job.run, host)) is not None and pid != old and pid, f"another agent of {host}"))
+
+
+def held(job: Job, host: str) -> dict[int, set[int]]:
+    """Owner -> iterations of which there are copies."""
+    streams = job.status(host)["streams"]["main"]["shards"]
+    return {int(owner): {int(slot.partition(":")[2]) for slot in slots if slot.startswith("complete")} for owner, slots in streams.items()}
+
+
+class TestReplacement:
+    @pytest.mark.parametrize("victim", [0, 1], ids=["leader", "member"])
+    def test_a_hung_agent_is_replaced_by_its_worker_and_loses_nothing(self, job: Job, victim: int) -> None:
+        ranks = job.start(hello=IMPATIENT)
+        job.commit(ranks, 1, 2, 3)
+        host = ranks[victim].host
+        os.kill(old := job.pid(host), signal.SIGSTOP)
+        replaced(job, host, old)
+        ranks[victim].reconnect(job.version(3))
+        assert held(job, host) == {0: {2, 3}, 1: {2, 3}}
+        job.commit(ranks, 4, 5, 6)
+
+    def test_what_no_worker_holds_is_not_lost_either(self, job: Job) -> None:
+        """Between two attempts nobody but the agent has the memory; whoever joins next notices."""
+        ranks = [job.process(host, number, **IMPATIENT) for number, host in enumerate("ab")]
+        job.open(ranks)
+        job.commit(ranks, 1, 2)
+        for rank in ranks:
+            rank.kill()
+        for host in "ab":
+            os.kill(job.pid(host), signal.SIGSTOP)
+        again = job.join(["a", "b"], **IMPATIENT)
+        for rank in again:
+            assert {(slot.owner, slot.version.iteration) for slot in rank.inventory()} == {(o, i) for o in (0, 1) for i in (1, 2)}
+        assert again[0].client.welcome.secret == ranks[0].hello.secret
+        assert again[0].client.welcome.info.known == job.version(0).incarnation
+        resumed = job.version(2)
+        job.open(again, resumed=resumed, sources={0: ["a"], 1: ["b"]})
+        assert again[0].verify(resumed) == [0, 1]
+        job.commit(again, 3, 4)
+
+    def test_the_launcher_notices_too(self, job: Job) -> None:
+        (rank,) = [job.process("a", 0, agent_timeout=0.6)]
+        job.open([rank])
+        job.commit([rank], 1)
+        watchman = revival.Watchman(job.run, "a", 600.0)  # it learns from the agent how long to wait
+        watchman.start()
+        try:
+            eventually(lambda: watchman._pulse.timeout == 0.6)
+            os.kill(rank.pid, signal.SIGSTOP)  # a host whose workers cannot notice anything
+            os.kill(old := job.pid("a"), signal.SIGSTOP)
+            replaced(job, "a", old)
+            assert held(job, "a") == {0: {1}}
+        finally:
+            watchman.stop()
+
+    def test_memory_that_a_stopped_worker_still_maps_is_not_granted_to_another(self, job: Job) -> None:
+        late = job.process("a", 0, **IMPATIENT)
+        job.open([late])
+        job.commit([late], 1, 2)
+        os.kill(late.pid, signal.SIGSTOP)
+        os.kill(job.pid("a"), signal.SIGSTOP)
+        (rank,) = job.join(["a"], **IMPATIENT)
+        job.open([rank], resumed=job.version(2), sources={0: ["a"]})
+        os.kill(late.pid, signal.SIGCONT)
+        assert not rank.inodes() & late.inodes()
+        late.scribble()
+        job.commit([rank], 3, 4)
+        assert rank.verify(job.version(4)) == [0]
+
+    def test_of_many_who_notice_one_acts(self, job: Job) -> None:
+        ranks = job.join(["a"] * 4, **IMPATIENT)
+        job.open(ranks)
+        job.commit(ranks, 1)
+        os.kill(old := job.pid("a"), signal.SIGSTOP)
+        new = replaced(job, "a", old)
+        eventually(lambda: all(rank.client.lost for rank in ranks))
+        for rank in ranks:
+            rank.reconnect(job.version(1))
+        assert job.pid("a") == new
+        assert job.log("a").count("of an agent that hung") == 1
+        assert held(job, "a") == {owner: {1} for owner in range(4)}
+        job.commit(ranks, 2)
+
+    def test_nobody_is_replaced_for_being_slow_within_the_timeout(self, job: Job) -> None:
+        (rank,) = job.start("a", hello={"agent_timeout": 3.0})
+        old = job.pid("a")
+        for _ in range(3):
+            os.kill(old, signal.SIGSTOP)
+            time.sleep(0.8)
+            os.kill(old, signal.SIGCONT)
+            job.commit([rank], (job.stream("a")["committed"] or 0) + 1)
+        assert job.pid("a") == old
+
+    def test_a_worker_that_was_stopped_itself_blames_nobody(self, job: Job) -> None:
+        rank = job.process("a", 0, **IMPATIENT)
+        job.open([rank])
+        old = job.pid("a")
+        for _ in range(3):
+            os.kill(rank.pid, signal.SIGSTOP)
+            time.sleep(1.0)
+            os.kill(rank.pid, signal.SIGCONT)
+            job.commit([rank], (job.stream("a")["committed"] or 0) + 1)
+        assert job.pid("a") == old
+
+    def test_a_starter_that_dies_leaves_nothing_locked(self, job: Job) -> None:
+        with revival._sole_starter(job.run, "a") as mine, revival._sole_starter(job.run, "a") as other:
+            assert (mine, other) == (True, False)
+        job.rank("a", 0)
+
+
+class TestStart:
+    """A worker that hangs before its third step is found, and shows where."""
+
+    @pytest.mark.parametrize("phase", ["joining", "restoring", "first steps"])
+    def test_a_worker_that_hangs_is_killed_after_its_stacks_were_written(self, job: Job, phase: str) -> None:
+        rank = job.process("a", 0, start_timeout=1.0)
+        rank.write_stacks()
+        if phase != "joining":
+            job.open([rank], hang_timeout=None)
+        if phase == "first steps":
+            job.commit([rank], 1, 2)
+        os.kill(rank.pid, signal.SIGSTOP)
+        eventually(lambda: "is gone" in job.log("a"))
+        assert "made no progress for" in job.log("a")
+        assert "(start_timeout 1.0 s): killing it" in job.log("a")
+        assert "most recent call first" in job.log("a")
+
+    def test_whatever_a_worker_says_while_it_joins_is_progress(self) -> None:
+        detector = HangDetector(start_limit=10.0, last=0.0)
+        assert [detector.hangs(10.0), detector.hangs(10.5)] == [None, 10.5]
+        detector.heard(10.0)
+        assert detector.hangs(19.0) is None
+        detector.progress(20.0)
+        detector.heard(29.0)  # from now on only steps are
+        assert detector.hangs(30.5) == 10.5
+        for now in (25.0, 26.0, 27.0):
+            detector.progress(now)
+        assert detector.hangs(200.0) is None  # the patience of hang_timeout begins
+
+    def test_it_can_be_switched_off(self) -> None:
+        assert HangDetector(start_limit=0.0, last=0.0).hangs(1e9) is None
+
+    def test_a_process_that_trains_another_stream_is_not_hanging(self, job: Job) -> None:
+        first = job.rank("a", 0, start_timeout=1.0)
+        job.rank("a", 1, stream="later", start_timeout=1.0)
+        job.open([first])
+        for iteration in range(1, 5):
+            job.commit([first], iteration)
+        time.sleep(2.0)  # the second stream has said nothing for longer than its patience
+        job.commit([first], 5)
+
+
+@pytest.mark.parametrize(("victim", "options"), [(0, {}), (1, {"interval": 1})], ids=["leader-auto", "member-every-step"])
+def test_training_commits_again_soon_after_an_agent_has_hung(tmp_path: Path, victim: int, options: dict[str, Any]) -> None:
+    """No update waits for `timeout`, and no agent for its host to be lost."""
+    options = {"agent_timeout": 1.0, "replica_timeout": 1.0, "timeout": 60.0, "on_late": None, "pause": 0.02, **options}
+    with World(tmp_path, size=2) as world:
+        results = world.outcome(partial(loop, 150, during=stop_the_agent_for_good, **options), VICTIM=str(victim))
+        for result in results:
+            assert not isinstance(result, Exception), result
+            assert result["committed"] == 150
+            assert result["longest"] < 30, "an update waited for the whole timeout"
+        assert "of an agent that hung" in world.log(world.hosts[victim])

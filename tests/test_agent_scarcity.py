@@ -1,0 +1,345 @@
+"""Too little of something: memory, descriptors, disk, and slots that a reader does not let go of. It ends in an error or a retry."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import mmap
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_kit import CHUNK, Job, agent_pid, eventually
+
+from gemini_ft import launcher
+from gemini_ft.agent import lifecycle
+from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape
+from gemini_ft.agent.vault import Vault
+from gemini_ft.agent.workers import Desk
+from gemini_ft.copyplan import map_slots
+from gemini_ft.errors import AgentError, MemoryBudgetError
+from gemini_ft.events import EventLog, read_events
+from gemini_ft.messages import Describe, Description, Fetch, GetInventory, Inventory, Reserved
+from gemini_ft.protocol import Host
+from gemini_ft.recorder import Stats
+from gemini_ft.transport.wire import BlockingWire
+from gemini_ft.versions import Incarnation, Version
+
+SECRET = b"s" * 16
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Job(tmp_path) as job:
+        yield job
+
+
+def shape(owner: int = 0, extras: int = 4096) -> SlotShape:
+    return SlotShape("run", "main", owner, 1, "hash", b"layout", 2**16, extras, CHUNK)
+
+
+def vault(limit: int) -> tuple[Vault, list[str]]:
+    said: list[str] = []
+    return Vault(Host("a", {0: ("a",)}), Budget(limit), said.append, lambda memory: None), said
+
+
+def slots_of_this_process() -> set[str]:
+    """Descriptors of agents' memory; others come and go with threads of other tests."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found[number] = os.readlink(f"/proc/self/fd/{number}")
+    return {number for number, link in found.items() if "memfd:gemini" in link}
+
+
+def settled_descriptors(pid: int) -> int:
+    """How many descriptors a process has when none has come or gone for a while."""
+    counts = [0]
+
+    def settled() -> bool:
+        time.sleep(0.05)
+        counts.append(len(os.listdir(f"/proc/{pid}/fd")))
+        return len(counts) > 5 and len(set(counts[-5:])) == 1
+
+    eventually(settled, "a constant number of descriptors")
+    return counts[-1]
+
+
+class TestMemory:
+    def test_extras_that_grow_make_room_before_they_take_it(self, job: Job) -> None:
+        """There is room for two slots of either size, and not for four."""
+        (rank,) = job.start("a", hello={"memory_limit": 2 * 2**22})
+        job.commit([rank], 1, 2)
+        rank.reserve(extras_capacity=2**20)  # one slot of the new size beside the committed one
+        assert len(rank.fds) == 1
+        assert "Going on with one slot less" in job.log("a")
+        job.commit([rank], 3)
+        rank.wait_for("room")
+        rank.reserve(extras_capacity=2**20)
+        assert len(rank.fds) == 2
+        job.commit([rank], 4, 5, 6)
+        used = job.status("a")["memory"]["used"]
+        assert used == 2 * os.fstat(rank.fds[0]).st_size
+
+    def test_what_would_never_fit_is_refused_with_numbers(self, job: Job) -> None:
+        (rank,) = job.start("a", hello={"memory_limit": 2 * 2**22})
+        job.commit([rank], 1)
+        with pytest.raises(
+            MemoryBudgetError, match=r"2 slots of [0-9,]+ bytes\) needs [0-9,]+ bytes; this host's agent may hold 8,388,608"
+        ):
+            rank.reserve(extras_capacity=2**23)
+        assert [slot.version.iteration for slot in rank.inventory()] == [1]
+
+    def test_a_restarted_agent_counts_what_it_takes_back_as_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nothing is available when it starts, because the slots that it is about to take back fill the host."""
+        version = Version(Incarnation(1, "nonce"), 7)
+        left = SlotMemory.create(shape())
+        for index, (offset, nbytes) in enumerate(left.cuts(0)):
+            left.put_chunk(index, offset, nbytes, 0)
+        assert left.finish(version, 0, None)
+        with monkeypatch.context() as full:
+            full.setattr("gemini_ft.agent.memory.available_memory", lambda: 0)
+            place = Vault(Host("a", {0: ("a",)}), budget := Budget(None), print, lambda memory: None)
+            assert budget.limit == 0
+            place.adopt(SlotMemory.adopt(os.dup(left.fd)))
+        assert [info.version for info in place.inventory()] == [version]
+        assert (budget.used, budget.limit) == (left.shape.total, int(0.6 * left.shape.total))
+        stated = Budget(1)
+        stated.take_over(left.shape.total)
+        assert stated.limit == 1
+        left.close()
+
+    @pytest.mark.parametrize("call", ["memfd_create", "ftruncate"])
+    @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
+    def test_what_the_kernel_refuses_leaves_no_slot_without_memory(self, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
+        place, _ = vault(2**30)
+        calls = 0
+        genuine = getattr(os, call)
+
+        def scarce(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 2:  # the first slot is made, the second is not
+                raise OSError(number, os.strerror(number))
+            return genuine(*args)
+
+        slots = slots_of_this_process()
+        monkeypatch.setattr(os, call, scarce)
+        with pytest.raises(MemoryBudgetError, match="the kernel gives no memory or descriptor"):
+            place.ensure(0, shape(), 2, reuse=True)
+        assert slots_of_this_process() <= slots
+        assert (place._budget.used, place.memory, place._host.slots(0).slots) == (0, {}, {})
+        assert len(place.ensure(0, shape(), 2, reuse=True)) == len(place.memory) == 2  # as soon as there is some
+
+    def test_a_worker_that_cannot_map_its_slots_says_so_and_keeps_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        slots = [SlotMemory.create(shape()) for _ in range(2)]
+        reserved = Reserved(layout_hash="hash", slots=[0, 1], data_offset=slots[0].shape.data_offset, capacity=slots[0].shape.capacity)
+        kept = slots_of_this_process()
+        handed = [os.dup(slot.fd) for slot in slots]
+        genuine, calls = mmap.mmap, iter([True, False])
+
+        def scarce(*args: Any) -> mmap.mmap:
+            if next(calls):  # the first slot can be mapped, the second cannot
+                return genuine(*args)
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+        with monkeypatch.context() as full:
+            full.setattr(mmap, "mmap", scarce)
+            with pytest.raises(MemoryBudgetError, match="this worker cannot map 2 slots"):
+                map_slots(handed, reserved, False)
+        assert slots_of_this_process() <= kept
+        for slot in slots:
+            slot.close()
+
+    def test_a_clock_that_jumps_changes_no_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        slot = SlotMemory.create(shape())
+        monkeypatch.setattr("time.time", lambda: -1e9)
+        assert slot.age == 0.0
+        slot.close()
+
+
+class TestThreads:
+    def test_a_worker_that_can_start_none_says_so_and_keeps_no_connection(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        job.rank("a", 0)
+        fds = len(os.listdir("/proc/self/fd"))
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(AgentError, match="no thread can be started that listens to the agent"):
+            job.rank("a", 1)
+        eventually(lambda: len(os.listdir("/proc/self/fd")) <= fds, "the end of the connection")
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+    def test_a_listener_that_breaks_is_a_lost_agent_and_no_silence(self, job: Job) -> None:
+        """Nobody waits for answers of an agent that is not listened to; another connection follows."""
+        rank = job.rank("a", 0)
+        rank.client._on_event = no_thread
+        job.open([rank])
+        rank.reserve()
+        rank.request(1)  # what is granted is an event
+        eventually(lambda: rank.client.lost)
+        with pytest.raises(AgentError, match="ended"):
+            rank.client.call(GetInventory(), Inventory)
+
+    def test_pages_come_later_where_none_can_be_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        place, _ = vault(2**30)
+        indices = place.ensure(0, shape(), 2, reuse=True)
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        with contextlib.closing(asyncio.new_event_loop()) as loop:
+            loop.run_until_complete(place.prefault(0, indices))
+
+
+def stop(*args: Any) -> None:
+    raise SystemExit
+
+
+def no_thread(*args: Any) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+class TestDescriptors:
+    def test_a_launcher_may_have_as_many_as_the_system_allows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        monkeypatch.setattr(launcher, "_prepare", stop)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+            with pytest.raises(SystemExit):
+                launcher.command([__file__])
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    def test_an_agent_may_have_as_many_as_the_system_allows(self, job: Job) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+        try:
+            job.rank("a", 0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert resource.prlimit(job.pid("a"), resource.RLIMIT_NOFILE) == (hard, hard)
+
+    def test_without_any_it_waits_and_then_serves_again(self, job: Job) -> None:
+        """The loop does not spin meanwhile, and no connection is left half open."""
+        (rank,) = job.start("a")
+        pid = job.pid("a")
+        limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (settled_descriptors(pid), limits[1]))
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(lifecycle.socket_name(job.run, "a"))
+            eventually(lambda: "no worker can be accepted" in job.log("a"))
+            job.commit([rank], 1, 2, 3)
+        assert job.log("a").count("no worker can be accepted") < 5
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        job.rank("a", 1)
+        assert agent_pid(job.run, "a") == pid
+
+    def test_a_message_without_its_descriptors_ends_the_connection_and_no_slot_is_mistaken(self, job: Job) -> None:
+        (rank,) = job.start("a")
+        pid = job.pid("a")
+        limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (settled_descriptors(pid) + 1, limits[1]))
+        with pytest.raises(Exception, match="descriptor"):
+            rank.reserve(nbytes=8 * CHUNK)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        rank.reserve(nbytes=8 * CHUNK)
+        job.commit([rank], 1, 2, 3)
+
+    def test_a_listener_without_descriptors_does_not_spin(self) -> None:
+        async def look() -> int:
+            attempts = 0
+
+            class Exhausted(socket.socket):
+                def accept(self) -> Any:
+                    nonlocal attempts
+                    attempts += 1
+                    raise OSError(errno.EMFILE, "Too many open files")
+
+            class Office:
+                def log(self, text: str) -> None: ...
+
+            with Exhausted(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as caller:
+                listener.bind(name := f"\0gemini-test-{os.getpid()}")
+                listener.listen()
+                caller.connect(name)
+                desk = Desk(Office(), listener)  # type: ignore[arg-type]
+                for _ in range(50):
+                    await asyncio.sleep(0)
+                desk.close()
+            return attempts
+
+        assert asyncio.run(look()) == 1
+
+
+class TestReaders:
+    def test_one_that_is_stopped_keeps_no_slot_for_ever(self, job: Job) -> None:
+        ranks = job.start(replica_timeout=1.0)
+        job.commit(ranks, 1, 2)
+        wire = BlockingWire(ranks[0].address, job.claims(to="a"), SECRET, 10)
+        wire.send(Describe(owner=0, version=job.version(2)))
+        assert isinstance(wire.receive(), Description)  # and nothing more is heard of it
+        job.commit(ranks, 3, 4, 5, 6)
+        assert "host test has read nothing of rank 0's" in job.log("a")
+        wire.close()
+
+    def test_one_that_takes_nothing_in_keeps_none_either(self, job: Job) -> None:
+        (rank,) = job.join(["a"])
+        rank.open(job.make_spec([rank], replica_timeout=1.0))
+        rank.reserve(nbytes=256 * CHUNK)
+        job.commit([rank], 1, 2)
+        wire = BlockingWire(rank.address, job.claims(to="a"), SECRET, 10)
+        wire.send(Fetch(owner=0, version=job.version(2), offset=0, nbytes=256 * CHUNK))
+        job.commit([rank], 3, 4, 5)
+        assert "has read nothing of rank 0's" in job.log("a")
+        wire.close()
+
+
+class TestDisk:
+    def test_a_full_one_costs_the_log_and_no_commit(self, job: Job, tmp_path: Path) -> None:
+        """The agent's whole output goes to a device that is full."""
+        command = [sys.executable, "-m", "gemini_ft.agent.main", "--run", job.run, "--host", "a"]
+        with open("/dev/full", "wb") as full, subprocess.Popen(command, stdout=full, stderr=full) as agent:
+            eventually(lambda: agent_pid(job.run, "a") == agent.pid)
+            (rank,) = job.start("a")
+            job.commit([rank], 1, 2)
+            agent.kill()
+
+    def test_a_full_one_leaves_an_agent_without_a_log(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(path: Path) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(lifecycle, "open_log", full)
+        with lifecycle._open_log("run", "a") as log:
+            assert log.name == os.devnull
+
+    def test_a_full_one_costs_events_and_no_step(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("GEMINI_EVENTS", str(tmp_path / "events"))
+        log = EventLog(rank=0)
+        log.write("step", iteration=1)
+        genuine = os.write
+        monkeypatch.setattr(os, "write", lambda fd, data: genuine(fd, data[:7]))
+        log.write("step", iteration=2)  # the disk is full in the middle of it
+        monkeypatch.setattr(os, "write", lambda fd, data: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        log.write("step", iteration=3)
+        log.write("step", iteration=4)
+        monkeypatch.setattr(os, "write", genuine)
+        log.write("step", iteration=5)
+        assert [event["iteration"] for event in read_events(tmp_path / "events")] == [1, 5]
+        assert caplog.text.count("events are lost") == 1
+
+
+def test_what_a_process_remembers_of_its_steps_is_bounded() -> None:
+    stats = Stats()
+    for iteration in range(5 * Stats.KEPT):
+        stats.note_blocked(0.0)
+        stats.note_commit(iteration, 0.1, 0)
+    assert Stats.KEPT <= len(stats.blocked) <= 2 * Stats.KEPT
+    assert list(stats.commit_seconds) == list(stats.lag) == list(range(4 * Stats.KEPT, 5 * Stats.KEPT))

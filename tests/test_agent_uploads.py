@@ -1,0 +1,190 @@
+"""The agent's uploader against a storage that lies or fails: what it stores, what it clears away, and what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+from collections.abc import Callable, Coroutine, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gemini_ft.agent.memory import SlotMemory, SlotShape
+from gemini_ft.agent.uploads import Uploader
+from gemini_ft.errors import StorageError
+from gemini_ft.layout import TensorSpec, build_layout
+from gemini_ft.messages import SessionSpec
+from gemini_ft.roots import checksum
+from gemini_ft.storage.base import ignore
+from gemini_ft.storage.checkpoints import list_checkpoints
+from gemini_ft.storage.local import LocalStorage
+from gemini_ft.versions import Incarnation, Version
+
+THIS = Incarnation(2, "0000000b")
+EARLIER = Version(Incarnation(1, "0000000a"), 1)
+
+
+class Naughty(LocalStorage):
+    """Keeps half of what matches ``halves``, and refuses to put or delete what matches ``refuses``."""
+
+    halves = refuses = "$^"
+
+    def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
+        if re.search(self.refuses, f"put {key}"):
+            raise StorageError(f"put {key} is refused")
+        content = b"".join(parts)
+        super().put(key, [content[: len(content) // 2] if re.search(self.halves, key) else content], sent)
+
+    def delete(self, key: str) -> None:
+        if re.search(self.refuses, f"delete {key}"):
+            raise StorageError(f"delete {key} is refused")
+        super().delete(key)
+
+
+class Host:
+    """One host that owns the only shard."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+        monkeypatch.setattr("gemini_ft.agent.uploads._BACKOFF", 0.0)
+        monkeypatch.setattr("gemini_ft.agent.uploads.open_storage", lambda *_: self.storage)
+        self.storage, self.log = Naughty(folder), list[str]()
+        layout = build_layout([TensorSpec("w", "int64", (64,), (0,))], 0, 1)
+        shape = SlotShape("run", "main", 0, 1, layout.logical_hash, layout.to_bytes(), layout.nbytes, 64, 2**20)
+        self.memory = SlotMemory.create(shape)
+        self.spec = SessionSpec(
+            stream="main",
+            incarnation=THIS,
+            world_size=1,
+            hosts=["h"],
+            addresses={"h": ("127.0.0.1", 1)},
+            holders={0: ["h"]},
+            leader="h",
+            resumed=EARLIER,
+            lineage=[EARLIER],
+            storage={"url": folder.as_uri(), "every_steps": 1, **settings},
+        )
+        self.uploader = Uploader(self.spec, "run", self.log.append)
+
+    async def upload(self, iteration: int) -> str:
+        """From the copy in the slot to the thawing; what the user is told."""
+        version, heard = Version(THIS, iteration), asyncio.get_running_loop().create_future()
+        for index, cut in enumerate(self.memory.cuts(0)):
+            self.memory.put_chunk(index, *cut, checksum(self.memory.data(*cut)))
+        assert self.memory.finish(version, 0, None)
+        self.uploader.start(0, self.memory, version, lambda *said: heard.set_result(said))
+        record, error = await heard
+        told = ""
+        if not error:
+            try:
+                await self.uploader.write_manifest(version, {0: record})
+                told, _ = await self.uploader.tidy()
+            except StorageError as failure:
+                error = str(failure)
+        told += self.uploader.over(version, error)
+        await asyncio.gather(*self.uploader._background)
+        return told
+
+    def steps(self) -> list[int]:
+        return [info.iteration for info in list_checkpoints(self.storage)]
+
+    def folders(self) -> int:
+        return len({key.rpartition("/")[0] for key in self.storage.list("run/main/")})
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(tmp_path / "store", monkeypatch)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)
+
+
+@pytest.mark.parametrize("what", ["shard", "manifest"])
+def test_a_store_that_keeps_half_of_what_it_is_given_has_stored_nothing(host: Host, what: str) -> None:
+    async def scenario() -> None:
+        for iteration in (1, 2):
+            assert await host.upload(iteration) == ""
+        host.storage.halves = what
+        for iteration in (3, 4, 5):
+            told = await host.upload(iteration)
+            assert ("did not come back" in told and "the newest stored step is 2" in told) == (iteration == 3)
+        assert host.steps() == [2, 1]
+        assert host.folders() == 2
+        assert json.loads(json.dumps(host.uploader.status()))["failing_since"]
+        host.storage.halves = "$^"
+        assert "storage is well again after" in await host.upload(6)
+        assert host.steps() == [6, 2]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("refused", ["put .*manifest", "put .*stored"])
+def test_a_failed_upload_leaves_nothing(host: Host, refused: str) -> None:
+    async def scenario() -> None:
+        await host.upload(1)
+        host.storage.refuses = refused
+        for iteration in range(2, 6):
+            await host.upload(iteration)
+            assert host.folders() == 1
+        assert host.steps() == [1]
+
+    run(scenario())
+
+
+def test_what_cannot_be_cleared_away_does_not_pile_up(host: Host) -> None:
+    async def scenario() -> None:
+        await host.upload(1)
+        host.storage.refuses = "put .*manifest|delete"
+        for iteration in range(2, 9):
+            await host.upload(iteration)
+            assert host.folders() <= 3
+        host.storage.refuses = "$^"
+        assert "well again" in await host.upload(9)
+        assert host.folders() == 2
+
+    run(scenario())
+
+
+def test_old_checkpoints_that_cannot_be_deleted_are_said_once_and_shown(host: Host) -> None:
+    async def scenario() -> None:
+        host.storage.refuses = "delete"
+        told = [await host.upload(iteration) for iteration in range(1, 6)]
+        assert [bool(text) for text in told] == [False, False, True, False, False]
+        assert "nothing more is stored until it can" in told[2]
+        assert "could not be deleted" in str(host.uploader.status()["error"])
+        assert (await host.uploader.tidy())[1]
+        host.storage.refuses = "$^"
+        assert "what is old is deleted again" in await host.upload(6)
+        assert host.steps() == [6, 5]
+        assert await host.uploader.tidy() == ("", "")
+        assert not host.uploader.status()["error"]
+
+    run(scenario())
+
+
+def test_what_an_earlier_incarnation_left_is_cleared_before_anything_is_written(host: Host) -> None:
+    for nonce in ("1-0000000a", "7-0000000f"):  # the second one is of a job that this one does not know
+        host.storage.put(f"run/main/step-00000009-inc-{nonce}/shard-00000.safetensors", [b"torn"])
+    asyncio.run(host.uploader.tidy())
+    assert [key.split("/")[2] for key in host.storage.list("run/main/")] == ["step-00000009-inc-7-0000000f"]
+
+
+def test_a_place_that_shows_nothing_of_what_was_stored_before_is_given_nothing(host: Host) -> None:
+    async def scenario() -> None:
+        await host.upload(1)
+        away = host.storage.root.rename(host.storage.root.with_name("away"))
+        told = await host.upload(2)
+        assert "this run has stored iteration 1 of incarnation 2 here, and nothing of it is there any more: is a mount missing?" in told
+        assert not host.storage.list()
+        shutil.rmtree(host.storage.root, ignore_errors=True)
+        away.rename(host.storage.root)
+        assert "well again" in await host.upload(3)
+        host.storage.delete("run/main.stored.json")  # as a store does that kept half of it
+        await host.upload(4)
+        assert host.steps() == [4, 3]
+
+    run(scenario())

@@ -1,0 +1,245 @@
+"""Jobs drawn from parts, captured at a random step, thrown away, built anew and restored: what follows is equal, or was refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from capture_kit import Taken, give, take
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_optimizer_zoo import SAM, Averaging
+from torch import nn
+from torch.nn.utils import prune
+
+from gemini_ft import codec
+from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
+from gemini_ft.rebuilding import Changes
+from gemini_ft.testing import digest
+from gemini_ft.training_state import PlainState
+
+WIDTH, CLASSES = 4, 6
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Cache(nn.Module):
+    """A buffer that is registered in the first forward, one that grows, and a number that counts."""
+
+    seen: torch.Tensor
+    first: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(0))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "first"):
+            self.register_buffer("first", x.detach().mean(0), persistent=False)
+        self.seen = torch.cat([self.seen, x.detach().mean().view(1)])[-5:]
+        self.calls += 1
+        return x + self.first + self.seen.sum() * 1e-2 + self.calls * 1e-3
+
+
+PARTS = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "norm": lambda: nn.BatchNorm1d(WIDTH),
+    "dropout": lambda: nn.Dropout(0.3),
+    "spectral": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+    "cache": Cache,
+    "lazy": lambda: nn.LazyLinear(WIDTH),
+    "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+}
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.02),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.3),
+    "sam": lambda p: SAM(p, torch.optim.Adam, lr=0.02),
+    "averaging": Averaging,
+}
+EVENTS = ("unfreeze", "freeze", "prune", "prune again", "group", "eval", "number", "learning rate", "add layer", "replace layer")
+REFUSED = {"add layer", "replace layer"}  # only the script can build these
+
+
+@dataclass(frozen=True)
+class Job:
+    parts: tuple[str, ...]
+    optimizers: tuple[str, ...]
+    accumulate: tuple[int, ...]  # steps of the loop for each step of an optimizer
+    events: dict[int, str] = field(default_factory=dict)  # step -> what the loop does then
+    set_to_none: bool = True
+
+
+jobs = st.builds(
+    Job,
+    parts=st.lists(st.sampled_from(sorted(PARTS)), min_size=1, max_size=4).map(tuple),
+    optimizers=st.lists(st.sampled_from(sorted(OPTIMIZERS)), min_size=1, max_size=2).map(tuple),
+    accumulate=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    events=st.dictionaries(st.integers(0, 7), st.sampled_from(EVENTS), max_size=3),
+    set_to_none=st.booleans(),
+)
+
+
+class Run:
+    """One process of a job: built from nothing, as its script does."""
+
+    def __init__(self, job: Job, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.job = job
+        self.embed = nn.Embedding(CLASSES, WIDTH, max_norm=1.0)
+        self.body = nn.Sequential(*(PARTS[part]() for part in job.parts), nn.Linear(WIDTH, 2))
+        self.model = nn.ModuleDict({"embed": self.embed, "body": self.body})
+        with torch.no_grad():
+            if "lazy" in job.parts:
+                self.body.eval()(torch.zeros(3, WIDTH))
+                self.body.train()
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        count = len(job.optimizers)
+        self.optimizers = [OPTIMIZERS[name](params[i::count]) for i, name in enumerate(job.optimizers)]
+        self.state = PlainState.of({"model": self.model}, self.optimizers, None)
+        self.state.watch()
+        self.log: list[str] = []
+
+    def step(self, step: int) -> None:
+        if event := self.job.events.get(step):
+            self._happen(event)
+        x = torch.randint(CLASSES, (5,), generator=torch.Generator().manual_seed(step))
+
+        def loss() -> torch.Tensor:
+            return self.body(self.embed(x)).square().mean()
+
+        loss().backward()
+        for optimizer, every in zip(self.optimizers, self.job.accumulate, strict=False):
+            if (step + 1) % every == 0:
+                optimizer.step(loss) if isinstance(optimizer, SAM) else optimizer.step()
+                optimizer.zero_grad(set_to_none=self.job.set_to_none)
+        self.log.append(loss().item().hex())
+
+    def _happen(self, event: str) -> None:
+        first, last = self.body[0], self.body[-1]
+        match event:
+            case "unfreeze":
+                self.body.requires_grad_(True)
+            case "freeze":
+                last.requires_grad_(False)
+            case "prune":
+                if not prune.is_pruned(last):
+                    prune.l1_unstructured(last, "weight", amount=2)
+            case "prune again":
+                prune.random_unstructured(last, "weight", amount=1)
+            case "group":
+                known = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+                takes = not isinstance(self.optimizers[0], SAM)  # the options of the optimizer inside are not among its own
+                if takes and (new := [p for p in self.model.parameters() if id(p) not in known]):
+                    self.optimizers[0].add_param_group({"params": new, "lr": 0.01})
+            case "eval":
+                first.eval()
+            case "number":
+                first.p = 0.7
+            case "learning rate":
+                self.optimizers[-1].param_groups[0]["lr"] *= 0.5
+            case "add layer":
+                self.body.append(nn.Linear(2, 2))
+            case "replace layer":
+                self.body[-1] = nn.Linear(last.in_features, 2)
+
+    def bits(self) -> str:
+        grads = {name: p.grad for name, p in self.model.named_parameters()}
+        return digest({"model": self.model.state_dict(), "loss": self.log, "grads": {k: v for k, v in grads.items() if v is not None}})
+
+
+def outcome(job: Job, at: int) -> str:
+    """Run a job to its end, undisturbed and thrown away after step ``at``."""
+    run = Run(job, 0)
+    taken: Taken | None = None
+    for step in range(10):
+        torch.manual_seed(step)
+        run.step(step)
+        if step == at:
+            try:
+                taken = take(run.state)
+            except UnsupportedStateError:
+                assert REFUSED & {event for when, event in job.events.items() if when <= at}, "refused without a reason"
+                return "refused"
+            run.log.clear()
+    assert taken is not None
+    again = Run(job, 0)
+    give(taken, again.state)
+    for step in range(at + 1, 10):
+        torch.manual_seed(step)
+        again.step(step)
+    assert again.bits() == run.bits()
+    return "equal"
+
+
+@settings(max_examples=20, deadline=None)
+@given(jobs, st.integers(0, 8))
+def test_whatever_a_job_consists_of(job: Job, at: int) -> None:
+    outcome(job, at)
+
+
+@pytest.mark.soak
+@settings(max_examples=2000, deadline=None)
+@given(jobs, st.integers(0, 8))
+def test_whatever_a_job_consists_of_at_length(job: Job, at: int) -> None:
+    outcome(job, at)
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_everything_that_can_happen(event: str) -> None:
+    job = Job(("frozen", "cache", "norm"), ("adam", "sgd"), (1, 3), {2: event})
+    assert outcome(job, 4) == ("refused" if event in REFUSED else "equal")
+
+
+def test_what_only_the_script_can_build_is_built_by_it() -> None:
+    """A layer is added and the optimizer replaced; the fresh process does the same, from the description."""
+
+    def grow(run: Run) -> None:
+        run.body.append(nn.Linear(2, 3))
+        run.optimizers[:] = [torch.optim.SGD(run.model.parameters(), lr=0.05, momentum=0.9)]
+        run.state.optimizers = run.optimizers
+
+    job = Job(("linear",), ("adam",), (1, 1))
+    run, again = Run(job, 0), Run(job, 0)
+    for process in (run, again):
+        process.state = PlainState.of({"model": process.model}, process.optimizers, None, can_rebuild=True)
+    run.step(0)
+    grow(run)
+    run.step(1)
+    taken = take(run.state)
+    changes = Changes(**codec.decode(taken.extras)["changes"])
+    assert changes.classes == {"optim0": ["Adam", "SGD"]}
+    assert changes.tensors["model.body.2.weight"] == [None, ["parameter", [3, 2], "float32", True]]
+    with pytest.raises(LayoutMismatchError, match=r"there is no module model\.body\.2 now"):
+        give(taken, Run(job, 0).state)
+    grow(again)  # as the user's rebuild= does
+    give(taken, again.state)
+    run.log.clear()
+    for process in (run, again):
+        process.step(2)
+    assert again.bits() == run.bits()
+    assert "changes" in codec.decode(take(again.state).extras)  # the next fresh process has to follow as well
+
+
+def test_gradients_of_the_optimizer_that_waits_are_kept() -> None:
+    assert outcome(Job(("linear",), ("sgd", "adam"), (1, 2)), 4) == "equal"
+
+
+def test_another_script_is_not_taken_for_a_change() -> None:
+    run = Run(Job(("cache",), ("adam",), (1, 1)), 0)
+    run.step(0)
+    taken = take(run.state)
+    wider = Run(Job(("cache", "norm"), ("adam",), (1, 1)), 0)
+    with pytest.raises(LayoutMismatchError):
+        give(taken, wider.state)

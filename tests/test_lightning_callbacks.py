@@ -1,0 +1,147 @@
+"""Every callback that ships with Lightning: a fit that crashed in mid-epoch ends as one that did not, or it is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch.callbacks as shipped
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from test_lightning_hooks import Boom, Case, fit, table, weights
+from torch import nn
+from torchmetrics import MeanMetric
+
+from gemini_ft.errors import UnsupportedStateError
+
+__all__ = ["fit"]  # the fixture
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The loggers you have set.*:UserWarning"),
+]
+
+
+class Tuned(Case):
+    """Logs its loss; optimizes what is not frozen, as Lightning's finetuning callbacks ask for."""
+
+    lr = 0.01
+    batch_size = 4
+
+    def changed(self, loss: torch.Tensor) -> torch.Tensor:
+        self.log("loss", loss)
+        return loss
+
+    def train_dataloader(self) -> Any:
+        return table(self.batch_size)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([param for param in self.parameters() if param.requires_grad], self.lr)
+
+
+class Unfreeze(shipped.BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone[0], optimizer)
+
+
+class Counting(shipped.LambdaCallback):
+    """A function of the user's, which counts in the module."""
+
+    def __init__(self) -> None:
+        super().__init__(on_train_epoch_start=lambda trainer, module: setattr(module.backbone[2], "p", 0.1 * (1 + trainer.current_epoch)))
+
+
+CRASH = (1, 5)  # late enough for a snapshot of this epoch where two batches make a step
+Maker = Callable[[], Any]
+SOAK = pytest.mark.soak  # these have no state that the training depends on
+# Name -> how to make it, and whether it is refused.
+CALLBACKS: dict[str, tuple[Maker, str]] = {
+    "BackboneFinetuning": (lambda: shipped.BackboneFinetuning(1, lambda epoch: 1.5, train_bn=False), ""),
+    "BaseFinetuning": (Unfreeze, ""),
+    "BasePredictionWriter": (shipped.BasePredictionWriter, ""),
+    "BatchSizeFinder": (shipped.BatchSizeFinder, "BatchSizeFinder trains by itself"),
+    "Callback": (shipped.Callback, ""),
+    "Checkpoint": (shipped.Checkpoint, ""),
+    "DeviceStatsMonitor": (shipped.DeviceStatsMonitor, ""),
+    "EarlyStopping": (lambda: shipped.EarlyStopping("loss", min_delta=10.0, patience=2, check_on_train_epoch_end=True), ""),
+    "GradientAccumulationScheduler": (lambda: shipped.GradientAccumulationScheduler({1: 2}), ""),
+    "LambdaCallback": (Counting, ""),
+    "LearningRateFinder": (shipped.LearningRateFinder, "LearningRateFinder trains by itself"),
+    "LearningRateMonitor": (lambda: shipped.LearningRateMonitor("step"), ""),
+    "ModelCheckpoint": (lambda: shipped.ModelCheckpoint(monitor="loss", save_top_k=2, every_n_train_steps=2), ""),
+    "ModelPruning": (lambda: shipped.ModelPruning("l1_unstructured"), "ModelPruning does not prune"),
+    "ModelSummary": (shipped.ModelSummary, ""),
+    "OnExceptionCheckpoint": (lambda: shipped.OnExceptionCheckpoint("exceptions"), ""),
+    "ProgressBar": (shipped.ProgressBar, ""),
+    "RichModelSummary": (shipped.RichModelSummary, ""),
+    "RichProgressBar": (shipped.RichProgressBar, ""),
+    "StochasticWeightAveraging": (lambda: shipped.StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1), ""),
+    "SpikeDetection": (shipped.SpikeDetection, "SpikeDetection does not save"),
+    "ThroughputMonitor": (lambda: shipped.ThroughputMonitor(len, window_size=3), ""),
+    "Timer": (lambda: shipped.Timer(datetime.timedelta(hours=1)), ""),
+    "TQDMProgressBar": (shipped.TQDMProgressBar, ""),
+    "EMAWeightAveraging": (lambda: shipped.EMAWeightAveraging(decay=0.8), ""),
+    "WeightAveraging": (shipped.WeightAveraging, ""),
+}
+STATELESS = {"BasePredictionWriter", "Callback", "Checkpoint", "DeviceStatsMonitor", "LearningRateMonitor", "ModelSummary"}
+STATELESS |= {"OnExceptionCheckpoint", "ProgressBar", "RichModelSummary", "RichProgressBar", "ThroughputMonitor", "TQDMProgressBar"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SOAK if name in STATELESS else ()) for name in shipped.__all__])
+def test_every_callback(name: str, fit: Callable[..., Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, refused = CALLBACKS[name]  # a new one is to be added there
+    monkeypatch.chdir(tmp_path)
+    logger = CSVLogger(tmp_path, "logs")
+    options: dict[str, Any] = {"callbacks": [make], "logger": logger, "log_every_n_steps": 1, "enable_checkpointing": "Checkpoint" in name}
+    options |= {"enable_progress_bar": "Bar" in name, "enable_model_summary": "Summary" in name}
+    if refused:
+        with pytest.raises(UnsupportedStateError, match=refused):
+            fit(Tuned, None, "gemini", **options)
+        return
+    plain = fit(Tuned, None, "ddp", **copy.deepcopy(options))
+    with pytest.raises(Boom):
+        fit(Tuned, None, "gemini", CRASH, **copy.deepcopy(options))
+    resumed = fit(Tuned, None, "gemini", **copy.deepcopy(options))
+    assert (1, 1) <= min(resumed.diary) <= CRASH  # in the middle of the epoch
+    for step, value in resumed.diary.items():
+        assert value == plain.diary[step], f"epoch and batch {step}"
+    assert max(resumed.diary) == max(plain.diary)
+    assert weights(resumed) == weights(plain)
+
+
+class Keeping(shipped.Callback):
+    """An average of the weights, as users write it: in a mapping of its own, in a copy of the module, and a metric."""
+
+    def __init__(self) -> None:
+        self.shadow: dict[str, torch.Tensor] = {}
+        self.teacher = nn.Linear(8, 4)
+        self.seen = MeanMetric()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *rest: Any) -> None:
+        self.seen.update(outputs["loss"].detach())
+        pl_module.head.bias.grad = None
+        with trainer.strategy.checkpointer.mutate() if hasattr(trainer.strategy, "checkpointer") else nullcontext(), torch.no_grad():
+            pl_module.head.bias.add_(self.seen.compute() * 1e-3)
+            for name, param in pl_module.named_parameters():
+                self.shadow.setdefault(name, torch.zeros(400, 400))[0, 0].lerp_(param.flatten()[0], 0.1)
+            self.teacher.weight.lerp_(pl_module.head.weight, 0.1)
+
+
+def test_what_callbacks_keep_is_named_or_captured(fit: Callable[..., Case], caplog: pytest.LogCaptureFixture) -> None:
+    plain = fit(Tuned, None, "ddp", callbacks=[Keeping])
+    with caplog.at_level(logging.WARNING), pytest.raises(Boom):
+        fit(Tuned, None, "gemini", CRASH, callbacks=[Keeping])
+    said = [record.getMessage() for record in caplog.records if "will not be restored" in record.getMessage()]
+    assert [text.partition(" changed")[0] for text in said] == ["callback.0.shadow, callback.0.teacher"]
+    assert weights(fit(Tuned, None, "gemini", callbacks=[Keeping])) == weights(plain)  # the metric is captured

@@ -1,0 +1,319 @@
+"""What hooks set, shards that are taken in turn, and metrics with attributes: a fit that crashed in mid-epoch ends as one that did not."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from test_lightning_zoo import Counting, Told
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torchmetrics import MeanMetric, MetricTracker, MinMaxMetric, RunningMean
+
+import gemini_ft
+import gemini_ft.lightning
+from gemini_ft.agent import lifecycle
+from gemini_ft.errors import StateError, UnsupportedStateError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+]
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+EPOCHS, CRASH = 3, (1, 3)  # before that batch of that epoch
+
+
+class Boom(Exception):
+    """The crash of these tests."""
+
+
+class Diary(dict[tuple[int, int], str]):
+    """Of this process alone: a plain dictionary would be restored."""
+
+
+class Case(LightningModule):
+    """A frozen backbone, a head, and a diary of all losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1))
+        self.head = nn.Linear(8, 4)
+        self.diary = Diary()
+        self.crash: tuple[int, int] | None = None
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.crash == (self.current_epoch, batch_idx):
+            raise Boom
+        if batch.dim() == 1:  # of a loader that gives single numbers
+            batch = batch.sum().expand(4, 4)
+        loss = (self.head(self.backbone(batch.float())) - batch).square().mean()
+        loss = self.changed(loss)
+        self.diary[self.current_epoch, batch_idx] = f"{batch.sum().item().hex()} {loss.item().hex()}"
+        return loss
+
+    def changed(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+class Table(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.linspace(-1, 1, 4) * (index + 1) / 24
+
+
+def table(batch_size: int = 4) -> DataLoader[torch.Tensor]:
+    return DataLoader(Table(), batch_size, shuffle=True)
+
+
+class Unfreezing(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.backbone.requires_grad_(self.current_epoch > 0)
+
+
+class Resting(Case):
+    def on_train_epoch_start(self) -> None:
+        self.backbone.train(self.current_epoch == 0)
+
+
+class Telling(Case):
+    def on_train_epoch_start(self) -> None:
+        self.trainer.train_dataloader.dataset.set_epoch(self.current_epoch)
+
+
+class Remaking(Case):
+    """Makes the data of each epoch anew, and more of it than would be kept."""
+
+    def on_train_epoch_start(self) -> None:
+        generator = torch.Generator().manual_seed(self.current_epoch)
+        self.trainer.train_dataloader.dataset.data = torch.randn(24, 4, 1000, generator=generator)
+
+
+class Remade(Table):
+    data = torch.zeros(24, 4, 1)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.data[index].mean(1)
+
+
+class Annealing(Callback):
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        module.backbone[2].p = 0.1 + 0.2 * trainer.current_epoch
+
+
+class Weighing(Callback):
+    """Keeps a number of its own from step to step."""
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.weight *= 0.9
+        module.head.bias.grad = None
+        with trainer.strategy.checkpointer.mutate() if hasattr(trainer.strategy, "checkpointer") else torch.no_grad(), torch.no_grad():
+            module.head.bias.mul_(self.weight)
+
+
+class Averaging(Case):
+    """An average that is neither a buffer nor in any state dict, and a history of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = torch.zeros(())
+        self.history: list[float] = []
+
+    def changed(self, loss: torch.Tensor) -> torch.Tensor:
+        self.average = 0.9 * self.average + 0.1 * loss.detach()
+        self.history = [*self.history, self.average.item()][-5:]
+        return loss * (1 + self.average) + sum(self.history)
+
+
+class Growing(Case):
+    """Doubles its batches, by loaders that are made anew in each epoch."""
+
+    batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        return table(self.batch_size)
+
+    def on_train_epoch_end(self) -> None:
+        self.batch_size *= 2
+
+
+class Restarting(Case):
+    """Begins the second epoch with fresh moments."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.strategy.optimizers = [self.configure_optimizers()]
+
+
+class Metrics(Case):
+    """Metrics with attributes that are no metric states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extremes = MinMaxMetric(MeanMetric())
+        self.running = RunningMean(3)
+        self.tracker = MetricTracker(MeanMetric(), maximize=False)
+
+    def on_train_epoch_start(self) -> None:
+        self.tracker.increment()
+
+    def changed(self, loss: torch.Tensor) -> torch.Tensor:
+        for metric in (self.extremes, self.running, self.tracker):
+            metric.update(loss.detach())
+        self.log("running", self.running, on_step=True, on_epoch=True)
+        values = [*self.extremes.compute().values(), self.running.compute(), *self.tracker.compute_all()]
+        return loss + torch.stack([torch.as_tensor(value) for value in values]).sum()
+
+
+class Shards(LightningDataModule):
+    """Gives another shard each time it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def train_dataloader(self) -> Any:
+        self.asked += 1
+        return DataLoader(Shard(self.asked), 4, shuffle=True)
+
+
+class Shard(Table):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + self.number
+
+
+@pytest.fixture
+def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Case]]:
+    run, environment = f"hooks-{os.getpid()}-{tmp_path.name}", dict(os.environ)
+    for name, value in {"RUN_ID": run, "ON_LATE": "wait", "LINGER": "60"}.items():
+        monkeypatch.setenv(f"GEMINI_{name}", value)
+
+    def start(
+        make: Callable[[], Case], data: Callable[[], Any] | None, strategy: str, crash: Any = None, seed: int = 99, **options: Any
+    ) -> Case:
+        monkeypatch.setattr("gemini_ft.lightning.fit._ordinals", itertools.count())
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        callbacks = [callback() for callback in options.pop("callbacks", [])]
+        strategy_options = options.pop("strategy_options", {})
+        module = make()
+        module.crash = crash
+        if strategy == "gemini" and crash is None:  # the resumed process is another one
+            torch.manual_seed(99)
+            random.seed(99)
+        trainer = Trainer(
+            strategy=gemini_ft.lightning.GeminiStrategy(**strategy_options) if strategy == "gemini" else strategy,
+            accelerator="cpu",
+            devices=1,
+            max_epochs=EPOCHS,
+            default_root_dir=tmp_path,
+            callbacks=callbacks,
+            **QUIET | options,
+        )
+        trainer.fit(module, data() if data else None)
+        return module
+
+    yield start
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
+    lifecycle.job_finished(run)
+
+
+def weights(module: nn.Module) -> list[str]:
+    return [value.hex() for tensor in module.state_dict().values() for value in tensor.double().flatten().tolist()]
+
+
+CASES: dict[str, tuple[Callable[[], Case], Callable[[], Any] | None, dict[str, Any]]] = {
+    "unfrozen": (Unfreezing, table, {}),
+    "resting": (Resting, table, {}),
+    "told": (Telling, lambda: DataLoader(Told(), 4, shuffle=True), {}),
+    "callback-sets-a-rate": (Case, table, {"callbacks": [Annealing]}),
+    "callback-counts": (Case, table, {"callbacks": [Weighing]}),
+    "attributes": (Averaging, table, {}),
+    "batch-size": (Growing, None, {"reload_dataloaders_every_n_epochs": 1}),
+    "shards": (Case, Shards, {"reload_dataloaders_every_n_epochs": 1}),
+    "optimizer-made-anew": (Restarting, table, {}),
+    "metrics": (Metrics, table, {}),
+    "own-state-unsized": (Case, Counting, {}),
+    "rerun": (Remaking, lambda: DataLoader(Remade(), 4, shuffle=True), {"strategy_options": {"epoch_hooks": "rerun"}}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ends_with_the_bits_of_an_undisturbed_fit(name: str, fit: Callable[..., Case]) -> None:
+    make, data, options = CASES[name]
+    plain = fit(make, data, "ddp", **{key: value for key, value in options.items() if key != "strategy_options"})
+    with pytest.raises(Boom):
+        fit(make, data, "gemini", CRASH, **options)
+    resumed = fit(make, data, "gemini", **options)
+    assert min(resumed.diary) in ((1, 1), (1, 2), (1, 3))  # in the middle of the epoch
+    for step, value in resumed.diary.items():
+        assert value == plain.diary[step], f"epoch and batch {step}"
+    assert max(resumed.diary) == max(plain.diary)
+    assert weights(resumed) == weights(plain)
+
+
+def test_what_epochs_leave_in_the_data_is_refused_without_rerun(fit: Callable[..., Case]) -> None:
+    make, data, _ = CASES["rerun"]
+    with pytest.raises(UnsupportedStateError, match=r"dataset\.data changed since the first epoch began"):
+        fit(make, data, "gemini")
+
+
+def test_another_optimizer_is_refused_when_it_comes(fit: Callable[..., Case]) -> None:
+    class Switching(Case):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.trainer.strategy.optimizers = [torch.optim.SGD(self.parameters(), 0.1)]
+
+    with pytest.raises(UnsupportedStateError, match=r"strategy\.optimizers was replaced .* Return all that are used from configure_optim"):
+        fit(Switching, table, "gemini")
+
+
+def test_attributes_that_are_not_kept_are_named_once(fit: Callable[..., Case], caplog: pytest.LogCaptureFixture) -> None:
+    class Gathering(Case):
+        def changed(self, loss: torch.Tensor) -> torch.Tensor:
+            self.outputs = [torch.zeros(10**6)]
+            return loss
+
+    with caplog.at_level(logging.WARNING):
+        fit(Gathering, table, "gemini")
+    said = [record.getMessage() for record in caplog.records if "will not be restored" in record.getMessage()]
+    assert [text.split()[0] for text in said] == ["module.outputs"]
+
+
+def test_a_loader_of_another_length_is_refused(fit: Callable[..., Case]) -> None:
+    with pytest.raises(Boom):
+        fit(Case, table, "gemini", CRASH)
+    with pytest.raises(RuntimeError) as caught:  # Lightning fails once more when it tears down
+        fit(Case, lambda: DataLoader(TensorDataset(torch.zeros(20, 4)), 4, shuffle=True), "gemini")
+    assert isinstance(caught.value.__context__, StateError)
+    assert "is of another loader: the number of batches was 6 and is 5; the length of the dataset was 24 and is 20" in str(
+        caught.value.__context__
+    )

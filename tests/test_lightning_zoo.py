@@ -1,0 +1,495 @@
+"""Every sampler of torch, loaders with a state of their own, and data that remembers: gone on with exactly, or refused by name."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loader_kit import BATCH, EPOCHS, SAMPLES, Job, Noisy, Stream, check_going_on, shuffled
+from torch.utils.data import (
+    BatchSampler,
+    ChainDataset,
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    StackDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    random_split,
+)
+
+from gemini_ft.errors import StateError, UnsupportedStateError
+from gemini_ft.lightning.loader import make_resumable
+
+try:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+except ImportError:
+    StatefulDataLoader = None
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
+MIDDLE = (1, 3)  # of the second epoch: what the first has left behind counts
+Maker = Callable[[], Any]
+
+
+def sampled(sampler: Any, **options: Any) -> DataLoader[torch.Tensor]:
+    return DataLoader(Noisy(), BATCH, sampler=sampler, **options)
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
+class Lengths(Sampler[list[int]]):
+    """Batches of indices of like length, in an order drawn from Python's generator: what users write for texts."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = [list(range(start, min(start + BATCH, SAMPLES))) for start in range(0, SAMPLES, BATCH)]
+        random.shuffle(batches)
+        yield from batches
+
+    def __len__(self) -> int:
+        return -(-SAMPLES // BATCH)
+
+
+class OwnEpochs(Sampler[int]):
+    """Counts its epochs by itself, as samplers do that nobody tells."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(5 + self.rounds)
+        self.rounds += 1
+        yield from torch.randperm(SAMPLES, generator=generator).tolist()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+SAMPLERS: dict[str, Maker] = {
+    "sequential": lambda: sampled(SequentialSampler(range(SAMPLES))),
+    "random": lambda: sampled(RandomSampler(range(SAMPLES))),
+    "random-replacement": lambda: sampled(RandomSampler(range(SAMPLES), replacement=True, num_samples=90)),
+    "random-generator": lambda: sampled(RandomSampler(range(SAMPLES), replacement=True, num_samples=50, generator=seeded())),
+    "subset": lambda: sampled(SubsetRandomSampler(range(3, 19))),
+    "subset-generator": lambda: sampled(SubsetRandomSampler(range(3, 19), generator=seeded())),
+    "weighted": lambda: sampled(WeightedRandomSampler([1.0 + index for index in range(SAMPLES)], 31)),
+    "weighted-generator": lambda: sampled(WeightedRandomSampler([1.0] * SAMPLES, 21, replacement=False, generator=seeded())),
+    "batches": lambda: DataLoader(Noisy(), batch_sampler=BatchSampler(RandomSampler(range(SAMPLES)), 3, drop_last=True)),
+    "one-by-one": lambda: DataLoader(
+        Noisy(), None, sampler=RandomSampler(range(SAMPLES)), collate_fn=lambda sample: sample + torch.rand(())
+    ),
+    "batches-of-users": lambda: DataLoader(Noisy(), batch_sampler=Lengths()),
+    "distributed": lambda: sampled(DistributedSampler(Noisy(), 2, 1, shuffle=True, seed=4)),
+    "distributed-drop-last": lambda: sampled(DistributedSampler(Noisy(), 2, 0, shuffle=False, drop_last=True)),
+    "own-epochs": lambda: sampled(OwnEpochs()),
+    "own-epochs-workers": lambda: sampled(OwnEpochs(), num_workers=2),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_all_samplers(name: str) -> None:
+    check_going_on(SAMPLERS[name], MIDDLE)
+
+
+def table() -> TensorDataset:
+    return TensorDataset(torch.arange(SAMPLES, dtype=torch.float64))
+
+
+DATASETS: dict[str, Maker] = {
+    "subset": lambda: shuffled(Subset(Noisy(), range(4, 17))),
+    "split": lambda: shuffled(random_split(Noisy(), [0.8, 0.2], generator=seeded())[0]),
+    "concatenated": lambda: shuffled(ConcatDataset([Noisy(), Noisy()])),
+    "stacked": lambda: shuffled(StackDataset(Noisy(), Noisy()), collate_fn=lambda pairs: torch.stack([a + b for a, b in pairs])),
+    "table": lambda: shuffled(table(), collate_fn=lambda rows: torch.stack([row[0] for row in rows])),
+    "chained": lambda: DataLoader(ChainDataset([Stream(), Stream()]), BATCH),
+    "plain-list": lambda: DataLoader([torch.tensor([float(index)]) for index in range(SAMPLES)], BATCH, shuffle=True),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_all_datasets_of_torch(name: str) -> None:
+    check_going_on(DATASETS[name], MIDDLE, in_advance=name == "chained")
+
+
+# --- data that remembers
+
+
+class Mixup(Noisy):
+    """Mixes each sample with the one before."""
+
+    def __init__(self) -> None:
+        self.before = torch.zeros(4, dtype=torch.float64)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        mixed = 0.7 * super().__getitem__(index) + 0.3 * self.before
+        self.before = mixed
+        return mixed
+
+
+class Told(Noisy):
+    """Is told the epoch, by a hook that Lightning leaves out after a restart in mid-epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + 100 * self.epoch
+
+
+class ToldStream(IterableDataset[torch.Tensor]):
+    """Draws its order from a generator seeded by the epoch that it was told."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for index in torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist():
+            yield torch.tensor([float(index)], dtype=torch.float64)
+
+
+class Endless:
+    """Goes on in each epoch where the one before has ended."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for _ in range(7):
+            self.position += 1
+            yield torch.tensor([float(self.position)])
+
+
+class Lazy(Noisy):
+    """Makes its generator when it is first needed, in each worker its own."""
+
+    def __init__(self) -> None:
+        self.generator: np.random.Generator | None = None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.generator is None:
+            self.generator = np.random.default_rng(torch.initial_seed() % 2**32)
+        return torch.tensor([float(index), self.generator.random()], dtype=torch.float64)
+
+
+class Buffer(Noisy):
+    """Mixes with what it has of the last samples, which is too much to be kept."""
+
+    def __init__(self) -> None:
+        self.buffer: list[torch.Tensor] = []
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.buffer = [*self.buffer, *(torch.full((4,), float(index + number)) for number in range(50))][-100:]
+        return self.buffer[0] + self.buffer[-1]
+
+
+class Cached(Noisy):
+    """Keeps every sample it has read once."""
+
+    def __init__(self) -> None:
+        self.samples: dict[int, torch.Tensor] = {}
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.samples.setdefault(index, torch.full((200, 200), float(index)))[0, :2]
+
+
+class Once:
+    """An iterator: the second epoch takes what the first has left."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def __iter__(self) -> Once:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        return torch.tensor([float(next(self._numbers))])
+
+
+REMEMBERING: dict[str, tuple[Maker, dict[str, Any]]] = {
+    "mixup": (lambda: shuffled(Mixup()), {}),
+    "mixup-workers": (lambda: shuffled(Mixup(), num_workers=2), {}),
+    "mixup-persistent": (lambda: shuffled(Mixup(), num_workers=2, persistent_workers=True), {}),
+    "told": (lambda: shuffled(Told()), {}),
+    "told-workers": (lambda: shuffled(Told(), num_workers=2), {}),
+    "told-persistent": (lambda: shuffled(Told(), num_workers=2, persistent_workers=True), {}),
+    "told-stream": (lambda: DataLoader(ToldStream(), BATCH), {"in_advance": True}),
+    "told-stream-workers": (lambda: DataLoader(ToldStream(), BATCH, num_workers=2), {"in_advance": True}),
+    "endless": (Endless, {}),
+    "endless-in-advance": (Endless, {"in_advance": True}),
+    "lazy-generator-in-workers": (lambda: shuffled(Lazy(), num_workers=2), {}),
+    "cached": (lambda: shuffled(Cached()), {}),
+    "iterator": (Once, {"limit": 6}),
+    "stream-persistent": (lambda: DataLoader(Stream(), BATCH, num_workers=2, persistent_workers=True), {}),
+    "shuffled-at-construction": (lambda: shuffled(Subset(Noisy(), torch.randperm(SAMPLES, generator=seeded()).tolist())), {}),
+}
+
+
+@pytest.mark.parametrize("name", REMEMBERING)
+@pytest.mark.parametrize("stop", [(0, 3), MIDDLE])
+def test_data_that_remembers(name: str, stop: tuple[int, int]) -> None:
+    make, options = REMEMBERING[name]
+    check_going_on(make, stop, **options)
+
+
+@pytest.mark.parametrize("make", [lambda: shuffled(Lazy()), lambda: shuffled(Buffer())], ids=["lazy-generator", "large-buffer"])
+def test_what_cannot_be_kept_is_loaded_again(make: Maker) -> None:
+    """In the first epoch; for the second it is refused, because nobody goes through all epochs again."""
+    check_going_on_in_one_epoch(make)
+    with pytest.raises(UnsupportedStateError, match=r"keeps what cannot be kept with a snapshot: dataset\.(generator|buffer) changed"):
+        Job(make, resumable=True).run(range(EPOCHS))
+    Job(make, resumable=True, method="skip").run(range(EPOCHS))  # the user has said that it does not matter
+
+
+def test_what_cannot_be_kept_and_was_drawn_is_refused() -> None:
+    """Loaded again it would be something else: dropout and the like have drawn from the same generators in between."""
+
+    class Drawn(Buffer):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return super().__getitem__(index) + torch.rand(())
+
+    with pytest.raises(UnsupportedStateError, match=r"dataset\.buffer .* draws from the process's generators"):
+        Job(lambda: shuffled(Drawn()), resumable=True).run(range(1), (0, 3))
+
+
+def check_going_on_in_one_epoch(make: Maker) -> None:
+    plain = Job(make, resumable=False)
+    plain.run(range(1))
+    before = Job(make, resumable=True)
+    state = before.run(range(1), (0, 3))
+    after = Job(make, resumable=True, seed=99)
+    after.run(range(1), first=state)
+    assert before.seen + after.seen == plain.seen
+
+
+def test_what_cannot_be_kept_in_workers_that_live_on_is_refused() -> None:
+    job = Job(lambda: shuffled(Lazy(), num_workers=2, persistent_workers=True), resumable=True)
+    with pytest.raises(
+        UnsupportedStateError, match=r"changes dataset\.generator in worker processes that live on .* persistent_workers=False"
+    ):
+        job.run(range(EPOCHS))
+
+
+# --- a position is one in the same data
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (lambda: shuffled(Subset(Noisy(), range(12))), "the number of batches was 6 and is 3; the length of the dataset was 23 and is 12"),
+        (lambda: DataLoader(Noisy(), 2, shuffle=True), "batch_size was 4 and is 2; the number of batches was 6 and is 12"),
+        (lambda: shuffled(Noisy(), num_workers=2), "num_workers was 0 and is 2"),
+    ],
+    ids=["length", "batch-size", "workers"],
+)
+def test_a_position_in_other_data_is_refused(other: Maker, named: str) -> None:
+    state = Job(lambda: shuffled(Noisy()), resumable=True).run(range(EPOCHS), MIDDLE)
+    with pytest.raises(StateError, match=f"after 3 batches, is of another loader: {named}"):
+        Job(other, resumable=True).run(range(1, EPOCHS), first=state)
+
+
+def test_a_batch_size_that_training_has_changed_comes_back() -> None:
+    """On the batch sampler itself, between two epochs."""
+
+    class Growing(BatchSampler):
+        def set_epoch(self, epoch: int) -> None:
+            self.batch_size = BATCH + epoch
+
+    def make() -> DataLoader[torch.Tensor]:
+        return DataLoader(Noisy(), batch_sampler=Growing(RandomSampler(range(SAMPLES)), BATCH, drop_last=False))
+
+    def run(job: Job, epochs: range, stop: tuple[int, int] | None = None, first: Any = None) -> Any:
+        for epoch in epochs:
+            if first is None:
+                job.loader.batch_sampler.set_epoch(epoch)
+            if (state := job.run(range(epoch, epoch + 1), stop, first)) is not None:
+                return state
+            first = None
+        return None
+
+    run(plain := Job(make, resumable=False), range(EPOCHS))
+    state = run(before := Job(make, resumable=True), range(EPOCHS), MIDDLE)
+    run(after := Job(make, resumable=True, seed=99), range(1, EPOCHS), first=state)
+    assert before.seen + after.seen == plain.seen
+
+
+# --- loaders with a state of their own
+
+
+class Counting:
+    """The least that a loader with a state of its own must do; of a length that nobody knows."""
+
+    def __init__(self) -> None:
+        self.epochs = self.position = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        order = np.random.default_rng(self.epochs).permutation(7)
+        while self.position < 7:
+            self.position += 1
+            yield torch.tensor([float(order[self.position - 1]), random.random()], dtype=torch.float64)
+        self.position, self.epochs = 0, self.epochs + 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position, "epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position, self.epochs = state["position"], state["epochs"]
+
+
+class Sized(Counting):
+    def __len__(self) -> int:
+        return 7
+
+
+class Drawing(Counting):
+    """Draws its order when an iteration begins, from the process's generator."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.order = torch.randperm(7).tolist()
+        return self._rest()
+
+    def _rest(self) -> Iterator[torch.Tensor]:
+        while self.position < 7:
+            self.position += 1
+            yield torch.tensor([float(self.order[self.position - 1])])
+        self.position = 0
+
+
+class OwnLoader(DataLoader[torch.Tensor]):
+    """A DataLoader that passes over the batches of before, by itself."""
+
+    done = 0
+    to_pass = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        inner = super().__iter__()
+        self.done, self.to_pass = self.to_pass, 0
+        state = torch.get_rng_state()
+        for _ in range(self.done):
+            next(inner)
+        torch.set_rng_state(state)
+        for batch in inner:
+            self.done += 1
+            yield batch
+        self.done = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.to_pass = state["done"]
+
+
+OWN: dict[str, tuple[Maker, dict[str, Any]]] = {
+    "unsized": (Counting, {"in_advance": True}),
+    "sized": (Sized, {}),
+    "drawing": (Drawing, {"in_advance": True}),
+    "loader": (lambda: OwnLoader(table(), BATCH, shuffle=True, collate_fn=lambda rows: torch.stack([row[0] for row in rows])), {}),
+    "loader-replayed": (Sized, {"method": "replay"}),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("stop", [(0, 3), (1, 0), MIDDLE])
+def test_loaders_with_a_state_of_their_own(name: str, stop: tuple[int, int]) -> None:
+    make, options = OWN[name]
+    check_going_on(make, stop, **options)
+
+
+def test_a_loader_that_saves_but_does_not_load_is_like_any_other() -> None:
+    class Half(Endless):
+        def state_dict(self) -> dict[str, int]:
+            return {"position": self.position}
+
+    check_going_on(Half, MIDDLE)
+
+
+class Remembering(Mixup):
+    """A dataset with a state of its own, as StatefulDataLoader understands it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"before": self.before}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.before = state["before"]
+
+
+class RememberingStream(Stream):
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        samples = list(itertools.islice(super().__iter__(), SAMPLES))
+        while self.position < len(samples):
+            self.position += 1
+            yield samples[self.position - 1] + random.random()
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Ordered(RememberingStream):
+    """The same with nothing drawn before the position."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = torch.utils.data.get_worker_info()
+        while self.position < 9:
+            self.position += 1
+            yield torch.tensor([float(self.position), float(info.id if info else 0), random.random()], dtype=torch.float64)
+        self.position = 0
+
+
+def torchdata(dataset: Any, **options: Any) -> Any:
+    return StatefulDataLoader(dataset, BATCH, **options)
+
+
+TORCHDATA: dict[str, tuple[Maker, dict[str, Any]]] = {
+    "shuffled": (lambda: torchdata(Noisy(), shuffle=True), {}),
+    "shuffled-workers": (lambda: torchdata(Noisy(), shuffle=True, num_workers=2), {}),
+    "shuffled-persistent": (lambda: torchdata(Noisy(), shuffle=True, num_workers=2, persistent_workers=True), {}),
+    "distributed": (lambda: torchdata(Noisy(), sampler=StatefulDistributedSampler(Noisy(), 2, 1)), {}),
+    "plainly-distributed": (lambda: torchdata(Noisy(), sampler=DistributedSampler(Noisy(), 2, 1), num_workers=2), {}),
+    "stream": (lambda: torchdata(Stream()), {"in_advance": True}),
+    "stream-workers": (lambda: torchdata(Stream(), num_workers=2), {"in_advance": True}),
+    "stateful-dataset": (lambda: torchdata(Remembering(), shuffle=True), {}),
+    "stateful-dataset-workers": (lambda: torchdata(Remembering(), shuffle=True, num_workers=2), {}),
+    "stateful-dataset-rare": (lambda: torchdata(Remembering(), shuffle=True, num_workers=2, snapshot_every_n_steps=3), {}),
+    "stateful-stream": (lambda: torchdata(Ordered()), {"in_advance": True}),
+    "stateful-stream-workers": (lambda: torchdata(Ordered(), num_workers=2), {"in_advance": True}),
+}
+
+
+@pytest.mark.skipif(StatefulDataLoader is None, reason="torchdata is not installed")
+@pytest.mark.parametrize("name", TORCHDATA)
+@pytest.mark.parametrize("stop", [(0, 3), MIDDLE])
+def test_stateful_data_loader(name: str, stop: tuple[int, int]) -> None:
+    make, options = TORCHDATA[name]
+    check_going_on(make, stop, **options)
+
+
+def test_states_of_files_go_to_the_loader_itself() -> None:
+    loader = make_resumable(Sized(), epoch=int)
+    loader.load_state_dict({"position": 5, "epochs": 2})
+    assert loader.iterable.state_dict() == {"position": 5, "epochs": 2}

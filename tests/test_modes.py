@@ -1,0 +1,117 @@
+"""What a module remembers beside its state dict, and what hooks remember: captured, thrown away, built anew and restored."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from capture_kit import give, take
+from torch import nn
+
+from gemini_ft import codec
+from gemini_ft.modes import Modes
+from gemini_ft.training_state import PlainState
+
+
+class Scaling:
+    """A hook with a count of its own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return output * (1 + 1 / self.calls)
+
+
+class Remembering(nn.Module):
+    """Noise of a generator of its own, a history in a list, an average that is no buffer, and a hook that counts in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+        self.history: list[float] = []
+        self.average = torch.zeros(())
+        self.rate, self.constant = 0.1, 1.0
+        self.layer = nn.Linear(4, 4)
+        self.register_forward_hook(Scaling())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average = 0.9 * self.average + self.rate * x.detach().mean()
+        self.history = [*self.history, self.average.item()][-3:]
+        noise = torch.randn(x.shape, generator=self.generator)
+        out: torch.Tensor = self.layer(x) + 0.1 * noise + self.average + sum(self.history)
+        return out
+
+
+def step(model: nn.Module, number: int) -> str:
+    return str(model(torch.full((2, 4), float(number))).sum().item().hex())
+
+
+def test_what_follows_is_the_same() -> None:
+    model, again = Remembering(), Remembering()
+    again.load_state_dict(model.state_dict())
+    state, fresh = PlainState.of(model, [], None), PlainState.of(again, [], None)
+    for number in range(3):
+        step(model, number)
+    model.rate = 0.5
+    model.layer.requires_grad_(False)
+    model.layer.eval()
+    taken = take(state)
+    give(taken, fresh)
+    assert [step(model, number) for number in range(3, 6)] == [step(again, number) for number in range(3, 6)]
+    assert (again.layer.training, again.layer.weight.requires_grad) == (False, False)
+
+
+def test_constants_that_a_script_changes_between_two_runs_stay_as_it_says() -> None:
+    model, again = Remembering(), Remembering()
+    again.constant = 2.0
+    fresh = PlainState.of(again, [], None)
+    state = PlainState.of(model, [], None)
+    step(model, 0)
+    give(take(state), fresh)
+    assert again.constant == 2.0
+    assert again.average == model.average
+
+
+def test_modules_that_come_later_are_followed() -> None:
+    model, again = nn.Sequential(Remembering()), nn.Sequential(Remembering(), Remembering())
+    state = PlainState.of(model, [], None, can_rebuild=True)
+    model.append(Remembering())
+    for number in range(2):
+        step(model, number)
+    saved = codec.decode(take(state).extras, b"secret of a test")["modes"]
+    assert saved["attributes"]["model.1"]["rate"] == 0.1
+    fresh = PlainState.of(nn.Sequential(Remembering()), [], None, can_rebuild=True)
+    rebuilt = PlainState.of(again, [], None, can_rebuild=True, before=fresh)
+    give(take(state), rebuilt)
+    assert step(again, 2) == step(model, 2)
+
+
+def test_what_is_too_large_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = Remembering()
+    state = PlainState.of(model, [], None)
+    model.history = [0.0] * 1000
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            take(state)
+    said = [record.getMessage() for record in caplog.records if "will not be restored" in record.getMessage()]
+    assert [text.split()[0] for text in said] == ["model.history"]
+    assert {item.where: str(item.rule.fate) for item in state.findings()}["model.history"] == "the user's"
+
+
+def test_the_census_names_hooks_and_generators() -> None:
+    found = {(item.where, item.note) for item in PlainState.of(Remembering(), [], None).findings()}
+    assert {("model", "Scaling"), ("model.generator", "")} <= found
+
+
+@pytest.mark.gpu
+def test_a_tensor_on_an_accelerator_counts_when_it_is_written() -> None:
+    module = nn.Linear(2, 2)
+    module.seen, module.constant = torch.zeros(2, device="cuda"), torch.ones(2, device="cuda")  # type: ignore[assignment]
+    modes = Modes({"": module})
+    assert modes.collect({"": module})["attributes"] == {}
+    module.seen.add_(3)
+    [found] = modes.collect({"": module})["attributes"].values()
+    assert {name: value.tolist() for name, value in found.items()} == {"seen": [3.0, 3.0]}

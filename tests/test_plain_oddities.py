@@ -1,0 +1,52 @@
+"""Plain loops whose state hides or changes, killed in mid-run: they end with the bits of an undisturbed run, or are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from oddities_case import stranger, train
+from plain_case import history
+from rank_kit import World
+
+from gemini_ft.errors import UnsupportedStateError
+from gemini_ft.events import read_events
+
+
+def check(folder: Path, what: str, world: int, faults: str, **options: Any) -> list[Any]:
+    with World(folder, world) as ranks:
+        expected = ranks.outcome(train, what, str(folder / "undisturbed"), options)
+    with World(folder, world, GEMINI_EVENTS=str(folder / "events")) as ranks:
+        results = ranks.finish(train, what, str(folder / "disturbed"), options, GEMINI_FAULTS=faults)
+    for rank in range(world):
+        assert history(folder / "disturbed", rank) == history(folder / "undisturbed", rank)
+        assert results[rank]["state"] == expected[rank]["state"]
+        assert results[rank]["frozen"] == expected[rank]["frozen"]
+    return results
+
+
+def test_a_loop_in_which_everything_changes_and_an_embedding_writes_its_weight(tmp_path: Path) -> None:
+    """SAM, an optimizer that accumulates, a layer that is unfrozen, a group, pruning, a buffer that grows, a number, max_norm."""
+    faults = "step=6:rank=0:sigkill; step=9:rank=0:sigkill; step=12:rank=0:sigkill:moment=before_update"
+    results = check(tmp_path, "everything", 1, faults)
+    assert results[0]["start"] >= 10  # copied at the end of the step, the state is protected
+    assert [event for event in read_events(tmp_path / "events") if event["event"] == "copied at step"]
+
+
+def test_what_power_sgd_remembers(tmp_path: Path) -> None:
+    results = check(tmp_path, "power", 2, "step=7:rank=1:sigkill; step=11:rank=0:sigkill:moment=in_copy")
+    assert results[0]["start"] >= 9
+
+
+def test_a_hook_that_lets_ranks_differ_is_refused_at_the_start(tmp_path: Path) -> None:
+    with World(tmp_path, 2) as ranks:
+        said = ranks.outcome(train, "local", str(tmp_path / "out"), {})
+    assert all("post_localSGD_hook lets the ranks' parameters differ" in str(error) for error in said)
+    assert all(type(error) is UnsupportedStateError for error in said)
+
+
+def test_an_optimizer_that_was_replaced_is_refused_when_it_steps(tmp_path: Path) -> None:
+    with World(tmp_path, 1) as ranks:
+        (text,) = ranks.outcome(stranger, str(tmp_path / "error"))
+    assert "an optimizer that was not given has stepped, a Adam" in text
+    assert "checkpointer.bind(model, optimizers)" in text

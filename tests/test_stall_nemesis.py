@@ -1,0 +1,136 @@
+"""Agents that are paused at every message of a snapshot and of a recovery, for less and for longer than `agent_timeout`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agent_kit import CHUNK, EXTRAS, Job, Rank, content, eventually
+
+from gemini_ft.errors import AgentError
+from gemini_ft.recovery import LocalShard
+
+PATIENCE = {"agent_timeout": 1.0}
+SHORT = 0.4  # seconds
+_SOAK = pytest.mark.soak
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Job(tmp_path) as job:
+        yield job
+
+
+def shard_of(shard: LocalShard) -> tuple[bytes, bytes]:
+    """Data and extras."""
+    with contextlib.closing(shard):
+        return b"".join(bytes(view) for _, view in shard.chunks()), shard.extras()
+
+
+def pause(job: Job, host: str, for_good: bool) -> None:
+    """Stop a host's agent, and wake it up soon or never."""
+    pid = job.pid(host)
+    os.kill(pid, signal.SIGSTOP)
+    if not for_good:
+        threading.Timer(SHORT, os.kill, (pid, signal.SIGCONT)).start()
+
+
+def has_same_bytes(job: Job, ranks: list[Rank], iteration: int) -> None:
+    """Every host holds every shard of an iteration, to the last bit."""
+    for rank in ranks:
+        for owner in range(len(ranks)):
+            expected = content(owner, iteration, 4 * CHUNK), EXTRAS
+            assert shard_of(LocalShard(rank.client, owner, job.version(iteration))) == expected
+
+
+def mend(job: Job, rank: Rank, iteration: int) -> None:
+    """What a worker does whose agent was replaced: reconnect, and give up what was under way."""
+    eventually(lambda: rank.client.lost, "the end of the agent that hung")
+    rank.reconnect(job.version(iteration - 1))
+    rank.give_up(iteration)
+
+
+LENGTHS = pytest.mark.parametrize("for_good", [False, pytest.param(True, marks=_SOAK)], ids=["short", "for good"])
+VICTIMS = pytest.mark.parametrize("victim", [0, pytest.param(1, marks=_SOAK)], ids=["leader", "member"])
+
+
+@LENGTHS
+@VICTIMS
+@pytest.mark.parametrize("moment", [pytest.param("request", marks=_SOAK), "chunks", pytest.param("copied", marks=_SOAK)])
+def test_a_pause_in_a_snapshot_costs_at_most_that_snapshot(job: Job, moment: str, victim: int, for_good: bool) -> None:
+    ranks = job.start(hello=PATIENCE)  # no holder is left out meanwhile: all copies can be compared at the end
+    job.commit(ranks, 1, 2)
+    for rank in ranks:
+        rank.request(3)
+    if moment == "request":
+        pause(job, ranks[victim].host, for_good)
+    begin = time.monotonic()
+    hung = [ranks[victim]] if for_good else []
+    for rank in [rank for rank in ranks if moment != "request" or rank not in hung]:
+        rank.granted(3)
+    if moment == "chunks":
+        for rank in ranks:
+            rank.copy(3, slice(0, 2))
+        pause(job, ranks[victim].host, for_good)
+    for rank in [rank for rank in ranks if rank not in hung or moment == "copied"]:
+        rank.copy(3)
+    if moment == "copied":
+        pause(job, ranks[victim].host, for_good)
+    for rank in hung:
+        mend(job, rank, 3)
+    if not for_good:
+        for rank in ranks:
+            rank.wait_for("committed", iteration=3)
+    job.commit(ranks, 4, 5)
+    print(f"{moment}, {'leader' if victim == 0 else 'member'}, {'for good' if for_good else 'short'}: {time.monotonic() - begin:.2f} s")
+    has_same_bytes(job, ranks, 5)
+
+
+@LENGTHS
+@VICTIMS
+@pytest.mark.parametrize("moment", [pytest.param(m, marks=_SOAK) for m in ("hello", "inventory", "open", "reserve")] + ["verify"])
+def test_a_pause_in_a_recovery_loses_nothing(job: Job, moment: str, victim: int, for_good: bool) -> None:
+    ranks = job.start(hello=PATIENCE, replica_timeout=1.0)
+    job.commit(ranks, 1, 2)
+    resumed = job.version(2)
+    for rank in ranks:
+        rank.close()
+
+    def recover(stall: str) -> list[Rank]:
+        if stall == "hello":
+            pause(job, "ab"[victim], for_good)
+        again = job.join(["a", "b"], **PATIENCE)
+        sources = {0: ["a", "b"], 1: ["b", "a"]}
+        spec = job.make_spec(again, resumed=resumed, sources=sources, replica_timeout=1.0)
+        for step in ("inventory", "verify", "open", "reserve"):
+            if step == stall:
+                pause(job, "ab"[victim], for_good)
+            for rank in again:
+                match step:
+                    case "inventory":
+                        held = {(slot.owner, slot.version) for slot in rank.inventory()}
+                        assert {(0, resumed), (1, resumed)} <= held
+                    case "verify":
+                        assert rank.verify(resumed) == [0, 1]
+                    case "open":
+                        rank.open(spec)
+                    case "reserve":
+                        rank.reserve()
+        return again
+
+    try:
+        ranks = recover(moment)
+    except AgentError:  # its agent was replaced in the middle: the attempt fails, and the job starts once more
+        assert for_good
+        ranks = recover("")
+    for rank in ranks:
+        for owner in (0, 1):
+            assert shard_of(LocalShard(rank.client, owner, resumed)) == (content(owner, 2, 4 * CHUNK), EXTRAS)
+    job.commit(ranks, 3, 4)
+    has_same_bytes(job, ranks, 4)

@@ -1,0 +1,242 @@
+"""What to resume and what to delete, for any course of events: nothing that was reported as stored is ever out of reach.
+
+The machine has hosts that remember, several jobs at once, of which some never met, and a storage that is away, shows old or
+empty listings, reads as damaged, keeps halves, and loses bytes for good. Jobs do what the agents do, by the same functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from gemini_ft.storage.decisions import Descent, Here, Look, Nothing, Sighting, Unclear, continued, decide, left_torn, superseded_by
+from gemini_ft.versions import Incarnation, Version
+
+
+@dataclass
+class Stored:
+    """One checkpoint as it is, whatever it looks like."""
+
+    version: Version
+    descent: Descent
+    committed: bool = True
+    intact: bool = True
+
+    @property
+    def folder(self) -> str:
+        return f"{self.version.incarnation}/{self.version.iteration}"
+
+    def seen(self, listed_only: bool = False) -> Sighting:
+        if not self.committed:
+            return Sighting(self.folder, self.version, "torn")
+        if not self.intact:
+            return Sighting(self.folder, self.version, "damaged")
+        return Sighting(self.folder, self.version, "listed" if listed_only else "whole", self.descent)
+
+
+@dataclass
+class Job:
+    """One incarnation that is alive."""
+
+    incarnation: Incarnation
+    descent: Descent
+    iteration: int
+    sound: set[str] = field(default_factory=set)
+
+
+which = st.integers(0, 7)
+views = st.sampled_from(["true", "away", "old", "empty", "damaged", "flaky"])
+
+
+class Histories(RuleBasedStateMachine):
+    """Jobs come, store, and go; storage lies in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objects: dict[str, Stored] = {}
+        self.old: dict[str, Stored] = {}  # what a stale listing shows
+        self.mark: Version | None = None
+        self.hosts: list[Version | None] = [None, None, None]
+        self.jobs: list[Job] = []
+        self.reported: dict[Version, Descent] = {}
+        self.nonces = 0
+        self.knew: dict[Incarnation, frozenset[Incarnation]] = {}  # each, and all that it really knew of; not as the code has it
+
+    # -- looks
+
+    def look(self, view: str, hosts: tuple[int, ...]) -> Look:
+        marks = tuple(version for version in (self.mark, *(self.hosts[host] for host in hosts)) if version is not None)
+        if view == "away":
+            return Look(trouble="storage is away")
+        if view == "empty":
+            return Look((), marks)
+        if view == "damaged":
+            sightings = (
+                replace(one.seen(), condition="damaged", descent=Descent()) if one.committed else one.seen()
+                for one in self.objects.values()
+            )
+            return Look(tuple(sightings), tuple(mark for mark in marks if mark != self.mark), damaged_mark=self.mark is not None)
+        if view == "old":
+            listed = dict(self.old)
+            if self.mark is not None:  # read by its name
+                folder = f"{self.mark.incarnation}/{self.mark.iteration}"
+                listed[folder] = self.objects.get(folder, Stored(self.mark, Descent()))
+            sightings = (
+                self.objects[folder].seen() if folder in self.objects else Sighting(folder, one.version, "gone")
+                for folder, one in listed.items()
+            )
+            return Look(tuple(sightings), marks)
+        return Look(tuple(one.seen() for one in self.objects.values()), marks)
+
+    # -- rules
+
+    @rule(view=views, hosts=st.sets(which.map(lambda n: n % 3)), choice=which)
+    def start(self, view: str, hosts: set[int], choice: int) -> None:
+        """A job starts without anything in memory, on some of the hosts."""
+        look = self.look("true" if view == "flaky" else view, tuple(hosts))
+        answer = decide(look)
+        contested = isinstance(answer, Unclear) and answer.contested
+        if contested:  # the user chooses
+            lines = sorted({str(one.version.incarnation) for one in look.sightings if one.readable})
+            answer = decide(look, lines[choice % len(lines)])
+        if isinstance(answer, Unclear):
+            return
+        known = {one.version.incarnation for one in look.sightings}
+        self.nonces += 1
+        if isinstance(answer, Nothing):
+            assert not self.reported
+            self._begin(Job(self._next(known), Descent((), frozenset(known)), 0), known)
+            return
+        resumed = answer.order[0]
+        for version, descent in self.reported.items():
+            there = self.objects.get(Stored(version, descent).folder)
+            if there is not None and there.intact and version != resumed.version:
+                assert not there.seen().descends_from(resumed.version), (version, resumed)
+        if view in ("true", "flaky") and not contested:
+            self._check_order(resumed.version)
+        told = [(one.version.incarnation, one.descent) for one in look.sightings]
+        descent = continued(resumed.version, told)
+        lineage = [version.incarnation for version in descent.lineage or ()]
+        self._begin(Job(self._next({*known, *descent.overtaken, *lineage}), descent, resumed.version.iteration), known)
+
+    def _begin(self, job: Job, known: set[Incarnation]) -> None:
+        self.knew[job.incarnation] = frozenset({job.incarnation, *known}).union(*(self.knew[incarnation] for incarnation in known))
+        self.jobs.append(job)
+
+    def _check_order(self, resumed: Version) -> None:
+        """What is resumed without asking the user knew of everything that is left aside, and is the newest of its own."""
+        for one in self.objects.values():
+            if one.committed and one.intact:
+                assert one.version.incarnation in self.knew[resumed.incarnation], (one.version, resumed)
+                assert one.version.incarnation != resumed.incarnation or one.version <= resumed, (one.version, resumed)
+
+    def _next(self, known: set[Incarnation]) -> Incarnation:
+        return Incarnation(max((incarnation.number for incarnation in known), default=0) + 1, f"{self.nonces:04x}")
+
+    @precondition(lambda self: self.jobs)
+    @rule(
+        job=which,
+        steps=st.integers(1, 3),
+        hosts=st.sets(which.map(lambda n: n % 3)),
+        late=st.booleans(),
+        keep=st.integers(1, 3),
+        view=views,
+    )
+    def store(self, job: int, steps: int, hosts: set[int], late: bool, keep: int, view: str) -> None:
+        """A job stores a checkpoint, marks it, and cleans up; ``late``: it looked for others before they had written."""
+        this = self.jobs[job % len(self.jobs)]
+        this.iteration += steps
+        new = Stored(Version(this.incarnation, this.iteration), this.descent)
+        seen = self.old if late else self.objects
+        if any(one.committed and one.intact and not new.seen().knows(one.version.incarnation) for one in seen.values()):
+            return  # another job has taken the run over
+        self.objects[new.folder] = new
+        self.mark = new.version
+        for host in hosts:
+            self.hosts[host] = new.version
+        self.reported[new.version] = new.descent
+        self.retain(this, new, keep, "true" if view == "flaky" else view)
+
+    def retain(self, this: Job, new: Stored, keep: int, view: str) -> None:
+        look = self.look(view, ())
+        if look.trouble:
+            return
+        this.sound.add(new.folder)
+        line = [one for one in look.sightings if one.readable and new.seen().descends_from(one.version)]
+        this.sound |= {one.folder for one in line if one.folder in self.objects and self.objects[one.folder].intact}
+        for one in superseded_by((one for one in look.sightings if one.folder != new.folder), new.seen(), this.sound, keep, None):
+            gone = self.objects.get(one.folder)
+            if one.condition == "torn" and gone is not None and gone.committed:
+                continue
+            if gone is not None and gone.intact and gone.committed:
+                assert gone.version.incarnation in self.knew[new.version.incarnation]
+                assert new.seen().history == gone.seen().history
+                rest = [self.objects[folder] for folder in this.sound if folder in self.objects and folder != one.folder]
+                enough = sum(other.intact and other.committed for other in rest) >= keep
+                assert enough or not one.readable, one.folder  # what reads as damaged has a younger sound one, and is no reserve
+            self.objects.pop(one.folder, None)
+        for one in left_torn(look.sightings, new.seen()):
+            assert one.version.incarnation in self.knew[new.version.incarnation] - {new.version.incarnation}
+            if not self.objects.get(one.folder, new).committed:
+                del self.objects[one.folder]
+
+    @precondition(lambda self: self.jobs)
+    @rule(job=which)
+    def half(self, job: int) -> None:
+        """An upload is torn."""
+        this = self.jobs[job % len(self.jobs)]
+        torn = Stored(Version(this.incarnation, this.iteration + 1), this.descent, committed=False)
+        self.objects.setdefault(torn.folder, torn)
+
+    @precondition(lambda self: self.jobs)
+    @rule(job=which)
+    def die(self, job: int) -> None:
+        del self.jobs[job % len(self.jobs)]
+
+    @precondition(lambda self: self.jobs)
+    @rule(job=which)
+    def restart_from_memory(self, job: int) -> None:
+        """The same hosts go on, without a look at storage."""
+        this = self.jobs[job % len(self.jobs)]
+        self.nonces += 1
+        descent = continued(Version(this.incarnation, this.iteration), [(this.incarnation, this.descent)])
+        known = {this.incarnation, *descent.overtaken}
+        del self.jobs[job % len(self.jobs)]
+        self._begin(Job(self._next(known), descent, this.iteration), {this.incarnation})
+
+    @precondition(lambda self: self.objects)
+    @rule(one=which)
+    def rot(self, one: int) -> None:
+        """Bytes are lost for good."""
+        self.objects[sorted(self.objects)[one % len(self.objects)]].intact = False
+
+    @rule()
+    def settle(self) -> None:
+        """Listings show all that is there by now."""
+        self.old = dict(self.objects)
+
+    # -- what holds
+
+    @invariant()
+    def nothing_stored_is_out_of_reach(self) -> None:
+        look = self.look("true", ())
+        lines = [None, *sorted({str(one.version.incarnation) for one in look.sightings if one.readable})]
+        answers = [decide(look, line) for line in lines]
+        reach = [one for answer in answers if isinstance(answer, Here) for one in answer.order]
+        for version in self.reported:
+            stored = self.objects.get(f"{version.incarnation}/{version.iteration}")
+            if stored is not None and stored.intact:
+                assert any(one.version == version or one.descends_from(version) for one in reach), version
+
+    @invariant()
+    def a_run_that_has_stored_never_begins_anew(self) -> None:
+        if self.reported:
+            for view in ("true", "away", "old", "empty", "damaged"):
+                assert not isinstance(decide(self.look(view, ())), Nothing)
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(max_examples=600, stateful_step_count=25, deadline=None)

@@ -1,0 +1,293 @@
+"""Whoever can write to the storage forges manifests and objects, checksums included: clear errors, bounded memory, older ones found."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import resource
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gemini_ft.errors import CorruptDataError, GeminiError, StorageError
+from gemini_ft.export.assemble import _join, read_whole
+from gemini_ft.export.source import StorageShard
+from gemini_ft.layout import Layout, TensorSpec, build_layout
+from gemini_ft.storage import base
+from gemini_ft.storage.base import open_storage
+from gemini_ft.storage.checkpoints import MANIFEST, Manifest, _checksum, examine, list_checkpoints, read_manifest, shard_key, write_manifest
+from gemini_ft.storage.local import LocalStorage
+from gemini_ft.storage.lookout import newest_whole
+from gemini_ft.storage.marks import mark_key, read_mark
+from gemini_ft.storage.retention import held_by_readers
+from gemini_ft.storage.s3 import S3Storage
+from gemini_ft.storage.shard import StoredShard, write_shard
+from gemini_ft.versions import Incarnation, Version
+
+LAYOUT = build_layout([TensorSpec("weight", "float32", (64,), (0,))], 0, 1)
+HUGE = [2**40, 2**62, 2**64, 10**400]
+
+
+def save(storage: LocalStorage, iteration: int) -> Manifest:
+    """A sound checkpoint of one rank."""
+    version = Version(Incarnation(1, "nonce"), iteration)
+    folder = f"run/main/step-{iteration:08}-inc-1-nonce"
+    record = write_shard(storage, shard_key(folder, 0), LAYOUT, memoryview(bytes(LAYOUT.nbytes)), b"extras")
+    manifest = Manifest(
+        run="run", stream="main", incarnation=version.incarnation, iteration=iteration, world_size=1,
+        logical_hash=LAYOUT.logical_hash, shards={0: record},
+    )  # fmt: skip
+    write_manifest(storage, manifest)
+    return manifest
+
+
+def forge(storage: LocalStorage, manifest: Manifest, body: Any) -> None:
+    """Put ``body`` in a manifest's place, with a checksum that fits."""
+    if isinstance(body, dict):
+        body = {**body, "xxh3": _checksum(body)}
+    storage.put(f"{manifest.folder}/{MANIFEST}", [json.dumps(body).encode()])
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    return LocalStorage(tmp_path)
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """No more than 2 GiB beyond what this process has mapped."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + 2 * 2**30, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def places(body: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths to everything in nested dicts and lists."""
+    yield at
+    for key, value in body.items() if isinstance(body, dict) else enumerate(body) if isinstance(body, list) else ():
+        yield from places(value, (*at, key))
+
+
+def put_at(body: Any, at: tuple[Any, ...], value: Any) -> Any:
+    if not at:
+        return value
+    copy = dict(body) if isinstance(body, dict) else list(body)
+    copy[at[0]] = put_at(copy[at[0]], at[1:], value)
+    return copy
+
+
+nested = st.recursive(
+    st.none() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+numbers = [*HUGE, *(-number for number in HUGE), 0, -1, 1.5]
+strange = st.sampled_from([*numbers, None, True, "", "../../etc/passwd", "/etc/passwd", "a" * 10_000, [], {}]) | nested
+
+
+def read_all(storage: LocalStorage, folder: str) -> None:
+    """What a resume, an export and `gemini checkpoints --verify` read of a checkpoint."""
+    manifest = read_manifest(storage, folder)
+    for record in manifest.shards.values():
+        shard = StoredShard(storage, record)
+        assert isinstance(shard.layout, Layout)
+        assert isinstance(shard.extras, bytes)
+        shard.sample()
+        if record.data.nbytes <= 2**20:
+            shard.read(0, memoryview(bytearray(record.data.nbytes)))
+        shard.verify()
+    read_whole([StorageShard(storage, manifest, owner) for owner in range(manifest.world_size)], lambda name: True)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_manifest_with_anything_anywhere_is_refused_by_a_clear_error(
+    storage: LocalStorage, little_memory: None, data: st.DataObject
+) -> None:
+    manifest = save(storage, 7)
+    body = manifest.model_dump(mode="json")
+    at = data.draw(st.sampled_from(list(places(body))))
+    forge(storage, manifest, put_at(body, at, data.draw(strange)))
+    with contextlib.suppress(GeminiError):  # whatever else it raises fails the test; some changes are harmless
+        read_all(storage, manifest.folder)
+
+
+@pytest.mark.parametrize("huge", HUGE[:2])
+@pytest.mark.parametrize("part", ["layout", "extras", "digests", "data"])
+def test_sizes_that_lie_take_no_memory(storage: LocalStorage, little_memory: None, part: str, huge: int) -> None:
+    manifest = save(storage, 7)
+    body = manifest.model_dump(mode="json")
+    body["shards"]["0"][part]["nbytes"] = huge
+    body["shards"]["0"]["nbytes"] = 2 * huge  # all of a piece
+    body["shards"]["0"]["chunk_bytes"] = huge
+    forge(storage, manifest, body)
+    with pytest.raises(GeminiError):
+        read_all(storage, manifest.folder)
+
+
+def test_chunks_without_a_checksum_are_not_read(storage: LocalStorage) -> None:
+    manifest = save(storage, 7)
+    body = manifest.model_dump(mode="json")
+    record = body["shards"]["0"]
+    blob = xxhash.xxh3_64(bytes(64)).intdigest().to_bytes(8, "little")  # of the first chunk alone
+    object_ = storage.get(record["key"])
+    storage.put(record["key"], [object_, blob])
+    record["digests"] = {"offset": len(object_), "nbytes": len(blob), "xxh3": xxhash.xxh3_64_hexdigest(blob)}
+    record["chunk_bytes"] = 64
+    forge(storage, manifest, body)
+    with pytest.raises(CorruptDataError, match="1 checksums of 4 chunks"):
+        read_all(storage, manifest.folder)
+
+
+@pytest.mark.parametrize("claimed", [256, 2**42], ids=["its own", "those of the manifest too"])
+def test_a_layout_whose_sizes_lie_takes_no_memory(storage: LocalStorage, little_memory: None, claimed: int) -> None:
+    manifest = save(storage, 7)
+    body = manifest.model_dump(mode="json")
+    record = body["shards"]["0"]
+    blob = build_layout([TensorSpec("weight", "float32", (2**40,), (0,))], 0, 1).to_bytes()
+    object_ = storage.get(record["key"])
+    storage.put(record["key"], [object_, blob])
+    record["layout"] = {"offset": len(object_), "nbytes": len(blob), "xxh3": xxhash.xxh3_64_hexdigest(blob)}
+    record["data"]["nbytes"] = claimed
+    forge(storage, manifest, body)
+    with pytest.raises(CorruptDataError):
+        read_all(storage, manifest.folder)
+
+
+def test_a_number_of_ranks_that_lies_takes_no_memory(storage: LocalStorage, little_memory: None) -> None:
+    manifest = save(storage, 7)
+    forge(storage, manifest, manifest.model_dump(mode="json") | {"world_size": 10**12})
+    with pytest.raises(GeminiError, match="is no manifest"):
+        read_manifest(storage, manifest.folder)
+
+
+def test_a_manifest_that_is_nested_without_end_is_refused(storage: LocalStorage) -> None:
+    manifest = save(storage, 7)
+    storage.put(f"{manifest.folder}/{MANIFEST}", [b"[" * 1_000_000])
+    with pytest.raises(GeminiError, match="is not JSON"):
+        read_manifest(storage, manifest.folder)
+
+
+def test_a_manifest_that_is_larger_than_any_is_not_taken_in(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = save(storage, 7)
+    monkeypatch.setattr(base, "SMALL", 100)
+    with pytest.raises(GeminiError, match=r"has [0-9,]+ bytes, more than the 100 that"):
+        read_manifest(storage, manifest.folder)
+
+
+@pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "run/main/step-00000008-inc-1-nonce/shard-00000.safetensors"])
+def test_a_shard_elsewhere_is_not_read(storage: LocalStorage, name: str) -> None:
+    manifest = save(storage, 7)
+    body = manifest.model_dump(mode="json")
+    body["shards"]["0"]["key"] = name
+    forge(storage, manifest, body)
+    with pytest.raises(GeminiError, match="does not belong to"):
+        read_manifest(storage, manifest.folder)
+
+
+RUBBISH = [b"[" * 1_000_000, b'{"folder": "x", "since": ' + b"9" * 400 + b"}", b'{"folder": "x", "since": NaN}', b"[]", b"\xff"]
+
+
+@pytest.mark.parametrize("rubbish", RUBBISH)
+def test_notes_beside_the_checkpoints_that_are_none(storage: LocalStorage, rubbish: bytes) -> None:
+    """The mark of what was stored, and what readers say of themselves."""
+    manifest = save(storage, 7)
+    storage.put(mark_key("run", "main"), [rubbish])
+    storage.put("run/main.reading-0.json", [rubbish])
+    with pytest.raises(GeminiError, match=r"main\.stored\.json is damaged"):
+        read_mark(storage, "run", "main")
+    assert newest_whole(storage, "run", "main") == manifest
+    assert held_by_readers(storage, "run", "main") == set()
+
+
+def test_a_link_in_the_place_of_the_unfinished_is_not_followed(storage: LocalStorage, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    storage.root = tmp_path / "store"
+    storage.root.mkdir()
+    (storage.root / ".partial").symlink_to(elsewhere)
+    with pytest.raises(StorageError, match="links are not followed"):
+        save(storage, 7)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=300))
+def test_what_is_no_manifest_hides_no_older_checkpoint(storage: LocalStorage, rubbish: bytes) -> None:
+    sound, broken = save(storage, 6), save(storage, 7)
+    storage.put(f"{broken.folder}/{MANIFEST}", [rubbish])
+    verdicts = {info.iteration: problem for info, _, problem in examine(storage, "run")}
+    assert verdicts[6] == ""
+    assert verdicts[7]
+    assert read_manifest(storage, sound.folder) == sound
+    assert [info.iteration for info in list_checkpoints(storage, "run")] == [7, 6]
+
+
+WORDS = ["(4,) S(9) on (2,)", "(4,) S(0) S(0) on (2,)", "(4,) S(0) on (2, 1)", "(4,) _S(0, 1000000000000) on (2,)", "(4,) _S(0, 0) on (2,)"]
+
+
+@pytest.mark.parametrize("words", [*WORDS, "(4,) S(0) on (-2, -1)", "(2, 2) S(0) on (2,)", "(4" + "0" * 300 + ",) S(0) on (2,)"])
+def test_placements_that_lie_are_refused(words: str, little_memory: None) -> None:
+    with pytest.raises(GeminiError):
+        _join("weight", words, {(0,): torch.zeros(2), (1,): torch.zeros(2)}, 2)
+
+
+def test_placements_of_nothing_take_no_memory(little_memory: None) -> None:
+    assert _join("weight", f"(0, {2**40}) S(0) on (1,)", {(0,): torch.empty(0, 2**40)}, 1).shape == (0, 2**40)
+
+
+@given(st.binary(max_size=2000))
+def test_a_layout_of_any_bytes_is_refused_or_read(rubbish: bytes) -> None:
+    with contextlib.suppress(GeminiError):
+        Layout.from_bytes(rubbish)
+
+
+@given(st.data())
+def test_a_layout_with_one_byte_changed_is_refused_or_read(data: st.DataObject) -> None:
+    blob = bytearray(LAYOUT.to_bytes())
+    blob[data.draw(st.integers(0, len(blob) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(GeminiError):
+        Layout.from_bytes(bytes(blob))
+
+
+class Endless(http.server.BaseHTTPRequestHandler):
+    """Says no length: GET is answered in pieces without an end, HEAD with nothing at all."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(b"10000\r\n" + bytes(2**16) + b"\r\n")
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_store_that_says_no_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "none")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        storage = open_storage("s3://bucket/run", f"http://127.0.0.1:{server.server_port}")
+        assert isinstance(storage, S3Storage)
+        with pytest.raises(CorruptDataError, match="that are read in one piece"):
+            storage.get("step/manifest.json")
+        with pytest.raises(StorageError, match="the answer says no length"):
+            storage._head("step/manifest.json")
+        server.shutdown()
