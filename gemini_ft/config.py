@@ -66,7 +66,7 @@ class StorageConfig(_Model):
     endpoint_url: str | None = Field(None, description="Endpoint of an S3-compatible store; default: boto3's own choice.")
     max_bandwidth: Bytes | None = Field(None, description="Bytes per second that one host's uploads to S3 may take.")
     patience: float = Field(300.0, ge=0, description="Seconds to wait for storage that cannot say what there is to resume, and at the end of the job for the last upload.")
-    history: str | None = Field(None, description="Which history to resume (its first incarnation, 1-0a1b2c3d) where storage has several that do not descend from each other.")
+    history: str | None = Field(None, description="Which history to resume where storage has several that do not descend from each other: the line that went through this incarnation (2-0a1b2c3d), as far as it has come.")
     trust_pickle: bool = Field(False, description="Whether pickled objects found in storage may be loaded.")
 
     @model_validator(mode="after")

@@ -17,9 +17,10 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from rank_kit import World
 
-# A deadline per example would be a timing assertion, which a busy machine breaks.
-settings.register_profile("gemini", deadline=None, print_blob=True)
-settings.load_profile("gemini")
+# A deadline per example would be a timing assertion, which a busy machine breaks. The suite tries the same examples every
+# time, so that its verdict is about the code; looking for new ones is what the soak is for.
+settings.register_profile("suite", deadline=None, print_blob=True, derandomize=True)
+settings.register_profile("soak", deadline=None, print_blob=True)
 
 # DeepSpeed compiles at first use, with the environment's own ninja: what another one has built, it would build again.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
@@ -66,6 +67,10 @@ def _world(folder: Path, size: int) -> Iterator[World]:
 def store(tmp_path: Path) -> Path:
     """Where a run's checkpoints go."""
     return tmp_path / "store"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("soak" if config.option.markexpr == "soak" else "suite")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

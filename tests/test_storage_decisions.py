@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from gemini_ft.storage.decisions import Descent, Here, Look, Nothing, Sighting, Unclear, continued, decide, left_torn, superseded_by
 from gemini_ft.versions import Incarnation, Version
@@ -238,5 +239,55 @@ class Histories(RuleBasedStateMachine):
                 assert not isinstance(decide(self.look(view, ())), Nothing)
 
 
-TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=600, stateful_step_count=25, deadline=None)
+def test_any_course_of_events() -> None:
+    run_state_machine_as_test(Histories, settings=settings(max_examples=400, stateful_step_count=25))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_many_more_histories() -> None:
+    run_state_machine_as_test(Histories, settings=settings(max_examples=20_000, stateful_step_count=40))
+
+
+def _whole(name: str, *lineage: str, beside: tuple[str, ...] = ()) -> Sighting:
+    """A checkpoint NUMBER-NONCE/ITERATION, of those before it."""
+
+    def version(text: str) -> Version:
+        incarnation, iteration = text.split("/")
+        number, nonce = incarnation.split("-")
+        return Version(Incarnation(int(number), nonce), int(iteration))
+
+    overtaken = frozenset(version(one).incarnation for one in beside)
+    return Sighting(name, version(name), "whole", Descent(tuple(map(version, lineage)), overtaken))
+
+
+class TestTheChoiceOfAHistory:
+    """`storage.history` stays in the command that starts the job, also when the job starts again."""
+
+    FIRST = _whole("1-a/3")
+    LEFT, RIGHT = _whole("2-b/4", "1-a/2"), _whole("2-c/5", "1-a/1")
+
+    def _order(self, *seen: Sighting, history: str) -> list[str]:
+        answer = decide(Look(seen), history)
+        assert isinstance(answer, Here), answer
+        return [one.folder for one in answer.order]
+
+    def test_takes_one_line_and_what_it_has_overtaken_after_it(self) -> None:
+        contested = decide(Look((self.FIRST, self.LEFT, self.RIGHT)))
+        assert isinstance(contested, Unclear)
+        assert contested.contested
+        assert self._order(self.FIRST, self.LEFT, self.RIGHT, history="2-b") == ["2-b/4", "1-a/3"]
+        assert self._order(self.FIRST, self.LEFT, self.RIGHT, history="2-c") == ["2-c/5", "1-a/3"]
+
+    def test_made_once_does_not_take_the_job_back_later(self) -> None:
+        after = _whole("3-d/9", "1-a/2", "2-b/4", beside=("2-c/5",))
+        assert self._order(self.FIRST, self.LEFT, self.RIGHT, after, history="2-b")[0] == "3-d/9"
+
+    def test_can_be_taken_back(self) -> None:
+        after = _whole("3-d/9", "1-a/2", "2-b/4", beside=("2-c/5",))
+        assert self._order(self.FIRST, self.LEFT, self.RIGHT, after, history="2-c")[0] == "2-c/5"
+
+    def test_of_what_both_went_through_is_no_choice(self) -> None:
+        answer = decide(Look((self.FIRST, self.LEFT, self.RIGHT)), "1-a")
+        assert isinstance(answer, Unclear)
+        assert answer.contested

@@ -133,7 +133,7 @@ def decide(look: Look, history: str | None = None, found: bool = False) -> Answe
 
     Args:
         look: what was seen.
-        history: resume this one, where there are several.
+        history: an incarnation, by name; resume the line that went through it, as far as it has come by now.
         found: be content with what is there, although something newer was reported as stored.
     """
     if look.trouble:
@@ -142,17 +142,16 @@ def decide(look: Look, history: str | None = None, found: bool = False) -> Answe
     if not seen and not look.marks and not look.damaged_mark:
         return Nothing()
     whole = [sighting for sighting in seen if sighting.readable]
-    if history is not None:
-        whole = [sighting for sighting in whole if _belongs(sighting, history, whole)]
-    if not whole:
+    line = whole if history is None else [sighting for sighting in whole if _went_through(sighting, history)]
+    if not line:
         return Unclear(_nothing_whole(look, seen, history))
-    tips = newest_of_each(whole)
+    tips = newest_of_each(line)
     if len(tips) > 1:
         return Unclear(_contested(tips), contested=True)
     if not found and history is None and (lost := [mark for mark in look.marks if not _accounted_for(mark, seen, whole)]):
         newest = max(lost, key=lambda version: version.iteration)
         return Unclear(f"{newest} was reported as stored and is not there, nor anything that descends from it")
-    return Here(tuple(_in_order(tips[0], whole)))
+    return Here(tuple(_in_order(tips[0], _behind(tips[0], whole))))
 
 
 def newest_of_each(sightings: Iterable[Sighting]) -> list[Sighting]:
@@ -241,11 +240,18 @@ def _same_history(one: Sighting, other: Sighting) -> bool:
     return None in (one.history, other.history) or one.history == other.history
 
 
-def _belongs(sighting: Sighting, history: str, whole: Sequence[Sighting]) -> bool:
-    """Whether it began with that incarnation, is of it, or is an ancestor of one that is."""
-    if history in (str(sighting.history), str(sighting.version.incarnation)):
-        return True
-    return any(str(other.version.incarnation) == history and other.descends_from(sighting.version) for other in whole)
+def _went_through(sighting: Sighting, incarnation: str) -> bool:
+    """Whether it is of that incarnation, or descends from a checkpoint of it."""
+    return incarnation in map(str, (sighting.version.incarnation, *(version.incarnation for version in sighting.descent.lineage or ())))
+
+
+def _behind(tip: Sighting, whole: Sequence[Sighting]) -> list[Sighting]:
+    """``tip``, what it supersedes, and what that supersedes: it need not have seen all of this itself."""
+    behind, rest = [tip], [one for one in whole if one is not tip]
+    for after in behind:
+        behind += [one for one in rest if after.supersedes(one.version)]
+        rest = [one for one in rest if not after.supersedes(one.version)]
+    return behind
 
 
 def _accounted_for(mark: Version, seen: Sequence[Sighting], whole: Sequence[Sighting]) -> bool:
