@@ -17,6 +17,7 @@ from loader_kit import SAMPLES, Noisy, check_going_on
 from test_lightning_zoo import OwnEpochs
 from test_optimizer_zoo import SAM, Averaging
 from torch import nn
+from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
@@ -65,6 +66,9 @@ PARTS = {
     "cache": Cache,
     "lazy": lambda: nn.LazyLinear(WIDTH),
     "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+    "observer": lambda: FakeQuantize(
+        MovingAveragePerChannelMinMaxObserver, -128, 127, dtype=torch.qint8, qscheme=torch.per_channel_symmetric, ch_axis=1
+    ),
 }
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),

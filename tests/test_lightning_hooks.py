@@ -135,7 +135,9 @@ class Weighing(Callback):
 
 
 class Averaging(Case):
-    """An average that is neither a buffer nor in any state dict, and a history of it."""
+    """An average that is neither a buffer nor in any state dict, a history of it, and a buffer that comes and grows."""
+
+    seen: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +147,10 @@ class Averaging(Case):
     def changed(self, loss: torch.Tensor) -> torch.Tensor:
         self.average = 0.9 * self.average + 0.1 * loss.detach()
         self.history = [*self.history, self.average.item()][-5:]
-        return loss * (1 + self.average) + sum(self.history)
+        if not hasattr(self, "seen"):
+            self.register_buffer("seen", torch.zeros(0))
+        self.seen = torch.cat([self.seen, loss.detach().view(1)])[-8:]
+        return loss * (1 + self.average) + sum(self.history) + self.seen.sum()
 
 
 class Growing(Case):

@@ -498,8 +498,8 @@ def tickets(trainer: Any) -> dict[str, torch.Tensor | None]:
 def set_tickets(trainer: Any, saved: Mapping[str, torch.Tensor | None]) -> None:
     """Put back what :func:`tickets` gave, after the weights themselves."""
     for name, (now, first) in _tickets(trainer).items():
-        value = saved[name]
-        first.data = now.data if value is None else value.to(first.device)
+        if name in saved:
+            first.data = now.data if (value := saved[name]) is None else value.to(first.device)
 
 
 def _tickets(trainer: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -508,8 +508,10 @@ def _tickets(trainer: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     for index, callback in enumerate(trainer.callbacks):
         for layer in (getattr(callback, "_original_layers", None) or {}).values():
             for number, name in layer["names"]:
-                module, first = callback._parameters_to_prune[number][0], getattr(layer["data"], name)
-                found[f"callback.{index}.{number}"] = module._parameters.get(f"{name}_orig", module._parameters.get(name)), first
+                trained = callback._parameters_to_prune[number][0]._parameters
+                now, first = trained.get(f"{name}_orig", trained.get(name)), getattr(layer["data"], name)
+                if now is not None and first is not None:
+                    found[f"callback.{index}.{number}"] = now, first
     return found
 
 
