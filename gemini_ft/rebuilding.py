@@ -51,7 +51,7 @@ class Description:
         tensors: name of each parameter and buffer -> its kind, shape, dtype, and whether it is persistent.
         groups: name of each optimizer -> for each of its groups the names of its parameters.
         classes: name of each optimizer -> its class.
-        order: name of each module -> its parameters, one after the other.
+        order: name of each module -> its parameters and buffers, one after the other.
     """
 
     tensors: dict[str, Entry] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Changes:
         tensors: name -> entries of a `Description`; None where there was, or is, no such tensor.
         groups: name of an optimizer -> its groups.
         classes: name of an optimizer -> its class; None where there was, or is, no such optimizer.
-        order: name of a module -> its parameters; sums over all of a model's depend on their order.
+        order: name of a module -> its parameters and buffers; sums over all of a model's depend on their order.
     """
 
     tensors: dict[str, list[Entry | None]] = field(default_factory=dict)
@@ -126,7 +126,7 @@ def describe(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> Desc
         for name, optimizer in found.items()
     }
     classes = {name: type(optimizer).__qualname__ for name, optimizer in found.items()}
-    return Description(tensors, groups, classes, {path: list(module._parameters) for path, module in modules.items()})
+    return Description(tensors, groups, classes, {path: [*part._parameters, *part._buffers] for path, part in modules.items()})
 
 
 def difference(then: Description, now: Description) -> Changes:
@@ -161,9 +161,10 @@ def build(models: Mapping[str, nn.Module], optimizers: Sequence[Any], changes: C
             _build_tensor(modules_of(models), parent, key, now, changes)
     modules = modules_of(models)
     for path, (_, keys) in changes.order.items():
-        for key in keys or ():
-            if path in modules and key in modules[path]._parameters:
-                modules[path]._parameters[key] = modules[path]._parameters.pop(key)
+        for tensors in (modules[path]._parameters, modules[path]._buffers) if path in modules else ():
+            for key in keys or ():
+                if key in tensors:
+                    tensors[key] = tensors.pop(key)  # type: ignore[assignment]
     fresh_groups = describe(models, optimizers).groups
     for name, (groups_then, groups_now) in changes.groups.items():
         if (have := fresh_groups.get(name)) != groups_now:
