@@ -217,6 +217,7 @@ def test_whatever_a_job_consists_of(job: Job, at: int) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @settings(max_examples=2000, deadline=None)
 @given(jobs, st.integers(0, 8))
 def test_whatever_a_job_consists_of_at_length(job: Job, at: int) -> None:
@@ -400,6 +401,7 @@ def test_whatever_data_consist_of(one: Data, stop: tuple[int, int]) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @settings(max_examples=2000, deadline=None)
 @given(data(st.just(0)), stops)
 def test_whatever_data_consist_of_at_length(one: Data, stop: tuple[int, int]) -> None:
