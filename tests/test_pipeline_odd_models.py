@@ -70,10 +70,20 @@ def test_a_pending_backward_pass_is_counted_before_a_load(tmp_path: Path) -> Non
 
 
 def test_ranks_that_have_drifted_apart_are_told(tmp_path: Path) -> None:
-    for said in on_ranks(tmp_path, 3, pipeline_odd_case.stray_and_drifting):
-        assert len(said) == 4
-        for text in said:
-            assert text.startswith("StateError: the ranks of the gradient pipeline have drifted apart, their rounds differ: rank 0 has 2, ")
+    for each in on_ranks(tmp_path, 3, pipeline_odd_case.stray_and_drifting):
+        assert len(each) == 2
+        for saved, stepped, loaded, tuned in each:
+            assert saved == ""
+            assert stepped.startswith(
+                "StateError: the ranks of the gradient pipeline have drifted apart, their rounds differ: rank 0 has 2, "
+            )
+            assert loaded.startswith("RecoveryError: the gradient pipeline's state is of different steps or plans on ranks 0 and 1")
+            assert tuned.startswith("RecoveryError: the gradient pipeline's state is of ranks that had drifted apart, their trials differ")
+
+
+def test_a_snapshot_waits_for_no_peer(tmp_path: Path) -> None:
+    """One that has made its averages, and is late with the rest of its step."""
+    assert on_ranks(tmp_path, 2, pipeline_odd_case.saved_alone) == [[True, True], []]
 
 
 def test_models_can_be_compiled_copied_pickled_and_exported(tmp_path: Path) -> None:
