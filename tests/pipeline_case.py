@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -632,7 +633,7 @@ def failing(how: str, *cases: tuple[bool, bool]) -> list[list[str]]:
         if rank == 0:
             _break(loop, how, is_compressed)
         loop.synchronizer.summary()
-        said.append([error_of(lambda step=step: loop.step(own(step))) for step in (2, 3)])
+        said.append([error_of(partial(loop.step, own(step))) for step in (2, 3)])
         _until_all_have_failed(rank, len(said))
     return said
 

@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,10 +158,10 @@ def stray_and_drifting() -> list[list[str]]:
             said.append([error_of(loop.synchronizer.state_dict), error_of(lambda: loop.step(own(2, SMALL)))])
             state = loop.synchronizer.state_dict()
         with closing(Loop(rule(compress=compress("randomk")), ddp, Leaves(SMALL))) as fresh:
-            said[-1].append(error_of(lambda: fresh.synchronizer.load_state_dict(state)))
+            said[-1].append(error_of(partial(fresh.synchronizer.load_state_dict, state)))
             state["averager"]["rounds"] = 0
             state["tuner"]["count"] = rank
-            said[-1].append(error_of(lambda: fresh.synchronizer.load_state_dict(state)))
+            said[-1].append(error_of(partial(fresh.synchronizer.load_state_dict, state)))
     return said
 
 
@@ -335,6 +336,30 @@ def found_by_itself(out: str) -> int:
     checkpointer.flush()
     with closing(GradientSynchronizer(TwoLayers(), [])):  # of another model
         checkpointer.step()
+    checkpointer.close()
+    return start
+
+
+def drifted_and_saved(folder: str) -> int:
+    """Trains to the end; in the first process ranks drift apart just before the fifth snapshot is made. Returns where it resumed."""
+    rank, _ = start_ranks()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(TwoLayers())
+    synchronizer = GradientSynchronizer(model, rule(compress=compress("randomk")))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    checkpointer = gemini_ft.Checkpointer(model, optimizer, on_late="wait")
+    start, mark = checkpointer.resume(), Path(folder, f"drifted.{rank}")
+    for iteration in range(start, MOST):
+        optimizer.zero_grad()
+        model(_batch(iteration)).square().sum().backward()
+        optimizer.step()
+        drifts = iteration == 4 and not mark.exists()
+        if drifts:
+            mark.touch()
+            synchronizer.averager._rounds += rank
+        checkpointer.step()
+        if drifts:
+            checkpointer.flush()
     checkpointer.close()
     return start
 

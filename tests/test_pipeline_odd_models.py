@@ -81,6 +81,13 @@ def test_ranks_that_have_drifted_apart_are_told(tmp_path: Path) -> None:
             assert tuned.startswith("RecoveryError: the gradient pipeline's state is of ranks that had drifted apart, their trials differ")
 
 
+@pytest.mark.soak
+def test_a_snapshot_of_ranks_that_had_drifted_apart_is_given_up_for_an_older_one(tmp_path: Path) -> None:
+    with World(tmp_path, 2) as ranks:
+        assert ranks.finish(pipeline_odd_case.drifted_and_saved, str(tmp_path)) == [4, 4]
+        assert ranks.restarts == 4  # when the drift is seen, and three times with the snapshot that has it
+
+
 def test_a_snapshot_waits_for_no_peer(tmp_path: Path) -> None:
     """One that has made its averages, and is late with the rest of its step."""
     assert on_ranks(tmp_path, 2, pipeline_odd_case.saved_alone) == [[True, True], []]
