@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -123,6 +124,17 @@ def error_of(call: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def several(*cases: tuple[Callable[..., Any], tuple[Any, ...]]) -> list[Any]:
+    """Functions with their arguments, one after another in the same processes; what each returned, or how it ended."""
+    found: list[Any] = []
+    for function, arguments in cases:
+        try:
+            found.append(function(*arguments))
+        except Exception:
+            found.append(traceback.format_exc())
+    return found
 
 
 # -- every method
@@ -602,6 +614,7 @@ def disagreements() -> list[str]:
         (rule(compress="nonsense"), Leaves(), {}),
         (topk, Leaves(), {"find_unused_parameters": odd}),
         ([{"params": "embed"}], Leaves({"conv" if odd else "embed": (2, 2)}), {}),
+        (rule(sync={"scheme": "hierarchical", "local_size": 2}), Leaves(), {}),
     ]
     said = [error_of(lambda case=case: GradientSynchronizer(case[1], case[0], **case[2])) for case in cases]
     with closing(Loop(topk)) as loop:
@@ -617,8 +630,7 @@ def failing(how: str, *cases: tuple[bool, bool]) -> list[list[str]]:
     """Makes rank 0 fail in the third step, with or without DDP and compression.
 
     Args:
-        how: "raises" or "killed": while it compresses or lays out; "killed between steps": after it, before
-            the others can know where this rank is.
+        how: "raises" or "killed": while it compresses or lays out; "killed between steps": after it, before it has said where it is.
         *cases: whether with DDP, and whether with compression.
 
     Returns:
