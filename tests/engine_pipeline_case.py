@@ -130,14 +130,20 @@ def run(case: Case) -> dict[str, Any]:
     """Train to the end."""
     from deepspeed_case import whole_weights
 
+    from gemini_ft.deepspeed.engine import bound_collectives
+    from gemini_ft.pipeline.averager import time_limit
+
     engine = start(case)
-    losses = steps(case, engine, 2) if case.stray else []
+    losses, limits = list[float](), list[float]()
     if case.stray:
+        losses = steps(case, engine, 2)
         roll_back(engine)
+        bound_collectives(engine, 77.0)
+        limits = [time_limit(group).total_seconds() for group in engine.gradients.groups]
     losses += steps(case, engine, case.steps)
     weights = {name: tensor.float().numpy() for name, tensor in whole_weights(engine).items()}
     gradients = vars(engine).get("gradients")
-    found = {"losses": losses, "weights": weights, "summary": gradients.summary() if gradients else {}}
+    found = {"losses": losses, "weights": weights, "summary": gradients.summary() if gradients else {}, "limits": limits}
     if gradients:
         found["step"] = gradients.averager.step
         found["plan"] = gradients.averager.plan.fusion

@@ -138,6 +138,10 @@ def test_a_pending_backward_pass_leaves_nothing_behind_after_a_load(ran: list[di
         assert found[f"{stage}, {method}, stray"]["losses"] == found[f"{stage}, {method}"]["losses"][:6]
 
 
+def test_every_group_of_the_pipeline_has_the_time_limit_of_the_run(ran: list[dict[str, Any]]) -> None:
+    assert ran[0]["0, topk, stray"]["limits"] == [77.0, 77.0]
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_residuals_are_kept_without_the_scale_of_the_loss(ran: list[dict[str, Any]], stage: int) -> None:
     """The scale is a power of two that changes at every step: whoever keeps residuals with it ends with other bits."""

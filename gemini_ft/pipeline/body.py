@@ -34,6 +34,7 @@ class Body:
 
     Attributes:
         averager: averages; its ``plan`` says what travels together.
+        groups: of processes that it waits in.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class Body:
         self._parameters = dict(parameters)
         self._names = {id(param): name for name, param in self._parameters.items()}
         self._sparse = {tensor.name for tensor in tensors if tensor.sparse}
+        self._control = control
+        self.groups = [each for each in (group, control) if each is not None]
         self.averager = Averager(tensors, rules, group, control, device)
         self._watch = Watch(model)
         self._tuner = Tuner(self.averager, self._watch, profile_steps, device)

@@ -89,8 +89,8 @@ class GradientSynchronizer(Body):
         # Before the watch's own hooks.
         self._handles: list[Any] = [model.register_forward_pre_hook(ModelHook(self._settle))]
         # One group more for what the training thread asks: others may be waiting, in theirs, for gradients that this rank lacks.
-        self._control = own_group(ranks, group, "gloo") if own is not None else None
-        super().__init__(model, parameters, tensors, rules, group=own, control=self._control, device=device, profile_steps=profile_steps)
+        control = own_group(ranks, group, "gloo") if own is not None else None
+        super().__init__(model, parameters, tensors, rules, group=own, control=control, device=device, profile_steps=profile_steps)
         if scaler is not None and scaler.is_enabled():
             self.averager.scale = scaler.get_scale
         if isinstance(model, DistributedDataParallel):
