@@ -23,7 +23,7 @@ from torch import nn
 import common
 from gemini_ft.pipeline import GradientSynchronizer
 
-BLOCK, LAYERS = 20, 20  # steps; linear layers of 64 x 64, beside which 20 ms of computing would hide everything
+BLOCK, LAYERS = 20, 20  # steps; linear layers of 64 x 64
 ROWS: dict[str, Any] = {
     "all-reduce": {},
     "topk 1 %, 4 groups": {"compress": {"method": "topk", "ratio": 0.01}, "fusion": {"groups": 4}},
