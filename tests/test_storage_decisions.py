@@ -13,7 +13,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from gemini_ft.storage.decisions import Descent, Here, Look, Nothing, Sighting, Unclear, continued, decide, left_torn, superseded_by
+from gemini_ft.storage.decisions import (
+    Descent,
+    Here,
+    Look,
+    Nothing,
+    Sighting,
+    Unclear,
+    continued,
+    decide,
+    gives_way,
+    left_torn,
+    superseded_by,
+)
 from gemini_ft.versions import Incarnation, Version
 
 
@@ -64,6 +76,7 @@ class Histories(RuleBasedStateMachine):
         self.jobs: list[Job] = []
         self.reported: dict[Version, Descent] = {}
         self.nonces = 0
+        self.setting: str | None = None  # the history chosen last, which stays in the command
         self.knew: dict[Incarnation, frozenset[Incarnation]] = {}  # each, and all that it really knew of; not as the code has it
 
     # -- looks
@@ -94,15 +107,17 @@ class Histories(RuleBasedStateMachine):
 
     # -- rules
 
-    @rule(view=views, hosts=st.sets(which.map(lambda n: n % 3)), choice=which)
-    def start(self, view: str, hosts: set[int], choice: int) -> None:
-        """A job starts without anything in memory, on some of the hosts."""
+    @rule(view=views, hosts=st.sets(which.map(lambda n: n % 3)), choice=which, stays=st.booleans())
+    def start(self, view: str, hosts: set[int], choice: int, stays: bool) -> None:
+        """A job starts without anything in memory, on some of the hosts; ``stays``: the last choice of a history is in its command."""
         look = self.look("true" if view == "flaky" else view, tuple(hosts))
-        answer = decide(look)
-        contested = isinstance(answer, Unclear) and answer.contested
-        if contested:  # the user chooses
+        named = self.setting if stays else None
+        answer = decide(look, named)
+        contested = named is not None or (isinstance(answer, Unclear) and answer.contested)
+        if isinstance(answer, Unclear) and answer.contested:  # the user chooses
             lines = sorted({str(one.version.incarnation) for one in look.sightings if one.readable})
-            answer = decide(look, lines[choice % len(lines)])
+            self.setting = lines[choice % len(lines)]
+            answer = decide(look, self.setting)
         if isinstance(answer, Unclear):
             return
         known = {one.version.incarnation for one in look.sightings}
@@ -291,3 +306,55 @@ class TestTheChoiceOfAHistory:
         answer = decide(Look((self.FIRST, self.LEFT, self.RIGHT)), "1-a")
         assert isinstance(answer, Unclear)
         assert answer.contested
+
+    def test_says_what_it_leaves_aside(self) -> None:
+        after = _whole("3-d/9", "1-a/2", "2-b/4", beside=("2-c/5",))
+        answer = decide(Look((self.FIRST, self.LEFT, self.RIGHT, after)), "2-c")
+        assert isinstance(answer, Here)
+        assert [one.folder for one in answer.aside] == ["3-d/9"]
+
+    def test_does_not_hide_that_its_line_has_come_further_than_can_be_seen(self) -> None:
+        after = _whole("3-d/9", "1-a/2", "2-b/4").version
+        look = Look((self.FIRST, self.LEFT), marks=(after,))
+        answer = decide(look, "2-b")
+        assert isinstance(answer, Unclear)
+        assert "iteration 9 of incarnation 3 was reported as stored and is not there" in answer.why
+        assert isinstance(decide(look, "2-b", found=True), Here)
+
+
+class TestMemoryBesideStorage:
+    """Whether what is whole in memory, and newer or beside, gives way to storage."""
+
+    STORED = _whole("3-d/9", "1-a/2", "2-b/4")
+
+    def _answer(self, memory: str, *lineage: str, beside: tuple[str, ...] = (), history: str | None = None) -> bool | str:
+        this = _whole(memory, *lineage, beside=beside)
+        answer = gives_way(this.version, [(this.version.incarnation, this.descent)], self.STORED, history)
+        return answer.why if isinstance(answer, Unclear) else answer
+
+    @pytest.mark.parametrize("history", [None, "1-a", "2-b", "3-d"])
+    def test_not_if_it_goes_on_from_it(self, history: str | None) -> None:
+        assert self._answer("4-e/10", "1-a/2", "2-b/4", "3-d/9", history=history) is False
+        assert self._answer("3-d/12", "1-a/2", "2-b/4", history=history) is False
+
+    @pytest.mark.parametrize("history", [None, "1-a", "2-b"])
+    def test_of_two_that_part_behind_the_choice_it_says_both(self, history: str | None) -> None:
+        """A choice that was made long ago says nothing of them: neither may be left aside for it."""
+        said = self._answer("3-x/12", "1-a/2", "2-b/4", history=history)
+        assert isinstance(said, str)
+        assert said.startswith("memory has step 12 of history 3-x, storage has step 9 (history 3-d")
+
+    def test_if_the_user_has_chosen_the_other(self) -> None:
+        assert self._answer("3-x/12", "1-a/2", "2-b/4", history="3-d") is True
+        assert self._answer("4-y/50", beside=("3-d/9",), history="2-b") is True  # begun anew once, and that is taken back
+
+    def test_not_if_it_has_overtaken_it_and_nothing_is_chosen(self) -> None:
+        assert self._answer("4-y/50", beside=("3-d/9",)) is False
+
+    @pytest.mark.parametrize("history", [None, "2-b", "3-d"])
+    def test_not_without_knowing_where_it_comes_from(self, history: str | None) -> None:
+        memory = Version(Incarnation(4, "e"), 10)
+        for told in ([], [(Incarnation(5, "f"), Descent((), frozenset({memory.incarnation, self.STORED.version.incarnation})))]):
+            answer = gives_way(memory, told, self.STORED, history)
+            assert isinstance(answer, Unclear)
+            assert "neither is known to descend from the other" in answer.why

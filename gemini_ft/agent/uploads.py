@@ -42,9 +42,10 @@ class Uploader:
         self.config = StorageConfig.model_validate(spec.storage)
         self.version: Version | None = None
         self._spec, self._run, self._log = spec, run, log
-        self._reopen = partial(open_storage, self.config.url, self.config.endpoint_url, self.config.max_bandwidth)
+        deletes = self.config.kept is not None
+        self._reopen = partial(open_storage, self.config.url, self.config.endpoint_url, self.config.max_bandwidth, deletes)
         self._storage: Storage = self._reopen()
-        keep = (self.config.keep_last, self.config.keep_every)
+        keep = (self.config.kept, self.config.keep_every)
         self._closed = asyncio.Event()
         self._retention = Retention(self._reopen, run, spec.stream, *keep, frozenset(spec.damaged))
         self._tasks: set[asyncio.Task[None]] = set()

@@ -29,7 +29,7 @@ FORMAT_VERSION: Final = 1
 
 _log = logging.getLogger(__name__)
 _FOLDER = r"(?P<run>[^/]+)/(?P<stream>[^/]+)/step-(?P<step>\d{8,15})-inc-(?P<number>\d{1,15})-(?P<nonce>[^/]+)"  # more digits are of no job
-_KEY = re.compile(rf"(?P<folder>{_FOLDER})/(?P<file>[^/]+)")
+_KEY = re.compile(rf"(?P<folder>{_FOLDER})/(?P<file>manifest\.json|shard-\d{{5,}}\.safetensors)")
 MANIFEST: Final = "manifest.json"
 
 
@@ -195,6 +195,16 @@ def scan(storage: Storage, run: str | None, stream: str | None) -> dict[Checkpoi
                 found.setdefault(info, set()).add(match["file"])
     newest_first = sorted(found, key=lambda info: info.version, reverse=True)
     return {info: found[info] for info in sorted(newest_first, key=lambda info: (info.run, info.stream))}
+
+
+def files_of(storage: Storage, folder: str) -> list[str]:
+    """Keys of a checkpoint's files, the manifest first. What else lies beside them was put there by another program.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    found = [key for key in storage.list(f"{folder}/") if (match := _KEY.fullmatch(key)) and match["folder"] == folder]
+    return sorted(found, key=lambda key: (not key.endswith(f"/{MANIFEST}"), key))
 
 
 def _parse(storage: Storage, key: str) -> dict[str, Any]:

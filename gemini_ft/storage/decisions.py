@@ -107,9 +107,13 @@ class Look:
 
 @dataclass(frozen=True)
 class Here:
-    """There is something to resume: every checkpoint that may be, the one to take first, then the nearest ancestors."""
+    """There is something to resume: every checkpoint that may be, the one to take first, then the nearest ancestors.
+
+    ``aside``: the newest of each line that the choice of a history leaves as it is.
+    """
 
     order: tuple[Sighting, ...]
+    aside: tuple[Sighting, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,8 @@ def decide(look: Look, history: str | None = None, found: bool = False) -> Answe
     Args:
         look: what was seen.
         history: an incarnation, by name; resume the line that went through it, as far as it has come by now.
-        found: be content with what is there, although something newer was reported as stored.
+        found: be content with what is there, although something newer was reported as stored. The choice of a history does not
+            say that: it may have been made long ago, and the line have come further than can be seen now.
     """
     if look.trouble:
         return Unclear(look.trouble)
@@ -148,10 +153,38 @@ def decide(look: Look, history: str | None = None, found: bool = False) -> Answe
     tips = newest_of_each(line)
     if len(tips) > 1:
         return Unclear(_contested(tips), contested=True)
-    if not found and history is None and (lost := [mark for mark in look.marks if not _accounted_for(mark, seen, whole)]):
+    if not found and (lost := [mark for mark in look.marks if not _accounted_for(mark, seen, whole)]):
         newest = max(lost, key=lambda version: version.iteration)
         return Unclear(f"{newest} was reported as stored and is not there, nor anything that descends from it")
-    return Here(tuple(_in_order(tips[0], _behind(tips[0], whole))))
+    aside = tuple(one for one in newest_of_each(whole) if one is not tips[0])
+    return Here(tuple(_in_order(tips[0], _behind(tips[0], whole))), aside)
+
+
+def gives_way(memory: Version, told: Iterable[tuple[Incarnation, Descent]], found: Sighting, history: str | None) -> bool | Unclear:
+    """Whether memory is left aside for ``found``, be it newer or not; Unclear: the user has to choose.
+
+    It is where the user has named a line that ``found`` is of, and memory is known not to be. A choice that was made long ago
+    leaves nothing aside that went through the named incarnation itself, nor memory of which nobody knows where it comes from.
+
+    Args:
+        memory: the newest version that is whole in memory.
+        told: sessions of the hosts, and where they come from.
+        found: what storage would resume.
+        history: what the user has chosen.
+    """
+    told = [(one, descent) for one, descent in told if memory.incarnation in (one, *(v.incarnation for v in descent.lineage or ()))]
+    this = Sighting("", memory, "whole", continued(memory, told))
+    if found.knows(memory.incarnation):
+        return False
+    if history is not None and told and not _went_through(this, history):
+        return True
+    if this.knows(found.version.incarnation):
+        return False
+    return Unclear(
+        f"memory has step {memory.iteration} of history {memory.incarnation}, storage has {describe(found)}, and neither "
+        f"{'descends from the other' if told else 'is known to descend from the other'}",
+        contested=True,
+    )
 
 
 def newest_of_each(sightings: Iterable[Sighting]) -> list[Sighting]:
