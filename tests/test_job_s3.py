@@ -154,7 +154,9 @@ class TestResume:
         assert "let these credentials list, read, write and delete under the prefix (denied: ListObjectsV2)" in str(error)
         assert iterations(server, one.run) == [4, 2]
         proxy.faults.remove(denied)
+        proxy.fail("flip", "GetObject", key="/shard-", count=1)  # once is no damage
         assert one.outcome(*work)[0]["start"] == 4
+        assert not proxy.faults
 
     def test_from_the_one_before_when_an_object_is_damaged(self, two: World, server: s3_server.Server) -> None:
         two.outcome(*run(server.endpoint, 6))
