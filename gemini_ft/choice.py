@@ -17,7 +17,7 @@ from gemini_ft.recovery import Holding, Plan, plan_recovery, require
 from gemini_ft.rendezvous import exchange, exchange_or_raise
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import Manifest
-from gemini_ft.storage.decisions import Descent, Here, Look, Sighting, Unclear, continued, decide, describe, gives_way
+from gemini_ft.storage.decisions import Descent, Here, Look, Sighting, Unclear, continued, decide, describe, gives_way, left_aside
 from gemini_ft.storage.lookout import Lookout, within
 from gemini_ft.storage.retention import reading
 from gemini_ft.versions import Incarnation, Version
@@ -62,11 +62,13 @@ class Stored:
         manifest: the checkpoint to resume; None: none, or it cannot be told.
         unclear: why it cannot be told; empty: it can.
         told: incarnations in storage, and where they come from.
+        aside: of these, those that the user's choice of a history leaves aside.
     """
 
     manifest: Manifest | None = None
     unclear: str = ""
     told: Told = ()
+    aside: frozenset[Incarnation] = frozenset()
 
 
 class Chooser:
@@ -215,8 +217,9 @@ class Chooser:
         if self._config.resume == "never":  # what there is must be known of, so that it counts as older, and no more
             return Stored(unclear=look.trouble, told=told), False
         answer = decide(look, settings.history, self._config.resume == "found")
+        known = Stored(told=told, aside=left_aside(look, settings.history))
         if isinstance(answer, Unclear):
-            return Stored(unclear=answer.why, told=told), answer.contested
+            return replace(known, unclear=answer.why), answer.contested
         if isinstance(answer, Here) and settings.history is not None and answer.aside:
             text = "storage.history=%s leaves aside, as it is: %s. Take the setting away if that is not meant"
             _log.warning(text, settings.history, "; ".join(map(describe, answer.aside)))
@@ -224,9 +227,9 @@ class Chooser:
             if sighting.version not in refused:
                 manifest = lookout.read(sighting.folder)
                 if manifest is None:
-                    return Stored(unclear=f"{sighting.folder} cannot be read as sound", told=told), False
-                return Stored(manifest, told=told), False
-        return Stored(told=told), False
+                    return replace(known, unclear=f"{sighting.folder} cannot be read as sound"), False
+                return replace(known, manifest=manifest), False
+        return known, False
 
     def _unclear(self, why: str) -> StorageUnclearError:
         settings = self._config.storage
@@ -257,7 +260,11 @@ class Chooser:
 
     def _told_by_sessions(self) -> Told:
         welcomes = [about.welcome for about in self._everyone]
-        return tuple((w.incarnation, Descent(tuple(w.lineage), frozenset(w.overtaken))) for w in welcomes if w.incarnation is not None)
+        return tuple(
+            (w.incarnation, Descent(tuple(w.lineage), frozenset(w.overtaken), frozenset(w.aside)))
+            for w in welcomes
+            if w.incarnation is not None
+        )
 
     def _told_by_hosts(self) -> Told:
         known = [about.welcome.info.known for about in self._everyone]
@@ -267,7 +274,8 @@ class Chooser:
         """Where the incarnation comes from that is about to begin."""
         told = (*self._told_by_hosts(), *self._stored.told)
         if resumed is not None:
-            return continued(resumed, told)
+            descent = continued(resumed, told)
+            return replace(descent, aside=descent.aside | self._stored.aside & descent.overtaken)
         known = {incarnation for incarnation, _ in told}
         for _, descent in told:
             known |= {*descent.overtaken, *(version.incarnation for version in descent.lineage or ())}

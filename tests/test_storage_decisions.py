@@ -6,6 +6,7 @@ empty listings, reads as damaged, keeps halves, and loses bytes for good. Jobs d
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -23,6 +24,7 @@ from gemini_ft.storage.decisions import (
     continued,
     decide,
     gives_way,
+    left_aside,
     left_torn,
     superseded_by,
 )
@@ -77,6 +79,8 @@ class Histories(RuleBasedStateMachine):
         self.reported: dict[Version, Descent] = {}
         self.nonces = 0
         self.setting: str | None = None  # the history chosen last, which stays in the command
+        self.lines: dict[Incarnation, frozenset[Incarnation]] = {}  # each, and those it really comes from
+        self.left: dict[Incarnation, frozenset[Incarnation]] = {}  # those that the user has left aside for it, or for these
         self.knew: dict[Incarnation, frozenset[Incarnation]] = {}  # each, and all that it really knew of; not as the code has it
 
     # -- looks
@@ -116,15 +120,15 @@ class Histories(RuleBasedStateMachine):
         contested = named is not None or (isinstance(answer, Unclear) and answer.contested)
         if isinstance(answer, Unclear) and answer.contested:  # the user chooses
             lines = sorted({str(one.version.incarnation) for one in look.sightings if one.readable})
-            self.setting = lines[choice % len(lines)]
-            answer = decide(look, self.setting)
+            self.setting = named = lines[choice % len(lines)]
+            answer = decide(look, named)
         if isinstance(answer, Unclear):
             return
         known = {one.version.incarnation for one in look.sightings}
         self.nonces += 1
         if isinstance(answer, Nothing):
             assert not self.reported
-            self._begin(Job(self._next(known), Descent((), frozenset(known)), 0), known)
+            self._begin(Job(self._next(known), Descent((), frozenset(known)), 0), known, None)
             return
         resumed = answer.order[0]
         for version, descent in self.reported.items():
@@ -135,10 +139,16 @@ class Histories(RuleBasedStateMachine):
             self._check_order(resumed.version)
         told = [(one.version.incarnation, one.descent) for one in look.sightings]
         descent = continued(resumed.version, told)
+        descent = replace(descent, aside=descent.aside | left_aside(look, named) & descent.overtaken)
         lineage = [version.incarnation for version in descent.lineage or ()]
-        self._begin(Job(self._next({*known, *descent.overtaken, *lineage}), descent, resumed.version.iteration), known)
+        others = {one.version.incarnation for one in look.sightings if one.readable and named is not None}
+        others = {one for one in others if named not in map(str, self.lines[one])}
+        number = self._next({*known, *descent.overtaken, *lineage})
+        self._begin(Job(number, descent, resumed.version.iteration), known, resumed.version.incarnation, others)
 
-    def _begin(self, job: Job, known: set[Incarnation]) -> None:
+    def _begin(self, job: Job, known: set[Incarnation], before: Incarnation | None, left: Set[Incarnation] = frozenset()) -> None:
+        line = self.lines[job.incarnation] = frozenset({job.incarnation}) | (self.lines[before] if before else frozenset())
+        self.left[job.incarnation] = (left | (self.left[before] if before else frozenset())) - line
         self.knew[job.incarnation] = frozenset({job.incarnation, *known}).union(*(self.knew[incarnation] for incarnation in known))
         self.jobs.append(job)
 
@@ -189,6 +199,7 @@ class Histories(RuleBasedStateMachine):
                 continue
             if gone is not None and gone.intact and gone.committed:
                 assert gone.version.incarnation in self.knew[new.version.incarnation]
+                assert gone.version.incarnation not in self.left[new.version.incarnation]
                 assert new.seen().history == gone.seen().history
                 rest = [self.objects[folder] for folder in this.sound if folder in self.objects and folder != one.folder]
                 enough = sum(other.intact and other.committed for other in rest) >= keep
@@ -221,7 +232,7 @@ class Histories(RuleBasedStateMachine):
         descent = continued(Version(this.incarnation, this.iteration), [(this.incarnation, this.descent)])
         known = {this.incarnation, *descent.overtaken}
         del self.jobs[job % len(self.jobs)]
-        self._begin(Job(self._next(known), descent, this.iteration), {this.incarnation})
+        self._begin(Job(self._next(known), descent, this.iteration), {this.incarnation}, this.incarnation)
 
     @precondition(lambda self: self.objects)
     @rule(one=which)
@@ -320,6 +331,20 @@ class TestTheChoiceOfAHistory:
         assert isinstance(answer, Unclear)
         assert "iteration 9 of incarnation 3 was reported as stored and is not there" in answer.why
         assert isinstance(decide(look, "2-b", found=True), Here)
+
+    def test_leaves_what_is_aside_as_it_is_for_ever(self) -> None:
+        """Nothing that goes on from the chosen line deletes it, although it has the same beginning."""
+        look = Look((self.FIRST, self.LEFT, self.RIGHT))
+        told = [(one.version.incarnation, one.descent) for one in look.sightings]
+        descent = replace(continued(self.LEFT.version, told), aside=left_aside(look, "2-b") - {self.FIRST.version.incarnation})
+        newest = Sighting("3-d/9", Version(Incarnation(3, "d"), 9), "whole", descent)
+        inherited = continued(newest.version, [(newest.version.incarnation, descent)])
+        later = Sighting("4-e/20", Version(Incarnation(4, "e"), 20), "whole", inherited)
+        for one in (newest, later):
+            assert one.supersedes(self.RIGHT.version)
+            assert [gone.folder for gone in superseded_by(look.sightings, one, {one.folder}, 1, None)] == ["1-a/3", "2-b/4"]
+        back = continued(self.RIGHT.version, [*told, (later.version.incarnation, later.descent)])
+        assert not back.aside
 
 
 class TestMemoryBesideStorage:

@@ -17,6 +17,7 @@ class Origin(NamedTuple):
     incarnation: Incarnation
     lineage: list[Version]
     overtaken: list[Incarnation]
+    aside: list[Incarnation]
 
 
 class Past(NamedTuple):
@@ -48,6 +49,6 @@ class Identity:
         return Past(secret, Incarnation(*known) if known is not None else None, {stream: _origin(*of) for stream, of in origins.items()})
 
 
-def _origin(incarnation: Any, lineage: Any, overtaken: Any) -> Origin:
+def _origin(incarnation: Any, lineage: Any, overtaken: Any, aside: Any) -> Origin:
     ancestors = [Version(Incarnation(*of), iteration) for of, iteration in lineage]
-    return Origin(Incarnation(*incarnation), ancestors, [Incarnation(*one) for one in overtaken])
+    return Origin(Incarnation(*incarnation), ancestors, [Incarnation(*one) for one in overtaken], [Incarnation(*one) for one in aside])

@@ -98,7 +98,8 @@ class Stream:
     @property
     def origin(self) -> Origin | None:
         """Where the last session comes from."""
-        return Origin(self.spec.incarnation, self.spec.lineage, self.spec.overtaken) if self.spec is not None else self.inherited
+        spec = self.spec
+        return Origin(spec.incarnation, spec.lineage, spec.overtaken, spec.aside) if spec is not None else self.inherited
 
     def open(self, spec: SessionSpec, readopt: bool, committed: Version | None) -> None:
         """Begin an incarnation; ``readopt``: go on with the present one, after this agent was restarted in its middle.

@@ -207,6 +207,7 @@ class Uploader:
             logical_hash=self._logical_hash,
             lineage=tuple(self._spec.lineage),
             overtaken=tuple(self._spec.overtaken),
+            aside=tuple(self._spec.aside),
             versions=_versions(),
             shards={owner: ShardRecord.model_validate_json(record) for owner, record in records.items()},
         )
@@ -260,7 +261,7 @@ class Uploader:
         """
         spec = self._spec
         newest = Version(spec.incarnation, sys.maxsize)
-        this = Sighting("", newest, "torn", Descent(tuple(spec.lineage), frozenset(spec.overtaken)))
+        this = Sighting("", newest, "torn", Descent(tuple(spec.lineage), frozenset(spec.overtaken), frozenset(spec.aside)))
         try:
             await asyncio.to_thread(self._retention.tidy, this)
         except Exception as error:  # a fault of ours must not leave storage unused for ever without a word

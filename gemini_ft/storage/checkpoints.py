@@ -65,6 +65,7 @@ class Manifest(BaseModel):
     shards: dict[int, ShardRecord]  # by owner
     lineage: tuple[Version, ...] | None = None  # versions that it descends from, oldest first; None: not known
     overtaken: tuple[Incarnation, ...] = ()  # incarnations that its own knew of beside its ancestors
+    aside: tuple[Incarnation, ...] = ()  # of these, those that the user has left aside
     versions: dict[str, str] = {}  # of the software that wrote it
     created: datetime = Field(default_factory=lambda: datetime.now(UTC))
 
@@ -81,7 +82,7 @@ class Manifest(BaseModel):
     @property
     def descent(self) -> Descent:
         """Where it comes from."""
-        return Descent(self.lineage, frozenset(self.overtaken))
+        return Descent(self.lineage, frozenset(self.overtaken), frozenset(self.aside))
 
     @model_validator(mode="after")
     def _complete(self) -> Manifest:

@@ -29,10 +29,12 @@ class Descent:
     Attributes:
         lineage: versions that it descends from, oldest first; None: its manifests do not say (they are of before there was one).
         overtaken: incarnations that it knows of beside its ancestors.
+        aside: of these, those that the user has left aside by the choice of a history: they stay as they are.
     """
 
     lineage: tuple[Version, ...] | None = ()
     overtaken: frozenset[Incarnation] = frozenset()
+    aside: frozenset[Incarnation] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -198,8 +200,9 @@ def superseded_by(
 ) -> list[Sighting]:
     """Decides what may be deleted once ``newest`` has been stored and read back.
 
-    Never anything of another history or of an incarnation that ``newest`` does not know; nothing whole before ``keep_last``
-    checkpoints of its own line are known to be sound. What is damaged, torn or lacks a shard is kept by no number.
+    Never anything of another history, of one that the user has left aside, or of an incarnation that ``newest`` does not know;
+    nothing whole before ``keep_last`` checkpoints of its own line are known to be sound. What is damaged, torn or lacks a shard
+    is kept by no number.
 
     Args:
         look: everything that is there.
@@ -239,6 +242,7 @@ def continued(version: Version, told: Iterable[tuple[Incarnation, Descent]]) -> 
         told: incarnations, and where they come from, as hosts and manifests have it.
     """
     known: set[Incarnation] = set()
+    aside: frozenset[Incarnation] = frozenset()
     lineage: tuple[Version, ...] | None = None
     for incarnation, descent in told:
         before = descent.lineage or ()
@@ -248,10 +252,21 @@ def continued(version: Version, told: Iterable[tuple[Incarnation, Descent]]) -> 
         else:
             at = next((index for index, ancestor in enumerate(before) if ancestor.incarnation == version.incarnation), None)
             found = (*before[:at], version) if at is not None else None
+        if found is not None:
+            aside |= descent.aside
         if found is not None and len(found) > len(lineage or ()):
             lineage = found
     lineage = lineage or (version,)
-    return Descent(lineage, frozenset(known - {ancestor.incarnation for ancestor in lineage}))
+    ancestors = {ancestor.incarnation for ancestor in lineage}
+    return Descent(lineage, frozenset(known - ancestors), aside - ancestors)
+
+
+def left_aside(look: Look, history: str | None) -> frozenset[Incarnation]:
+    """Incarnations that have not gone through the one that the user has chosen, and those they come from."""
+    if history is None:
+        return frozenset()
+    others = [one for one in look.sightings if one.readable and not _went_through(one, history)]
+    return frozenset(one for other in others for one in (other.version.incarnation, *(v.incarnation for v in other.descent.lineage or ())))
 
 
 def describe(sighting: Sighting) -> str:
@@ -267,6 +282,8 @@ def _same_history(one: Sighting, other: Sighting) -> bool:
     """Without a readable manifest it belongs to the history that has its incarnation as an ancestor; torn, to whoever knows it."""
     if one.condition == "torn":
         return True
+    if one.version.incarnation in other.descent.aside:
+        return False
     if one.condition in ("damaged", "gone"):
         lineage = other.descent.lineage
         return lineage is None or one.version.incarnation in {other.version.incarnation, *(version.incarnation for version in lineage)}
