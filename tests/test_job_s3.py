@@ -155,8 +155,11 @@ class TestResume:
         assert iterations(server, one.run) == [4, 2]
         proxy.faults.remove(denied)
         proxy.fail("flip", "GetObject", key="/shard-", count=1)  # once is no damage
-        assert one.outcome(*work)[0]["start"] == 4
-        assert not proxy.faults
+        proxy.fail("403 AccessDenied", "PutObject")
+        (result,) = one.outcome(*work)
+        assert (result["start"], result["committed"]) == (4, 7)
+        assert told(result, "storage cannot be used now, and it is not required")
+        assert "flip" in proxy.met
 
     def test_from_the_one_before_when_an_object_is_damaged(self, two: World, server: s3_server.Server) -> None:
         two.outcome(*run(server.endpoint, 6))
