@@ -100,8 +100,14 @@ def every_dtype(name: str) -> list[str]:
 
 
 Program = Sequence[tuple[Any, ...]]
-"""Of each method: ("step",), ("save",), ("read", rank), ("load", which of the saved ones), or the same with a backward pass before it
-that nobody asked for: ("stray", rank that reads what it has cost, or -1, which of the saved ones)."""
+"""The instructions that one method's loop follows, each a name and its arguments:
+
+("step",)               makes the next step, and compares its averages with those of the undisturbed run
+("save",)               keeps a copy of the synchronizer's state
+("read", rank)          lets that rank alone read the synchronizer's figures
+("load", number)        goes back to a kept state; the first one is of before the first step
+("stray", rank, number) runs a backward pass that is no part of the training, lets that rank read the figures (-1: none), then loads
+"""
 MOST = 8  # steps of the undisturbed run
 SMALL = {name: shape for name, shape in SHAPES.items() if name != "conv"}
 
