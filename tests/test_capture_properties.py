@@ -159,7 +159,8 @@ class Run:
                 if not prune.is_pruned(last):
                     prune.l1_unstructured(last, "weight", amount=2)
             case "prune bias":
-                prune.random_unstructured(last, "bias", amount=1)
+                if not hasattr(last, "bias_mask"):  # there are two elements
+                    prune.random_unstructured(last, "bias", amount=1)
             case "prune again":
                 prune.l1_unstructured(last, "weight", amount=1)
             case "group":
