@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from gemini_ft.testing import EmulatedHosts
 
 CASE = Path(__file__).with_name("lightning_case.py")
 pytestmark = pytest.mark.timeout(400)
@@ -228,3 +232,30 @@ def test_ends_with_the_bits_of_an_undisturbed_run(job: str, name: str, runs: Run
         assert len(got.lives) > len(scenario.kills)
         for (_, reached), (again, _) in zip(got.lives, got.lives[1:], strict=False):
             assert again >= reached + 1 - most_lost, f"step {reached} was reached, but the next life began with step {again}"
+
+
+GPT = str(CASE.parent.parent / "examples" / "train_gpt.py")
+
+
+@pytest.mark.soak
+def test_the_end_of_rank_0_alone_is_not_the_end_of_the_job(tmp_path: Path) -> None:
+    """Its worker is told to end, as by a scheduler that takes one host back; then its launcher is killed, and nothing else."""
+    steps = 60
+    program = [GPT, "--quiet", f"--steps={steps}", "--width=16", "--layers=1", "--batch=1", f"--out={tmp_path / 'final.ckpt'}"]
+    with EmulatedHosts(2, program, tmp_path) as job:
+
+        def after(joined: int, step: int) -> dict[str, Any] | None:
+            """Rank 0's arrival, once it has come for the ``joined``-th time and has made a step."""
+            arrivals = [event for event in job.events("joined") if event["rank"] == 0]
+            reached = max((event["iteration"] for event in job.events("step")), default=0)
+            return arrivals[-1] if len(arrivals) == joined and reached >= step else None
+
+        os.kill(job.wait_for(lambda: after(1, 10))["pid"], signal.SIGTERM)
+        os.kill(job.launcher_pid(job.wait_for(lambda: after(2, 30))["host"]), signal.SIGKILL)
+        job.add()
+        job.finish(120)
+        resumed = [event["iteration"] for event in job.events("resumed")]
+    assert torch.load(tmp_path / "final.ckpt", weights_only=False)["global_step"] == steps
+    assert len(resumed) == 4
+    assert min(resumed[:2]) >= 8
+    assert min(resumed[2:]) >= 28
