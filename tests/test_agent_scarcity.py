@@ -14,7 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,12 +25,13 @@ from agent_kit import CHUNK, Job, agent_pid, eventually
 from gemini_ft import launcher
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape
+from gemini_ft.agent.serving import Fetcher
 from gemini_ft.agent.vault import Vault
 from gemini_ft.agent.workers import Desk
 from gemini_ft.copyplan import map_slots
 from gemini_ft.errors import AgentError, MemoryBudgetError
 from gemini_ft.events import EventLog, read_events
-from gemini_ft.messages import Describe, Description, Fetch, GetInventory, Inventory, Reserved
+from gemini_ft.messages import Committed, Describe, Description, Fetch, GetInventory, Inventory, Reserved
 from gemini_ft.protocol import Host
 from gemini_ft.recorder import Stats
 from gemini_ft.transport.wire import BlockingWire
@@ -225,6 +228,27 @@ class TestDescriptors:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert resource.prlimit(job.pid("a"), resource.RLIMIT_NOFILE) == (hard, hard)
 
+    def test_of_a_thousand_a_leader_needs_one_per_member(self, job: Job) -> None:
+        (rank,) = job.start("a")
+        pid, members = job.pid("a"), 600
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (1024, 1024))
+        assert job.spec is not None
+        own = job.claims("report", incarnation=job.spec.incarnation)
+
+        def dial(number: int) -> BlockingWire:
+            return BlockingWire(rank.address, own.model_copy(update={"host": f"member{number}"}), SECRET, 30)
+
+        with ThreadPoolExecutor(16) as pool:
+            wires = list(pool.map(dial, range(members)))
+        try:
+            job.commit([rank], 1, 2)
+            for wire in (wires[0], wires[-1]):
+                assert [message.iteration for message in (wire.receive(), wire.receive()) if isinstance(message, Committed)] == [1, 2]
+            assert members <= len(os.listdir(f"/proc/{pid}/fd")) < members + 100
+        finally:
+            for wire in wires:
+                wire.close()
+
     def test_without_any_it_waits_and_then_serves_again(self, job: Job) -> None:
         """The loop does not spin meanwhile, and no connection is left half open."""
         (rank,) = job.start("a")
@@ -278,6 +302,30 @@ class TestDescriptors:
 
 
 class TestReaders:
+    def test_are_sent_the_slots_own_memory_and_nothing_is_hashed_for_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What they ask for may be gigabytes, and the agent does nothing else meanwhile; they compare it with the checksums themselves."""
+        version, slot = Version(Incarnation(1, "nonce"), 7), SlotMemory.create(shape())
+        for index, (offset, nbytes) in enumerate(slot.cuts(0)):
+            slot.put_chunk(index, offset, nbytes, 0)
+        assert slot.finish(version, 0, None)
+        place, _ = vault(2**30)
+        place.adopt(slot)
+        sent: list[memoryview] = []
+        connection = SimpleNamespace(send=lambda message, payload: sent.append(payload), peer="b:1", backlog=0, unacknowledged=0)
+        home = SimpleNamespace(spec=None, host=place._host, vault=place, log=print, perform=lambda effects: None)
+
+        async def serve() -> None:
+            fetcher = Fetcher(home, connection, "b")  # type: ignore[arg-type]
+            monkeypatch.setattr("gemini_ft.agent.serving.checksum", no_thread)
+            monkeypatch.setattr("gemini_ft.agent.memory.checksum", no_thread)
+            fetcher.on_message(Fetch(owner=0, version=version, offset=0, nbytes=2**16))
+            fetcher.on_lost("")
+
+        asyncio.run(serve())
+        assert sum(map(len, sent)) == 2**16
+        slot.data(0, 1)[0] = 7
+        assert sent[0][0] == 7
+
     def test_one_that_is_stopped_keeps_no_slot_for_ever(self, job: Job) -> None:
         ranks = job.start(replica_timeout=1.0)
         job.commit(ranks, 1, 2)
