@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -162,6 +163,19 @@ class TestMemory:
         assert slots_of_this_process() <= kept
         for slot in slots:
             slot.close()
+
+    def test_a_worker_takes_messages_into_memory_that_it_has(self, job: Job) -> None:
+        """Memory for the longest message, taken anew for each and cut down to it, left holes that made every worker grow without an end."""
+        (rank,) = job.start("a")
+        job.commit([rank], 1)
+        tracemalloc.start()
+        try:
+            before, _ = tracemalloc.get_traced_memory()
+            job.commit([rank], 2, 3, 4)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak - before < 200_000
 
     def test_a_clock_that_jumps_changes_no_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
         slot = SlotMemory.create(shape())
