@@ -35,6 +35,7 @@ from gemini_ft.events import EventLog, read_events
 from gemini_ft.messages import Committed, Describe, Description, Fetch, GetInventory, Inventory, Reserved
 from gemini_ft.protocol import Host
 from gemini_ft.recorder import Stats
+from gemini_ft.transport.handshake import Listener
 from gemini_ft.transport.wire import BlockingWire
 from gemini_ft.versions import Incarnation, Version
 
@@ -289,7 +290,8 @@ class TestDescriptors:
         rank.reserve(nbytes=8 * CHUNK)
         job.commit([rank], 1, 2, 3)
 
-    def test_a_listener_without_descriptors_does_not_spin(self) -> None:
+    @pytest.mark.parametrize("of", ["workers", "peers"])
+    def test_a_listener_without_descriptors_does_not_spin(self, of: str) -> None:
         async def look() -> int:
             attempts = 0
 
@@ -302,11 +304,17 @@ class TestDescriptors:
             class Office:
                 def log(self, text: str) -> None: ...
 
-            with Exhausted(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as caller:
-                listener.bind(name := f"\0gemini-test-{os.getpid()}")
+            family, name = (socket.AF_UNIX, f"\0gemini-test-{os.getpid()}") if of == "workers" else (socket.AF_INET, ("127.0.0.1", 0))
+            with Exhausted(family) as listener, socket.socket(family) as caller:
+                listener.bind(name)
                 listener.listen()
-                caller.connect(name)
-                desk = Desk(Office(), listener)  # type: ignore[arg-type]
+                listener.setblocking(False)
+                caller.connect(listener.getsockname())
+                desk: Desk | Listener = (
+                    Desk(Office(), listener)  # type: ignore[arg-type]
+                    if of == "workers"
+                    else Listener(listener, lambda: SECRET, pytest.fail, print, pytest.fail)  # type: ignore[arg-type]
+                )
                 for _ in range(50):
                     await asyncio.sleep(0)
                 desk.close()

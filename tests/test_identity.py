@@ -293,19 +293,20 @@ class TestRoots:
             PeerShard("b", ranks[1].address, job.claims(), SECRET, 0, job.version(2), 10.0, root="0" * 32)
 
     def test_an_export_asks_the_leader_where_this_machine_has_no_copy(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The only copy is on another host, and is somebody else's history, with a root that fits it."""
         ranks = job.start("a", "b", "c", holders={0: ["a"], 1: ["b"], 2: ["c"]})
         job.commit(ranks, 1, 2)
         monkeypatch.setattr(lifecycle, "addresses", lambda: [lifecycle.socket_name(job.run, "b")])
         (memory,) = remembered(job.run)
         version, shards = open_newest(memory, None)
-        assert [bytes_of(shard) for shard in shards] == [content(owner, 2, 4 * CHUNK) for owner in range(3)]
-        for shard in shards:
-            shard.close()
-        with contextlib.closing(slot_of(ranks[2], version)) as slot:
-            forge(slot)
+        with contextlib.ExitStack() as stack:
+            for shard in shards:
+                stack.callback(shard.close)
+            assert [bytes_of(shard) for shard in shards] == [content(owner, 2, 4 * CHUNK) for owner in range(3)]
+            assert [shard._root for shard in shards] == [
+                info.root for rank in ranks for info in rank.inventory() if info.version == version
+            ]
         with pytest.raises(RecoveryError, match=r"rank 2's shard of .* from peer c is not what was committed"):
-            open_newest(memory, None)
+            RememberedShard(memory, 2, version, "0" * 32)
 
     def test_a_shard_that_is_read_twice_is_dialled_once(self, job: Job) -> None:
         """First its layout, to find out what is where; unless the connection is lost meanwhile."""
