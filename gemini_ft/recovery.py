@@ -313,6 +313,11 @@ class PeerShard:
             if isinstance(message, Data):
                 self._wire.receive_payload(memoryview(bytearray(message.nbytes)))
 
+    @property
+    def root(self) -> str:
+        """Of the copy, as described and checked."""
+        return self._about.root
+
     def renew(self) -> None:
         """Keep the slot although nothing is read just now; from any thread."""
         with self._sending:

@@ -62,17 +62,19 @@ class Remembered:
         return found
 
     def roots(self, version: Version) -> dict[int, str]:
-        """Owner -> root of its shard of a committed version.
+        """Owner -> root of its shard, where this machine has a copy."""
+        return {slot.owner: slot.root for held in self.copies.get(version, {}).values() for slot in held}
 
-        Those of which this machine has no copy are asked of the leader's host. Where that is gone too, a host that has a copy must do:
-        it has compared it with the commit.
+    def roots_of_leader(self, version: Version) -> Mapping[int, str]:
+        """Owner -> root of its shard, as the leader has committed it.
+
+        Empty where its host is gone, or has committed another version since: then a host that has a copy must do, which has compared it.
         """
-        here = {slot.owner: slot.root for held in self.copies.get(version, {}).values() for slot in held}
-        for part in self.parts.values() if self.missing(version) else ():
+        for part in self.parts.values():
             if part.spec is not None and (address := part.spec.addresses.get(part.spec.leader)) is not None:
                 with contextlib.suppress(GeminiError, OSError):
-                    return dict(committed_roots(part.spec.leader, address, self.claims, self.secret, version, _TIMEOUT)) | here
-        return here
+                    return committed_roots(part.spec.leader, address, self.claims, self.secret, version, _TIMEOUT)
+        return {}
 
     @property
     def claims(self) -> Claims:
@@ -127,6 +129,12 @@ class RememberedShard:
         self._shard = self._next()
         _keep(self)
         self.layout, self.where = self._shard.layout, self._shard.where
+
+    def expect(self, root: str) -> None:
+        """Take no copy with another root than this."""
+        self._root = root
+        if self._shard.root != root:
+            self._give_up(CorruptDataError(f"{self.where}: its root is {self._shard.root}, should be {root}"))
 
     def extras(self) -> bytes:
         """As of a `gemini_ft.recovery.ShardReader`."""
@@ -221,6 +229,9 @@ def _open_all(memory: Remembered, version: Version) -> list[RememberedShard]:
             opened.enter_context(contextlib.closing(RememberedShard(memory, owner, version, roots.get(owner))))
             for owner in range(world_size)
         ]
+        if len(roots) < world_size:  # only now: a running job moves on
+            for owner, root in memory.roots_of_leader(version).items():
+                shards[owner].expect(root)
         opened.pop_all()
     return shards
 

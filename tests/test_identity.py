@@ -305,8 +305,8 @@ class TestRoots:
             assert [shard._root for shard in shards] == [
                 info.root for rank in ranks for info in rank.inventory() if info.version == version
             ]
-        with pytest.raises(RecoveryError, match=r"rank 2's shard of .* from peer c is not what was committed"):
-            RememberedShard(memory, 2, version, "0" * 32)
+            with pytest.raises(RecoveryError, match=r"rank 2's shard of .*peer c: its root is [0-9a-f]+, should be 0+$"):
+                shards[2].expect("0" * 32)
 
     def test_a_shard_that_is_read_twice_is_dialled_once(self, job: Job) -> None:
         """First its layout, to find out what is where; unless the connection is lost meanwhile."""
