@@ -17,7 +17,7 @@ from gemini_ft.recovery import Holding, Plan, plan_recovery, require
 from gemini_ft.rendezvous import exchange, exchange_or_raise
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import Manifest
-from gemini_ft.storage.decisions import Descent, Here, Look, Sighting, Unclear, continued, decide, describe
+from gemini_ft.storage.decisions import Descent, Here, Look, Sighting, Unclear, continued, decide, describe, gives_way, left_aside
 from gemini_ft.storage.lookout import Lookout, within
 from gemini_ft.storage.retention import reading
 from gemini_ft.versions import Incarnation, Version
@@ -62,11 +62,13 @@ class Stored:
         manifest: the checkpoint to resume; None: none, or it cannot be told.
         unclear: why it cannot be told; empty: it can.
         told: incarnations in storage, and where they come from.
+        aside: of these, those that the user's choice of a history leaves aside.
     """
 
     manifest: Manifest | None = None
     unclear: str = ""
     told: Told = ()
+    aside: frozenset[Incarnation] = frozenset()
 
 
 class Chooser:
@@ -138,7 +140,7 @@ class Chooser:
             stored = self._stored = self._look(refused, insist=memory is None)
             if stored.unclear and memory is not None:
                 self._warn("storage cannot say what there is (%s); memory is whole and is resumed from without it", stored.unclear)
-            if memory is not None and self._are_strangers(memory, stored):
+            if memory is not None and self._gives_way(memory, stored):
                 self._warn("%s in memory is not of the history that storage.history names: it is left aside", memory)
                 refused |= {memory}
                 continue
@@ -215,15 +217,19 @@ class Chooser:
         if self._config.resume == "never":  # what there is must be known of, so that it counts as older, and no more
             return Stored(unclear=look.trouble, told=told), False
         answer = decide(look, settings.history, self._config.resume == "found")
+        known = Stored(told=told, aside=left_aside(look, settings.history))
         if isinstance(answer, Unclear):
-            return Stored(unclear=answer.why, told=told), answer.contested
+            return replace(known, unclear=answer.why), answer.contested
+        if isinstance(answer, Here) and settings.history is not None and answer.aside:
+            text = "storage.history=%s leaves aside, as it is: %s. Take the setting away if that is not meant"
+            _log.warning(text, settings.history, "; ".join(map(describe, answer.aside)))
         for sighting in answer.order if isinstance(answer, Here) else ():
             if sighting.version not in refused:
                 manifest = lookout.read(sighting.folder)
                 if manifest is None:
-                    return Stored(unclear=f"{sighting.folder} cannot be read as sound", told=told), False
-                return Stored(manifest, told=told), False
-        return Stored(told=told), False
+                    return replace(known, unclear=f"{sighting.folder} cannot be read as sound"), False
+                return replace(known, manifest=manifest), False
+        return known, False
 
     def _unclear(self, why: str) -> StorageUnclearError:
         settings = self._config.storage
@@ -234,38 +240,42 @@ class Chooser:
             "To make do with what can be found, set resume='found' (GEMINI_RESUME=found)"
         )
 
-    def _are_strangers(self, memory: Version, stored: Stored) -> bool:
-        """Whether memory knows nothing of what the user has chosen in storage.
+    def _gives_way(self, memory: Version, stored: Stored) -> bool:
+        """Whether memory is left aside for what the user has chosen in storage.
 
         Raises:
             StorageUnclearError: they are of two histories, and the user has not chosen.
         """
-        manifest = stored.manifest
-        if manifest is None:
+        manifest, settings = stored.manifest, self._config.storage
+        if manifest is None or settings is None:
             return False
         found = Sighting(manifest.folder, manifest.version, "whole", manifest.descent, manifest.created)
-        descent = continued(memory, self._told_by_hosts())
-        known = {memory.incarnation, *descent.overtaken, *(version.incarnation for version in descent.lineage or ())}
-        if found.version == memory or found.knows(memory.incarnation) or found.version.incarnation in known:
-            return False
-        root = (descent.lineage or (memory,))[0].incarnation
-        if self._config.storage is not None and self._config.storage.history is not None:
-            return True
-        raise self._unclear(
-            f"memory has step {memory.iteration} of history {root}, storage has {describe(found)}, and neither descends from the other. "
-            "Choose one by storage.history (GEMINI_STORAGE__HISTORY=NUMBER-NONCE)"
+        answer = gives_way(memory, self._told_by_sessions(), found, settings.history)
+        if isinstance(answer, Unclear):
+            raise self._unclear(
+                f"{answer.why}. Choose one by storage.history (GEMINI_STORAGE__HISTORY=NUMBER-NONCE); `gemini leave` on all hosts "
+                "gives up what is in memory"
+            )
+        return answer
+
+    def _told_by_sessions(self) -> Told:
+        welcomes = [about.welcome for about in self._everyone]
+        return tuple(
+            (w.incarnation, Descent(tuple(w.lineage), frozenset(w.overtaken), frozenset(w.aside)))
+            for w in welcomes
+            if w.incarnation is not None
         )
 
     def _told_by_hosts(self) -> Told:
-        welcomes = [about.welcome for about in self._everyone]
-        told = [(w.incarnation, Descent(tuple(w.lineage), frozenset(w.overtaken))) for w in welcomes if w.incarnation is not None]
-        return (*told, *((w.info.known, Descent()) for w in welcomes if w.info.known is not None))
+        known = [about.welcome.info.known for about in self._everyone]
+        return (*self._told_by_sessions(), *((incarnation, Descent()) for incarnation in known if incarnation is not None))
 
     def _descent(self, resumed: Version | None) -> Descent:
         """Where the incarnation comes from that is about to begin."""
         told = (*self._told_by_hosts(), *self._stored.told)
         if resumed is not None:
-            return continued(resumed, told)
+            descent = continued(resumed, told)
+            return replace(descent, aside=descent.aside | self._stored.aside & descent.overtaken)
         known = {incarnation for incarnation, _ in told}
         for _, descent in told:
             known |= {*descent.overtaken, *(version.incarnation for version in descent.lineage or ())}

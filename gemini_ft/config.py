@@ -35,15 +35,19 @@ def parse_bytes(value: object) -> object:
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 
-def _interval(value: object) -> object:
+def _number_or(word: str, things: str) -> BeforeValidator:
     """One message for whatever is wrong, not one for each kind of value that could have been meant."""
-    try:
-        steps = value if value == "auto" else int(str(value))
-    except ValueError:
-        steps = 0
-    if isinstance(steps, int) and steps < 1:
-        raise ValueError("must be auto, or a number of steps, at least 1")
-    return steps
+
+    def read(value: object) -> object:
+        try:
+            number = value if value == word else int(str(value))
+        except ValueError:
+            number = 0
+        if isinstance(number, int) and number < 1:
+            raise ValueError(f"must be {word}, or a number of {things}, at least 1")
+        return number
+
+    return BeforeValidator(read)
 
 
 def _patterns(value: object) -> object:
@@ -60,14 +64,19 @@ class StorageConfig(_Model):
     url: str = Field(description="Where checkpoints go: file:///folder or s3://bucket/prefix.")
     every_steps: int | None = Field(None, gt=0, description="Upload every this many optimizer steps.")
     every_seconds: float | None = Field(None, gt=0, description="Upload at least this often, in seconds.")
-    keep_last: int = Field(2, ge=1, description="Newest checkpoints to keep.")
+    keep_last: Annotated[int | Literal["all"], _number_or("all", "checkpoints")] = Field(2, description="Newest checkpoints to keep; all: nothing is ever deleted there, the store's own rules do that.")
     keep_every: int | None = Field(None, gt=0, description="Also keep every checkpoint whose step divides by this.")
     required: bool = Field(True, description="Whether storage that cannot be written at the start is an error, unless memory is whole; false: a warning. In both cases nothing is begun while storage cannot tell what there is.")
     endpoint_url: str | None = Field(None, description="Endpoint of an S3-compatible store; default: boto3's own choice.")
     max_bandwidth: Bytes | None = Field(None, description="Bytes per second that one host's uploads to S3 may take.")
     patience: float = Field(300.0, ge=0, description="Seconds to wait for storage that cannot say what there is to resume, and at the end of the job for the last upload.")
-    history: str | None = Field(None, description="Which history to resume where storage has several that do not descend from each other: the line that went through this incarnation (2-0a1b2c3d), as far as it has come.")
+    history: str | None = Field(None, description="Which history to resume where storage has several that do not descend from each other: the line that went through this incarnation (2-0a1b2c3d), as far as it has come. What did not is left aside, and told.")
     trust_pickle: bool = Field(False, description="Whether pickled objects found in storage may be loaded.")
+
+    @property
+    def kept(self) -> int | None:
+        """As `keep_last`; None: all."""
+        return self.keep_last if isinstance(self.keep_last, int) else None
 
     @model_validator(mode="after")
     def _relations(self) -> StorageConfig:
@@ -109,7 +118,7 @@ class GeminiConfig(_Model):
     """Everything the fault-tolerance core can be told."""
 
     replicas: int = Field(2, ge=1, description="Copies of every shard, the owner's own host included.")
-    interval: Annotated[int | Literal["auto"], BeforeValidator(_interval)] = Field("auto", description="Take a snapshot every this many optimizer steps; auto: every step, or as often as the idle network can carry.")
+    interval: Annotated[int | Literal["auto"], _number_or("auto", "steps")] = Field("auto", description="Take a snapshot every this many optimizer steps; auto: every step, or as often as the idle network can carry.")
     storage: StorageConfig | None = Field(None, description="The slow tier, for when every copy in memory is gone.")
     run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=64, description="Name of the run (letters, digits and . _ -); default: a hash of uid, working directory and command.")
     resume: Literal["auto", "never", "require", "found"] = Field("auto", description="Whether to resume from what exists; found: from what can be found, be it older than what was reported as stored.")

@@ -29,11 +29,17 @@ LOADERS_AGAIN = declare(
 DATA = declare("small plain attributes of datasets, samplers and collate functions, once they change", Fate.CAPTURED, "as those of modules")
 METRICS = declare("torchmetrics of Lightning's module, callbacks and datamodule", Fate.CAPTURED, "states, counts and caches")
 CALLBACKS = declare("callbacks of Lightning with a state of their own, hooks that write checkpoints", Fate.CAPTURED, "by these")
+TICKETS = declare("first weights that Lightning's ModelPruning returns to", Fate.CAPTURED, "copied at once, as large as the parameters")
 CALLBACKS_MADE = declare("callbacks of Lightning without such a state", Fate.DERIVED, "made by the script; attributes as above")
 CALLBACKS_REFUSED = declare(
-    "BatchSizeFinder, LearningRateFinder, ModelPruning, SpikeDetection of Lightning",
+    "BatchSizeFinder, LearningRateFinder, SpikeDetection of Lightning",
     Fate.REFUSED,
-    "leave it out of a Trainer with a gemini strategy: search with another one, prune with torch.nn.utils.prune in a hook",
+    "leave it out of a Trainer with a gemini strategy; search with another Trainer",
+)
+LOGGERS = declare(
+    "loggers and profilers of Lightning's Trainer",
+    Fate.USERS,
+    "made by the script; what was logged of an iteration that is computed again is logged again",
 )
 TRAINER = declare(
     "step, epoch, order of the data, schedulers, logs of transformers' Trainer, callbacks with a state", Fate.CAPTURED, "by GeminiCallback"

@@ -78,6 +78,7 @@ class SessionSpec(_Message):
     resumed: Version | None
     lineage: list[Version] = []  # what this incarnation descends from, oldest first; the last one is what it resumed
     overtaken: list[Incarnation] = []  # those it knows of and does not descend from, or only in part
+    aside: list[Incarnation] = []  # of these, those that the user has left aside: what they have stored stays
     sources: dict[int, list[str]] = {}  # who holds the resumed version of each shard
     given_up: list[Version] = []  # versions that led to failure after failure
     damaged: list[str] = []  # folders of checkpoints in storage that turned out to be damaged
@@ -342,6 +343,7 @@ class Welcome(_Answer):
     incarnation: Incarnation | None = None  # the last one of this stream here
     lineage: list[Version] = []  # of that one, see SessionSpec
     overtaken: list[Incarnation] = []
+    aside: list[Incarnation] = []
 
 
 class Inventory(_Answer):

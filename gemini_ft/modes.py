@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from gemini_ft.census import Fate, Finding, declare
@@ -36,6 +37,7 @@ _LARGE = declare(
     "named in a warning: make it a buffer, extra state of the module, or part of `state=` (Lightning: save it in on_save_checkpoint)",
 )
 _GENERATOR = declare("random generators that modules, callbacks and datamodules hold", Fate.CAPTURED, "with the small state of each rank")
+_MASKED = declare("weights that pruning has masked for the last forward pass", Fate.CAPTURED, "pruning again looks at them; copied at once")
 _HOOK = declare("hooks of modules", Fate.DERIVED, "registered by the script when it starts; their small plain attributes are captured")
 
 Modules = Mapping[str, nn.Module]
@@ -66,7 +68,7 @@ class Modes:
         self._others = dict(others or {})
         self._attributes = Attributes({**modules, **self._others}, leave, caches=False)
         self._generators = self._search(modules)
-        self._modules = {name: id(module) for name, module in modules.items()}
+        self._modules = dict(modules)
         self._trained = _trained(modules)
         self._named: set[str] = set()
 
@@ -80,7 +82,8 @@ class Modes:
         """
         self._follow(modules)
         kept, lost = self._attributes.changes()
-        if fresh := [path for path in lost if path not in self._named]:
+        masked = _masked(modules) if lost else {}
+        if fresh := [path for path in lost if path not in self._named and path not in masked]:
             self._named.update(fresh)
             _log.warning(
                 "%s changed while training and will not be restored after a failure: only numbers, texts, small tensors and small "
@@ -91,7 +94,13 @@ class Modes:
         return {
             "attributes": kept,
             "generators": generator_states(self._generators),
-            "trained": {name: flag for name, flag in _trained(modules).items() if self._trained.get(name) != flag},
+            "masked": {path: masked[path].detach() for path in lost if path in masked},
+            "trained": {
+                f"{name}.{key}": param.requires_grad
+                for name, module in modules.items()
+                for key, param in module._parameters.items()
+                if param is not None and self._trained.get((name, key)) is not param.requires_grad
+            },
         }
 
     def restore(self, state: Mapping[str, Any], modules: Modules) -> None:
@@ -99,9 +108,12 @@ class Modes:
         self._follow(modules)
         self._attributes.give_back(state["attributes"])
         set_generator_states(self._generators, state["generators"])
+        for path, value in state["masked"].items():
+            name, _, key = path.rpartition(".")
+            vars(modules[name])[key] = value.clone()
         for name, module in modules.items():
             for key, param in module._parameters.items():
-                flag = state["trained"].get(f"{name}.{key}", self._trained.get(f"{name}.{key}"))
+                flag = state["trained"].get(f"{name}.{key}", self._trained.get((name, key)))
                 if param is not None and param.is_leaf and flag is not None and param.requires_grad != flag:
                     param.requires_grad_(flag)
 
@@ -115,18 +127,18 @@ class Modes:
         kept, lost = self._attributes.changes()
         for path, found in kept.items():
             yield from (_SMALL.found(f"{path}.{name}", note=type(value).__name__) for name, value in found.items())
-        yield from (_LARGE.found(path) for path in lost)
+        masked = _masked(modules)
+        yield from ((_MASKED.found(path, masked[path].nbytes) if path in masked else _LARGE.found(path)) for path in lost)
         yield from (_GENERATOR.found(path) for path in self._generators)
         for name, module in modules.items():
             if hooks := [getattr(hook, "__qualname__", type(hook).__name__) for kind in HOOKS for hook in getattr(module, kind).values()]:
                 yield _HOOK.found(name, note=", ".join(hooks))
 
     def _follow(self, modules: Modules) -> None:
-        now = {name: id(module) for name, module in modules.items()}
-        if now != self._modules:
+        if modules != self._modules:
             self._attributes.follow(modules)
             self._generators = self._search(modules)
-            self._modules = now
+            self._modules = dict(modules)
 
     def _search(self, modules: Modules) -> dict[str, Any]:
         inside = {
@@ -138,10 +150,20 @@ class Modes:
         return private_generators(**inside, **self._others)
 
 
-def _trained(modules: Modules) -> dict[str, bool]:
+def _trained(modules: Modules) -> dict[tuple[str, str], bool]:
     return {
-        f"{name}.{key}": param.requires_grad
+        (name, key): param.requires_grad
         for name, module in modules.items()
         for key, param in module._parameters.items()
         if param is not None
     }
+
+
+def _masked(modules: Modules) -> dict[str, torch.Tensor]:
+    """What torch.nn.utils.prune has made of the parameters when the last forward pass began."""
+    found = {}
+    for name, module in modules.items():
+        for key in module._parameters:
+            if key.endswith("_orig") and isinstance(value := vars(module).get(key.removesuffix("_orig")), torch.Tensor):
+                found[f"{name}.{key.removesuffix('_orig')}"] = value
+    return found

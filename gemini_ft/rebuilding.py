@@ -51,11 +51,13 @@ class Description:
         tensors: name of each parameter and buffer -> its kind, shape, dtype, and whether it is persistent.
         groups: name of each optimizer -> for each of its groups the names of its parameters.
         classes: name of each optimizer -> its class.
+        order: name of each module -> its parameters and buffers, one after the other.
     """
 
     tensors: dict[str, Entry] = field(default_factory=dict)
     groups: dict[str, list[list[str]]] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
+    order: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,13 @@ class Changes:
         tensors: name -> entries of a `Description`; None where there was, or is, no such tensor.
         groups: name of an optimizer -> its groups.
         classes: name of an optimizer -> its class; None where there was, or is, no such optimizer.
+        order: name of a module -> its parameters and buffers; sums over all of a model's depend on their order.
     """
 
     tensors: dict[str, list[Entry | None]] = field(default_factory=dict)
     groups: dict[str, list[list[list[str]]]] = field(default_factory=dict)
     classes: dict[str, list[str | None]] = field(default_factory=dict)
+    order: dict[str, list[list[str] | None]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.groups or self.classes)
@@ -85,10 +89,30 @@ def modules_of(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     }
 
 
+class ModuleTree:
+    """The modules of models, walked again only when one has come, gone, or taken the place of another.
+
+    Args:
+        models: name -> module.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        self._models = models
+        self._children: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
+        self._found: dict[str, nn.Module] = {}
+
+    def modules(self) -> Modules:
+        """See `modules_of`; the very same mapping, as long as nothing has changed."""
+        if not self._found or any(module._modules != children for module, children in self._children):
+            self._found = modules_of(self._models)
+            self._children = [(module, dict(module._modules)) for module in self._found.values()]
+        return self._found
+
+
 def describe(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> Description:
     """How everything is built now."""
-    tensors, names = dict[str, Entry](), dict[int, str]()
-    for path, module in modules_of(models).items():
+    tensors, names, modules = dict[str, Entry](), dict[int, str](), modules_of(models)
+    for path, module in modules.items():
         for key, param in module._parameters.items():
             if param is not None and id(param) not in names:
                 names[id(param)] = f"{path}.{key}"
@@ -101,12 +125,14 @@ def describe(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> Desc
         name: [[names.get(id(param), "?") for param in group["params"]] for group in optimizer.param_groups]
         for name, optimizer in found.items()
     }
-    return Description(tensors, groups, {name: type(optimizer).__qualname__ for name, optimizer in found.items()})
+    classes = {name: type(optimizer).__qualname__ for name, optimizer in found.items()}
+    return Description(tensors, groups, classes, {path: [*part._parameters, *part._buffers] for path, part in modules.items()})
 
 
 def difference(then: Description, now: Description) -> Changes:
     """The changes."""
-    return Changes(_changed(then.tensors, now.tensors), _changed(then.groups, now.groups), _changed(then.classes, now.classes))
+    parts = ("tensors", "groups", "classes", "order")
+    return Changes(**{part: _changed(getattr(then, part), getattr(now, part)) for part in parts})
 
 
 def _changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,10 +159,16 @@ def build(models: Mapping[str, nn.Module], optimizers: Sequence[Any], changes: C
                 raise LayoutMismatchError(_mismatch(name, fresh, then, now))
             parent, _, key = name.rpartition(".")
             _build_tensor(modules_of(models), parent, key, now, changes)
+    modules = modules_of(models)
+    for path, (_, keys) in changes.order.items():
+        for tensors in (modules[path]._parameters, modules[path]._buffers) if path in modules else ():
+            for key in keys or ():
+                if key in tensors:
+                    tensors[key] = tensors.pop(key)  # type: ignore[assignment]
     fresh_groups = describe(models, optimizers).groups
     for name, (groups_then, groups_now) in changes.groups.items():
         if (have := fresh_groups.get(name)) != groups_now:
-            if have != groups_then and not _renamed(have, groups_now):
+            if not _can_become(have or [], groups_then or [], groups_now or []):
                 raise LayoutMismatchError(_mismatch(f"{name}: groups", have, groups_then, groups_now))
             _build_groups(every_optimizer(optimizers)[name], have or [], groups_now, _parameters(models))
             fresh_groups = describe(models, optimizers).groups
@@ -213,13 +245,17 @@ def _parameters(models: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
     return found
 
 
-def _renamed(have: list[list[str]] | None, now: list[list[str]]) -> bool:
-    """Pruning gives parameters other names."""
+def _can_become(have: list[list[str]], then: list[list[str]], now: list[list[str]]) -> bool:
+    """Whether groups are those that the script made, and beside them some that the snapshot has too, by the script's ``rebuild``.
+
+    Pruning has given parameters other names by now.
+    """
 
     def plain(groups: list[list[str]]) -> list[list[str]]:
         return [[label.removesuffix("_orig") for label in labels] for labels in groups]
 
-    return have is not None and plain(now)[: len(have)] == plain(have)
+    made = len(then)
+    return plain(have[:made]) == plain(then) and all(group in plain(now) for group in plain(have[made:]))
 
 
 def _same(a: Entry | None, b: Entry | None) -> bool:

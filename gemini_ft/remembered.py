@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -82,6 +83,7 @@ class Attributes:
     ) -> None:
         self._roots, self._leave, self._caches = dict(roots), leave, caches
         self._left: dict[str, frozenset[str]] = {}
+        self._watched: dict[str, tuple[int, dict[str, Any]]] = {}  # of modules: number of attributes; marks of those that count
         self._objects: dict[str, Any] = {}
         self._marked: dict[str, dict[str, Any]] = {}
         self._elsewhere: dict[tuple[str, str], tuple[torch.Tensor, int]] = {}
@@ -90,7 +92,8 @@ class Attributes:
     def mark(self) -> None:
         """Compare with the present values from now on."""
         self._objects = _find(self._roots)
-        self._left = {path: self._leave(item) for path, item in self._objects.items()}
+        self._left = {path: self._names_to_leave(item) for path, item in self._objects.items()}
+        self._watched.clear()
         self._marked, self._elsewhere = {}, {}
         for path, item in self._objects.items():
             marked = self._marked[path] = {}
@@ -104,7 +107,8 @@ class Attributes:
         self._roots.update(roots)
         for path, item in _find(self._roots).items():
             if self._objects.get(path) is not item:
-                self._objects[path], self._left[path] = item, self._leave(item)
+                self._objects[path], self._left[path] = item, self._names_to_leave(item)
+                self._watched.pop(path, None)
                 self._marked.setdefault(path, {})
 
     def changes(self) -> Changes:
@@ -112,10 +116,8 @@ class Attributes:
         kept: Values = {}
         lost: list[str] = []
         for path, item in self._objects.items():
-            marked = self._marked[path]
-            for name, value in self._of(path, item):
-                then = marked.get(name, _ABSENT)
-                if value is then or (type(then) is _Opaque and then.is_now(value) and not _is_iterator(value)):
+            for name, value, then in self._differing(path, item):
+                if type(then) is _Opaque and then.is_now(value) and not _is_iterator(value):
                     continue
                 if isinstance(value, torch.Tensor) and self._is_unwritten(path, name, value):
                     continue
@@ -160,11 +162,27 @@ class Attributes:
         roots = set(map(id, self._roots.values()))
         return any(id(module) in roots for module in value.modules())
 
+    def _names_to_leave(self, item: Any) -> frozenset[str]:
+        names = self._leave(item)
+        return MODULE_INTERNALS if names == MODULE_INTERNALS else names
+
     def _of(self, path: str, item: Any) -> Iterator[tuple[str, Any]]:
         left = self._left[path]
-        for name, value in list(vars(item).items()):
-            if name not in left:
-                yield name, value
+        return ((name, value) for name, value in list(vars(item).items()) if name not in left)
+
+    def _differing(self, path: str, item: Any) -> list[tuple[str, Any, Any]]:
+        """Name, present value and marked one of attributes that are not the very same object as at the mark.
+
+        Modules are many, so names of theirs are looked up again only when one has come or gone.
+        """
+        now, marked = vars(item), self._marked[path]
+        if self._left[path] is not MODULE_INTERNALS:  # these alone are always there
+            return [(name, value, then) for name, value in self._of(path, item) if (then := marked.get(name, _ABSENT)) is not value]
+        count, names = self._watched.get(path, (0, {}))
+        if count != len(now) or not all(map(now.__contains__, names)):
+            names = {name: marked.get(name, _ABSENT) for name, _ in self._of(path, item)}
+            self._watched[path] = len(now), names
+        return [(name, now[name], then) for name, then in names.items() if now[name] is not then]
 
 
 _ABSENT = object()
@@ -243,6 +261,8 @@ def _copy(value: Any) -> Any:
         return value.copy()
     if kind in _SEQUENCES and len(value) <= _FEW:
         parts = [_copy(part) for part in value]
+        if kind is tuple and all(map(operator.is_, parts, value)):
+            return value  # of what never changes: found to be the same at once
         return deque(parts, value.maxlen) if kind is deque else kind(parts)
     if kind in _MAPPINGS and len(value) <= _FEW:
         pairs = {_copy(key): _copy(part) for key, part in value.items()}

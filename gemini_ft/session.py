@@ -204,7 +204,7 @@ def storage_opener(config: GeminiConfig) -> Callable[[], Storage] | None:
     settings = config.storage
     if settings is None:
         return None
-    reopen = partial(open_storage, settings.url, settings.endpoint_url, settings.max_bandwidth)
+    reopen = partial(open_storage, settings.url, settings.endpoint_url, settings.max_bandwidth, settings.kept is not None)
     reopen()
     return reopen
 
@@ -253,7 +253,7 @@ def _make_room(config: GeminiConfig, reopen: Callable[[], Storage], run: str, st
     settings = config.storage
     assert settings is not None
     this = Sighting("", Version(Incarnation(sys.maxsize, ""), 0), "torn", choice.descent)
-    retention = Retention(reopen, run, stream, settings.keep_last, settings.keep_every, choice.damaged)
+    retention = Retention(reopen, run, stream, settings.kept, settings.keep_every, choice.damaged)
     try:
         within(min(config.timeout, _CHECK_SECONDS), settings.url, lambda: retention.tidy(this))
     except StorageError as error:
@@ -323,6 +323,7 @@ def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], 
         resumed=plan.version,
         lineage=list(choice.descent.lineage or ()),
         overtaken=sorted(choice.descent.overtaken),
+        aside=sorted(choice.descent.aside),
         sources={owner: list(holders) for owner, holders in rebuildable.items()},
         roots=dict(plan.roots) if rebuildable else {},
         given_up=sorted(choice.given_up),

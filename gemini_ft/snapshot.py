@@ -47,6 +47,7 @@ class Job:
     ready: Any = None  # CUDA event: the state is final from here on
     copied: Any = None  # CUDA event: all copies have been made
     state: JobState = JobState.WAITING
+    is_seen: bool = False  # by the snapshot thread, which tells the agent of it
     slot: int | None = None
     cancelled: str = ""
     checksums: list[int] = field(default_factory=list)  # of the chunks that are in the slot
@@ -90,6 +91,7 @@ class Snapshotter:
         self.slots: dict[int, Slot] = {}
         self.written: list[str] = []  # names of what was written during the last copy that was given up for that
         self._job: Job | None = None
+        self._unseen: list[Job] = []  # given up before the thread came to them; all the same the agent must hear of each
         self._condition = threading.Condition()
         self._stop = False
         self._next_try = 0.0  # when the agent may be brought back, after this has failed
@@ -153,6 +155,8 @@ class Snapshotter:
     def _forget(self, job: Job, reason: str) -> None:
         job.cancelled = reason
         self._job = None
+        if not job.is_seen:
+            self._unseen.append(job)
         self._condition.notify_all()
 
     def _finish(self, job: Job) -> None:
@@ -209,7 +213,9 @@ class Snapshotter:
                 due = self._condition.wait_for(lambda: self._stop or self._has_work, _GRANT_POLL)
                 if self._stop:
                     return
-                job = self._job
+                job = self._unseen.pop(0) if self._unseen else self._job
+                if job is not None:
+                    job.is_seen = True
             if not due:
                 self._mend()
                 continue
@@ -228,7 +234,7 @@ class Snapshotter:
 
     @property
     def _has_work(self) -> bool:
-        return self._job is not None and self._job.state is JobState.WAITING
+        return bool(self._unseen) or (self._job is not None and self._job.state is JobState.WAITING)
 
     def _mend(self) -> None:
         """Bring an agent back that has died between two snapshots: the other hosts cannot commit without it."""

@@ -285,18 +285,19 @@ def _module_tensors(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, torc
             raise UnsupportedStateError(
                 f"a model cannot be named {model!r}: dots, optim<n>, group<n> and gradients are taken; use another key"
             )
-        inner = unwrap_model(module)
-        _reshard(inner)
-        for name, param in inner.named_parameters():
-            yield f"{model}.{clean(name)}", param, Role.PARAMETER
-        for name, buffer in inner.named_buffers():
-            yield f"{model}.{clean(name)}", buffer, Role.BUFFER
+        parts = list(unwrap_model(module).named_modules())
+        _reshard(part for _, part in parts)
+        for role in (Role.PARAMETER, Role.BUFFER):
+            for path, part in parts:
+                for key, tensor in (part._parameters if role is Role.PARAMETER else part._buffers).items():
+                    if tensor is not None:
+                        yield f"{model}.{clean(f'{path}.{key}' if path else key)}", tensor, role
 
 
-def _reshard(module: nn.Module) -> None:
+def _reshard(modules: Iterable[nn.Module]) -> None:
     """Let FSDP2 put its sharded parameters in place: after a forward without backward the root still shows whole ones."""
     if fsdp := sys.modules.get("torch.distributed.fsdp"):
-        for part in module.modules():
+        for part in modules:
             if isinstance(part, fsdp.FSDPModule):
                 part.reshard()
 

@@ -15,7 +15,7 @@ from gemini_ft.errors import WorldSizeError
 from gemini_ft.layout import Layout, Read, TensorSpec
 from gemini_ft.modes import Modes
 from gemini_ft.pending import PendingGradients
-from gemini_ft.rebuilding import Changes, Description, build, difference, modules_of, refuse
+from gemini_ft.rebuilding import Changes, Description, ModuleTree, build, difference, refuse
 from gemini_ft.rebuilding import describe as describe_all
 from gemini_ft.sources import Live, Role, Source, describe, every_optimizer, survey
 from gemini_ft.state import Extras, Models, apply_extras, collect_extras, destinations, findings, structure
@@ -99,6 +99,7 @@ class PlainState:
     ) -> None:
         self.models, self.optimizers, self.replicated = models, optimizers, replicated
         self._ignored, self._has_modes, self._can_rebuild = ignored, modes, can_rebuild
+        self._tree = ModuleTree(models)
         self._modes: Modes | None = None
         self._pending: PendingGradients | None = None
         self._strides: Mapping[str, Sequence[int]] = {}  # of the snapshot that is being restored
@@ -112,7 +113,7 @@ class PlainState:
     def remember(self) -> None:
         """Everything is now as the script makes it, before any training."""
         self._born, self._outline = describe_all(self.models, self.optimizers), None
-        self._modes = Modes(modules_of(self.models)) if self._has_modes else None
+        self._modes = Modes(self._tree.modules()) if self._has_modes else None
 
     def inherit(self, before: PlainState) -> None:
         """Sees to it that the script has made what it had made for ``before``."""
@@ -132,7 +133,7 @@ class PlainState:
     def extras(self, live: Sequence[Live]) -> Extras:
         saved = collect_extras(self.models, self.optimizers, live, self._ignored)
         if self._modes is not None:
-            saved["modes"] = self._modes.collect(modules_of(self.models))
+            saved["modes"] = self._modes.collect(self._tree.modules())
         if self._pending is not None:
             saved["pending"] = self._pending.collect(_parameters(live))
         if changes := self._present_changes(live):
@@ -146,7 +147,7 @@ class PlainState:
         if outline != self._outline:
             changes = difference(self._born, describe_all(self.models, self.optimizers))
             if not self._can_rebuild:
-                refuse(changes, modules_of(self.models))
+                refuse(changes, self._tree.modules())
             self._changes, self._outline = changes, outline
         return self._changes
 
@@ -162,7 +163,7 @@ class PlainState:
     def apply_extras(self, extras: Extras) -> None:
         apply_extras(self.models, self.optimizers, extras)
         if self._modes is not None and "modes" in extras:
-            self._modes.restore(extras["modes"], modules_of(self.models))
+            self._modes.restore(extras["modes"], self._tree.modules())
         if "pending" in extras and self._pending is not None:
             self._pending.restore(extras["pending"], _parameters(self.survey()))
 
@@ -174,12 +175,12 @@ class PlainState:
     def findings(self) -> Iterable[Finding]:
         yield from findings(self.models, self.optimizers)
         if self._modes is not None:
-            yield from self._modes.findings(modules_of(self.models))
+            yield from self._modes.findings(self._tree.modules())
         if self._pending is not None:
             yield from self._pending.findings(_parameters(self.survey()))
 
     def structure(self) -> object:
-        modules = modules_of(self.models).values()
+        modules = self._tree.modules().values()
         flags = [(id(module), module.training, len(module._buffers)) for module in modules]
         return structure(self.optimizers), flags
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import threading
@@ -28,6 +29,7 @@ class Case:
 
     Attributes:
         through: who gives the engine its pipeline: our "initialize", "attach", or DeepSpeed's own initialize, as "wrapped" by `gemini run`.
+        stray: after the second step a backward pass is made that no step follows, and the pipeline's state from before it is loaded.
     """
 
     stage: int
@@ -38,6 +40,7 @@ class Case:
     idle: bool = False  # one rank does without the embedding
     scale: float = 1.0  # of the loss, every other step
     through: str = "initialize"
+    stray: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
     zero: Mapping[str, Any] = field(default_factory=dict)
 
@@ -106,6 +109,17 @@ def steps(case: Case, engine: Any, last: int) -> list[float]:
     return losses
 
 
+def roll_back(engine: Any) -> None:
+    """A backward pass that no step follows, and back to where the gradient pipeline was before it."""
+    state = copy.deepcopy(engine.gradients.state_dict())
+    words = torch.randint(0, 12, (8,), generator=torch.Generator().manual_seed(dist.get_rank()))
+    engine.backward(engine(words).float().square().mean())
+    engine.gradients.load_state_dict(state)
+    engine.zero_grad()
+    if hasattr(engine.optimizer, "zero_grad"):
+        engine.optimizer.zero_grad()
+
+
 def end(engine: Any) -> None:
     """Threads and hooks have gone before the next engine comes."""
     engine.destroy()
@@ -116,11 +130,20 @@ def run(case: Case) -> dict[str, Any]:
     """Train to the end."""
     from deepspeed_case import whole_weights
 
+    from gemini_ft.deepspeed.engine import bound_collectives
+    from gemini_ft.pipeline.averager import time_limit
+
     engine = start(case)
-    losses = steps(case, engine, case.steps)
+    losses, limits = list[float](), list[float]()
+    if case.stray:
+        losses = steps(case, engine, 2)
+        roll_back(engine)
+        bound_collectives(engine, 77.0)
+        limits = [time_limit(group).total_seconds() for group in engine.gradients.groups]
+    losses += steps(case, engine, case.steps)
     weights = {name: tensor.float().numpy() for name, tensor in whole_weights(engine).items()}
     gradients = vars(engine).get("gradients")
-    found = {"losses": losses, "weights": weights, "summary": gradients.summary() if gradients else {}}
+    found = {"losses": losses, "weights": weights, "summary": gradients.summary() if gradients else {}, "limits": limits}
     if gradients:
         found["step"] = gradients.averager.step
         found["plan"] = gradients.averager.plan.fusion

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ class Case:
     Attributes:
         rules: of the pipeline; None: Lightning's own strategy.
         hook: the user's own hook: "sum" (all-reduce), or "builtin".
+        warm: whether a backward pass is made, and its gradients are thrown away, before anything is resumed.
         saved: whether Fabric's loop saves every step, and goes on where it was.
         options: of the strategy.
         config: DeepSpeed's configuration: the Trainer's strategy is the one over DeepSpeed.
@@ -32,6 +33,7 @@ class Case:
     precision: str = "32-true"
     hook: str = ""
     fabric: bool = False
+    warm: bool = False
     saved: bool = False
     log_every: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -62,6 +64,12 @@ def loss_of(net: Any, words: torch.Tensor) -> torch.Tensor:
     return functional.mse_loss(net(words).float().squeeze(1), (words % 3).float())
 
 
+def warm_up(loss: Callable[[torch.Tensor], torch.Tensor], model: torch.nn.Module) -> None:
+    """A backward pass as a script makes it that wants its memory allocated before it begins."""
+    loss(torch.arange(4) + int(os.environ["RANK"])).backward()
+    model.zero_grad()
+
+
 def make_strategy(case: Case, calls: Calls) -> Any:
     import lightning.pytorch.strategies as theirs
     from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
@@ -88,6 +96,13 @@ def train(case: Case) -> dict[str, Any]:
             super().__init__()
             self.net = Net()
             self.losses: list[float] = []
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return loss_of(self.net, words)
+
+        def on_fit_start(self) -> None:
+            if case.warm:
+                warm_up(self.trainer.strategy.model, self.trainer.strategy.model)
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             loss = loss_of(self.net, batch[0])
@@ -155,6 +170,8 @@ def train_with_fabric(case: Case) -> dict[str, Any]:
     wrapped, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), 1e-2))
     loader, losses = fabric.setup_dataloaders(data()), list[float]()
     state = {"net": wrapped, "optimizer": optimizer, "loader": loader, "batches": 0}
+    if case.warm:
+        warm_up(lambda words: loss_of(wrapped, words), wrapped)
     if case.saved:
         fabric.load("gemini://latest", state)
     for (words,) in loader:

@@ -11,11 +11,16 @@ import torch.distributed as dist
 from test_optimizer_zoo import SAM
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
+from torch.utils._pytree import tree_map_only
 
 import gemini_ft
 from gemini_ft.errors import StateError
+from gemini_ft.rebuilding import Changes
 from gemini_ft.testing import digest
 
 STEPS = 14
@@ -32,6 +37,7 @@ class Net(nn.Module):
         self.backbone = nn.Linear(8, 8).requires_grad_(False)
         self.norm = nn.BatchNorm1d(8)
         self.head = nn.Linear(8, 4)
+        self.extra: nn.Module = nn.Identity()
         self.scale = 1.0
         self.register_buffer("seen", torch.zeros(0))
 
@@ -39,7 +45,7 @@ class Net(nn.Module):
         out: torch.Tensor = self.norm(torch.tanh(self.backbone(self.embed(x))))
         if self.training:
             self.seen = torch.cat([self.seen, out.detach().mean().view(1)])[-6:]
-        return self.head(out + self.seen.sum() * 1e-2) * self.scale  # type: ignore[no-any-return]
+        return self.extra(self.head(out + self.seen.sum() * 1e-2)) * self.scale  # type: ignore[no-any-return]
 
 
 def train(what: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +55,12 @@ def train(what: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     net = Net(1.0 if what == "everything" else None)
     model: nn.Module = net
-    if dist.is_initialized():
+    if what == "sharded":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for part in (net.backbone, net.head, net):
+            fully_shard(part, mesh=mesh)
+        torch.manual_seed(dist.get_rank())
+    elif dist.is_initialized():
         net.backbone.requires_grad_(True)  # DDP sorts its parameters when it is made
         model = wrapper = DistributedDataParallel(net)
         if what == "local":
@@ -57,15 +68,20 @@ def train(what: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
         else:
             state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
             wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        optimizers: list[Any] = [torch.optim.Adam(net.parameters(), lr=0.02)]
-    else:
+    optimizers: list[Any] = [torch.optim.Adam(net.parameters(), lr=0.02)]
+    if model is net:
         sharp = SAM([*net.embed.parameters(), *net.norm.parameters()], torch.optim.Adam, lr=0.02)
         optimizers = [sharp, torch.optim.SGD(net.head.parameters(), 0.1, 0.9)]
-    checkpointer = gemini_ft.Checkpointer(model, optimizers, on_late="wait", **options)
+
+    def rebuild(changes: Changes) -> None:
+        if "model.extra.weight" in changes.tensors:
+            _grow(net, optimizers)
+
+    checkpointer = gemini_ft.Checkpointer(model, optimizers, on_late="wait", rebuild=rebuild if what == "everything" else None, **options)
     start = checkpointer.resume()
     with open(f"{out}.{os.environ['RANK']}", "a", buffering=1) as trace:
         for iteration in range(start, STEPS):
-            if not dist.is_initialized():
+            if model is net:
                 _change(net, optimizers, iteration)
             x = torch.randint(12, (6,))
 
@@ -84,6 +100,7 @@ def train(what: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
             checkpointer.step()
     checkpointer.close()
     final = {"model": net.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+    final = tree_map_only(DTensor, DTensor.to_local, final)
     return {"start": start, "state": digest(final), "frozen": [name for name, p in net.named_parameters() if not p.requires_grad]}
 
 
@@ -95,7 +112,16 @@ def _change(net: Net, optimizers: list[Any], iteration: int) -> None:
         net.norm.eval()
     if iteration == 6:
         net.scale = 0.5
-        prune.l1_unstructured(net.head, "weight", amount=4)
+        if not dist.is_initialized():
+            prune.l1_unstructured(net.head, "weight", amount=4)
+    if iteration == 8 and not dist.is_initialized():
+        _grow(net, optimizers)
+
+
+def _grow(net: Net, optimizers: list[Any]) -> None:
+    """Appends a layer, which nobody but the script can build."""
+    net.extra = nn.Linear(4, 4)
+    optimizers[1].add_param_group({"params": list(net.extra.parameters()), "lr": 0.01})
 
 
 def stranger(out: str) -> str:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -122,6 +124,17 @@ def error_of(call: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def several(*cases: tuple[Callable[..., Any], tuple[Any, ...]]) -> list[Any]:
+    """Functions with their arguments, one after another in the same processes; what each returned, or how it ended."""
+    found: list[Any] = []
+    for function, arguments in cases:
+        try:
+            found.append(function(*arguments))
+        except Exception:
+            found.append(traceback.format_exc())
+    return found
 
 
 # -- every method
@@ -601,6 +614,7 @@ def disagreements() -> list[str]:
         (rule(compress="nonsense"), Leaves(), {}),
         (topk, Leaves(), {"find_unused_parameters": odd}),
         ([{"params": "embed"}], Leaves({"conv" if odd else "embed": (2, 2)}), {}),
+        (rule(sync={"scheme": "hierarchical", "local_size": 2}), Leaves(), {}),
     ]
     said = [error_of(lambda case=case: GradientSynchronizer(case[1], case[0], **case[2])) for case in cases]
     with closing(Loop(topk)) as loop:
@@ -612,31 +626,49 @@ class Broken(Exception):
     """What a compressor raises in a test."""
 
 
-def failing(ddp: bool, how: str, is_compressed: bool) -> tuple[str, str]:
-    """Two good steps, then rank 0 fails while compressing or laying out, or dies; what this rank was told then and in the step after."""
+def failing(how: str, *cases: tuple[bool, bool]) -> list[list[str]]:
+    """Makes rank 0 fail in the third step, with or without DDP and compression.
+
+    Args:
+        how: "raises" or "killed": while it compresses or lays out; "killed between steps": after it, before it has said where it is.
+        *cases: whether with DDP, and whether with compression.
+
+    Returns:
+        For each case what this rank was told in that step and in the one after.
+    """
     rank = join().rank()
-    loop = Loop(rule(fusion="layer-wise", **({"compress": compress("topk")} if is_compressed else {})), ddp)
-    for step in range(2):
-        loop.step(own(step))
-    if rank == 0:
-        group = loop.synchronizer.averager.plan.groups[2]
-        route: Any = loop.synchronizer.averager.routes.of(group)
-        fail = _die if how == "killed" else _raise
-        if is_compressed:
-            route.reducer.inner.compress = fail
-        else:
-            route._flat = fail
-    said = error_of(lambda: loop.step(own(2))), error_of(lambda: loop.step(own(3)))
-    _until_all_have_failed(rank)
+    said = []
+    for ddp, is_compressed in cases:
+        loop = Loop(rule(fusion="layer-wise", **({"compress": compress("topk")} if is_compressed else {})), ddp)
+        for step in range(2):
+            loop.step(own(step))
+        if rank == 0:
+            _break(loop, how, is_compressed)
+        loop.synchronizer.summary()
+        said.append([error_of(partial(loop.step, own(step))) for step in (2, 3)])
+        _until_all_have_failed(rank, len(said))
     return said
 
 
-def _until_all_have_failed(rank: int) -> None:
+def _break(loop: Loop, how: str, is_compressed: bool) -> None:
+    averager = loop.synchronizer.averager
+    route: Any = averager.routes.of(averager.plan.groups[2])
+    fail = _raise if how == "raises" else _die
+    if how == "killed between steps":
+        loop.synchronizer._drift.begin = fail  # type: ignore[method-assign]
+        loop.step(own(2))
+    elif is_compressed:
+        route.reducer.inner.compress = fail
+    else:
+        route._flat = fail
+
+
+def _until_all_have_failed(rank: int, case: int) -> None:
     """The rank that fails first lives on until the others have failed too: it is not its end that tells them."""
     store = _whole().get_group_store()  # type: ignore[attr-defined]
-    store.set(f"failed {rank}", "")
+    store.set(f"failed {case} {rank}", "")
     if rank == 0:
-        store.wait([f"failed {other}" for other in range(dist.get_world_size())], timedelta(seconds=20))
+        store.wait([f"failed {case} {other}" for other in range(dist.get_world_size())], timedelta(seconds=20))
 
 
 def _whole() -> dist.ProcessGroup:

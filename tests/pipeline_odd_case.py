@@ -7,8 +7,9 @@ import copy
 import io
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,8 +100,14 @@ def every_dtype(name: str) -> list[str]:
 
 
 Program = Sequence[tuple[Any, ...]]
-"""Of each method: ("step",), ("save",), ("read", rank), ("load", which of the saved ones), or the same with a backward pass before it
-that nobody asked for: ("stray", rank that reads what it has cost, or -1, which of the saved ones)."""
+"""The instructions that one method's loop follows, each a name and its arguments:
+
+("step",)               makes the next step, and compares its averages with those of the undisturbed run
+("save",)               keeps a copy of the synchronizer's state
+("read", rank)          lets that rank alone read the synchronizer's figures
+("load", number)        goes back to a kept state; the first one is of before the first step
+("stray", rank, number) runs a backward pass that is no part of the training, lets that rank read the figures (-1: none), then loads
+"""
 MOST = 8  # steps of the undisturbed run
 SMALL = {name: shape for name, shape in SHAPES.items() if name != "conv"}
 
@@ -140,18 +147,51 @@ def _followed(loop: Loop, program: Program, expected: Sequence[str]) -> list[str
     return wrong
 
 
-def stray_and_drifting() -> list[str]:
-    """Lets counters differ between ranks, as a bug or a call on one rank alone would; returns the error of each rank."""
+def stray_and_drifting() -> list[list[str]]:
+    """Lets counters differ between ranks, as a bug or a call on one rank alone would.
+
+    Returns:
+        Without and with DDP, the errors of this rank: of a snapshot, of the next step, and of a fresh pipeline that loads the snapshot.
+    """
     rank = join().rank()
     said = []
-    for ddp, when in itertools.product((False, True), ("step", "snapshot")):
+    for ddp in (False, True):
         with closing(Loop(rule(compress=compress("randomk")), ddp, Leaves(SMALL))) as loop:
             loop.step(own(0, SMALL))
             loop.synchronizer.summary()
             loop.synchronizer.averager._rounds += rank
             loop.step(own(1, SMALL))
-            said.append(error_of(loop.synchronizer.state_dict if when == "snapshot" else lambda: loop.step(own(2, SMALL))))
+            said.append([error_of(loop.synchronizer.state_dict), error_of(lambda: loop.step(own(2, SMALL)))])
+            state = loop.synchronizer.state_dict()
+        with closing(Loop(rule(compress=compress("randomk")), ddp, Leaves(SMALL))) as fresh:
+            said[-1].append(error_of(partial(fresh.synchronizer.load_state_dict, state)))
+            state["averager"]["rounds"] = 0
+            state["tuner"]["count"] = rank
+            said[-1].append(error_of(partial(fresh.synchronizer.load_state_dict, state)))
     return said
+
+
+def saved_alone() -> list[bool]:
+    """Has rank 0 save its state while the others have not yet said where they are, without and with DDP."""
+    rank, store = join().rank(), dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    saved = []
+    for ddp in (False, True):
+        with closing(Loop(rule(compress=compress("topk")), ddp, Leaves(SMALL))) as loop:
+            drift, key = loop.synchronizer._drift, f"saved, DDP={ddp}"
+            begin = drift.begin
+
+            def late(begin: Callable[[], None] = begin, key: str = key) -> None:
+                store.wait([key])
+                begin()
+
+            if rank:
+                drift.begin = late  # type: ignore[method-assign]
+            loop.step(own(0, SMALL))
+            if not rank:
+                saved.append(bool(loop.synchronizer.state_dict()))
+                store.set(key, "")
+            loop.step(own(1, SMALL))
+    return saved
 
 
 # -- models that are not only trained
@@ -302,6 +342,30 @@ def found_by_itself(out: str) -> int:
     checkpointer.flush()
     with closing(GradientSynchronizer(TwoLayers(), [])):  # of another model
         checkpointer.step()
+    checkpointer.close()
+    return start
+
+
+def drifted_and_saved(folder: str) -> int:
+    """Trains to the end; in the first process ranks drift apart just before the fifth snapshot is made. Returns where it resumed."""
+    rank, _ = start_ranks()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(TwoLayers())
+    synchronizer = GradientSynchronizer(model, rule(compress=compress("randomk")))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    checkpointer = gemini_ft.Checkpointer(model, optimizer, on_late="wait")
+    start, mark = checkpointer.resume(), Path(folder, f"drifted.{rank}")
+    for iteration in range(start, MOST):
+        optimizer.zero_grad()
+        model(_batch(iteration)).square().sum().backward()
+        optimizer.step()
+        drifts = iteration == 4 and not mark.exists()
+        if drifts:
+            mark.touch()
+            synchronizer.averager._rounds += rank
+        checkpointer.step()
+        if drifts:
+            checkpointer.flush()
     checkpointer.close()
     return start
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import threading
@@ -28,7 +29,9 @@ IN_RANK_ORDER = {"agsparse", "ssar-split-allgather", "dsar-split-allgather", "sp
 
 
 def join() -> dist.ProcessGroup:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    """The group of all ranks, which is made at the first call."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     group = dist.group.WORLD
     assert group is not None
     return group
@@ -88,6 +91,7 @@ SPARSE = {"agsparse", "ssar-recursive-doubling", "ssar-split-allgather", "sparse
 """Schemes that do not make the gradient dense, which takes 64 GiB for the huge one."""
 
 
+@functools.lru_cache(1)  # cases come one after the other, each for every scheme
 def expected(make: Make, world: int) -> torch.Tensor:
     """The sum in rank order, dense, wide where values are of 16 bits; exact to one rounding per addition of the dtype it has."""
     gradients = [make(rank) for rank in range(world)]
@@ -99,6 +103,7 @@ def expected(make: Make, world: int) -> torch.Tensor:
     return total
 
 
+@functools.lru_cache(1)
 def bound(make: Make, world: int) -> torch.Tensor:
     """How far a sum in another order may be off: one unit in the last place of the sum of magnitudes per addition."""
     gradients = [make(rank) for rank in range(world)]

@@ -17,6 +17,7 @@ from session_case import loop, stop_the_agent_for_good
 
 from gemini_ft.agent import revival
 from gemini_ft.agent.watch import HangDetector
+from gemini_ft.versions import Incarnation, Version
 
 IMPATIENT = {"agent_timeout": 0.6}
 
@@ -53,7 +54,8 @@ class TestReplacement:
     def test_what_no_worker_holds_is_not_lost_either(self, job: Job) -> None:
         """Between two attempts nobody but the agent has the memory; whoever joins next notices."""
         ranks = [job.process(host, number, **IMPATIENT) for number, host in enumerate("ab")]
-        job.open(ranks)
+        origin = {"lineage": [Version(Incarnation(1, "0a"), 7)], "overtaken": [Incarnation(1, "0b")], "aside": [Incarnation(1, "0b")]}
+        job.open(ranks, **origin)
         job.commit(ranks, 1, 2)
         for rank in ranks:
             rank.kill()
@@ -64,6 +66,8 @@ class TestReplacement:
             assert {(slot.owner, slot.version.iteration) for slot in rank.inventory()} == {(o, i) for o in (0, 1) for i in (1, 2)}
         assert again[0].client.welcome.secret == ranks[0].hello.secret
         assert again[0].client.welcome.info.known == job.version(0).incarnation
+        told = again[0].client.welcome.model_dump(include={"incarnation", *origin})
+        assert told == {"incarnation": job.version(0).incarnation, **origin}  # else what is in memory would look like another history
         resumed = job.version(2)
         job.open(again, resumed=resumed, sources={0: ["a"], 1: ["b"]})
         assert again[0].verify(resumed) == [0, 1]

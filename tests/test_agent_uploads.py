@@ -47,7 +47,7 @@ class Naughty(LocalStorage):
 class Host:
     """One host that owns the only shard."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, begun_as: Incarnation | None = None, **settings: Any) -> None:
         monkeypatch.setattr("gemini_ft.agent.uploads._BACKOFF", 0.0)
         monkeypatch.setattr("gemini_ft.agent.uploads.open_storage", lambda *_: self.storage)
         self.storage, self.log = Naughty(folder), list[str]()
@@ -56,21 +56,21 @@ class Host:
         self.memory = SlotMemory.create(shape)
         self.spec = SessionSpec(
             stream="main",
-            incarnation=THIS,
+            incarnation=begun_as or THIS,
             world_size=1,
             hosts=["h"],
             addresses={"h": ("127.0.0.1", 1)},
             holders={0: ["h"]},
             leader="h",
-            resumed=EARLIER,
-            lineage=[EARLIER],
+            resumed=None if begun_as else EARLIER,
+            lineage=[] if begun_as else [EARLIER],
             storage={"url": folder.as_uri(), "every_steps": 1, **settings},
         )
         self.uploader = Uploader(self.spec, "run", self.log.append)
 
     async def upload(self, iteration: int) -> str:
         """From the copy in the slot to the thawing; what the user is told."""
-        version, heard = Version(THIS, iteration), asyncio.get_running_loop().create_future()
+        version, heard = Version(self.spec.incarnation, iteration), asyncio.get_running_loop().create_future()
         for index, cut in enumerate(self.memory.cuts(0)):
             self.memory.put_chunk(index, *cut, checksum(self.memory.data(*cut)))
         assert self.memory.finish(version, 0, None)
@@ -154,7 +154,7 @@ def test_old_checkpoints_that_cannot_be_deleted_are_said_once_and_shown(host: Ho
         host.storage.refuses = "delete"
         told = [await host.upload(iteration) for iteration in range(1, 6)]
         assert [bool(text) for text in told] == [False, False, True, False, False]
-        assert "nothing more is stored until it can" in told[2]
+        assert "nothing more is stored until it can: the newest stored step is 3, 0 s old" in told[2]
         assert "could not be deleted" in str(host.uploader.status()["error"])
         assert (await host.uploader.tidy())[1]
         host.storage.refuses = "$^"
@@ -186,5 +186,17 @@ def test_a_place_that_shows_nothing_of_what_was_stored_before_is_given_nothing(h
         host.storage.delete("run/main.stored.json")  # as a store does that kept half of it
         await host.upload(4)
         assert host.steps() == [4, 3]
+
+    run(scenario())
+
+
+def test_of_two_jobs_begun_together_with_one_id_the_first_to_store_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (Host(tmp_path / "store", monkeypatch, begun_as=Incarnation(1, nonce)) for nonce in ("0000000c", "0000000b"))
+
+    async def scenario() -> None:
+        assert await one.upload(1) == ""
+        assert "another job has taken run id 'run' over. End one of the two" in await other.upload(5)
+        assert await one.upload(2) == ""
+        assert one.steps() == [2, 1]
 
     run(scenario())

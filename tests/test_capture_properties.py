@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from capture_kit import Taken, give, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loader_kit import SAMPLES, Noisy, check_going_on
+from test_lightning_zoo import OwnEpochs
 from test_optimizer_zoo import SAM, Averaging
 from torch import nn
+from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
 from torch.nn.utils import prune
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 from gemini_ft import codec
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
@@ -59,6 +66,9 @@ PARTS = {
     "cache": Cache,
     "lazy": lambda: nn.LazyLinear(WIDTH),
     "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+    "observer": lambda: FakeQuantize(
+        MovingAveragePerChannelMinMaxObserver, -128, 127, dtype=torch.qint8, qscheme=torch.per_channel_symmetric, ch_axis=1
+    ),
 }
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
@@ -68,7 +78,19 @@ OPTIMIZERS = {
     "sam": lambda p: SAM(p, torch.optim.Adam, lr=0.02),
     "averaging": Averaging,
 }
-EVENTS = ("unfreeze", "freeze", "prune", "prune again", "group", "eval", "number", "learning rate", "add layer", "replace layer")
+EVENTS = (
+    "unfreeze",
+    "freeze",
+    "prune",
+    "prune bias",
+    "prune again",
+    "group",
+    "eval",
+    "number",
+    "learning rate",
+    "add layer",
+    "replace layer",
+)
 REFUSED = {"add layer", "replace layer"}  # only the script can build these
 
 
@@ -136,8 +158,10 @@ class Run:
             case "prune":
                 if not prune.is_pruned(last):
                     prune.l1_unstructured(last, "weight", amount=2)
+            case "prune bias":
+                prune.random_unstructured(last, "bias", amount=1)
             case "prune again":
-                prune.random_unstructured(last, "weight", amount=1)
+                prune.l1_unstructured(last, "weight", amount=1)
             case "group":
                 known = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
                 takes = not isinstance(self.optimizers[0], SAM)  # the options of the optimizer inside are not among its own
@@ -156,7 +180,10 @@ class Run:
 
     def bits(self) -> str:
         grads = {name: p.grad for name, p in self.model.named_parameters()}
-        return digest({"model": self.model.state_dict(), "loss": self.log, "grads": {k: v for k, v in grads.items() if v is not None}})
+        order = [name for name, _ in self.model.named_parameters()]
+        return digest(
+            {"order": order, "model": self.model.state_dict(), "loss": self.log, "grads": {k: v for k, v in grads.items() if v is not None}}
+        )
 
 
 def outcome(job: Job, at: int) -> str:
@@ -190,6 +217,7 @@ def test_whatever_a_job_consists_of(job: Job, at: int) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @settings(max_examples=2000, deadline=None)
 @given(jobs, st.integers(0, 8))
 def test_whatever_a_job_consists_of_at_length(job: Job, at: int) -> None:
@@ -232,6 +260,13 @@ def test_what_only_the_script_can_build_is_built_by_it() -> None:
     assert "changes" in codec.decode(take(again.state).extras)  # the next fresh process has to follow as well
 
 
+@pytest.mark.parametrize("pruned", [("prune", "prune again"), ("prune", "prune bias")])
+def test_pruning_goes_on_right_after_a_resume(pruned: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks at what the last forward pass has used, which no tensor of the snapshot has, and leaves the parameters in another order."""
+    monkeypatch.setattr("gemini_ft.remembered._SMALL", 8)
+    assert outcome(Job(("linear",), ("sgd",), (1,), {2: pruned[0], 3: pruned[1], 5: "prune again"}), 4) == "equal"
+
+
 def test_gradients_of_the_optimizer_that_waits_are_kept() -> None:
     assert outcome(Job(("linear",), ("sgd", "adam"), (1, 2)), 4) == "equal"
 
@@ -243,3 +278,138 @@ def test_another_script_is_not_taken_for_a_change() -> None:
     wider = Run(Job(("cache", "norm"), ("adam",), (1, 1)), 0)
     with pytest.raises(LayoutMismatchError):
         give(taken, wider.state)
+
+
+# --- data
+
+
+TRAITS = ("noisy", "counts", "mixes", "told", "torch generator", "numpy generator", "python generator", "history", "lazy", "large")
+UNKEPT = {"lazy", "large"}  # a generator that comes later, a buffer: loaded again within an epoch, else refused
+
+
+class Drawn(Noisy):
+    """Samples that depend on all that its traits say."""
+
+    def __init__(self, traits: frozenset[str]) -> None:
+        self.traits, self.count, self.epoch, self.history = traits, 0, 0, [0.0]
+        self.before = torch.zeros(4, dtype=torch.float64)
+        self.buffer: list[float] = []
+        self.lazy: np.random.Generator | None = None
+        if "torch generator" in traits:
+            self.torch = torch.Generator().manual_seed(1)
+        if "numpy generator" in traits:
+            self.numpy = np.random.default_rng(2)
+        if "python generator" in traits:
+            self.python = random.Random(3)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch if "told" in self.traits else 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        sample = super().__getitem__(index) if "noisy" in self.traits else torch.full((4,), float(index), dtype=torch.float64)
+        sample = sample + 100 * self.epoch + sum(self.own(index))
+        if "mixes" in self.traits:
+            sample = self.before = 0.7 * sample + 0.3 * self.before
+        return sample
+
+    def own(self, index: int) -> Iterator[float]:
+        if "counts" in self.traits:
+            self.count += 1
+            yield self.count
+        if "history" in self.traits:
+            self.history = [*self.history, self.history[-1] / 2 + index][-3:]
+            yield sum(self.history)
+        if "torch generator" in self.traits:
+            yield torch.rand((), generator=self.torch).item()
+        if "numpy generator" in self.traits:
+            yield self.numpy.random()
+        if "python generator" in self.traits:
+            yield self.python.random()
+        if "lazy" in self.traits:
+            self.lazy = self.lazy if self.lazy is not None else np.random.default_rng(4)
+            yield self.lazy.random()
+        if "large" in self.traits:
+            self.buffer = [*self.buffer, *[float(index)] * 40][-100:]
+            yield sum(self.buffer)
+
+
+class DrawnStream(IterableDataset[torch.Tensor]):
+    """The same, without lengths and indices."""
+
+    def __init__(self, traits: frozenset[str]) -> None:
+        self.inner = Drawn(traits)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.inner.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self.inner[index] for index in range(SAMPLES))
+
+
+ORDERS: dict[str, Callable[[], Sampler[int] | None]] = {
+    "in order": lambda: None,
+    "shuffled": lambda: RandomSampler(range(SAMPLES)),
+    "own generator": lambda: RandomSampler(range(SAMPLES), replacement=True, generator=torch.Generator().manual_seed(5)),
+    "subset": lambda: SubsetRandomSampler(range(2, 21)),
+    "weighted": lambda: WeightedRandomSampler([1.0 + index for index in range(SAMPLES)], 20),
+    "own epochs": OwnEpochs,
+}
+
+
+@dataclass(frozen=True)
+class Data:
+    """A loader, drawn at random."""
+
+    traits: frozenset[str]
+    order: str | None  # None: an iterable dataset
+    batch: int
+    drop_last: bool
+    workers: int = 0
+
+    def make(self) -> DataLoader[torch.Tensor]:
+        options: dict[str, Any] = {"batch_size": self.batch, "drop_last": self.drop_last, "num_workers": self.workers}
+        if self.order is None:
+            return DataLoader(DrawnStream(self.traits), **options)
+        dataset: Dataset[torch.Tensor] = Drawn(self.traits)
+        return DataLoader(dataset, sampler=ORDERS[self.order](), **options)
+
+    def outcome(self, stop: tuple[int, int]) -> str:
+        try:
+            check_going_on(self.make, stop, in_advance=self.order is None)
+        except UnsupportedStateError:
+            assert self.traits & UNKEPT, "refused without a reason"
+            return "refused"
+        return "equal"
+
+
+def data(workers: st.SearchStrategy[int]) -> st.SearchStrategy[Data]:
+    def is_promised(one: Data) -> bool:
+        """An iterable in this process that draws from its generators is the user's (docs/lightning.md)."""
+        return not (one.order is None and one.workers == 0 and "noisy" in one.traits)
+
+    traits, orders = st.frozensets(st.sampled_from(TRAITS), max_size=4), st.sampled_from([*ORDERS, None])
+    return st.builds(Data, traits, orders, st.integers(2, 6), st.booleans(), workers).filter(is_promised)
+
+
+stops = st.tuples(st.integers(0, 2), st.integers(0, 3))
+
+
+@settings(max_examples=20, deadline=None)
+@given(data(st.just(0)), stops)
+def test_whatever_data_consist_of(one: Data, stop: tuple[int, int]) -> None:
+    one.outcome(stop)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@settings(max_examples=2000, deadline=None)
+@given(data(st.just(0)), stops)
+def test_whatever_data_consist_of_at_length(one: Data, stop: tuple[int, int]) -> None:
+    one.outcome(stop)
+
+
+@pytest.mark.soak
+@settings(max_examples=60, deadline=None)
+@given(data(st.just(2)), stops)
+def test_whatever_data_consist_of_in_workers(one: Data, stop: tuple[int, int]) -> None:
+    one.outcome(stop)

@@ -329,10 +329,14 @@ def test_other_runs_and_streams_are_left_alone(storage: LocalStorage) -> None:
     for iteration in (1, 2):
         for run, stream in (("run", "main"), ("run", "fit-0"), ("run-2", "main")):
             save(storage, version(iteration), run, stream)
-    storage.put("run/main/notes.txt", [b"somebody else's"])
-    assert len(retain(storage, keep_last=1)) == 1
+    old = checkpoint_folder("run", "main", version(1))
+    notes = ["run/main/notes.txt", f"{old}/notes.txt"]
+    for key in notes:
+        storage.put(key, [b"somebody else's"])
+    assert retain(storage, keep_last=1) == [old]
     assert len(list_checkpoints(storage)) == 5
-    assert "run/main/notes.txt" in storage.list()
+    assert [key for key in storage.list() if key.startswith(old) or "notes" in key] == notes
+    assert retain(storage, keep_last=1) == []
 
 
 def test_an_upload_under_way_is_left_alone(storage: LocalStorage) -> None:

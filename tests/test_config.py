@@ -43,6 +43,20 @@ class TestInterval:
         assert load(**options).waits == waits
 
 
+class TestStorage:
+    @pytest.mark.parametrize(("given", "kept"), [("3", 3), ("all", None)])
+    def test_keeps_so_many_or_all(self, given: str, kept: int | None) -> None:
+        storage = load(environ={"GEMINI_STORAGE__KEEP_LAST": given}, storage={"url": "file:///x", "every_steps": 1}).storage
+        assert storage is not None
+        assert storage.kept == kept
+
+    @pytest.mark.parametrize("given", [0, "none", None])
+    def test_keeps_nothing_else(self, given: object) -> None:
+        with pytest.raises(ConfigError, match=r"storage\.keep_last.*=") as raised:
+            load(storage={"url": "file:///x", "every_steps": 1, "keep_last": given})
+        assert repr(given) in str(raised.value)
+
+
 class TestTraffic:
     def test_takes_units_and_the_environment(self) -> None:
         config = load(environ={"GEMINI_TRAFFIC__BUFFER_BYTES": "8MiB", "GEMINI_TRAFFIC__WHEN": "ready"}, traffic={"sub_buffers": 2})

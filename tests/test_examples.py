@@ -40,7 +40,7 @@ def test_the_drill_survives_three_ways_of_being_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("launcher", ["gemini_ft.cli run", pytest.param("torch.distributed.run", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("launcher", ["gemini_ft.cli run --explain", pytest.param("torch.distributed.run", marks=pytest.mark.soak)])
 def test_a_plain_loop_survives_under_either_launcher(tmp_path: Path, launcher: str) -> None:
     command = [
         sys.executable,
@@ -55,6 +55,8 @@ def test_a_plain_loop_survives_under_either_launcher(tmp_path: Path, launcher: s
     env |= {"GEMINI_FAULTS": "step=30:rank=1:sigkill", "GEMINI_LINGER": "60", "GEMINI_ON_LATE": "wait"}
     output = run(*command, timeout=250, **env)
     assert "resuming at iteration 29 from memory" in output
+    rows = re.findall(r"gemini: state of rank 0, stream main, after iteration (\d+)\nwhat +where +fate +bytes +how\n", output)
+    assert rows == (["1", "30"] if "--explain" in launcher else [])  # at the first snapshot of each process
     assert "step 60: loss" in output
 
 

@@ -37,6 +37,12 @@ def proxy(server: s3_server.Server) -> Iterator[S3Proxy]:
 
 
 @pytest.fixture
+def one(tmp_path: Path) -> Iterator[World]:
+    with World(tmp_path, 1, **s3_server.CREDENTIALS) as world:
+        yield world
+
+
+@pytest.fixture
 def two(tmp_path: Path) -> Iterator[World]:
     with World(tmp_path, 2, **s3_server.CREDENTIALS) as world:
         yield world
@@ -130,6 +136,31 @@ class TestResume:
         assert iterations(server, two.run) == before
         assert [result["start"] for result in two.outcome(*run(proxy.endpoint, 1))] == [4, 4]
 
+    def test_when_nothing_can_be_listed_and_storage_is_not_required(self, one: World, server: s3_server.Server, proxy: S3Proxy) -> None:
+        """Training goes on; nothing older, nor nothing at all, is begun from while it cannot be told what there is."""
+        work = run(proxy.endpoint, 3, {"required": False, "patience": 0.0}, during=None)
+        denied = proxy.fail("403 AccessDenied", "ListObjects")
+        (error,) = one.outcome(*work)
+        assert type(error) is StorageUnclearError
+        proxy.faults.remove(denied)
+        assert one.outcome(*run(proxy.endpoint, 4))[0]["start"] == 0
+        proxy.faults.append(denied)
+        (result,) = one.outcome(*work)
+        assert (result["start"], result["committed"]) == (4, 7)
+        assert told(result, "storage cannot say what there is")
+        lose_all(one)
+        (error,) = one.outcome(*work)
+        assert type(error) is StorageUnclearError
+        assert "let these credentials list, read, write and delete under the prefix (denied: ListObjectsV2)" in str(error)
+        assert iterations(server, one.run) == [4, 2]
+        proxy.faults.remove(denied)
+        proxy.fail("flip", "GetObject", key="/shard-", count=1)  # once is no damage
+        proxy.fail("403 AccessDenied", "PutObject")
+        (result,) = one.outcome(*work)
+        assert (result["start"], result["committed"]) == (4, 7)
+        assert told(result, "storage cannot be used now, and it is not required")
+        assert "flip" in proxy.met
+
     def test_from_the_one_before_when_an_object_is_damaged(self, two: World, server: s3_server.Server) -> None:
         two.outcome(*run(server.endpoint, 6))
         lose_all(two)
@@ -221,6 +252,19 @@ class TestTrouble:
             while file.write(bytes(4096)):
                 pass
         self.failed_for_a_while(two, small, filler.unlink)
+
+    def test_store_that_lets_nothing_be_deleted(self, one: World, server: s3_server.Server, proxy: S3Proxy) -> None:
+        """By default that is an error, which says what else to set: the store would fill up."""
+        proxy.fail("403 AccessDenied", "DeleteObject")
+        (error,) = one.outcome(*run(proxy.endpoint, 2))
+        assert type(error) is StorageError
+        assert "set storage.keep_last=all (GEMINI_STORAGE__KEEP_LAST=all)" in str(error)
+        asked, keep_all = len(proxy.requests), {"keep_last": "all"}
+        one.outcome(*run(proxy.endpoint, 8, keep_all))
+        assert iterations(server, one.run) == [8, 6, 4, 2]
+        lose_all(one)
+        assert one.outcome(*run(proxy.endpoint, 1, keep_all))[0]["start"] == 8
+        assert "DeleteObject" not in {request.operation for request in proxy.requests[asked:]}
 
     def test_store_that_does_not_answer(self, two: World, server: s3_server.Server, proxy: S3Proxy) -> None:
         """The third slot holds what is uploaded. Nothing fails for a minute; snapshots and training do not wait for it."""

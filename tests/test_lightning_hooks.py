@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loggers import CSVLogger
 from test_lightning_zoo import Counting, Told
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -133,7 +135,9 @@ class Weighing(Callback):
 
 
 class Averaging(Case):
-    """An average that is neither a buffer nor in any state dict, and a history of it."""
+    """An average that is neither a buffer nor in any state dict, a history of it, and a buffer that comes and grows."""
+
+    seen: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +147,10 @@ class Averaging(Case):
     def changed(self, loss: torch.Tensor) -> torch.Tensor:
         self.average = 0.9 * self.average + 0.1 * loss.detach()
         self.history = [*self.history, self.average.item()][-5:]
-        return loss * (1 + self.average) + sum(self.history)
+        if not hasattr(self, "seen"):
+            self.register_buffer("seen", torch.zeros(0))
+        self.seen = torch.cat([self.seen, loss.detach().view(1)])[-8:]
+        return loss * (1 + self.average) + sum(self.history) + self.seen.sum()
 
 
 class Growing(Case):
@@ -306,6 +313,37 @@ def test_attributes_that_are_not_kept_are_named_once(fit: Callable[..., Case], c
         fit(Gathering, table, "gemini")
     said = [record.getMessage() for record in caplog.records if "will not be restored" in record.getMessage()]
     assert [text.split()[0] for text in said] == ["module.outputs"]
+
+
+class Asked(Metrics):
+    """Asks for the census in mid-epoch."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if (self.current_epoch, self.trainer.fit_loop.epoch_loop.batch_idx) == (1, 2):
+            found = self.trainer.strategy.checkpointer.census.take()
+            self.census = {item.where: (str(item.rule.fate), item.note) for item in found}
+
+
+def test_the_census_of_a_trainer(fit: Callable[..., Case], tmp_path: Path) -> None:
+    """Everything that hangs on it is in it."""
+    callbacks = [Annealing, lambda: EarlyStopping("running", patience=9, check_on_train_epoch_end=True)]
+    module = fit(Asked, Shards, "gemini", callbacks=callbacks, logger=CSVLogger(tmp_path), reload_dataloaders_every_n_epochs=1)
+    expected = {
+        "model": ("captured", "12 tensors of Asked"),
+        "optim0": ("captured", "24 tensors of AdamW"),
+        "trainer": ("captured", "0 schedulers"),
+        "train_dataloader[0]": ("captured", "ResumableDataLoader, by skip"),
+        "extremes": ("captured", "MinMaxMetric"),
+        "running": ("captured", "RunningMean"),
+        "tracker": ("captured", "MetricTracker"),
+        "callback.0": ("derived", "Annealing"),
+        "callback.1": ("captured", "EarlyStopping"),
+        "logger.0": ("the user's", "CSVLogger"),
+        "flags": ("captured", "0 parameters frozen, 0 of 11 modules in eval mode"),
+        "module.backbone.2.p": ("captured", "float"),
+        "datamodule.asked": ("captured", "int"),
+    }
+    assert {where: module.census.get(where) for where in expected} == expected
 
 
 def test_a_loader_of_another_length_is_refused(fit: Callable[..., Case]) -> None:

@@ -14,6 +14,7 @@ from torchmetrics import MeanMetric, MeanSquaredError
 
 from gemini_ft import codec
 from gemini_ft.lightning import compat
+from gemini_ft.rebuilding import modules_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::RuntimeWarning"
@@ -106,7 +107,7 @@ class Holder(nn.Module):
         if name == "MetricTracker":
             self.metric.increment()
         self.trainer = SimpleNamespace(lightning_module=self, callbacks=[], datamodule=None)
-        self.modes = compat.modes_of(self.trainer, "lightning.pytorch")
+        self.modes = compat.modes_of(self.trainer, "lightning.pytorch", modules_of({"module": self}))
 
     def update(self, seed: int, kind: int) -> Any:
         torch.manual_seed(seed)  # bootstrapping draws from it
@@ -121,14 +122,14 @@ class Holder(nn.Module):
                 "metrics": {name: compat.metric_state(metric) for name, metric in metrics.items()},
                 "collections": {name: compat.metric_groups(collection) for name, collection in collections.items()},
                 "trackers": compat.tracked(self.trainer),
-                "modes": self.modes.collect(compat.modules_of(self.trainer)),
+                "modes": self.modes.collect(modules_of({"module": self})),
             }
         )
 
     def load(self, saved: bytes) -> None:
         state = codec.decode(saved)
         compat.track(self.trainer, state["trackers"])
-        self.modes.restore(state["modes"], compat.modules_of(self.trainer))
+        self.modes.restore(state["modes"], modules_of({"module": self}))
         metrics, collections = compat.metrics_of(self.trainer)
         for name, value in state["metrics"].items():
             compat.set_metric_state(metrics[name], value)

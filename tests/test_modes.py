@@ -89,6 +89,18 @@ def test_modules_that_come_later_are_followed() -> None:
     assert step(again, 2) == step(model, 2)
 
 
+def test_an_attribute_that_comes_while_another_goes_is_seen() -> None:
+    module, again = nn.Linear(2, 2), nn.Linear(2, 2)
+    for each in (module, again):
+        each.before = 1  # type: ignore[assignment]
+    state, fresh = PlainState.of(module, [], None), PlainState.of(again, [], None)
+    take(state)
+    del module.before
+    module.after = 2  # type: ignore[assignment]
+    give(take(state), fresh)
+    assert again.after == 2
+
+
 def test_what_is_too_large_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     model = Remembering()
     state = PlainState.of(model, [], None)

@@ -39,6 +39,7 @@ SETTINGS = {
     "offloaded at 3": Case(3, accumulate=2, zero=OFFLOADED, config={"zero_force_ds_cpu_optimizer": False}),
     "overlapped": Case(2, accumulate=2, zero={"overlap_comm": True, "round_robin_gradients": True}),
 }
+STRAY = [(0, "int8"), (0, "topk"), (1, "topk"), (2, "int8"), (3, "topk")]  # with counters, or with residuals
 CASES = {
     **{f"{name}, base": case for name, case in SETTINGS.items()},
     **{f"{name}, same": replace(case, rules=SAME) for name, case in SETTINGS.items()},
@@ -48,6 +49,7 @@ CASES = {
     **{f"{stage}, base": Case(stage, steps=STEPS) for stage in range(4)},
     **{f"{stage}, {name}": Case(stage, rules, steps=STEPS) for stage in range(4) for name, rules in LOSSY.items()},
     **{f"{stage}, zen": Case(stage, ZEN, steps=STEPS) for stage in range(4)},
+    **{f"{stage}, {name}, stray": Case(stage, LOSSY[name], steps=6, stray=True) for stage, name in STRAY},
     "1, scaled": Case(1, TOPK, steps=STEPS, scale=1024.0),
     "3, scaled": Case(3, TOPK, steps=STEPS, scale=1024.0),
     "bytes, bf16": Case(2, [], config={"communication_data_type": "bf16"}),
@@ -127,6 +129,17 @@ def test_lossy_methods_train(ran: list[dict[str, Any]], stage: int, method: str)
 def test_zen_takes_dense_stored_gradients_row_by_row(ran: list[dict[str, Any]], stage: int) -> None:
     assert_same(ran, f"{stage}, zen", f"{stage}, base")
     assert figures(ran, f"{stage}, zen", "1:")["density"] <= 8 / WORDS
+
+
+@pytest.mark.parametrize(("stage", "method"), STRAY)
+def test_a_pending_backward_pass_leaves_nothing_behind_after_a_load(ran: list[dict[str, Any]], stage: int, method: str) -> None:
+    """Neither in residuals nor in the counters that random numbers are drawn by."""
+    for found in ran:
+        assert found[f"{stage}, {method}, stray"]["losses"] == found[f"{stage}, {method}"]["losses"][:6]
+
+
+def test_every_group_of_the_pipeline_has_the_time_limit_of_the_run(ran: list[dict[str, Any]]) -> None:
+    assert ran[0]["0, topk, stray"]["limits"] == [77.0, 77.0]
 
 
 @pytest.mark.parametrize("stage", [1, 3])

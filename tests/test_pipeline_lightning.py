@@ -23,6 +23,7 @@ pytestmark = pytest.mark.timeout(300)
 
 SAME = [{"params": "*", "compress": "none"}]
 TOPK = [{"params": "*", "compress": {"method": "topk", "ratio": 0.1}}]
+MIXED = [{"params": "*bias", "compress": "int8"}, *TOPK]  # with counters, and with residuals
 ZEN = [{"params": "*embed*", "sync": "zen"}]
 SMALL = {"bucket_cap_mb": 0.0005}
 ZERO2 = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 300}, "zero_allow_untested_optimizer": True}
@@ -115,9 +116,13 @@ def test_figures_are_logged_when_lightning_logs(ran: list[dict[str, Any]]) -> No
     assert ran[0]["base"]["logged"] == {}
 
 
-@pytest.mark.parametrize("case", [Case(TOPK, accumulate=2), Case(TOPK, fabric=True, saved=True)], ids=["Trainer", "Fabric"])
+@pytest.mark.parametrize(
+    "case",
+    [Case(MIXED, accumulate=2, warm=True), Case(MIXED, fabric=True, saved=True, warm=True)],
+    ids=["Trainer", "Fabric"],
+)
 def test_residuals_survive_a_kill(tmp_path: Path, case: Case) -> None:
-    """What follows has the bits of a run that nobody has killed."""
+    """What follows has the bits of a run that nobody has killed, though a backward pass is pending at each resume."""
     with World(tmp_path, 2) as ranks:
         expected = ranks.outcome(every, {"run": case})
     with World(tmp_path, 2) as ranks:

@@ -26,11 +26,17 @@ def check(folder: Path, what: str, world: int, faults: str, **options: Any) -> l
 
 
 def test_a_loop_in_which_everything_changes_and_an_embedding_writes_its_weight(tmp_path: Path) -> None:
-    """SAM, an optimizer that accumulates, a layer that is unfrozen, a group, pruning, a buffer that grows, a number, max_norm."""
-    faults = "step=6:rank=0:sigkill; step=9:rank=0:sigkill; step=12:rank=0:sigkill:moment=before_update"
+    """SAM, an optimizer that accumulates, a layer that is unfrozen, one that is added, pruning, a buffer that grows, a number, max_norm."""
+    faults = "step=6:rank=0:sigkill; step=8:rank=0:sigkill; step=12:rank=0:sigkill:moment=before_update"
     results = check(tmp_path, "everything", 1, faults)
     assert results[0]["start"] >= 10  # copied at the end of the step, the state is protected
     assert [event for event in read_events(tmp_path / "events") if event["event"] == "copied at step"]
+
+
+def test_what_is_sharded_keeps_its_flags_and_inner_optimizers(tmp_path: Path) -> None:
+    results = check(tmp_path, "sharded", 2, "step=6:rank=0:sigkill; step=9:rank=1:sigkill:moment=in_copy; step=11:rank=0:sigkill")
+    assert results[0]["start"] >= 9
+    assert results[0]["frozen"] == []
 
 
 def test_what_power_sgd_remembers(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ empty listings, reads as damaged, keeps halves, and loses bytes for good. Jobs d
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -13,7 +14,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from gemini_ft.storage.decisions import Descent, Here, Look, Nothing, Sighting, Unclear, continued, decide, left_torn, superseded_by
+from gemini_ft.storage.decisions import (
+    Descent,
+    Here,
+    Look,
+    Nothing,
+    Sighting,
+    Unclear,
+    continued,
+    decide,
+    gives_way,
+    left_aside,
+    left_torn,
+    superseded_by,
+)
 from gemini_ft.versions import Incarnation, Version
 
 
@@ -64,6 +78,9 @@ class Histories(RuleBasedStateMachine):
         self.jobs: list[Job] = []
         self.reported: dict[Version, Descent] = {}
         self.nonces = 0
+        self.setting: str | None = None  # the history chosen last, which stays in the command
+        self.lines: dict[Incarnation, frozenset[Incarnation]] = {}  # each, and those it really comes from
+        self.left: dict[Incarnation, frozenset[Incarnation]] = {}  # those that the user has left aside for it, or for these
         self.knew: dict[Incarnation, frozenset[Incarnation]] = {}  # each, and all that it really knew of; not as the code has it
 
     # -- looks
@@ -94,22 +111,24 @@ class Histories(RuleBasedStateMachine):
 
     # -- rules
 
-    @rule(view=views, hosts=st.sets(which.map(lambda n: n % 3)), choice=which)
-    def start(self, view: str, hosts: set[int], choice: int) -> None:
-        """A job starts without anything in memory, on some of the hosts."""
+    @rule(view=views, hosts=st.sets(which.map(lambda n: n % 3)), choice=which, stays=st.booleans())
+    def start(self, view: str, hosts: set[int], choice: int, stays: bool) -> None:
+        """A job starts without anything in memory, on some of the hosts; ``stays``: the last choice of a history is in its command."""
         look = self.look("true" if view == "flaky" else view, tuple(hosts))
-        answer = decide(look)
-        contested = isinstance(answer, Unclear) and answer.contested
-        if contested:  # the user chooses
+        named = self.setting if stays else None
+        answer = decide(look, named)
+        contested = named is not None or (isinstance(answer, Unclear) and answer.contested)
+        if isinstance(answer, Unclear) and answer.contested:  # the user chooses
             lines = sorted({str(one.version.incarnation) for one in look.sightings if one.readable})
-            answer = decide(look, lines[choice % len(lines)])
+            self.setting = named = lines[choice % len(lines)]
+            answer = decide(look, named)
         if isinstance(answer, Unclear):
             return
         known = {one.version.incarnation for one in look.sightings}
         self.nonces += 1
         if isinstance(answer, Nothing):
             assert not self.reported
-            self._begin(Job(self._next(known), Descent((), frozenset(known)), 0), known)
+            self._begin(Job(self._next(known), Descent((), frozenset(known)), 0), known, None)
             return
         resumed = answer.order[0]
         for version, descent in self.reported.items():
@@ -120,10 +139,16 @@ class Histories(RuleBasedStateMachine):
             self._check_order(resumed.version)
         told = [(one.version.incarnation, one.descent) for one in look.sightings]
         descent = continued(resumed.version, told)
+        descent = replace(descent, aside=descent.aside | left_aside(look, named) & descent.overtaken)
         lineage = [version.incarnation for version in descent.lineage or ()]
-        self._begin(Job(self._next({*known, *descent.overtaken, *lineage}), descent, resumed.version.iteration), known)
+        others = {one.version.incarnation for one in look.sightings if one.readable and named is not None}
+        others = {one for one in others if named not in map(str, self.lines[one])}
+        number = self._next({*known, *descent.overtaken, *lineage})
+        self._begin(Job(number, descent, resumed.version.iteration), known, resumed.version.incarnation, others)
 
-    def _begin(self, job: Job, known: set[Incarnation]) -> None:
+    def _begin(self, job: Job, known: set[Incarnation], before: Incarnation | None, left: Set[Incarnation] = frozenset()) -> None:
+        line = self.lines[job.incarnation] = frozenset({job.incarnation}) | (self.lines[before] if before else frozenset())
+        self.left[job.incarnation] = (left | (self.left[before] if before else frozenset())) - line
         self.knew[job.incarnation] = frozenset({job.incarnation, *known}).union(*(self.knew[incarnation] for incarnation in known))
         self.jobs.append(job)
 
@@ -174,6 +199,7 @@ class Histories(RuleBasedStateMachine):
                 continue
             if gone is not None and gone.intact and gone.committed:
                 assert gone.version.incarnation in self.knew[new.version.incarnation]
+                assert gone.version.incarnation not in self.left[new.version.incarnation]
                 assert new.seen().history == gone.seen().history
                 rest = [self.objects[folder] for folder in this.sound if folder in self.objects and folder != one.folder]
                 enough = sum(other.intact and other.committed for other in rest) >= keep
@@ -206,7 +232,7 @@ class Histories(RuleBasedStateMachine):
         descent = continued(Version(this.incarnation, this.iteration), [(this.incarnation, this.descent)])
         known = {this.incarnation, *descent.overtaken}
         del self.jobs[job % len(self.jobs)]
-        self._begin(Job(self._next(known), descent, this.iteration), {this.incarnation})
+        self._begin(Job(self._next(known), descent, this.iteration), {this.incarnation}, this.incarnation)
 
     @precondition(lambda self: self.objects)
     @rule(one=which)
@@ -291,3 +317,69 @@ class TestTheChoiceOfAHistory:
         answer = decide(Look((self.FIRST, self.LEFT, self.RIGHT)), "1-a")
         assert isinstance(answer, Unclear)
         assert answer.contested
+
+    def test_says_what_it_leaves_aside(self) -> None:
+        after = _whole("3-d/9", "1-a/2", "2-b/4", beside=("2-c/5",))
+        answer = decide(Look((self.FIRST, self.LEFT, self.RIGHT, after)), "2-c")
+        assert isinstance(answer, Here)
+        assert [one.folder for one in answer.aside] == ["3-d/9"]
+
+    def test_does_not_hide_that_its_line_has_come_further_than_can_be_seen(self) -> None:
+        after = _whole("3-d/9", "1-a/2", "2-b/4").version
+        look = Look((self.FIRST, self.LEFT), marks=(after,))
+        answer = decide(look, "2-b")
+        assert isinstance(answer, Unclear)
+        assert "iteration 9 of incarnation 3 was reported as stored and is not there" in answer.why
+        assert isinstance(decide(look, "2-b", found=True), Here)
+
+    def test_leaves_what_is_aside_as_it_is_for_ever(self) -> None:
+        """Nothing that goes on from the chosen line deletes it, although it has the same beginning."""
+        look = Look((self.FIRST, self.LEFT, self.RIGHT))
+        told = [(one.version.incarnation, one.descent) for one in look.sightings]
+        descent = replace(continued(self.LEFT.version, told), aside=left_aside(look, "2-b") - {self.FIRST.version.incarnation})
+        newest = Sighting("3-d/9", Version(Incarnation(3, "d"), 9), "whole", descent)
+        inherited = continued(newest.version, [(newest.version.incarnation, descent)])
+        later = Sighting("4-e/20", Version(Incarnation(4, "e"), 20), "whole", inherited)
+        for one in (newest, later):
+            assert one.supersedes(self.RIGHT.version)
+            assert [gone.folder for gone in superseded_by(look.sightings, one, {one.folder}, 1, None)] == ["1-a/3", "2-b/4"]
+        back = continued(self.RIGHT.version, [*told, (later.version.incarnation, later.descent)])
+        assert not back.aside
+
+
+class TestMemoryBesideStorage:
+    """Whether what is whole in memory, and newer or beside, gives way to storage."""
+
+    STORED = _whole("3-d/9", "1-a/2", "2-b/4")
+
+    def _answer(self, memory: str, *lineage: str, beside: tuple[str, ...] = (), history: str | None = None) -> bool | str:
+        this = _whole(memory, *lineage, beside=beside)
+        answer = gives_way(this.version, [(this.version.incarnation, this.descent)], self.STORED, history)
+        return answer.why if isinstance(answer, Unclear) else answer
+
+    @pytest.mark.parametrize("history", [None, "1-a", "2-b", "3-d"])
+    def test_not_if_it_goes_on_from_it(self, history: str | None) -> None:
+        assert self._answer("4-e/10", "1-a/2", "2-b/4", "3-d/9", history=history) is False
+        assert self._answer("3-d/12", "1-a/2", "2-b/4", history=history) is False
+
+    @pytest.mark.parametrize("history", [None, "1-a", "2-b"])
+    def test_of_two_that_part_behind_the_choice_it_says_both(self, history: str | None) -> None:
+        """A choice that was made long ago says nothing of them: neither may be left aside for it."""
+        said = self._answer("3-x/12", "1-a/2", "2-b/4", history=history)
+        assert isinstance(said, str)
+        assert said.startswith("memory has step 12 of history 3-x, storage has step 9 (history 3-d")
+
+    def test_if_the_user_has_chosen_the_other(self) -> None:
+        assert self._answer("3-x/12", "1-a/2", "2-b/4", history="3-d") is True
+        assert self._answer("4-y/50", beside=("3-d/9",), history="2-b") is True  # begun anew once, and that is taken back
+
+    def test_not_if_it_has_overtaken_it_and_nothing_is_chosen(self) -> None:
+        assert self._answer("4-y/50", beside=("3-d/9",)) is False
+
+    @pytest.mark.parametrize("history", [None, "2-b", "3-d"])
+    def test_not_without_knowing_where_it_comes_from(self, history: str | None) -> None:
+        memory = Version(Incarnation(4, "e"), 10)
+        for told in ([], [(Incarnation(5, "f"), Descent((), frozenset({memory.incarnation, self.STORED.version.incarnation})))]):
+            answer = gives_way(memory, told, self.STORED, history)
+            assert isinstance(answer, Unclear)
+            assert "neither is known to descend from the other" in answer.why

@@ -78,6 +78,12 @@ ROWS = {
         quick=True,
         options=(("protected", False),),
     ),
+    "gemini_modules": Row(
+        "gemini-ft, 1 000 small modules more",
+        "gemini:Gemini",
+        "own host, peer host (memory of agents)",
+        options=(("modules", 1000),),
+    ),
     "gemini_ddp": Row(
         "gemini-ft, equal ranks: each owns half",
         "gemini:Gemini",

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import nn
 
 import gemini_ft
 from common import MARK
@@ -26,17 +27,19 @@ class Gemini(Adapter):
         replicated: whether the ranks hold equal state, of which each then owns one half.
         encrypt: whether replicas are encrypted on their way.
         protected: False: the agents are those of `plain_agent`.
+        modules: modules without parameters that the model is given, so that what is done for each module shows.
     """
 
-    def __init__(self, replicated: bool = False, encrypt: bool = False, protected: bool = True) -> None:
+    def __init__(self, replicated: bool = False, encrypt: bool = False, protected: bool = True, modules: int = 0) -> None:
         super().__init__()
-        self._replicated, self._encrypt, self._protected = replicated, encrypt, protected
+        self._replicated, self._encrypt, self._protected, self._modules = replicated, encrypt, protected, modules
         self._returned: dict[int, float] = {}
 
     def setup(self, load: Load, folder: Path) -> None:
         os.environ |= {"GEMINI_HOST_ID": f"host{dist.get_rank()}", "GEMINI_RUN_ID": os.environ[MARK], "GEMINI_LOG_DIR": str(folder)}
         if not self._protected:
             _start_plain_agent(os.environ["GEMINI_RUN_ID"], os.environ["GEMINI_HOST_ID"])
+        load.model.beside = nn.ModuleList(nn.LayerNorm(8, elementwise_affine=False) for _ in range(self._modules))
         self._checkpointer = gemini_ft.Checkpointer(
             load.model, load.optimizer, replicated=self._replicated, replicas=2, encrypt=self._encrypt
         )

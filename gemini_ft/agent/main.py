@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Coroutine, Sequence
 
-from gemini_ft.agent.identity import Identity
+from gemini_ft.agent.identity import Identity, Past
 from gemini_ft.agent.lifecycle import raise_descriptor_limit, set_oom_score, socket_name, yield_to_training
 from gemini_ft.agent.memory import Budget, SlotMemory
 from gemini_ft.agent.sparing import Sparing
@@ -291,11 +291,16 @@ class Agent:
         self._known = incarnation if self._known is None else max(self._known, incarnation)
         self.secret = message.secret
         self._stream(worker).open(message.spec, message.readopt, message.committed)
-        self._identity.write(self.secret, self._known)
+        self._remember()
         self._hangs.setdefault(worker, HangDetector()).limit = message.spec.hang_timeout
         if message.readopt:
             self._hangs[worker].take_over(time.monotonic())
         worker.send(Opened(call=message.call))
+
+    def _remember(self) -> None:
+        """For an agent that comes after this one."""
+        origins = {name: stream.origin for name, stream in self.streams.items() if stream.origin is not None}
+        self._identity.write(Past(self.secret, self._known, origins))
 
     async def _verify(self, worker: WorkerConnection, asked: Verify) -> None:
         sound = await self._stream(worker).vault.verify(asked.version)
@@ -329,7 +334,7 @@ class Agent:
             )
         self.secret = hello.secret or self.secret or secrets.token_bytes(32)
         self._domain, self._linger, self._agent_timeout = hello.domain, hello.linger, hello.agent_timeout
-        self._identity.write(self.secret, self._known)
+        self._remember()
         if hello.memory_limit is not None:
             self.budget.limit, self.budget.stated = hello.memory_limit, True
         worker.rank, worker.stream = hello.rank, hello.stream
@@ -371,9 +376,7 @@ class Agent:
                 resumed=stream.stuck_at,
                 attempts=stream.attempts,
                 finished=stream.finished,
-                incarnation=stream.spec.incarnation if stream.spec is not None else None,
-                lineage=stream.spec.lineage if stream.spec is not None else [],
-                overtaken=stream.spec.overtaken if stream.spec is not None else [],
+                **(stream.origin._asdict() if stream.origin is not None else {}),
             )
         )
 
@@ -412,7 +415,10 @@ class Agent:
             os.set_inheritable(fd, False)
         self.adopt(fds, [entry.endswith("!") for entry in entries])
         if identity >= 0:
-            self.secret, self._known = self._identity.take_over(identity)
+            past = self._identity.take_over(identity)
+            self.secret, self._known = past.secret, past.known
+            for name, origin in past.origins.items():
+                self.streams.setdefault(name, Stream(name, self)).inherited = origin
         self.log(f"begins with {len(fds)} slots of an agent that hung")
 
     def _map(self, worker: WorkerConnection, message: Map) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 from gemini_ft.agent.custody import Custodians
 from gemini_ft.agent.home import AgentServices, WorkerPort
+from gemini_ft.agent.identity import Origin
 from gemini_ft.agent.inbound import REPLICA_SLOTS, Inbound, may_be_written_by_another, shape_of
 from gemini_ft.agent.leadership import Leader, MemberLink, as_message
 from gemini_ft.agent.memory import SlotMemory
@@ -60,6 +61,7 @@ class Stream:
         self.name = name
         self._agent = agent
         self.spec: SessionSpec | None = None
+        self.inherited: Origin | None = None  # of the last session of an agent before this one
         self.encrypt = True  # payloads between hosts; as the job that runs has it, which may not be the one that started this agent
         self.host = Host(agent.host)
         self.workers: dict[int, WorkerPort] = {}
@@ -92,6 +94,12 @@ class Stream:
         self._agent.log(f"[{self.name}] {text}")
 
     # -- sessions
+
+    @property
+    def origin(self) -> Origin | None:
+        """Where the last session comes from."""
+        spec = self.spec
+        return Origin(spec.incarnation, spec.lineage, spec.overtaken, spec.aside) if spec is not None else self.inherited
 
     def open(self, spec: SessionSpec, readopt: bool, committed: Version | None) -> None:
         """Begin an incarnation; ``readopt``: go on with the present one, after this agent was restarted in its middle.

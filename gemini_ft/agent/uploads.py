@@ -42,9 +42,10 @@ class Uploader:
         self.config = StorageConfig.model_validate(spec.storage)
         self.version: Version | None = None
         self._spec, self._run, self._log = spec, run, log
-        self._reopen = partial(open_storage, self.config.url, self.config.endpoint_url, self.config.max_bandwidth)
+        deletes = self.config.kept is not None
+        self._reopen = partial(open_storage, self.config.url, self.config.endpoint_url, self.config.max_bandwidth, deletes)
         self._storage: Storage = self._reopen()
-        keep = (self.config.keep_last, self.config.keep_every)
+        keep = (self.config.kept, self.config.keep_every)
         self._closed = asyncio.Event()
         self._retention = Retention(self._reopen, run, spec.stream, *keep, frozenset(spec.damaged))
         self._tasks: set[asyncio.Task[None]] = set()
@@ -116,14 +117,21 @@ class Uploader:
         self._failures[_UPLOADS] = (self._failures.get(_UPLOADS, (time.time(), ""))[0], error)
         if not begins:
             return ""
-        stake = "nothing is stored yet"
-        if self._newest is not None:
-            stored, at = self._newest
-            stake = f"the newest stored step is {stored.iteration}, {max(0.0, time.time() - at):.0f} s old"
         return (
             f"storage: the upload of {version} failed: {error}; training goes on, the next upload is tried when it is due; "
-            f"until then {stake}. The end of this is told too"
+            f"until then {self._stake()}. The end of this is told too"
         )
+
+    def _recall(self) -> None:
+        """Learn of what was stored before this session."""
+        if self._newest is None and (mark := recall_on_host(self.config.url, self._run, self._spec.stream)) is not None:
+            self._newest = (mark.version, mark.at)
+
+    def _stake(self) -> str:
+        if self._newest is None:
+            return "nothing is stored yet"
+        stored, at = self._newest
+        return f"the newest stored step is {stored.iteration}, {max(0.0, time.time() - at):.0f} s old"
 
     def _clear_away(self, version: Version) -> None:
         """Delete, in the background, the shards that this host has written for an upload that failed."""
@@ -169,8 +177,7 @@ class Uploader:
         data, extras = memory.data(0, shape.data_bytes), memory.data(shape.data_bytes, memory.extras_bytes)
         if (trouble := self._delete_leftovers()) and len({key.rpartition("/")[0] for key in self._leftovers}) > 1:
             raise StorageError(f"nothing more is written while the shards of failed uploads cannot be deleted: {trouble}")
-        if self._newest is None and (mark := recall_on_host(self.config.url, self._run, self._spec.stream)) is not None:
-            self._newest = (mark.version, mark.at)
+        self._recall()
         self._written.setdefault(version, set()).add(key)
         transfer = self._transfers[owner] = Transfer(f"upload of rank {owner}'s shard of {version}", shape.data_bytes, self._log)
         committed = Committed(owner, version, memory.root, shape.chunk_bytes)
@@ -200,6 +207,7 @@ class Uploader:
             logical_hash=self._logical_hash,
             lineage=tuple(self._spec.lineage),
             overtaken=tuple(self._spec.overtaken),
+            aside=tuple(self._spec.aside),
             versions=_versions(),
             shards={owner: ShardRecord.model_validate_json(record) for owner, record in records.items()},
         )
@@ -220,6 +228,7 @@ class Uploader:
             await asyncio.to_thread(self._delete_manifest, manifest)
             raise
         self._retention.stored(manifest)
+        self._newest = (version, time.time())
 
     def _check_place(self) -> None:
         """Make sure that this is where the run has stored before: an unmounted folder takes everything, and shows nothing.
@@ -252,13 +261,15 @@ class Uploader:
         """
         spec = self._spec
         newest = Version(spec.incarnation, sys.maxsize)
-        this = Sighting("", newest, "torn", Descent(tuple(spec.lineage), frozenset(spec.overtaken)))
+        this = Sighting("", newest, "torn", Descent(tuple(spec.lineage), frozenset(spec.overtaken), frozenset(spec.aside)))
         try:
             await asyncio.to_thread(self._retention.tidy, this)
         except Exception as error:  # a fault of ours must not leave storage unused for ever without a word
+            await asyncio.to_thread(self._recall)
             begins = _DELETING not in self._failures
             self._failures[_DELETING] = (self._failures.get(_DELETING, (time.time(), ""))[0], str(error))
             told = f"storage: what is there cannot be looked through, and what is old deleted: {error}; nothing more is stored until it can"
+            told += f": {self._stake()}. The end of this is told too"
             return told if begins else "", f"what is old cannot be deleted: {error}"
         finally:
             self._tidied = True

@@ -139,8 +139,8 @@ def bound_collectives(engine: Any, hang_timeout: float | None) -> None:
     if hang_timeout == 0:
         return
     gradients = vars(engine).get("gradients")
-    pipeline = gradients.averager.group if isinstance(gradients, EngineGradients) else None
-    for group in {engine.data_parallel_group, engine.seq_data_parallel_group, pipeline} - {None}:
+    pipeline = gradients.groups if isinstance(gradients, EngineGradients) else []
+    for group in {engine.data_parallel_group, engine.seq_data_parallel_group, *pipeline} - {None}:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=hang_timeout or _HANG_SECONDS), group)
 
 

@@ -30,6 +30,7 @@ from gemini_ft.pipeline.assignment import assign, nothing, trained
 from gemini_ft.pipeline.averager import own_group
 from gemini_ft.pipeline.body import Body
 from gemini_ft.pipeline.plan import Tensor
+from gemini_ft.pipeline.routes import Gradients
 from gemini_ft.pipeline.rules import PLANNED, Rules, check_world, load_rules
 
 _log = logging.getLogger("gemini_ft")
@@ -111,7 +112,7 @@ class EngineGradients(Body):
         gradients, dtype = self._accumulated(), engine.communication_data_type
         for name in gradients:
             self._watch.ready(name)
-        means = self.averager.average({name: gradient.to(dtype) for name, gradient in gradients.items()})
+        means = self._average({name: gradient.to(dtype) for name, gradient in gradients.items()})
         for name, gradient in gradients.items():
             if gradient.is_sparse:
                 self._parameters[name].grad = means[name].to(gradient.dtype)
@@ -141,7 +142,7 @@ class EngineGradients(Body):
         params = [optimizer.bit16_groups[group][index] for group, index, _ in optimizer.ipg_buckets[communication_data_type].params]
         parts = flat.split_with_sizes([param.numel() for param in params])
         gradients = {self._names[id(param)]: part.view(param.shape) for param, part in zip(params, parts, strict=True)}
-        for name, mean in self.averager.average(gradients).items():
+        for name, mean in self._average(gradients).items():
             gradients[name].copy_(mean)
         if flat is not tensor:
             tensor.copy_(flat)
@@ -151,12 +152,16 @@ class EngineGradients(Body):
         """For ZeRO 3's ``__avg_scatter_grads``: this rank's part of the average of each, (up to ``partition_numel``,)."""
         optimizer = self._engine.optimizer
         gradients = {self._names[id(param)]: param.grad.to(communication_data_type).view(param.ds_shape) for param in params}
-        means = self.averager.average(gradients)
+        means = self._average(gradients)
         found = []
         for param in params:
             start, stop = own_part(param, self.averager.group)
             found.append(means[self._names[id(param)]].flatten()[start:stop].to(optimizer.gradient_accumulation_dtype))
         return found
+
+    def _average(self, gradients: Gradients) -> dict[str, torch.Tensor]:
+        with self._telling():
+            return self.averager.average(gradients)
 
     def _loss_scale(self) -> float:
         """What gradients are multiplied by, as the engine's scaler has it now."""

@@ -32,6 +32,7 @@ from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
 from gemini_ft.fates import ENGINE_COUNTERS, ENGINE_TENSORS, ENGINE_WEIGHTS
 from gemini_ft.layout import PER_RANK, Layout, Read, TensorSpec
 from gemini_ft.modes import Modes, not_users
+from gemini_ft.rebuilding import ModuleTree
 from gemini_ft.sources import HOST, Live, Role, Source, captured, describe, split_state_name, state_name
 
 _SUPPORTED = "0.19"  # its optimizers' attributes are relied on
@@ -56,7 +57,8 @@ class EngineState:
         _check(engine)
         self._cut, self._others = present_cut(engine), others(engine)
         self._fixed = {"cut": codec.encode(self._cut.pack()), "about": codec.encode(about(engine))}  # once: it never changes
-        self._modes = Modes(_modules(engine), leave=_not_users) if modes else None
+        self._tree = ModuleTree({"module": engine.module})
+        self._modes = Modes(self._tree.modules(), leave=_not_users) if modes else None
         self.resizable = engine.dp_world_size == dist.get_world_size() and is_partitioned(engine.optimizer)
 
     def survey(self) -> list[Live]:
@@ -108,7 +110,7 @@ class EngineState:
         if engine.lr_scheduler is not None:
             saved["lr_scheduler"] = engine.lr_scheduler.state_dict()
         if self._modes is not None:
-            saved["modes"] = self._modes.collect(_modules(engine))
+            saved["modes"] = self._modes.collect(self._tree.modules())
         return saved
 
     def findings(self) -> Iterator[Finding]:
@@ -117,7 +119,7 @@ class EngineState:
         yield ENGINE_COUNTERS.found("counters, scalers and scheduler")
         yield ENGINE_WEIGHTS.found("weights in 16 bits")
         if self._modes is not None:
-            yield from self._modes.findings(_modules(self._engine))
+            yield from self._modes.findings(self._tree.modules())
 
     def structure(self) -> object:
         return None
@@ -224,7 +226,7 @@ class EngineState:
         if engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(extras["lr_scheduler"])
         if self._modes is not None and "modes" in extras:
-            self._modes.restore(extras["modes"], _modules(engine))
+            self._modes.restore(extras["modes"], self._tree.modules())
 
     def _scalers(self) -> dict[str, Any]:
         found = {name: getattr(self._engine.optimizer, name, None) for name in _SCALERS}
@@ -236,10 +238,6 @@ class EngineState:
             "plain": getattr(self._engine, "torch_autocast_z0_gradscaler", None),
         }
         return {name: scaler for name, scaler in found.items() if scaler is not None}
-
-
-def _modules(engine: Any) -> dict[str, nn.Module]:
-    return {f"module.{name}".rstrip("."): part for name, part in engine.module.named_modules()}
 
 
 def _not_users(item: Any) -> frozenset[str]:

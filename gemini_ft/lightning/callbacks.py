@@ -11,7 +11,6 @@ from gemini_ft.fates import CALLBACKS_REFUSED
 _REFUSED = {
     "BatchSizeFinder": "trains by itself when the fit starts, and would do so again at each restart",
     "LearningRateFinder": "trains by itself when the fit starts, and would do so again at each restart",
-    "ModelPruning": "does not prune the same weights after a restart as it would have without one",
     "SpikeDetection": "does not save its running mean, and Lightning's own load_state_dict of it fails",
 }
 

@@ -39,6 +39,7 @@ def capture(trainer: Any, live: Tensors) -> dict[str, Any]:
         "logging": compat.logging_state(trainer, {id(metric): name for name, metric in metrics.items()}),
         "metrics": {name: compat.metric_state(metric) for name, metric in metrics.items()},
         "trackers": compat.tracked(trainer),
+        "tickets": compat.tickets(trainer),
         "collections": {name: compat.metric_groups(collection) for name, collection in collections.items()},
         "rng": rng_state(),
     }
@@ -84,6 +85,7 @@ def restore(trainer: Any, package: str, extras: Mapping[str, Any]) -> None:
     for name, state in extras["collections"].items():
         if name in collections:
             compat.set_metric_groups(collections[name], state)
+    compat.set_tickets(trainer, extras["tickets"])
     compat.set_loops(trainer, extras["checkpoint"]["loops"]["fit_loop"])
     compat.set_loop_extras(trainer, extras["loops"])
     compat.set_logging_state(trainer, package, extras["logging"], metrics)

@@ -268,12 +268,7 @@ def rerun_epoch_start(trainer: Any, package: str) -> None:
     fit_loop._load_combined_loader_states = run_then_load
 
 
-def modules_of(trainer: Any) -> dict[str, Any]:
-    """All modules of the training, by name."""
-    return {f"module.{name}".rstrip("."): part for name, part in trainer.lightning_module.named_modules()}
-
-
-def modes_of(trainer: Any, package: str) -> Modes:
+def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module]) -> Modes:
     """Flags and plain attributes of the module, the datamodule, and callbacks that save no state of their own."""
     base = importlib.import_module(package)
     blank = {kind: frozenset(vars(kind())) - {"training"} for kind in (base.LightningModule, base.LightningDataModule)}
@@ -290,7 +285,7 @@ def modes_of(trainer: Any, package: str) -> Modes:
     }
     if trainer.datamodule is not None:
         others["datamodule"] = trainer.datamodule
-    return Modes(modules_of(trainer), others, leave)
+    return Modes(modules, others, leave)
 
 
 def is_accumulating(trainer: Any) -> bool:
@@ -496,6 +491,35 @@ def track(trainer: Any, times: Mapping[str, int]) -> None:
     for name, wanted in times.items():
         while name in parts and len(parts[name]) < wanted:
             parts[name].increment()
+
+
+def tickets(trainer: Any) -> dict[str, torch.Tensor | None]:
+    """The first weights that ModelPruning callbacks return to; None for those that have come to share the memory of the weights.
+
+    Returning to them does not copy them: on their own device, the weights are then trained in the memory of the first ones.
+    """
+    pairs = _tickets(trainer)
+    return {name: None if first.data_ptr() == now.data_ptr() else first.detach() for name, (now, first) in pairs.items()}
+
+
+def set_tickets(trainer: Any, saved: Mapping[str, torch.Tensor | None]) -> None:
+    """Put back what :func:`tickets` gave, after the weights themselves."""
+    for name, (now, first) in _tickets(trainer).items():
+        if name in saved:
+            first.data = now.data if (value := saved[name]) is None else value.to(first.device)
+
+
+def _tickets(trainer: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The trained weight and the first one, for every parameter that a ModelPruning callback may reset."""
+    found = {}
+    for index, callback in enumerate(trainer.callbacks):
+        for layer in (getattr(callback, "_original_layers", None) or {}).values():
+            for number, name in layer["names"]:
+                trained = callback._parameters_to_prune[number][0]._parameters
+                now, first = trained.get(f"{name}_orig", trained.get(name)), getattr(layer["data"], name)
+                if now is not None and first is not None:
+                    found[f"callback.{index}.{number}"] = now, first
+    return found
 
 
 def metric_groups(collection: Any) -> dict[str, Any]:

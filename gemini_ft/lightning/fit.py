@@ -30,6 +30,7 @@ from gemini_ft.lightning.inventory import findings, fingerprint
 from gemini_ft.lightning.moments import watch
 from gemini_ft.lightning.options import EpochHooks
 from gemini_ft.modes import Modes
+from gemini_ft.rebuilding import ModuleTree
 
 log = logging.getLogger("gemini_ft")
 
@@ -53,6 +54,7 @@ class Fit:
         self.live: dict[str, torch.Tensor] | None = None
         self._trainer, self._package, self._epoch_hooks = trainer, package, epoch_hooks
         self._modes: Modes | None = None
+        self._tree = ModuleTree({})
         self._at_loading: dict[str, Any] | None = None  # what hooks had set when the present loaders were asked for
         self._optimizers: Any = None  # that are bound, by what tells whether others have the same place for their state
         self._ddp: DistributedDataParallel | None = None
@@ -97,8 +99,11 @@ class Fit:
             self.checkpointer.attach_gradients(gradients)
         self._bind_state()
         self._optimizers = list(self._trainer.strategy.optimizers)
-        self._modes = compat.modes_of(self._trainer, self._package)
-        self.checkpointer.census.register("the Trainer", lambda: findings(self._trainer, self._modes), lambda: fingerprint(self._trainer))
+        self._tree = tree = ModuleTree({"module": self._trainer.lightning_module})
+        self._modes = modes = compat.modes_of(self._trainer, self._package, tree.modules())
+        self.checkpointer.census.register(
+            "the Trainer", lambda: [*findings(self._trainer), *modes.findings(tree.modules())], lambda: fingerprint(self._trainer)
+        )
         compat.before_loading(self._trainer, self._before_loading)
         if self._found is not None:
             complete(self._trainer, self.checkpoint, self._trainer.lightning_module.state_dict())
@@ -170,11 +175,11 @@ class Fit:
 
     def _present_modes(self) -> dict[str, Any]:
         assert self._modes is not None
-        return self._modes.collect(compat.modules_of(self._trainer))
+        return self._modes.collect(self._tree.modules())
 
     def _restore_modes(self, state: dict[str, Any]) -> None:
         assert self._modes is not None
-        self._modes.restore(state, compat.modules_of(self._trainer))
+        self._modes.restore(state, self._tree.modules())
 
     def _follow_optimizers(self) -> None:
         """Optimizers that the training has put in the place of others are captured from now on, if a restart can do the same."""

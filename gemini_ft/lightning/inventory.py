@@ -6,19 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from gemini_ft.census import Finding
-from gemini_ft.fates import CALLBACKS, CALLBACKS_MADE, DATA, LOADERS, LOADERS_AGAIN, LOOPS, METRICS
+from gemini_ft.fates import CALLBACKS, CALLBACKS_MADE, DATA, LOADERS, LOADERS_AGAIN, LOGGERS, LOOPS, METRICS, TICKETS
 from gemini_ft.lightning import compat
 from gemini_ft.lightning.loader import bookmark_of, facts
-from gemini_ft.modes import Modes
 
 
-def findings(trainer: Any, modes: Modes | None) -> Iterator[Finding]:
-    """Everything in it.
-
-    Args:
-        trainer: the Trainer.
-        modes: flags and attributes that hooks set, if they are kept already.
-    """
+def findings(trainer: Any) -> Iterator[Finding]:
+    """Everything in it but flags and attributes that hooks set (`gemini_ft.modes`)."""
     yield LOOPS.found("trainer", note=f"{len(trainer.lr_scheduler_configs)} schedulers")
     for index, loader in enumerate(compat.training_loaders(trainer)):
         if (mark := bookmark_of(loader)) is not None:
@@ -30,11 +24,13 @@ def findings(trainer: Any, modes: Modes | None) -> Iterator[Finding]:
             yield from (LOADERS_AGAIN.found(f"{where}.{path}") for path in lost)
     for name, metric in compat.metrics_of(trainer)[0].items():
         yield METRICS.found(name, note=type(metric).__name__)
+    for name, first in compat.tickets(trainer).items():
+        yield TICKETS.found(name, 0 if first is None else first.nbytes)
     for index, callback in enumerate(trainer.callbacks):
         rule = CALLBACKS if compat.has_state(callback) else CALLBACKS_MADE
         yield rule.found(f"callback.{index}", note=type(callback).__name__)
-    if modes is not None:
-        yield from modes.findings(compat.modules_of(trainer))
+    for index, logger in enumerate(trainer.loggers):
+        yield LOGGERS.found(f"logger.{index}", note=type(logger).__name__)
 
 
 def fingerprint(trainer: Any) -> object:

@@ -21,7 +21,7 @@ from torch import Tensor
 from gemini_ft.compression.base import Turn
 from gemini_ft.compression.collective import Groups
 from gemini_ft.compression.topology import Topology
-from gemini_ft.errors import ConfigError, StateError
+from gemini_ft.errors import ConfigError, RecoveryError, StateError
 from gemini_ft.pipeline.failures import Failures
 from gemini_ft.pipeline.lanes import Job, Lanes
 from gemini_ft.pipeline.plan import NO_RULE, Group, Plan, first_plan, rule_at
@@ -144,13 +144,14 @@ class Averager:
         tensors: what there is, in an order in which gradients may become ready; the same on all ranks.
         rules: how they travel.
         group: of the ranks; None: there is one rank only. Nobody else may use it.
+        control: of the same ranks and on CPUs, by which ranks are found that have been killed.
         device: of the gradients.
 
     Attributes:
         step: steps that are over, the same on all ranks.
     """
 
-    def __init__(self, tensors: Sequence[Described], rules: Rules, group: Any, device: torch.device) -> None:
+    def __init__(self, tensors: Sequence[Described], rules: Rules, group: Any, control: Any, device: torch.device) -> None:
         self.tensors, self.rules, self.group = tensors, rules, group
         self.world, self.rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
         self._agree()
@@ -161,7 +162,7 @@ class Averager:
         self.step = 0
         self._rounds = 0  # of averaging; more than one per step where buckets come one by one
         self._lanes = Lanes(device, self._broken)
-        self._failures = Failures(group, self.rank)
+        self._failures = Failures(group, control, self.rank)
         self._completed = 0  # steps since the beginning of this object, whatever has been loaded since
         self._arrived: dict[str, _Arrival | None] = {}  # None: nobody has it in this step
         self._launched = 0  # groups of the plan
@@ -239,9 +240,13 @@ class Averager:
         for _, job in self._jobs:
             self._lanes.wait(job, self._anxious)
 
-    def failed(self, error: BaseException) -> None:
-        """Tell the other ranks of an error of the training thread, after which they would wait for this one's gradients."""
-        self._failures.tell(error, self._completed)
+    def failed(self, error: BaseException) -> BaseException:
+        """Tell the other ranks of an error of the training thread, after which they would wait for this one's gradients.
+
+        Returns:
+            What is to be raised: another rank's error, where this one only follows from it.
+        """
+        return self._failures.resolved(error, self._completed)
 
     def _anxious(self) -> BaseException | None:
         return self._failures.heard(self._completed)
@@ -324,7 +329,8 @@ class Averager:
         """Go on from there. Collective.
 
         Raises:
-            StateError: it is of other parameters or rules, or of other steps on other ranks.
+            StateError: it is of other parameters or rules.
+            RecoveryError: it is of other steps or plans on other ranks.
         """
         common = [state[key] for key in ("step", "rounds", "order", "plan")]
         everybody: list[Any] = [(self._problem(state), common)] * self.world
@@ -336,7 +342,10 @@ class Averager:
                 raise StateError(problem if set(problems) == {problem} else f"rank {rank}: {problem}")
         if odd := [rank for rank, (_, other) in enumerate(everybody) if other != everybody[0][1]]:
             steps = [other[0] for _, other in everybody]
-            raise StateError(f"ranks load states of other steps or plans: rank {odd[0]} of step {steps[odd[0]]}, rank 0 of {steps[0]}")
+            raise RecoveryError(
+                f"the gradient pipeline's state is of different steps or plans on ranks 0 and {odd[0]} (steps {steps[0]} and "
+                f"{steps[odd[0]]}); load on all ranks what was saved at one step, or resume from an older snapshot"
+            )
         known = {tensor.name: tensor for tensor in self.tensors}
         self.tensors = [known[name] for name in state["order"]]
         self.step, self._rounds, self.plan = state["step"], state["rounds"], Plan.unpack(state["plan"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class Body:
 
     Attributes:
         averager: averages; its ``plan`` says what travels together.
+        groups: of processes that it waits in.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class Body:
         self._parameters = dict(parameters)
         self._names = {id(param): name for name, param in self._parameters.items()}
         self._sparse = {tensor.name for tensor in tensors if tensor.sparse}
-        self.averager = Averager(tensors, rules, group, device)
+        self._control = control
+        self.groups = [each for each in (group, control) if each is not None]
+        self.averager = Averager(tensors, rules, group, control, device)
         self._watch = Watch(model)
         self._tuner = Tuner(self.averager, self._watch, profile_steps, device)
         self._drift = Drift(control, self._common)
@@ -80,6 +84,16 @@ class Body:
     def _settle(self) -> None:
         """Counts a step that is over and has not been counted."""
 
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """An error on this rank's training thread is told to the others, which would wait for its gradients."""
+        try:
+            yield
+        except BaseException as error:
+            if (found := self.averager.failed(error)) is not error:
+                raise found from error
+            raise
+
     # -- what it knows
 
     @property
@@ -101,18 +115,18 @@ class Body:
     def state_dict(self) -> dict[str, Any]:
         """Residuals and all else that the next step depends on, between two steps; tensors are not copied. Ranks have different ones.
 
-        Raises:
-            StateError: the ranks have drifted apart.
+        Waits for nobody: whether the ranks were together at this step is known before the next average, and seen again when the state
+        is loaded.
         """
         self._settle()
-        self._drift.check()
         return {"averager": self.averager.state_dict(), "tuner": self._tuner.state_dict(), "untuned": self._untuned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there as if never interrupted. Collective; a step that is still pending is brought to its end first, and forgotten.
 
         Raises:
-            StateError: it is of other parameters or rules, or of another step than on other ranks.
+            StateError: it is of other parameters or rules.
+            RecoveryError: it is of another step, or of other choices, than on other ranks.
         """
         self._settle()
         self._drift.drop()
@@ -121,8 +135,7 @@ class Body:
         self._tuner.load_state_dict(state["tuner"])
         self._watch.step_over()
         self._untuned = bool(state.get("untuned", False))
-        self._drift.begin()
-        self._drift.check()
+        self._drift.begin_anew()
 
     def _end_pending(self) -> None:
         """Brings to an end what is under way, without counting it. Collective."""

@@ -57,8 +57,7 @@ class DdpBuckets:
             except BaseException as error:
                 if not self._will_end:
                     raise
-                self._averager.failed(error)
-                self._fail(error)
+                self._fail(self._averager.failed(error))
         return _answered(bucket.buffer())
 
     def _handed(self, bucket: GradBucket) -> Future[Tensor]:

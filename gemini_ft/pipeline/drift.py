@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gemini_ft.errors import StateError
+from gemini_ft.errors import RecoveryError, StateError
 
 
 class Drift:
@@ -47,18 +47,36 @@ class Drift:
         Raises:
             StateError: ranks have drifted apart. On all ranks.
         """
+        if (difference := self._difference()) is not None:
+            raise StateError(
+                f"the ranks of the gradient pipeline have drifted apart, {difference}; their averages cannot be trusted any more: resume "
+                "from a snapshot, and call load_state_dict(), forget() and no_sync() alike on all ranks"
+            )
+
+    def begin_anew(self) -> None:
+        """All ranks have loaded another state: whether they are together in it. Collective.
+
+        Raises:
+            RecoveryError: it was made by ranks that had drifted apart. On all ranks.
+        """
+        self.begin()
+        if (difference := self._difference()) is not None:
+            raise RecoveryError(
+                f"the gradient pipeline's state is of ranks that had drifted apart, {difference}; resume from an older snapshot"
+            )
+
+    def _difference(self) -> str | None:
+        """The answer, if there is one that has not been looked at."""
         if self._asked is None:
-            return
+            return None
         (work, everybody), self._asked = self._asked, None
         work.wait()
         for rank, theirs in enumerate(everybody):
             for name, first, other in zip(self._names, everybody[0].tolist(), theirs.tolist(), strict=True):
                 if first != other:
                     said = f": rank 0 has {first}, rank {rank} has {other}" if min(first, other) >= 0 else f" on ranks 0 and {rank}"
-                    raise StateError(
-                        f"the ranks of the gradient pipeline have drifted apart, their {name} differ{said}; their averages cannot be "
-                        "trusted any more: resume from a snapshot, and call load_state_dict(), forget() and no_sync() alike on all ranks"
-                    )
+                    return f"their {name} differ{said}"
+        return None
 
     def drop(self) -> None:
         """Waits for the answer without looking at it: all ranks load another state."""

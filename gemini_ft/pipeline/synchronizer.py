@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.gradients import announce, withdraw
 from gemini_ft.pipeline.assignment import assign, nothing, trained
-from gemini_ft.pipeline.averager import Take, own_group
+from gemini_ft.pipeline.averager import own_group
 from gemini_ft.pipeline.body import Body
 from gemini_ft.pipeline.ddp_buckets import DdpBuckets, communication_hook
 from gemini_ft.pipeline.hooks import ModelHook
@@ -89,8 +89,8 @@ class GradientSynchronizer(Body):
         # Before the watch's own hooks.
         self._handles: list[Any] = [model.register_forward_pre_hook(ModelHook(self._settle))]
         # One group more for what the training thread asks: others may be waiting, in theirs, for gradients that this rank lacks.
-        self._control = own_group(ranks, group, "gloo") if own is not None else None
-        super().__init__(model, parameters, tensors, rules, group=own, control=self._control, device=device, profile_steps=profile_steps)
+        control = own_group(ranks, group, "gloo") if own is not None else None
+        super().__init__(model, parameters, tensors, rules, group=own, control=control, device=device, profile_steps=profile_steps)
         if scaler is not None and scaler.is_enabled():
             self.averager.scale = scaler.get_scale
         if isinstance(model, DistributedDataParallel):
@@ -124,28 +124,16 @@ class GradientSynchronizer(Body):
 
     def _complete(self) -> None:
         """Averages what is missing too, with zeros, and waits for all. Collective."""
-        absent = (self._absent() if self._find_unused else set()) | self._discarded
-        for name in self.averager.missing():
-            param = self._parameters[name]
-            if name in absent:
-                self.averager.absent(name)
-                continue
-            gradient = param.grad if param.grad is not None else nothing(param, name in self._sparse)
-            self._hand(name, gradient, partial(_fill, param))
-        self.averager.wait()
-
-    def _hand(self, name: str, gradient: torch.Tensor, take: Take) -> None:
         with self._telling():
-            self.averager.ready(name, gradient, take)
-
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """An error on this rank's training thread is told to the others, which would wait for its gradients."""
-        try:
-            yield
-        except BaseException as error:
-            self.averager.failed(error)
-            raise
+            absent = (self._absent() if self._find_unused else set()) | self._discarded
+            for name in self.averager.missing():
+                param = self._parameters[name]
+                if name in absent:
+                    self.averager.absent(name)
+                    continue
+                gradient = param.grad if param.grad is not None else nothing(param, name in self._sparse)
+                self.averager.ready(name, gradient, partial(_fill, param))
+            self.averager.wait()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -239,7 +227,8 @@ class GradientSynchronizer(Body):
             return
         self._watch.ready(name)
         assert param.grad is not None
-        self._hand(name, param.grad, partial(_fill, param))
+        with self._telling():
+            self.averager.ready(name, param.grad, partial(_fill, param))
 
     def _absent(self) -> set[str]:
         """Parameters that have no gradient on any rank. Collective."""

@@ -83,13 +83,14 @@ class Storage(Protocol):
         """Prove that objects can be written, read and deleted here, and clear away what dead writers have left."""
 
 
-def open_storage(url: str, endpoint_url: str | None = None, max_bandwidth: int | None = None) -> Storage:
+def open_storage(url: str, endpoint_url: str | None = None, max_bandwidth: int | None = None, deletes: bool = True) -> Storage:
     """Return the storage behind ``file:///folder`` or ``s3://bucket/prefix``; nothing is touched before it is used.
 
     Args:
         url: where.
         endpoint_url: of an S3-compatible store; default: boto3's own choice.
         max_bandwidth: bytes per second that uploads to S3 may take.
+        deletes: whether `Storage.delete` does anything; else whatever is written stays until somebody else deletes it.
 
     Raises:
         ConfigError: the URL is none that this version can open, or boto3 is not installed.
@@ -100,12 +101,12 @@ def open_storage(url: str, endpoint_url: str | None = None, max_bandwidth: int |
             from gemini_ft.storage.s3 import S3Storage
         except ModuleNotFoundError as error:
             raise ConfigError(f"storage.url={url!r} needs {error.name}; pip install 'gemini-ft[s3]'") from None
-        return S3Storage(parsed.netloc, parsed.path.strip("/"), endpoint_url, max_bandwidth)
+        return S3Storage(parsed.netloc, parsed.path.strip("/"), endpoint_url, max_bandwidth, deletes)
     if parsed.scheme != "file" or parsed.netloc or not parsed.path.startswith("/"):
         raise ConfigError(f"storage.url={url!r}: must be file:///folder with an absolute path, or s3://bucket/prefix")
     from gemini_ft.storage.local import LocalStorage
 
-    return LocalStorage(unquote(parsed.path))
+    return LocalStorage(unquote(parsed.path), deletes)
 
 
 def open_existing(url: str, endpoint_url: str | None = None) -> Storage:

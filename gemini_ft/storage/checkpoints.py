@@ -29,7 +29,7 @@ FORMAT_VERSION: Final = 1
 
 _log = logging.getLogger(__name__)
 _FOLDER = r"(?P<run>[^/]+)/(?P<stream>[^/]+)/step-(?P<step>\d{8,15})-inc-(?P<number>\d{1,15})-(?P<nonce>[^/]+)"  # more digits are of no job
-_KEY = re.compile(rf"(?P<folder>{_FOLDER})/(?P<file>[^/]+)")
+_KEY = re.compile(rf"(?P<folder>{_FOLDER})/(?P<file>manifest\.json|shard-\d{{5,}}\.safetensors)")
 MANIFEST: Final = "manifest.json"
 
 
@@ -65,6 +65,7 @@ class Manifest(BaseModel):
     shards: dict[int, ShardRecord]  # by owner
     lineage: tuple[Version, ...] | None = None  # versions that it descends from, oldest first; None: not known
     overtaken: tuple[Incarnation, ...] = ()  # incarnations that its own knew of beside its ancestors
+    aside: tuple[Incarnation, ...] = ()  # of these, those that the user has left aside
     versions: dict[str, str] = {}  # of the software that wrote it
     created: datetime = Field(default_factory=lambda: datetime.now(UTC))
 
@@ -81,7 +82,7 @@ class Manifest(BaseModel):
     @property
     def descent(self) -> Descent:
         """Where it comes from."""
-        return Descent(self.lineage, frozenset(self.overtaken))
+        return Descent(self.lineage, frozenset(self.overtaken), frozenset(self.aside))
 
     @model_validator(mode="after")
     def _complete(self) -> Manifest:
@@ -195,6 +196,16 @@ def scan(storage: Storage, run: str | None, stream: str | None) -> dict[Checkpoi
                 found.setdefault(info, set()).add(match["file"])
     newest_first = sorted(found, key=lambda info: info.version, reverse=True)
     return {info: found[info] for info in sorted(newest_first, key=lambda info: (info.run, info.stream))}
+
+
+def files_of(storage: Storage, folder: str) -> list[str]:
+    """Keys of a checkpoint's files, the manifest first. What else lies beside them was put there by another program.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    found = [key for key in storage.list(f"{folder}/") if (match := _KEY.fullmatch(key)) and match["folder"] == folder]
+    return sorted(found, key=lambda key: (not key.endswith(f"/{MANIFEST}"), key))
 
 
 def _parse(storage: Storage, key: str) -> dict[str, Any]:

@@ -29,10 +29,12 @@ class Descent:
     Attributes:
         lineage: versions that it descends from, oldest first; None: its manifests do not say (they are of before there was one).
         overtaken: incarnations that it knows of beside its ancestors.
+        aside: of these, those that the user has left aside by the choice of a history: they stay as they are.
     """
 
     lineage: tuple[Version, ...] | None = ()
     overtaken: frozenset[Incarnation] = frozenset()
+    aside: frozenset[Incarnation] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,13 @@ class Look:
 
 @dataclass(frozen=True)
 class Here:
-    """There is something to resume: every checkpoint that may be, the one to take first, then the nearest ancestors."""
+    """There is something to resume: every checkpoint that may be, the one to take first, then the nearest ancestors.
+
+    ``aside``: the newest of each line that the choice of a history leaves as it is.
+    """
 
     order: tuple[Sighting, ...]
+    aside: tuple[Sighting, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,8 @@ def decide(look: Look, history: str | None = None, found: bool = False) -> Answe
     Args:
         look: what was seen.
         history: an incarnation, by name; resume the line that went through it, as far as it has come by now.
-        found: be content with what is there, although something newer was reported as stored.
+        found: be content with what is there, although something newer was reported as stored. The choice of a history does not
+            say that: it may have been made long ago, and the line have come further than can be seen now.
     """
     if look.trouble:
         return Unclear(look.trouble)
@@ -148,10 +155,38 @@ def decide(look: Look, history: str | None = None, found: bool = False) -> Answe
     tips = newest_of_each(line)
     if len(tips) > 1:
         return Unclear(_contested(tips), contested=True)
-    if not found and history is None and (lost := [mark for mark in look.marks if not _accounted_for(mark, seen, whole)]):
+    if not found and (lost := [mark for mark in look.marks if not _accounted_for(mark, seen, whole)]):
         newest = max(lost, key=lambda version: version.iteration)
         return Unclear(f"{newest} was reported as stored and is not there, nor anything that descends from it")
-    return Here(tuple(_in_order(tips[0], _behind(tips[0], whole))))
+    aside = tuple(one for one in newest_of_each(whole) if one is not tips[0])
+    return Here(tuple(_in_order(tips[0], _behind(tips[0], whole))), aside)
+
+
+def gives_way(memory: Version, told: Iterable[tuple[Incarnation, Descent]], found: Sighting, history: str | None) -> bool | Unclear:
+    """Whether memory is left aside for ``found``, be it newer or not; Unclear: the user has to choose.
+
+    It is where the user has named a line that ``found`` is of, and memory is known not to be. A choice that was made long ago
+    leaves nothing aside that went through the named incarnation itself, nor memory of which nobody knows where it comes from.
+
+    Args:
+        memory: the newest version that is whole in memory.
+        told: sessions of the hosts, and where they come from.
+        found: what storage would resume.
+        history: what the user has chosen.
+    """
+    told = [(one, descent) for one, descent in told if memory.incarnation in (one, *(v.incarnation for v in descent.lineage or ()))]
+    this = Sighting("", memory, "whole", continued(memory, told))
+    if found.knows(memory.incarnation):
+        return False
+    if history is not None and told and not _went_through(this, history):
+        return True
+    if this.knows(found.version.incarnation):
+        return False
+    return Unclear(
+        f"memory has step {memory.iteration} of history {memory.incarnation}, storage has {describe(found)}, and neither "
+        f"{'descends from the other' if told else 'is known to descend from the other'}",
+        contested=True,
+    )
 
 
 def newest_of_each(sightings: Iterable[Sighting]) -> list[Sighting]:
@@ -165,8 +200,9 @@ def superseded_by(
 ) -> list[Sighting]:
     """Decides what may be deleted once ``newest`` has been stored and read back.
 
-    Never anything of another history or of an incarnation that ``newest`` does not know; nothing whole before ``keep_last``
-    checkpoints of its own line are known to be sound. What is damaged, torn or lacks a shard is kept by no number.
+    Never anything of another history, of one that the user has left aside, or of an incarnation that ``newest`` does not know;
+    nothing whole before ``keep_last`` checkpoints of its own line are known to be sound. What is damaged, torn or lacks a shard
+    is kept by no number.
 
     Args:
         look: everything that is there.
@@ -206,6 +242,7 @@ def continued(version: Version, told: Iterable[tuple[Incarnation, Descent]]) -> 
         told: incarnations, and where they come from, as hosts and manifests have it.
     """
     known: set[Incarnation] = set()
+    aside: frozenset[Incarnation] = frozenset()
     lineage: tuple[Version, ...] | None = None
     for incarnation, descent in told:
         before = descent.lineage or ()
@@ -215,10 +252,21 @@ def continued(version: Version, told: Iterable[tuple[Incarnation, Descent]]) -> 
         else:
             at = next((index for index, ancestor in enumerate(before) if ancestor.incarnation == version.incarnation), None)
             found = (*before[:at], version) if at is not None else None
+        if found is not None:
+            aside |= descent.aside
         if found is not None and len(found) > len(lineage or ()):
             lineage = found
     lineage = lineage or (version,)
-    return Descent(lineage, frozenset(known - {ancestor.incarnation for ancestor in lineage}))
+    ancestors = {ancestor.incarnation for ancestor in lineage}
+    return Descent(lineage, frozenset(known - ancestors), aside - ancestors)
+
+
+def left_aside(look: Look, history: str | None) -> frozenset[Incarnation]:
+    """Incarnations that have not gone through the one that the user has chosen, and those they come from."""
+    if history is None:
+        return frozenset()
+    others = [one for one in look.sightings if one.readable and not _went_through(one, history)]
+    return frozenset(one for other in others for one in (other.version.incarnation, *(v.incarnation for v in other.descent.lineage or ())))
 
 
 def describe(sighting: Sighting) -> str:
@@ -234,6 +282,8 @@ def _same_history(one: Sighting, other: Sighting) -> bool:
     """Without a readable manifest it belongs to the history that has its incarnation as an ancestor; torn, to whoever knows it."""
     if one.condition == "torn":
         return True
+    if one.version.incarnation in other.descent.aside:
+        return False
     if one.condition in ("damaged", "gone"):
         lineage = other.descent.lineage
         return lineage is None or one.version.incarnation in {other.version.incarnation, *(version.incarnation for version in lineage)}

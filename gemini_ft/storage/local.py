@@ -38,8 +38,8 @@ class LocalStorage:
     never has a key. Files and folders whose names are no keys are another program's: they are never looked at.
     """
 
-    def __init__(self, root: str | Path) -> None:
-        self.root = Path(root)
+    def __init__(self, root: str | Path, deletes: bool = True) -> None:
+        self.root, self._deletes = Path(root), deletes
         self.url = "file://" + quote(str(self.root))
 
     def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
@@ -96,6 +96,8 @@ class LocalStorage:
     def delete(self, key: str) -> None:
         """See `Storage.delete`. Folders that become empty go too."""
         path = self.root / check_key(key)
+        if not self._deletes:
+            return
         with self._explain(f"cannot delete {key}"):
             self._refuse_links(path.parent)
             path.unlink(missing_ok=True)

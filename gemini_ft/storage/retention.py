@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 from gemini_ft.errors import CorruptDataError, GeminiError, ObjectGoneError, StorageError
 from gemini_ft.storage.base import Storage
-from gemini_ft.storage.checkpoints import MANIFEST, Manifest, checkpoint_folder, read_manifest
+from gemini_ft.storage.checkpoints import MANIFEST, Manifest, checkpoint_folder, files_of, read_manifest
 from gemini_ft.storage.decisions import Sighting, left_torn, superseded_by
 from gemini_ft.storage.lookout import Lookout
 from gemini_ft.storage.shard import StoredShard
@@ -39,7 +39,7 @@ class Retention:
         reopen: opens the storage, with connections of its own.
         run: whose checkpoints.
         stream: which line of them.
-        keep_last: newest checkpoints to keep, all of them read back as sound.
+        keep_last: newest checkpoints to keep, all of them read back as sound; None: nothing is deleted.
         keep_every: also keep those whose iteration divides by this; of one iteration, the newest.
         damaged: folders of checkpoints that are known to be damaged; they count for nothing.
     """
@@ -49,7 +49,7 @@ class Retention:
         reopen: Callable[[], Storage],
         run: str,
         stream: str,
-        keep_last: int,
+        keep_last: int | None,
         keep_every: int | None = None,
         damaged: frozenset[str] = frozenset(),
     ) -> None:
@@ -77,14 +77,17 @@ class Retention:
         Raises:
             StorageError: the storage failed, or something could not be deleted; what could be has been.
         """
+        keep_last = self._keep_last
+        if keep_last is None:
+            return []
         storage = self._storage = self._storage or self._reopen()
         every = self._look(storage)
-        tip = self._examine(storage, this, every)
+        tip = self._examine(storage, this, every, keep_last)
         every = [Sighting(o.folder, o.version, "damaged", o.descent) if o.folder in self._damaged else o for o in every]
         doomed = {one.folder: one for one in left_torn(every, this)}
         if tip is not None:
             others = [one for one in every if one.folder != tip.folder]
-            doomed |= {one.folder: one for one in superseded_by(others, tip, self._sound, self._keep_last, self._keep_every)}
+            doomed |= {one.folder: one for one in superseded_by(others, tip, self._sound, keep_last, self._keep_every)}
         return self._delete_all(storage, sorted(doomed.values(), key=lambda one: one.version))
 
     def _look(self, storage: Storage) -> list[Sighting]:
@@ -124,16 +127,16 @@ class Retention:
             raise StorageError(f"{len(failures)} old checkpoints could not be deleted: {failures[0]}")
         return deleted
 
-    def _examine(self, storage: Storage, this: Sighting, every: list[Sighting]) -> Sighting | None:
+    def _examine(self, storage: Storage, this: Sighting, every: list[Sighting], keep_last: int) -> Sighting | None:
         """Read back as many of the newest ancestors as are to be kept, each once; returns the newest that is sound.
 
         Where there are no more than that, none of them can go, and none is read.
         """
         line = [one for one in every if one.readable and this.descends_from(one.version)]
-        few = len(line) <= self._keep_last
+        few = len(line) <= keep_last
         found: list[Sighting] = []
         for one in sorted(line, key=lambda one: one.version, reverse=True):
-            if len(found) >= self._keep_last:
+            if len(found) >= keep_last:
                 break
             if not few and one.folder not in self._sound | self._damaged:
                 try:
@@ -157,8 +160,7 @@ class Retention:
         """Asks for its manifest by name: a listing may have left it out, and the checkpoint is not torn then."""
         if one.condition == "torn" and _has_manifest(storage, one.folder):
             return
-        files = [key for key in storage.list(f"{one.folder}/") if key.startswith(f"{one.folder}/")]
-        for key in sorted(files, key=lambda key: (not key.endswith(f"/{MANIFEST}"), key)):
+        for key in files_of(storage, one.folder):
             storage.delete(key)
 
 

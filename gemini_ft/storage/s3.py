@@ -54,12 +54,15 @@ class S3Storage:
         prefix: put before every key; empty for none.
         endpoint_url: of a store that is not AWS; default: boto3's (AWS_ENDPOINT_URL_S3, profile, AWS).
         max_bandwidth: bytes per second uploads may take together; None: no limit.
+        deletes: see `open_storage`.
     """
 
-    def __init__(self, bucket: str, prefix: str = "", endpoint_url: str | None = None, max_bandwidth: int | None = None) -> None:
+    def __init__(
+        self, bucket: str, prefix: str = "", endpoint_url: str | None = None, max_bandwidth: int | None = None, deletes: bool = True
+    ) -> None:
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
-        self._pace = _Pace(max_bandwidth)
+        self._pace, self._deletes = _Pace(max_bandwidth), deletes
         self._checksums = True  # until the store refuses a request that has one
         self._unaborted: list[dict[str, str]] = []  # uploads that could not be aborted, to be tried again
         with self._explain("cannot be used"):
@@ -106,6 +109,8 @@ class S3Storage:
 
     def delete(self, key: str) -> None:
         """See `Storage.delete`."""
+        if not self._deletes:
+            return
         with self._explain(f"cannot delete {key}"):
             self._client.delete_object(Bucket=self._bucket, Key=self._prefix + check_key(key))
 

@@ -20,6 +20,7 @@ from gemini_ft.errors import ObjectGoneError, StorageError
 S3_ERRORS: Final = (ClientError, BotoCoreError, Boto3Error, ResponseParserError, OSError)
 
 _PERMISSIONS = "let these credentials list, read, write and delete under the prefix"
+UNDELETABLE: Final = "where only the store's own rules may delete, set storage.keep_last=all (GEMINI_STORAGE__KEEP_LAST=all)"
 _CREDENTIALS = "check the credentials that boto3 finds (environment, profile, instance role)"
 _EXPIRED = (
     "the credentials have run out: renew them, or use a profile or role that renews itself. An agent has those of the environment it "
@@ -108,7 +109,8 @@ def store_time(answer: Mapping[str, Any]) -> datetime | None:
 def _way_out(code: str, error: ClientError) -> str:
     way_out = _WAY_OUT.get(code, "see the store's documentation of this error")
     if way_out is _PERMISSIONS:
-        return f"{way_out} (denied: {error.operation_name})"
+        elsewhere = f"; {UNDELETABLE}" if error.operation_name == "DeleteObject" else ""
+        return f"{way_out}{elsewhere} (denied: {error.operation_name})"
     return way_out.format(region=_region(error), skew=_skew(error))
 
 
