@@ -110,6 +110,7 @@ class TestResume:
         state = 3 * 4 * (4 + 1 + 1) * 400_000
         assert state <= proxy.moved < 1.05 * state
 
+    @pytest.mark.soak
     def test_after_a_group_was_lost_in_the_middle_of_an_upload(self, two: World, server: s3_server.Server, proxy: S3Proxy) -> None:
         wide = {"width": 1_200_000, "timeout": 30.0}  # two parts per shard
         two.outcome(*run(proxy.endpoint, 2, **wide))
