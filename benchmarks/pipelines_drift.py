@@ -6,9 +6,11 @@ python benchmarks/pipelines_drift.py --quick
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -31,13 +33,16 @@ ROWS: dict[str, Any] = {
 }
 
 
-def measured(row: str, pairs: int) -> dict[str, list[float]]:
-    """Seconds per step of each block, "with" and "without"; the n-th of both are of one pair, in an order that is drawn."""
+CLOCKS = {"time": time.perf_counter, "processor time": time.process_time}
+
+
+def measured(row: str, pairs: int) -> dict[str, list[dict[str, float]]]:
+    """Seconds per step of each block by clock, "with" and "without"; the n-th of both are of one pair, in an order that is drawn."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(LAYERS)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     batch, drawn = torch.randn(8, 64), random.Random(1)
-    found: dict[str, list[float]] = {"with": [], "without": []}
+    found: dict[str, list[dict[str, float]]] = {"with": [], "without": []}
     with closing(GradientSynchronizer(model, [{"params": "*", **ROWS[row]}])) as synchronizer:
         drift = synchronizer._drift
         ways = {"with": drift.begin, "without": lambda: None}
@@ -45,7 +50,7 @@ def measured(row: str, pairs: int) -> dict[str, list[float]]:
             for way in drawn.sample(list(ways), 2):
                 drift.begin = ways[way]  # type: ignore[method-assign]
                 dist.barrier()
-                begin = time.perf_counter()
+                begin = {name: clock() for name, clock in CLOCKS.items()}
                 for _ in range(BLOCK):
                     optimizer.zero_grad()
                     model(batch).square().mean().backward()
@@ -53,7 +58,7 @@ def measured(row: str, pairs: int) -> dict[str, list[float]]:
                     optimizer.step()
                 drift.check()
                 if pair >= 0:
-                    found[way].append((time.perf_counter() - begin) / BLOCK)
+                    found[way].append({name: (clock() - begin[name]) / BLOCK for name, clock in CLOCKS.items()})
     return found
 
 
@@ -86,12 +91,12 @@ def main() -> None:
             common.run_ranks(command, world=world, mark=f"drift-{os.getpid()}", timeout=1200)
             results |= {f"{row}, {world} ranks": blocks for row, blocks in json.loads(out.read_text()).items()}
     cells, ratios = [], {}
-    for name, blocks in results.items():
-        step = common.median(blocks["without"])
-        cost = common.interval([with_ - without for with_, without in zip(blocks["with"], blocks["without"], strict=True)])
-        cells.append([name, f"{1e3 * (step or 0):.2f}", *(f"{1e6 * value:.0f}" for value in cost)])
-        ratios[name] = common.ratio(common.median(blocks["with"]), step)
-    body = common.table(["row", "ms per step without", "microseconds more (median)", "from", "to (95 %)"], cells)
+    for (name, blocks), clock in itertools.product(results.items(), CLOCKS):
+        each, step = ([block[clock] for block in blocks[way]] for way in ("with", "without"))
+        cost = common.interval([one - other for one, other in zip(each, step, strict=True)])
+        cells.append([name, clock, f"{1e3 * statistics.median(step):.2f}", *(f"{1e6 * value:.0f}" for value in cost)])
+        ratios[f"{name}, {clock}"] = common.ratio(statistics.median(each), statistics.median(step))
+    body = common.table(["row", "of rank 0", "ms per step without", "microseconds more (median)", "from", "to (95 %)"], cells)
     print(body)
     if not arguments.quick:
         print(common.write_report("pipelines-drift", "Comparing ranks after every step", body, common.versions(["torch", "gemini-ft"])))

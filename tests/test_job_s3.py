@@ -161,6 +161,7 @@ class TestResume:
         assert (result["start"], result["committed"]) == (4, 7)
         assert told(result, "storage cannot be used now, and it is not required")
         assert "flip" in proxy.met
+        assert any("/main.reading-" in request.key for request in proxy.requests)  # no other job deletes it meanwhile
 
     def test_from_the_one_before_when_an_object_is_damaged(self, two: World, server: s3_server.Server) -> None:
         two.outcome(*run(server.endpoint, 6))

@@ -17,7 +17,7 @@ from gemini_ft.errors import GeminiError, StateError
 
 _KEY = "gemini_ft/gradients/failed"
 _TAG = 0x6F6E6365  # of messages that nobody receives
-_PATIENCE = 2.0  # seconds in which a process that ends loses all its connections
+_PATIENCE = 5.0  # seconds in which the others notice that all connections of a process that ends are closed
 _LOOK = 0.05  # seconds between two looks
 
 
