@@ -186,7 +186,7 @@ def test_a_choice_that_lacks_what_a_worker_hands_back_meanwhile_is_made_anew() -
 
 @pytest.mark.timeout(1200)  # what has been found is made as short as can be, which takes minutes
 def test_random_interleavings() -> None:
-    run_state_machine_as_test(Machine, settings=settings(max_examples=200, stateful_step_count=40))
+    run_state_machine_as_test(Machine, settings=settings(max_examples=120, stateful_step_count=40))
 
 
 @pytest.mark.soak
