@@ -1,4 +1,4 @@
-"""Torch's dynamic rendezvous with two habits changed, for as long as ``gemini run`` uses it.
+"""Torch's dynamic rendezvous with four habits changed, for as long as ``gemini run`` uses it.
 
 A spare waits its turn. Torch lets a waiting host compete with the job's own hosts when these come together again after a
 failure. A host that loses its place takes its memory away, and is then taken for a new host that wants to join, for
@@ -12,6 +12,10 @@ the rendezvous, and further hosts wait as spares.
 
 Hosts look more often. Torch's look once a second for what the others have done, several times in a row, and take what
 they saw within the last second for the present.
+
+Nobody's clock decides who lives. Torch compares the time that a host writes with a sign of life with the reader's own: hosts whose
+clocks are seconds apart took each other for dead for ever, and a clock that was set cost a restart. Here a host is dead when what it
+writes has not changed for as long by the reader's monotonic clock.
 """
 
 from __future__ import annotations
@@ -19,10 +23,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,7 +45,8 @@ from gemini_ft.fixed_size import FIXED
 
 logger = logging.getLogger(__name__)
 
-_JOIN, _DELAY, _STATE = _CHANGED = ("_RendezvousJoinOp", "_delay", "_BackendRendezvousStateHolder")  # torch's names
+_CHANGED = ("_RendezvousJoinOp", "_delay", "_BackendRendezvousStateHolder", "_should_keep_alive")
+_JOIN, _DELAY, _STATE, _DUE = _CHANGED  # torch's names
 _HOSTS = "gemini_hosts"  # attribute of torch's rendezvous state: the number of hosts that the job's state is made for
 _QUICKEST = 0.05  # seconds between two looks in the smallest job
 _HOSTS_PER_SECOND = 100  # in a look every host reads the states of all: large jobs keep torch's pace
@@ -131,6 +137,29 @@ def _waiting(original: Callable[[Any], int], host: Host, handler: Any) -> int:
     return 0 if len(state.participants) >= getattr(state, _HOSTS, 1) else waiting  # else one of its hosts has been lost
 
 
+def _by_own_clock(holder: Any) -> Any:
+    """Torch's class that keeps the state of the rendezvous and drops hosts without a sign of life; this one asks no other host's clock."""
+
+    class Holder(holder):  # type: ignore[misc]
+        _seen: Mapping[Any, tuple[datetime, float]] = {}  # host -> what it wrote last, and when that was first read here
+
+        def _sanitize(self) -> None:
+            now, said = time.monotonic(), self._state.last_heartbeats
+            self._seen = {host: old if (old := self._seen.get(host)) and old[0] == beat else (beat, now) for host, beat in said.items()}
+            present = datetime.now(UTC)
+            self._state.last_heartbeats = {host: present - timedelta(seconds=now - since) for host, (_, since) in self._seen.items()}
+            super()._sanitize()
+            self._state.last_heartbeats = {host: said[host] for host in self._state.last_heartbeats}
+
+    return Holder
+
+
+def _due(ctx: Any) -> bool:
+    """Whether this host must show that it lives; also when its clock has been set back."""
+    said = ctx.state.last_heartbeats.get(ctx.node)
+    return said is not None and abs(datetime.now(UTC) - said) >= ctx.settings.keep_alive_interval
+
+
 def pause(hosts: int) -> float:
     """Seconds between two looks at the others' states, in a job of so many hosts."""
     return min(1.0, _QUICKEST + hosts / _HOSTS_PER_SECOND)
@@ -143,10 +172,10 @@ def better_rendezvous(hosts: int) -> Iterator[None]:
     Torch has no settings for that, so its classes and its functions are replaced.
     """
     originals = {name: getattr(torch_rendezvous, name, None) for name in _CHANGED}
-    join, delay, state = originals.values()
+    join, delay, state, due = originals.values()
     handler = torch_rendezvous.DynamicRendezvousHandler
     waiting = handler.num_nodes_waiting
-    if join is None or delay is None or state is None:
+    if join is None or delay is None or state is None or due is None:
         logger.warning("spares may displace hosts of the job: this version of torch brings hosts together in a way not known here")
         yield
         return
@@ -156,7 +185,8 @@ def better_rendezvous(hosts: int) -> Iterator[None]:
         changed = {
             _JOIN: lambda: PatientJoin(join(), this),
             _DELAY: lambda seconds: delay(interval if seconds == 1 else seconds),
-            _STATE: partial(state, cache_duration=interval / 2),
+            _STATE: partial(_by_own_clock(state), cache_duration=interval / 2),
+            _DUE: _due,
         }
         for name, value in changed.items():
             setattr(torch_rendezvous, name, value)

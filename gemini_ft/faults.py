@@ -26,7 +26,6 @@ import logging
 import os
 import shutil
 import signal
-import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterable, Sequence
@@ -256,19 +255,13 @@ def _do(fault: Fault, scene: Scene) -> None:
 
 
 def _kill_host(agent: int) -> None:
-    """The launcher must not see its workers die, nor say goodbye for them; this process goes last.
+    """The launcher goes before its workers: it must not see them die, nor say goodbye for them.
 
-    A host that dies tells nobody: no worker may live to hear the SIGTERM that follows its launcher's death, of which Lightning's
-    rank 0 would tell all others.
+    Under `gemini run` this process dies with it, torchrun's workers do not. The agent goes first, because nobody else would kill it.
     """
-    own, launcher = os.getpid(), _launcher()
-    family = [child.pid for child in launcher.children(recursive=True)] if launcher is not None else []
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    launchers = [launcher.pid] if launcher is not None else []
-    _kill(launchers, signal.SIGSTOP)
-    _kill(pid for pid in family if pid != own)
-    _kill([*launchers, agent, own])
+    launcher = _launcher()
+    family = [launcher, *launcher.children(recursive=True)] if launcher is not None else []
+    _kill([agent, *(process.pid for process in family), os.getpid()])
 
 
 def _fill(path: Path) -> None:

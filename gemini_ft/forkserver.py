@@ -15,7 +15,7 @@ The launcher is a worker's parent: the process that forks it hands it over by en
 without this server, which may be slow or die. A worker begins when the launcher writes to its starting gun, the fourth descriptor
 after three standard streams, and ends unseen when the launcher closes that: none runs that the launcher does not know.
 
-When the launcher dies, the kernel sends its workers SIGTERM, and this process kills what is left of them and ends.
+When the launcher dies, the kernel kills its workers (`gemini_ft.script.die_with`), and this process what they have started, and ends.
 
 Only the standard library is imported here: the requested modules must see the environment as a script would.
 """
@@ -23,7 +23,6 @@ Only the standard library is imported here: the requested modules must see the e
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import gc
 import importlib
@@ -42,14 +41,12 @@ from typing import Any
 
 from gemini_ft import channel as messages
 from gemini_ft.renewal import Renewal
-from gemini_ft.script import import_root, run
+from gemini_ft.script import die_with, import_root, run
 
 GO = b"!"  # the launcher's word to a worker that it may begin
-_PR_SET_PDEATHSIG = 1
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _TRIAL_SECONDS = 20.0  # after which a forked child counts as hanging; it needs milliseconds
 _SIGNAL_GROUP = 4  # flag of pidfd_send_signal, since Linux 6.9: to the process group that this process leads or has led
-_LEAVE_SECONDS = 5.0  # between SIGTERM and SIGKILL for workers whose launcher is dead
 # A signal to all processes of a job is meant for its workers. This one ends when the launcher does.
 _NOT_MEANT_HERE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -226,9 +223,7 @@ def _await_start(gun: int, launcher: int) -> None:
         if os.read(gun, 1) != GO:
             os._exit(0)
         os.close(gun)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != launcher:
-            os._exit(1)  # it died before prctl
+        die_with(launcher)
 
 
 def _ended(worker: int) -> bool:
@@ -236,13 +231,10 @@ def _ended(worker: int) -> bool:
 
 
 def _see_off(forked: Mapping[int, int]) -> None:
-    """Kill the sessions of workers that are left without a launcher, when they have had time to end by themselves."""
-    left, end = dict(forked), time.monotonic() + _LEAVE_SECONDS
-    while left:
-        for pid in [pid for pid, worker in left.items() if _ended(worker) or time.monotonic() > end]:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                _kill_session(pid, left.pop(pid))
-        time.sleep(0.01)
+    """Kill the sessions of workers that are left without a launcher."""
+    for pid, worker in forked.items():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            _kill_session(pid, worker)
 
 
 def _kill_session(pid: int, worker: int) -> None:

@@ -774,6 +774,21 @@ class Description(_Answer):
     root: str
 
 
+class GetRoots(_Call):
+    """Ask the leader's host which roots were committed."""
+
+    kind: Literal["get_roots"] = "get_roots"
+    version: Version
+
+
+class Roots(_Answer):
+    """Answer to GetRoots."""
+
+    kind: Literal["roots"] = "roots"
+    version: Version
+    roots: dict[int, str]  # owner -> root of its shard, as far as this host knows
+
+
 class Data(_Answer):
     """``nbytes`` of a fetched shard follow on the wire."""
 
@@ -791,7 +806,7 @@ Message = Annotated[
     | Room | Dispatch | Collect | Mapped | Custody | Status | Visited | Claims | Accepted | Offer | Ready | Refused
     | Begin | End | Drop | Ack | Resend | Parcel | Astray | Unchanged | ReportCompleted | ReportSkipped | ReportUploaded
     | ReportFinished | Heartbeat | ReportNeed | Paced | Rejoin | HoldersChanged | Thawed | AllFinished | Fetch | Describe
-    | Description | Data,
+    | Description | GetRoots | Roots | Data,
     Field(discriminator="kind"),
 ]  # fmt: skip
 _adapter: TypeAdapter[Message] = TypeAdapter(Message)

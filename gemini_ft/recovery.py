@@ -12,18 +12,35 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, Protocol, TypeVar
 
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, PeerError, RecoveryError, WorldSizeError
 from gemini_ft.layout import Layout
-from gemini_ft.messages import Claims, Data, Describe, Description, Failed, Fetch, Heartbeat, Map, Mapped, Message, SlotInfo, check_answer
+from gemini_ft.messages import (
+    Claims,
+    Data,
+    Describe,
+    Description,
+    Failed,
+    Fetch,
+    GetRoots,
+    Heartbeat,
+    Map,
+    Mapped,
+    Message,
+    Roots,
+    SlotInfo,
+    check_answer,
+)
 from gemini_ft.roots import checksum, layout_digest, shard_root
 from gemini_ft.transport.wire import BlockingWire
 from gemini_ft.versions import Version
 
 T = TypeVar("T")
+_KEPT = 16  # shards that a reader keeps open: each is a connection, and in a large job all ranks read
 
 # -- the plan ------------------------------------------------------------------------------------
 
@@ -296,6 +313,11 @@ class PeerShard:
             if isinstance(message, Data):
                 self._wire.receive_payload(memoryview(bytearray(message.nbytes)))
 
+    @property
+    def root(self) -> str:
+        """Of the copy, as described and checked."""
+        return self._about.root
+
     def renew(self) -> None:
         """Keep the slot although nothing is read just now; from any thread."""
         with self._sending:
@@ -343,6 +365,24 @@ class PeerShard:
         self._wire.close()
 
 
+def committed_roots(
+    host: str, address: tuple[str, int], claims: Claims, secret: bytes, version: Version, timeout: float
+) -> Mapping[int, str]:
+    """Owner -> root of its shard, as another host's agent knows what was committed; the leader's knows all of them.
+
+    Raises:
+        GeminiError: it does not answer, or is another one.
+    """
+    with contextlib.closing(BlockingWire(address, claims.model_copy(update={"to": host}), secret, timeout)) as wire:
+        asked = GetRoots(version=version)
+        wire.send(asked)
+        answer = wire.receive()
+        check_answer(asked, answer)
+        if not isinstance(answer, Roots):
+            raise PeerError(f"host {host} sent {answer.kind!r} where roots were due")
+        return answer.roots
+
+
 def _wrong_root(what: str, found: str, committed: str | None) -> CorruptDataError:
     return CorruptDataError(f"{what} is not what was committed: its root is {found}, should be {committed}")
 
@@ -363,6 +403,7 @@ class Sources:
     claims: Claims
     secret: bytes
     timeout: float
+    _kept: dict[int, LocalShard | PeerShard] = field(default_factory=dict, init=False)
 
     def candidates(self, owner: int, reader: int) -> list[str]:
         """Hosts to ask for ``owner``'s shard; readers are spread over them."""
@@ -378,17 +419,33 @@ class Sources:
             return LocalShard(self.client, owner, version, "storage" if self.plan.kind == "storage" else "own memory", root)
         return PeerShard(host, self.addresses[host], self.claims, self.secret, owner, version, self.timeout, root)
 
-    def read(self, owner: int, reader: int, use: Callable[[LocalShard | PeerShard], T]) -> T:
+    def read(self, owner: int, reader: int, use: Callable[[LocalShard | PeerShard], T], keep: bool = False) -> T:
         """Let ``use`` read one shard; when that fails, let it start over with the next copy.
+
+        ``keep``: the next reading follows at once. It finds the shard open, if not too many are, so that a peer is dialled and says the
+        layout only once.
 
         Raises:
             RecoveryError: no copy could be read; the text says why each failed.
         """
         failures: list[str] = []
-        for host in self.candidates(owner, reader):
+        ways: list[Callable[[], LocalShard | PeerShard]] = [partial(self.open, owner, host) for host in self.candidates(owner, reader)]
+        if owner in self._kept:
+            ways.insert(0, partial(self._kept.pop, owner))
+        for way in ways:
             try:
-                with contextlib.closing(self.open(owner, host)) as shard:
-                    return use(shard)
+                with contextlib.ExitStack() as opened:
+                    shard = opened.enter_context(contextlib.closing(way()))
+                    result = use(shard)
+                    if keep and len(self._kept) < _KEPT:
+                        opened.pop_all()
+                        self._kept[owner] = shard
+                    return result
             except (PeerError, CorruptDataError, AgentError, OSError) as error:
                 failures.append(str(error))
         raise RecoveryError(f"no copy of rank {owner}'s shard of {self.plan.version} could be read: {'; '.join(failures)}")
+
+    def close(self) -> None:
+        """Let go of what is kept open."""
+        while self._kept:
+            self._kept.popitem()[1].close()

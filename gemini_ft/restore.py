@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,19 +37,25 @@ def fill(sources: Sources, state: TrainingState, extras: Mapping[int, Any], rank
         LayoutMismatchError: the snapshot is of another model; the first differences are named.
         RecoveryError: a shard could not be read from anywhere.
     """
-    reads, tensors, own = _prepare(sources, state, extras, rank, world_size)
-    by_owner: dict[int, list[Read]] = {}
-    for read in reads:
-        by_owner.setdefault(read.owner, []).append(read)
+    with contextlib.closing(sources):
+        reads, tensors, own = _prepare(sources, state, extras, rank, world_size)
+        by_owner: dict[int, list[Read]] = {}
+        for read in reads:
+            by_owner.setdefault(read.owner, []).append(read)
 
-    def read_shard(owner: int) -> tuple[str, int]:
-        return sources.read(owner, rank, lambda shard: scatter(shard, by_owner[owner], tensors))
+        def read_shard(owner: int) -> tuple[str, int]:
+            return sources.read(owner, rank, lambda shard: scatter(shard, by_owner[owner], tensors))
 
-    restored: dict[str, int] = {}
-    with ThreadPoolExecutor(_READERS) as pool:
-        for where, nbytes in pool.map(read_shard, by_owner):
-            restored[where] = restored.get(where, 0) + nbytes
+        restored: dict[str, int] = {}
+        with ThreadPoolExecutor(_READERS) as pool:
+            for where, nbytes in pool.map(read_shard, _turn(by_owner, rank)):
+                restored[where] = restored.get(where, 0) + nbytes
     return restored, own
+
+
+def _turn(owners: Iterable[int], rank: int) -> list[int]:
+    """The owners from ``rank`` on: if all ranks began with the first one, its host would have to serve them all at once."""
+    return sorted(owners, key=lambda owner: (owner < rank, owner))
 
 
 def _prepare(
@@ -62,15 +69,19 @@ def _prepare(
         live = state.destinations(stored_specs(rank, layouts), rank, world_size)
         reads = plan_reads([source.spec for source in live], rank, layouts)
         return reads, {source.spec.name: source.tensor for source in live}, extras[rank]
-    layouts = {owner: sources.read(owner, rank, lambda shard: shard.layout) for owner in range(then)}
+    layouts = _layouts_of(range(then), sources, rank)
     return state.resized(layouts, extras, rank, world_size)
 
 
 def _layouts(sources: Sources, rank: int) -> dict[int, Layout]:
     """Layouts of all owners that hold something of ``rank``'s state."""
-    own = sources.read(rank, rank, lambda shard: shard.layout)
-    others = sorted(own.owners - {rank})
-    return {rank: own} | {owner: sources.read(owner, rank, lambda shard: shard.layout) for owner in others}
+    own = _layouts_of([rank], sources, rank)
+    return own | _layouts_of(own[rank].owners - {rank}, sources, rank)
+
+
+def _layouts_of(owners: Iterable[int], sources: Sources, rank: int) -> dict[int, Layout]:
+    found = {owner: sources.read(owner, rank, lambda shard: shard.layout, keep=True) for owner in _turn(owners, rank)}
+    return dict(sorted(found.items()))
 
 
 def scatter(shard: ShardReader, reads: Sequence[Read], tensors: Mapping[str, torch.Tensor]) -> tuple[str, int]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import ctypes
 import gc
 import importlib.machinery
 import io
 import json
 import os
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -31,6 +33,7 @@ _STARTERS = (
     "<frozen runpy>",
     "<string>",  # of `starter`
 )
+_PR_SET_PDEATHSIG = 1
 _REPORTED = 4000  # characters of an exception that the launcher's report repeats; the worker's own stderr has all
 
 
@@ -50,6 +53,16 @@ def import_root(program: Sequence[str]) -> str:
     if program[0] == "-":
         return ""
     return os.getcwd() if program[0] == "-m" else os.path.dirname(os.path.realpath(program[0]))
+
+
+def die_with(launcher: int) -> None:
+    """Have the kernel kill this worker when its parent, the ``launcher``, dies: to the other hosts this one is lost then.
+
+    Not by SIGTERM, which scripts take for the end of the whole job: Lightning's rank 0 makes all ranks stop at it, with status 0.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        os._exit(1)  # it has died before
 
 
 def run(program: Sequence[str], copy: str | None = None) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from gemini_ft.agent import lifecycle
 from gemini_ft.errors import CorruptDataError, GeminiError, PeerError, RecoveryError
 from gemini_ft.messages import Claims, SlotInfo, StreamInfo, Visit, Visited
-from gemini_ft.recovery import PeerShard, genuine
+from gemini_ft.recovery import PeerShard, committed_roots, genuine
 from gemini_ft.versions import Version
 
 _TIMEOUT = 60.0  # seconds an agent may take for an answer while it is read
@@ -61,10 +61,30 @@ class Remembered:
                 found.setdefault(version, {}).setdefault(host, []).append(slot)
         return found
 
-    def root(self, owner: int, version: Version) -> str | None:
-        """The root of a shard, where an agent of this machine has a copy of it."""
-        slots = (slot for held in self.copies.get(version, {}).values() for slot in held)
-        return next((slot.root for slot in slots if slot.owner == owner), None)
+    def roots(self, version: Version) -> dict[int, str]:
+        """Owner -> root of its shard, where this machine has a copy."""
+        return {slot.owner: slot.root for held in self.copies.get(version, {}).values() for slot in held}
+
+    def roots_of_leader(self, version: Version) -> Mapping[int, str]:
+        """Owner -> root of its shard, as the leader has committed it.
+
+        Empty where its host is gone, or has committed another version since: then a host that has a copy must do, which has compared it.
+        """
+        for part in self.parts.values():
+            if part.spec is not None and (address := part.spec.addresses.get(part.spec.leader)) is not None:
+                with contextlib.suppress(GeminiError, OSError):
+                    return committed_roots(part.spec.leader, address, self.claims, self.secret, version, _TIMEOUT)
+        return {}
+
+    @property
+    def claims(self) -> Claims:
+        """What a reader says of itself to the agents of other hosts."""
+        return Claims(run=self.run, stream=self.stream, host="visitor", to="", role="fetch", incarnation=None)
+
+    @property
+    def secret(self) -> bytes:
+        """The run's."""
+        return next(iter(self.hosts.values())).secret
 
     def missing(self, version: Version) -> list[int]:
         """Ranks of whose shard no agent of this machine has a copy; empty: the version is whole here."""
@@ -95,20 +115,26 @@ def remembered(run: str | None = None) -> list[Remembered]:
 class RememberedShard:
     """One rank's shard, from the first copy that can be read. It is pinned where it is until this is closed.
 
-    Agents of this machine are asked first, then the other hosts of the job. A copy that fails in the middle is left for
-    the next one.
+    Agents of this machine are asked first, then the other hosts of the job. A copy that fails in the middle, or has another root
+    than the one that was committed, is left for the next one.
 
     Raises:
         RecoveryError: no copy can be had; the text says why. So do ``extras`` and ``chunks``.
     """
 
-    def __init__(self, memory: Remembered, owner: int, version: Version) -> None:
-        self._memory, self._owner, self._version = memory, owner, version
-        self._places, self._root = _places(memory, owner, version), memory.root(owner, version)
+    def __init__(self, memory: Remembered, owner: int, version: Version, root: str | None) -> None:
+        self._memory, self._owner, self._version, self._root = memory, owner, version, root
+        self._places = _places(memory, owner, version)
         self._failures: list[str] = []
         self._shard = self._next()
         _keep(self)
         self.layout, self.where = self._shard.layout, self._shard.where
+
+    def expect(self, root: str) -> None:
+        """Take no copy with another root than this."""
+        self._root = root
+        if self._shard.root != root:
+            self._give_up(CorruptDataError(f"{self.where}: its root is {self._shard.root}, should be {root}"))
 
     def extras(self) -> bytes:
         """As of a `gemini_ft.recovery.ShardReader`."""
@@ -147,13 +173,11 @@ class RememberedShard:
         self._shard = self._next()
 
     def _next(self) -> PeerShard:
-        guide = next(iter(self._memory.hosts.values()))
-        stream = self._memory.stream
-        claims = Claims(run=self._memory.run, stream=stream, host="visitor", to="", role="fetch", incarnation=None)
+        memory = self._memory
         while self._places:
             host, address = self._places.pop(0)
             try:
-                return PeerShard(host, address, claims, guide.secret, self._owner, self._version, _TIMEOUT, self._root)
+                return PeerShard(host, address, memory.claims, memory.secret, self._owner, self._version, _TIMEOUT, self._root)
             except (GeminiError, OSError) as error:
                 self._failures.append(str(error))
         why = "; ".join(self._failures) or "no host that is known from here has a copy"
@@ -199,8 +223,15 @@ def open_newest(memory: Remembered, iteration: int | None) -> tuple[Version, lis
 
 def _open_all(memory: Remembered, version: Version) -> list[RememberedShard]:
     world_size = max(slot.world_size for held in memory.copies[version].values() for slot in held)
+    roots = memory.roots(version)
     with contextlib.ExitStack() as opened:
-        shards = [opened.enter_context(contextlib.closing(RememberedShard(memory, owner, version))) for owner in range(world_size)]
+        shards = [
+            opened.enter_context(contextlib.closing(RememberedShard(memory, owner, version, roots.get(owner))))
+            for owner in range(world_size)
+        ]
+        if len(roots) < world_size:  # only now: a running job moves on
+            for owner, root in memory.roots_of_leader(version).items():
+                shards[owner].expect(root)
         opened.pop_all()
     return shards
 

@@ -48,7 +48,7 @@ DIFFERENCES = {
         "hashes of `str` and `bytes`, and so the order of sets, are the same in all ranks and restarts of a host",
     ),
     "command line in ps": (_WARM, "ps shows the fork server's command line, which has the script and its arguments at its end"),
-    "signal when the parent dies": (_WARM, "the kernel sends SIGTERM when the launcher dies; nothing is left behind"),
+    "signal when the parent dies": (_BOTH, "the kernel sends SIGKILL when the launcher dies"),
 }
 
 

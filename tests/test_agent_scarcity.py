@@ -13,8 +13,11 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,15 +26,17 @@ from agent_kit import CHUNK, Job, agent_pid, eventually
 from gemini_ft import launcher
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape
+from gemini_ft.agent.serving import Fetcher
 from gemini_ft.agent.vault import Vault
 from gemini_ft.agent.workers import Desk
 from gemini_ft.copyplan import map_slots
 from gemini_ft.errors import AgentError, MemoryBudgetError
 from gemini_ft.events import EventLog, read_events
-from gemini_ft.messages import Describe, Description, Fetch, GetInventory, Inventory, Reserved
+from gemini_ft.messages import Committed, Describe, Description, Fetch, GetInventory, Inventory, Reserved
 from gemini_ft.protocol import Host
 from gemini_ft.recorder import Stats
-from gemini_ft.transport.wire import BlockingWire
+from gemini_ft.transport.handshake import Listener
+from gemini_ft.transport.wire import BlockingWire, receive_fds
 from gemini_ft.versions import Incarnation, Version
 
 SECRET = b"s" * 16
@@ -160,6 +165,25 @@ class TestMemory:
         for slot in slots:
             slot.close()
 
+    def test_messages_are_taken_into_memory_that_is_there(self) -> None:
+        """Memory for the longest message, taken anew for each and cut down to it, left holes that made every worker grow without an end."""
+        buffer = memoryview(bytearray(2**18))
+        near, far = socket.socketpair(socket.AF_UNIX)
+        with near, far, open(os.devnull) as file:
+            socket.send_fds(near, [b"message"], [file.fileno(), file.fileno()])
+            tracemalloc.start()
+            try:
+                data, fds, flags = receive_fds(far, buffer, 250)
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            for fd in fds:
+                os.close(fd)
+            assert (bytes(data), len(fds), flags & socket.MSG_CTRUNC) == (b"message", 2, 0)
+            assert peak < 2**14
+            near.close()
+            assert len(receive_fds(far, buffer, 250)[0]) == 0
+
     def test_a_clock_that_jumps_changes_no_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
         slot = SlotMemory.create(shape())
         monkeypatch.setattr("time.time", lambda: -1e9)
@@ -225,6 +249,27 @@ class TestDescriptors:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert resource.prlimit(job.pid("a"), resource.RLIMIT_NOFILE) == (hard, hard)
 
+    def test_of_a_thousand_a_leader_needs_one_per_member(self, job: Job) -> None:
+        (rank,) = job.start("a")
+        pid, members = job.pid("a"), 600
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (1024, 1024))
+        assert job.spec is not None
+        own = job.claims("report", incarnation=job.spec.incarnation)
+
+        def dial(number: int) -> BlockingWire:
+            return BlockingWire(rank.address, own.model_copy(update={"host": f"member{number}"}), SECRET, 30)
+
+        with ThreadPoolExecutor(16) as pool:
+            wires = list(pool.map(dial, range(members)))
+        try:
+            job.commit([rank], 1, 2)
+            for wire in (wires[0], wires[-1]):
+                assert [message.iteration for message in (wire.receive(), wire.receive()) if isinstance(message, Committed)] == [1, 2]
+            assert members <= len(os.listdir(f"/proc/{pid}/fd")) < members + 100
+        finally:
+            for wire in wires:
+                wire.close()
+
     def test_without_any_it_waits_and_then_serves_again(self, job: Job) -> None:
         """The loop does not spin meanwhile, and no connection is left half open."""
         (rank,) = job.start("a")
@@ -251,7 +296,8 @@ class TestDescriptors:
         rank.reserve(nbytes=8 * CHUNK)
         job.commit([rank], 1, 2, 3)
 
-    def test_a_listener_without_descriptors_does_not_spin(self) -> None:
+    @pytest.mark.parametrize("of", ["workers", "peers"])
+    def test_a_listener_without_descriptors_does_not_spin(self, of: str) -> None:
         async def look() -> int:
             attempts = 0
 
@@ -264,11 +310,17 @@ class TestDescriptors:
             class Office:
                 def log(self, text: str) -> None: ...
 
-            with Exhausted(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as caller:
-                listener.bind(name := f"\0gemini-test-{os.getpid()}")
+            family, name = (socket.AF_UNIX, f"\0gemini-test-{os.getpid()}") if of == "workers" else (socket.AF_INET, ("127.0.0.1", 0))
+            with Exhausted(family) as listener, socket.socket(family) as caller:
+                listener.bind(name)
                 listener.listen()
-                caller.connect(name)
-                desk = Desk(Office(), listener)  # type: ignore[arg-type]
+                listener.setblocking(False)
+                caller.connect(listener.getsockname())
+                desk: Desk | Listener = (
+                    Desk(Office(), listener)  # type: ignore[arg-type]
+                    if of == "workers"
+                    else Listener(listener, lambda: SECRET, pytest.fail, print, pytest.fail)  # type: ignore[arg-type]
+                )
                 for _ in range(50):
                     await asyncio.sleep(0)
                 desk.close()
@@ -278,6 +330,30 @@ class TestDescriptors:
 
 
 class TestReaders:
+    def test_are_sent_the_slots_own_memory_and_nothing_is_hashed_for_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What they ask for may be gigabytes, and the agent does nothing else meanwhile; they compare it with the checksums themselves."""
+        version, slot = Version(Incarnation(1, "nonce"), 7), SlotMemory.create(shape())
+        for index, (offset, nbytes) in enumerate(slot.cuts(0)):
+            slot.put_chunk(index, offset, nbytes, 0)
+        assert slot.finish(version, 0, None)
+        place, _ = vault(2**30)
+        place.adopt(slot)
+        sent: list[memoryview] = []
+        connection = SimpleNamespace(send=lambda message, payload: sent.append(payload), peer="b:1", backlog=0, unacknowledged=0)
+        home = SimpleNamespace(spec=None, host=place._host, vault=place, log=print, perform=lambda effects: None)
+
+        async def serve() -> None:
+            fetcher = Fetcher(home, connection, "b")  # type: ignore[arg-type]
+            monkeypatch.setattr("gemini_ft.agent.serving.checksum", no_thread)
+            monkeypatch.setattr("gemini_ft.agent.memory.checksum", no_thread)
+            fetcher.on_message(Fetch(owner=0, version=version, offset=0, nbytes=2**16))
+            fetcher.on_lost("")
+
+        asyncio.run(serve())
+        assert sum(map(len, sent)) == 2**16
+        slot.data(0, 1)[0] = 7
+        assert sent[0][0] == 7
+
     def test_one_that_is_stopped_keeps_no_slot_for_ever(self, job: Job) -> None:
         ranks = job.start(replica_timeout=1.0)
         job.commit(ranks, 1, 2)

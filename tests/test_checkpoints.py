@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_ft.errors import ConfigError, CorruptDataError, FormatError, ObjectGoneError, StorageError, StorageUnclearError, SupersededError
+from gemini_ft.export.source import from_storage
 from gemini_ft.layout import TensorSpec, build_layout
 from gemini_ft.storage.base import Storage, ignore
 from gemini_ft.storage.checkpoints import (
@@ -535,6 +537,8 @@ def test_another_history_is_not_touched(storage: LocalStorage) -> None:
 def test_what_a_reader_holds_stays(storage: LocalStorage) -> None:
     older, newer = save(storage, version(1)), save(storage, version(2))
     with reading(storage, "run", "main", older.version):
+        assert retain(storage, keep_last=1) == []
+    with closing(from_storage(storage, 1, "run", "main", None, False)):  # an export
         assert retain(storage, keep_last=1) == []
     assert retain(storage, keep_last=1) == [older.folder]
     storage.put("run/main.reading-0123.json", [json.dumps({"folder": newer.folder, "since": 1.0}).encode()])  # dead for long

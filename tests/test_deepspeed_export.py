@@ -30,7 +30,7 @@ BF16_OPTIMIZER = Case(1, bf16=True, config={"data_types": {"grad_accum_dtype": "
     [
         pytest.param(Case(0), marks=pytest.mark.soak),
         Case(1, groups=2),
-        Case(2, bf16=True, zero={"round_robin_gradients": True}),
+        pytest.param(Case(2, bf16=True, zero={"round_robin_gradients": True}), marks=pytest.mark.soak),
         Case(3, bf16=True, groups=2),
         pytest.param(BF16_OPTIMIZER, marks=pytest.mark.soak),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,7 +170,7 @@ def test_large_jobs_keep_torchs_pace() -> None:
     assert pause(1000) == 1.0
 
 
-NAMES = ("_RendezvousJoinOp", "_delay", "_BackendRendezvousStateHolder")
+NAMES = ("_RendezvousJoinOp", "_delay", "_BackendRendezvousStateHolder", "_should_keep_alive")
 
 
 def test_torch_waits_and_remembers_for_less_than_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +182,31 @@ def test_torch_waits_and_remembers_for_less_than_a_second(monkeypatch: pytest.Mo
         holder = torch_rendezvous._BackendRendezvousStateHolder(SimpleNamespace(name="none"), SimpleNamespace())
     assert slept == [pause(3), (0, 0.3)]
     assert holder._cache_duration < pause(3)
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_host_with_another_clock_lives_as_long_as_it_gives_signs_of_life(hours: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = HOSTS[:2]
+    state = _RendezvousState()
+    state.participants = {own: 0, other: 1}
+    now = [100.0]
+    monkeypatch.setattr("gemini_ft.elastic.time", SimpleNamespace(monotonic=lambda: now[0]))
+    interval = timedelta(seconds=1)
+    settings = SimpleNamespace(run_id="r", keep_alive_interval=interval, keep_alive_max_attempt=3, min_nodes=2)
+    backend = SimpleNamespace(name="none", get_state=lambda: (pickle.dumps(state), None))
+    with better_rendezvous(3):
+        holder = torch_rendezvous._BackendRendezvousStateHolder(backend, settings)
+        holder._cache_duration = 0
+        begin = datetime.now(UTC) + timedelta(hours=hours)
+        for seconds in range(10):
+            now[0] = 100.0 + seconds
+            said = begin + timedelta(seconds=min(seconds, 5))  # then it dies
+            state.last_heartbeats = {own: datetime.now(UTC), other: said}
+            holder.sync()
+            assert (other in holder.state.participants) == (seconds < 8)
+            assert holder.state.last_heartbeats.get(other, said) == said  # as the others must read it
+        state.last_heartbeats[own] = datetime.now(UTC) + timedelta(hours=hours)  # and this host's own clock was set
+        assert torch_rendezvous._should_keep_alive(SimpleNamespace(node=own, state=state, settings=settings))
 
 
 def test_torch_is_left_as_it_was() -> None:

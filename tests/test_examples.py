@@ -60,6 +60,7 @@ def test_a_plain_loop_survives_under_either_launcher(tmp_path: Path, launcher: s
     assert "step 60: loss" in output
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_trainer_of_transformers_is_killed_twice() -> None:
     for module in ("deepspeed", "transformers", "accelerate"):

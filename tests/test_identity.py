@@ -20,7 +20,7 @@ from gemini_ft.agent.gate import Gate
 from gemini_ft.agent.memory import SlotMemory, SlotShape
 from gemini_ft.agent.sending import Link, Outgoing
 from gemini_ft.config import DEFAULT_TRAFFIC
-from gemini_ft.errors import AgentTimeoutError, CorruptDataError, PeerError, SupersededError
+from gemini_ft.errors import AgentTimeoutError, CorruptDataError, PeerError, RecoveryError, SupersededError
 from gemini_ft.hosts import host_id
 from gemini_ft.messages import Begin, Claims, Describe, Fetch, Message, Offer, Ready, Reserve
 from gemini_ft.recovery import LocalShard, PeerShard, Plan, Sources
@@ -28,6 +28,7 @@ from gemini_ft.roots import checksum
 from gemini_ft.transport.handshake import listen
 from gemini_ft.transport.tcp import Connection
 from gemini_ft.versions import Incarnation, Version
+from gemini_ft.visits import RememberedShard, open_newest, remembered
 
 SECRET = b"s" * 16  # of the kit's ranks
 
@@ -38,7 +39,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
         yield job
 
 
-def bytes_of(shard: LocalShard | PeerShard) -> bytes:
+def bytes_of(shard: LocalShard | PeerShard | RememberedShard) -> bytes:
     return b"".join(bytes(view) for _, view in shard.chunks())
 
 
@@ -290,6 +291,37 @@ class TestRoots:
         assert sources.read(0, 0, bytes_of) == content(0, 2, 4 * CHUNK)
         with pytest.raises(CorruptDataError, match="from peer b is not what was committed"):
             PeerShard("b", ranks[1].address, job.claims(), SECRET, 0, job.version(2), 10.0, root="0" * 32)
+
+    def test_an_export_asks_the_leader_where_this_machine_has_no_copy(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        ranks = job.start("a", "b", "c", holders={0: ["a"], 1: ["b"], 2: ["c"]})
+        job.commit(ranks, 1, 2)
+        monkeypatch.setattr(lifecycle, "addresses", lambda: [lifecycle.socket_name(job.run, "b")])
+        (memory,) = remembered(job.run)
+        version, shards = open_newest(memory, None)
+        with contextlib.ExitStack() as stack:
+            for shard in shards:
+                stack.callback(shard.close)
+            assert [bytes_of(shard) for shard in shards] == [content(owner, 2, 4 * CHUNK) for owner in range(3)]
+            assert [shard._root for shard in shards] == [
+                info.root for rank in ranks for info in rank.inventory() if info.version == version
+            ]
+            with pytest.raises(RecoveryError, match=r"rank 2's shard of .*peer c: its root is [0-9a-f]+, should be 0+$"):
+                shards[2].expect("0" * 32)
+
+    def test_a_shard_that_is_read_twice_is_dialled_once(self, job: Job) -> None:
+        """First its layout, to find out what is where; unless the connection is lost meanwhile."""
+        ranks = job.start()
+        job.commit(ranks, 1)
+        with Proxy(ranks[1].address) as to_b:
+            plan = Plan("memory", job.version(1), {0: ("b",)})
+            sources = Sources(ranks[0].client, "a", plan, {"b": to_b.address}, job.claims(), SECRET, 10.0)
+            with contextlib.closing(sources):
+                for dialled in (1, 3):
+                    sources.read(0, 0, lambda shard: shard.layout, keep=True)
+                    if dialled == 3:
+                        to_b.cut()
+                    assert sources.read(0, 0, bytes_of) == content(0, 1, 4 * CHUNK)
+                    assert to_b.connections == dialled
 
     def test_a_lost_copy_is_rebuilt_from_what_was_committed_only(self, job: Job) -> None:
         ranks = job.start()

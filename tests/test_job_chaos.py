@@ -125,6 +125,7 @@ def chaos(folder: Path, seed: int, deeds: int, steps: int) -> None:
             assert result["state"] == expected[rank]["state"], monkey.done
 
 
+@pytest.mark.soak
 def test_ends_with_the_same_bits(tmp_path: Path) -> None:
     chaos(tmp_path, seed=1, deeds=6, steps=40)
 

@@ -111,6 +111,7 @@ def test_a_worker_that_hangs_makes_replicas_late_and_breaks_nothing(network: Net
     assert_identical(torch.load(tmp_path / "final.pt"), undisturbed)
 
 
+@pytest.mark.soak
 def test_the_interval_follows_the_network(permitted: None, tmp_path: Path) -> None:
     """Up when the idle network cannot carry a snapshot per step any more, down when it can again; all ranks alike."""
     traffic = {"profile_steps": 5}

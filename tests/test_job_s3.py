@@ -110,6 +110,7 @@ class TestResume:
         state = 3 * 4 * (4 + 1 + 1) * 400_000
         assert state <= proxy.moved < 1.05 * state
 
+    @pytest.mark.soak
     def test_after_a_group_was_lost_in_the_middle_of_an_upload(self, two: World, server: s3_server.Server, proxy: S3Proxy) -> None:
         wide = {"width": 1_200_000, "timeout": 30.0}  # two parts per shard
         two.outcome(*run(proxy.endpoint, 2, **wide))
@@ -160,6 +161,7 @@ class TestResume:
         assert (result["start"], result["committed"]) == (4, 7)
         assert told(result, "storage cannot be used now, and it is not required")
         assert "flip" in proxy.met
+        assert any("/main.reading-" in request.key for request in proxy.requests)  # no other job deletes it meanwhile
 
     def test_from_the_one_before_when_an_object_is_damaged(self, two: World, server: s3_server.Server) -> None:
         two.outcome(*run(server.endpoint, 6))

@@ -144,6 +144,7 @@ class TestRestarts:
         assert job.processes() == set()
         assert "cold" not in job.err
 
+    @pytest.mark.soak
     @pytest.mark.parametrize("kind", RENDEZVOUS)
     def test_under_plain_torchrun_too(self, kind: str, launch: Callable[..., Job]) -> None:
         self._torchrun(kind, 2, 2, launch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,6 +65,10 @@ class Model(LightningModule):
 
 def crash() -> None:
     raise Boom
+
+
+def tell_to_end() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def interrupt() -> None:
@@ -148,6 +153,14 @@ def test_what_synchronises_gradients_belongs_to_the_strategy(fit: Callable[..., 
         fit()
     fit(strategy=(resumed := strategy({})))
     assert first_difference(resumed.gradients.state, {"residual": torch.full((3,), 0.1), "steps": 4}) is None
+
+
+def test_what_sigterm_has_ended_is_no_success(fit: Callable[..., Model], closed: list[dict[str, bool]]) -> None:
+    """Lightning's rank 0 makes all ranks end as it does, and hosts that nobody has told to end must go on without it."""
+    with pytest.raises(SystemExit) as end:
+        fit({"at": 4, "do": tell_to_end})
+    assert end.value.code == 128 + signal.SIGTERM
+    assert closed == [{"finished": False, "interrupted": False}]
 
 
 def test_ctrl_c_is_no_crash(fit: Callable[..., Model], closed: list[dict[str, bool]]) -> None:

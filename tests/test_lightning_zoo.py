@@ -483,7 +483,7 @@ TORCHDATA: dict[str, tuple[Maker, dict[str, Any]]] = {
 
 @pytest.mark.skipif(StatefulDataLoader is None, reason="torchdata is not installed")
 @pytest.mark.parametrize("name", TORCHDATA)
-@pytest.mark.parametrize("stop", [(0, 3), MIDDLE])
+@pytest.mark.parametrize("stop", [pytest.param((0, 3), marks=pytest.mark.soak), MIDDLE])
 def test_stateful_data_loader(name: str, stop: tuple[int, int]) -> None:
     make, options = TORCHDATA[name]
     check_going_on(make, stop, **options)

@@ -44,6 +44,7 @@ def test_what_a_process_sees_of_itself(launcher: str, tmp_path: Path) -> None:
     assert differing.keys() == documented, str({name: differing.get(name) for name in differing.keys() ^ documented})
 
 
+@pytest.mark.soak
 @OURS
 def test_what_scripts_do_with_further_processes(launcher: str, tmp_path: Path) -> None:
     """Pools, executors and loaders of each start method, with classes of __main__."""

@@ -101,6 +101,21 @@ class Machine(RuleBasedStateMachine):
         if hangs and (pairs := sorted({link.names for link in self.job.links() if link.role == "replicate"})):
             self.job.hung.add(pairs[pick % len(pairs)])
 
+    @rule(pick=picks)
+    def stop_agent(self, pick: int) -> None:
+        """An agent stands still, the leader's perhaps, in whatever goes on; its connections stay, and its workers train on."""
+        if nodes := [node for node in self.job.nodes.values() if node.alive]:
+            self.job.stopped.add(nodes[pick % len(nodes)])
+
+    @rule(pick=picks, replaced=st.booleans())
+    def end_of_a_stop(self, pick: int, replaced: bool) -> None:
+        """It goes on, and hears all that has come meanwhile; or somebody has noticed, and another takes its place."""
+        if stopped := [node for node in self.job.nodes.values() if node in self.job.stopped]:
+            node = stopped[pick % len(stopped)]
+            self.job.stopped.discard(node)
+            if replaced and any(worker.alive for worker in node.current()):
+                node.restart_agent()
+
     @rule(lies=st.integers(1, 3))
     def lie(self, lies: int) -> None:
         """Something between two hosts exchanges chunks, each with its checksum."""
@@ -171,7 +186,7 @@ def test_a_choice_that_lacks_what_a_worker_hands_back_meanwhile_is_made_anew() -
 
 @pytest.mark.timeout(1200)  # what has been found is made as short as can be, which takes minutes
 def test_random_interleavings() -> None:
-    run_state_machine_as_test(Machine, settings=settings(max_examples=200, stateful_step_count=40))
+    run_state_machine_as_test(Machine, settings=settings(max_examples=120, stateful_step_count=40))
 
 
 @pytest.mark.soak

@@ -14,7 +14,7 @@ import pytest
 from agent_kit import CHUNK, EXTRAS, Job, Rank, content, eventually
 
 from gemini_ft.errors import AgentError
-from gemini_ft.recovery import LocalShard
+from gemini_ft.recovery import LocalShard, Plan, Sources
 
 PATIENCE = {"agent_timeout": 1.0}
 SHORT = 0.4  # seconds
@@ -134,3 +134,17 @@ def test_a_pause_in_a_recovery_loses_nothing(job: Job, moment: str, victim: int,
             assert shard_of(LocalShard(rank.client, owner, resumed)) == (content(owner, 2, 4 * CHUNK), EXTRAS)
     job.commit(ranks, 3, 4)
     has_same_bytes(job, ranks, 4)
+
+
+@pytest.mark.parametrize("for_good", [pytest.param(False, marks=_SOAK), True], ids=["short", "for good"])
+def test_a_pause_of_a_peer_that_is_read_leads_to_the_next_copy(job: Job, for_good: bool) -> None:
+    ranks = job.start(hello=PATIENCE)
+    job.commit(ranks, 1, 2)
+    plan = Plan("memory", job.version(2), {0: ("b", "a")})
+    addresses = {rank.host: rank.address for rank in ranks}
+    sources = Sources(ranks[0].client, "another", plan, addresses, job.claims(), b"s" * 16, 2 * SHORT)
+    pause(job, "b", for_good)
+    found = sources.read(0, 0, lambda shard: (shard.where, b"".join(bytes(view) for _, view in shard.chunks())))
+    assert found == ("peer a" if for_good else "peer b", content(0, 2, 4 * CHUNK))
+    if for_good:
+        eventually(lambda: ranks[1].client.lost, "the end of the agent that hung")

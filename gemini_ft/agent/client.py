@@ -44,7 +44,7 @@ from gemini_ft.messages import (
     pack,
     unpack,
 )
-from gemini_ft.transport.wire import frame_length
+from gemini_ft.transport.wire import frame_length, receive_fds
 
 M = TypeVar("M", bound=Message)
 _log = logging.getLogger("gemini_ft")
@@ -232,10 +232,10 @@ class AgentClient:
 
     def _listen(self) -> None:
         lifecycle.yield_to_training()
-        inbox, fds = bytearray(), list[int]()
+        inbox, fds, buffer = bytearray(), list[int](), memoryview(bytearray(256 * 1024))
         try:
             while self._await_data():
-                data, more, flags, _ = socket.recv_fds(self._socket, 256 * 1024, 250, socket.MSG_CMSG_CLOEXEC)
+                data, more, flags = receive_fds(self._socket, buffer, 250)
                 if not data:
                     break
                 fds += more

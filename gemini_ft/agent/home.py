@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from gemini_ft.agent.memory import Budget
@@ -61,5 +61,8 @@ class Home(Protocol):
 
     def version(self, iteration: int) -> Version:
         """Of the present incarnation."""
+
+    def committed_roots(self, version: Version) -> Mapping[int, str]:
+        """Owner -> root of its shard of a committed version: all of them at the leader, at other hosts those of what they hold."""
 
     def log(self, text: str) -> None: ...

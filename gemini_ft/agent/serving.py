@@ -11,7 +11,20 @@ from gemini_ft.agent.lease import Lease
 from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.layout import Layout
-from gemini_ft.messages import Data, Describe, Description, Failed, Fetch, Heartbeat, Message, Offer, SessionSpec, check_answer
+from gemini_ft.messages import (
+    Data,
+    Describe,
+    Description,
+    Failed,
+    Fetch,
+    GetRoots,
+    Heartbeat,
+    Message,
+    Offer,
+    Roots,
+    SessionSpec,
+    check_answer,
+)
 from gemini_ft.roots import checksum
 from gemini_ft.transport.handshake import dial
 from gemini_ft.transport.tcp import Connection
@@ -42,6 +55,10 @@ class Fetcher:
     def on_message(self, message: Message) -> memoryview | None:
         self._lease.renew()
         if isinstance(message, Heartbeat):
+            return None
+        if isinstance(message, GetRoots):
+            roots = self._stream.committed_roots(message.version)
+            self._connection.send(Roots(call=message.call, version=message.version, roots=dict(roots)))
             return None
         if not isinstance(message, Fetch | Describe):
             raise PeerError(f"host {self._host} sent {message.kind!r} on a connection for reading")

@@ -6,7 +6,7 @@ Everything runs on the agent's event loop, so nothing here needs a lock.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from gemini_ft.agent.custody import Custodians
 from gemini_ft.agent.home import AgentServices, WorkerPort
@@ -296,6 +296,10 @@ class Stream:
     def version(self, iteration: int) -> Version:
         assert self.spec is not None
         return Version(self.spec.incarnation, iteration)
+
+    def committed_roots(self, version: Version) -> Mapping[int, str]:
+        book = self._leader.book if self._leader is not None else self.host
+        return book.roots if book.committed == version else {}
 
     def on_request(self, worker: WorkerPort, message: Request) -> None:
         self.perform(self.host.request(worker.rank, self.version(message.iteration)))

@@ -21,10 +21,10 @@ from gemini_ft.agent.sparing import Sparing
 from gemini_ft.errors import AgentError, GeminiError, PeerError
 from gemini_ft.messages import Adopt, Failed, Message, Watch, pack, unpack
 from gemini_ft.private import credentials
-from gemini_ft.transport.wire import frame_length
+from gemini_ft.transport.wire import frame_length, receive_fds
 from gemini_ft.versions import Incarnation
 
-_READ = 256 * 1024
+_BUFFER = memoryview(bytearray(256 * 1024))  # of the event loop, which reads from one worker at a time
 _MAX_FDS = 250
 _PAUSE = 1.0  # seconds
 STACKS_SECONDS = 1.0  # for a worker to write down where its threads are
@@ -131,15 +131,15 @@ class WorkerConnection:
     def _readable(self) -> None:
         while self._connected:
             try:
-                data, fds, flags, _ = socket.recv_fds(self._socket, _READ, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+                data, fds, flags = receive_fds(self._socket, _BUFFER, _MAX_FDS)
             except BlockingIOError:
                 return
             except OSError:
-                data, fds, flags = b"", [], 0
+                data, fds, flags = _BUFFER[:0], [], 0
             self._fds += fds
             if flags & socket.MSG_CTRUNC:  # the kernel drops what does not fit: nothing that follows would find its own
                 self._office.log(f"worker {self.pid}: descriptors of slots were lost, because this agent has no free ones (ulimit -Hn)")
-                data = b""
+                data = _BUFFER[:0]
             if not data:
                 self._hang_up()
                 return

@@ -129,8 +129,7 @@ def from_memory(
             "Take `latest`, or --from URL for what lies in storage"
         )
     version, shards = open_newest(memory, step)
-    secret = next(iter(memory.hosts.values())).secret
-    return Checkpoint(memory.run, memory.stream, version, f"memory of run {memory.run}", shards, secret, trust_pickle)
+    return Checkpoint(memory.run, memory.stream, version, f"memory of run {memory.run}", shards, memory.secret, trust_pickle)
 
 
 def from_storage(

@@ -53,6 +53,7 @@ def _needed(package: str) -> list[str]:
         "loops.fetchers._PrefetchDataFetcher",
         "loops.fit_loop._FitLoop._load_combined_loader_states",
         "trainer.call._call_callback_hooks",
+        "utilities.exceptions.SIGTERMException",
         "trainer.call._call_lightning_module_hook",
         "trainer.connectors.data_connector._DataLoaderSource.dataloader",
         "trainer.connectors.logger_connector.logger_connector._LoggerConnector.should_update_logs",
@@ -244,6 +245,12 @@ def before_loading(trainer: Any, hook: Callable[[], None]) -> None:
         return dataloader()
 
     source.dataloader = hooked
+
+
+def told_to_end(package: str) -> type[SystemExit]:
+    """The exception that ends a fit after SIGTERM, on all ranks if rank 0 has had it."""
+    kind: type[SystemExit] = importlib.import_module(f"{package}.utilities.exceptions").SIGTERMException
+    return kind
 
 
 def rerun_epoch_start(trainer: Any, package: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,6 +32,9 @@ _NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemini_deepspeed_stage_3": ("GeminiDeepSpeedStrategy", {"stage": 3}),
     "gemini_deepspeed_stage_3_offload": ("GeminiDeepSpeedStrategy", {"stage": 3, "offload_optimizer": True, "offload_parameters": True}),
 }
+# Status of a process that ends because rank 0 has had SIGTERM, of which Lightning tells all ranks. Theirs is 0, which other hosts'
+# launchers take for the end of the training; with this one the job goes on without the host that was told to end.
+_TOLD_TO_END = 128 + signal.SIGTERM
 _PUBLIC = {"lightning.pytorch": "gemini_ft.lightning", "pytorch_lightning": "gemini_ft.pytorch_lightning"}
 
 
@@ -134,6 +138,8 @@ class GeminiMixin(Gemini, _Strategy):
         fit, self._gemini_fit = self._gemini_fit, None
         if fit is not None:
             fit.close(interrupted=isinstance(exception, KeyboardInterrupt))
+        if isinstance(exception, compat.told_to_end(self._gemini_package)):
+            exception.code = _TOLD_TO_END
         super().on_exception(exception)
 
     def teardown(self) -> None:

@@ -49,6 +49,8 @@ class Node:
     def events(self) -> Iterator[Step]:
         for worker in self.workers:
             yield from worker.events()
+        if self in self.job.stopped:
+            return
         for link in self.links.values():
             yield from link.events()
         for upload in self.uploads:
@@ -100,6 +102,7 @@ class Node:
         """The agent died and another took its place; each worker hands over the slots that it holds, one worker after the other."""
         session, memory = self.session, self.memory
         assert session is not None
+        self.job.stopped.discard(self)
         self.job.disconnect(self)
         self._forget()
         self.adopted, self.session, self.interrupted, self.memory = True, None, session, {}
@@ -306,7 +309,7 @@ class Node:
 
     def tick(self) -> None:
         if self.ledger is not None:
-            self._apply(self.ledger.tick(self.job.now))
+            self._apply(self.ledger.tick(self.job.now, [node.name for node in self.job.stopped]))
 
     def _apply(self, decisions: list[Decision]) -> None:
         for decision in decisions:

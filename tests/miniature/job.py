@@ -48,6 +48,7 @@ class Job:
         self.connections: list[Connection] = []
         self.lies = 0  # chunks that will be exchanged on their way
         self.hung: set[tuple[str, str]] = set()  # (from, to): nothing gets through, and nobody is told
+        self.stopped: set[Node] = set()  # whose agents hear, do and decide nothing, while their connections stay
         self.layout_changes: list[int] = []  # iterations from which shards have another shape
         self.truth = Truth()
         self._former: Truth | None = None  # what holds if not all hosts open the session that has been chosen
@@ -73,9 +74,9 @@ class Job:
                 found.extend(node.events())
         step = {"gathering": self._gather, "opening": self._open, "running": None, "broken": None}[self.phase]
         if step is not None:
-            found.extend((node, partial(step, node)) for node in self._todo)
+            found.extend((node, partial(step, node)) for node in self._todo if node not in self.stopped)
         if self.phase == "broken":
-            found.extend((node, partial(self._unseal, node)) for node in self._sealed)
+            found.extend((node, partial(self._unseal, node)) for node in self._sealed if node not in self.stopped)
         return found
 
     def workers(self) -> list[Worker]:
@@ -105,12 +106,14 @@ class Job:
     def accepts(self, node: Node, name: str) -> bool:
         """The agent's duty: only hosts of one incarnation talk to each other."""
         peer = self.nodes.get(name)
-        return peer is not None and peer.alive and node.session is not None and peer.session is node.session
+        if peer is None or not peer.alive or peer in self.stopped:
+            return False
+        return node.session is not None and peer.session is node.session
 
     def connect(self, node: Node, name: str, role: str, near: Handler) -> Connection | None:
         """Whoever wants to read is let in whatever the incarnation; nobody else is."""
         peer = self.nodes.get(name)
-        if peer is None or not peer.alive or (role != "fetch" and not self.accepts(node, name)):
+        if peer is None or not peer.alive or peer in self.stopped or (role != "fetch" and not self.accepts(node, name)):
             return None
         kinds: dict[str, type[Receiver | Member | Server]] = {"replicate": Receiver, "report": Member, "fetch": Server}
         far = kinds[role](peer)
@@ -137,14 +140,14 @@ class Job:
     def pause(self) -> None:
         """A moment: whoever was told to try again does."""
         for connection in self.links():
-            if isinstance(connection.far, Receiver):
+            if isinstance(connection.far, Receiver) and connection.far.node not in self.stopped:
                 connection.far.ask_again()
 
     def wait(self, seconds: float = 11.0) -> None:
         """Longer than anybody's patience."""
         self.now += seconds
         self.pause()
-        for node in [node for node in self.nodes.values() if node.alive]:
+        for node in [node for node in self.nodes.values() if node.alive and node not in self.stopped]:
             node.tick()
             for link in node.links.values():
                 link.insist()
@@ -157,11 +160,14 @@ class Job:
         if readable:
             node, owner, version = rng.choice(readable)
             reader = rng.choice(alive)
+            if reader in self.stopped:
+                return
             reader.fetch(Fetch(reader, owner, version, None, lambda whole: None), node.name)
 
     def crash(self, node: Node) -> None:
         """Host, memory and workers are gone."""
         node.alive = False
+        self.stopped.discard(node)
         for worker in node.workers:
             worker.die()
         self.disconnect(node)
@@ -345,6 +351,7 @@ class Job:
         that forgot what it was sending, is waited for.
         """
         self.hung.clear()
+        self.stopped.clear()
         self.lies = 0
         self.settle(rng)
         if self.phase != "running" or len(self._mates()) < self.world_size:

@@ -103,7 +103,7 @@ class Link:
 
     def insist(self) -> None:
         """The agent's duty: a peer that does not even answer that it forgets a shard is cut off."""
-        if self.connection is not None and self.connection.hangs and any(out.drop_sent for out in self.active):
+        if self.connection is not None and self.connection.is_silent and any(out.drop_sent for out in self.active):
             self.connection.close_near()
 
     def close(self) -> None:

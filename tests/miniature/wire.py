@@ -79,10 +79,15 @@ class Connection:
         """Nothing passes, and neither end is told."""
         return self.role == "replicate" and self.names in self.job.hung and self.near_open and self.far_open
 
+    @property
+    def is_silent(self) -> bool:
+        """The near end hears nothing from the far one."""
+        return self.hangs or self.far.node in self.job.stopped
+
     def events(self) -> Iterator[Step]:
-        if self.forward and self.far_open and not self.hangs:
+        if self.forward and self.far_open and not self.hangs and self.far.node not in self.job.stopped:
             yield (self, "forward"), self._deliver_forward
-        if self.backward and self.near_open and not self.hangs:
+        if self.backward and self.near_open and not self.hangs and self.near.node not in self.job.stopped:
             yield (self, "backward"), self._deliver_backward
 
     def _deliver_forward(self) -> None:

@@ -55,15 +55,16 @@ class Worker:
 
     def events(self) -> Iterator[Step]:
         """What it does by itself, training aside."""
-        if self.outbox:
+        hears = self.node not in self.node.job.stopped  # the agent
+        if self.outbox and hears:
             yield (self, "agent"), lambda: self.node.on_worker(self, *self.outbox.popleft())
-        elif not self.alive and not self.known_dead:  # what it said before it died still counts
+        elif not self.alive and not self.known_dead and hears:  # what it said before it died still counts
             yield (self, "agent"), lambda: self.node.on_dead(self)
         if self.alive and self.inbox:
             yield self, lambda: self._hear(*self.inbox.popleft())
         if self.alive and self.state == "writing":
             yield self, self._copy
-        if self.alive and self.state == "starting" and self.node.job.is_open(self.session):
+        if self.alive and self.state == "starting" and self.node.job.is_open(self.session) and hears:
             yield self, self._read
 
     # -- training
