@@ -40,8 +40,10 @@ class SAM(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         closure = torch.enable_grad()(closure)
-        closure()
+        loss = closure()
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not params:  # all are frozen
+            return loss
         norm = torch.stack([p.grad.norm() for p in params]).norm()
         for p in params:
             self.state[p]["old"] = p.clone()
