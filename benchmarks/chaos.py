@@ -26,8 +26,8 @@ from typing import Any
 
 import common
 from gemini_ft.agent import lifecycle
-from gemini_ft.private import credentials
 from gemini_ft.testing import DrillError, EmulatedHosts
+from gemini_ft.wire.private import credentials
 
 WORKER = str(Path(__file__).with_name("chaos_worker.py"))
 PATIENCE = 150.0  # seconds without a new step after which a round counts as stuck

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gemini_ft
-from gemini_ft.collectives import Observer, observe
+from gemini_ft.worker.collectives import Observer, observe
 
 MODES: dict[str, dict[str, Any]] = {
     "none": {},

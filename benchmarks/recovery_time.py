@@ -44,7 +44,7 @@ class Job:
 
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-GEMINI_RUN = (sys.executable, "-m", "gemini_ft.cli", "run")
+GEMINI_RUN = (sys.executable, "-m", "gemini_ft.cli.main", "run")
 JOBS = {
     "gemini_lightning": Job("gemini-ft, Lightning", GEMINI_RUN, "lightning", "gemini"),
     "gemini_plain": Job("gemini-ft, plain loop", GEMINI_RUN, "plain", "gemini"),

@@ -17,8 +17,8 @@ from unittest import mock
 
 import common
 from gemini_ft.agent import memory as slots
-from gemini_ft.roots import checksum, layout_digest, shard_root
-from gemini_ft.versions import Incarnation, Version
+from gemini_ft.core.roots import checksum, layout_digest, shard_root
+from gemini_ft.core.versions import Incarnation, Version
 
 MIB = 2**20
 CHUNK = 4 * MIB

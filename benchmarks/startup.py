@@ -23,8 +23,8 @@ import common
 PACKAGES = ("torch", "gemini-ft")
 LAUNCHERS = {
     "torchrun": ("torch.distributed.run", "--standalone"),
-    "gemini_run": ("gemini_ft.cli", "run"),
-    "gemini_run_cold": ("gemini_ft.cli", "run", "--cold"),
+    "gemini_run": ("gemini_ft.cli.main", "run"),
+    "gemini_run_cold": ("gemini_ft.cli.main", "run", "--cold"),
 }
 BASELINE = "torchrun"
 FIGURES = ("first", "restart", "pss")

@@ -43,8 +43,8 @@ from nemesis_case import work
 from rank_kit import Attempt, World
 
 from gemini_ft.errors import CorruptDataError, RecoveryError, StorageError
-from gemini_ft.storage.base import open_storage
 from gemini_ft.storage.checkpoints import list_checkpoints, read_manifest
+from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.shard import StoredShard
 from gemini_ft.testing import S3Proxy
 

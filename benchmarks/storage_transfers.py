@@ -21,11 +21,11 @@ from botocore.config import Config
 
 from gemini_ft.agent.memory import EXTRAS_ROOM, SlotMemory, SlotShape
 from gemini_ft.agent.staging import StoredCopy
-from gemini_ft.layout import Layout, TensorSpec, build_layout
-from gemini_ft.messages import Stage
-from gemini_ft.storage.base import open_storage
+from gemini_ft.core.layout import Layout, TensorSpec, build_layout
+from gemini_ft.core.versions import Incarnation, Version
+from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.shard import ShardRecord, write_shard
-from gemini_ft.versions import Incarnation, Version
+from gemini_ft.wire.messages import Stage
 
 BUCKET = "bucket"
 CHUNK = 8 * 2**20

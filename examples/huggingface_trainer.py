@@ -55,7 +55,7 @@ def train() -> None:
 
 def run(faults: str) -> str:
     """The last line of a run on two workers."""
-    command = [sys.executable, "-m", "gemini_ft.cli", "run", "--standalone", "--nproc-per-node", "2", __file__, "--train"]
+    command = [sys.executable, "-m", "gemini_ft.cli.main", "run", "--standalone", "--nproc-per-node", "2", __file__, "--train"]
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "GEMINI_FAULTS": faults}
     with tempfile.TemporaryDirectory(prefix="gemini-huggingface-") as folder:
         name = Path(folder).name

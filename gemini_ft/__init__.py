@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gemini_ft.config import GeminiConfig
     from gemini_ft.errors import GeminiError
     from gemini_ft.pipeline import GradientSynchronizer
-    from gemini_ft.rendezvous import init_process_group
+    from gemini_ft.worker.rendezvous import init_process_group
 
 __version__ = "0.1.0"
 
@@ -47,7 +47,7 @@ _LAZY = {
     "GradientSynchronizer": "gemini_ft.pipeline",
     "errors": "gemini_ft.errors",
     "huggingface": "gemini_ft.huggingface",
-    "init_process_group": "gemini_ft.rendezvous",
+    "init_process_group": "gemini_ft.worker.rendezvous",
     "lightning": "gemini_ft.lightning",
     "pytorch_lightning": "gemini_ft.pytorch_lightning",
 }

@@ -29,21 +29,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gemini_ft import codec, faults
-from gemini_ft.census import Census, Fate, Finding, declare, table
 from gemini_ft.config import GeminiConfig, load_config
-from gemini_ft.ddp import ddp_state, findings, refuse_hooks, restore_buckets, restore_sync
+from gemini_ft.core.census import Census, Fate, Finding, declare, table
 from gemini_ft.errors import ConfigError, RecoveryError, StateError
-from gemini_ft.fixed_size import say_fixed
-from gemini_ft.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence
-from gemini_ft.rebuilding import Changes
-from gemini_ft.recorder import Recorder, Stats
-from gemini_ft.rendezvous import exchange_or_raise
-from gemini_ft.restore import fill
-from gemini_ft.rng import rng_state, set_rng_state
-from gemini_ft.sources import every_optimizer
+from gemini_ft.faults import inject as faults
+from gemini_ft.launch.fixed_size import say_fixed
+from gemini_ft.recovery.restore import fill
+from gemini_ft.state import codec
+from gemini_ft.state.base import PlainState, TrainingState
+from gemini_ft.state.ddp import ddp_state, findings, refuse_hooks, restore_buckets, restore_sync
+from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence
+from gemini_ft.state.rebuilding import Changes
+from gemini_ft.state.rng import rng_state, set_rng_state
+from gemini_ft.state.tensors import every_optimizer
 from gemini_ft.storage.base import WORD
-from gemini_ft.training_state import PlainState, TrainingState
+from gemini_ft.worker.recorder import Recorder, Stats
+from gemini_ft.worker.rendezvous import exchange_or_raise
 
 EXPLAIN = "GEMINI_EXPLAIN"  # in the environment: print the census
 
@@ -77,7 +78,7 @@ class Checkpointer:
         gradients: state of what synchronises the gradients, captured and restored with the rest (`attach_gradients`); default: the
             `gemini_ft.GradientSynchronizer` of the model, if it has one.
         rebuild: builds what was added while training (layers, optimizers) in a fresh process, before its state is loaded; it is called
-            with the `gemini_ft.rebuilding.Changes` that the snapshot describes, and may call ``bind``.
+            with the `gemini_ft.state.rebuilding.Changes` that the snapshot describes, and may call ``bind``.
         resizable: whether the state to be bound can be loaded from a snapshot that another number of ranks has made.
         **options: fields of ``GeminiConfig``.
 
@@ -238,7 +239,7 @@ class Checkpointer:
         Args:
             models: module, or name -> module.
             optimizers: one, or several.
-            modes: False: the caller keeps flags and attributes of modules (`gemini_ft.modes`) itself.
+            modes: False: the caller keeps flags and attributes of modules (`gemini_ft.state.modes`) itself.
         """
         is_begun = self._recorder is not None and bool(self.stats.snapshots or self.stats.restore_seconds)
         state = PlainState.of(

@@ -34,10 +34,10 @@ from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from transformers.trainer import _is_peft_model
 from transformers.trainer_callback import ExportableState
 
-from gemini_ft.census import Finding
+from gemini_ft.core.census import Finding
+from gemini_ft.core.fates import TRAINER, TRAINER_DATA
 from gemini_ft.errors import ConfigError
-from gemini_ft.fates import TRAINER, TRAINER_DATA
-from gemini_ft.rng import rng_state, set_rng_state
+from gemini_ft.state.rng import rng_state, set_rng_state
 
 __all__ = ["GeminiCallback"]
 

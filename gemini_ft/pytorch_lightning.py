@@ -17,6 +17,6 @@ def __getattr__(name: str) -> Any:
         from gemini_ft.lightning import fabric
 
         return fabric.by_class(name, "lightning_fabric")
-    from gemini_ft.lightning import strategy
+    from gemini_ft.lightning import naming
 
-    return strategy.by_class(name, "pytorch_lightning")
+    return naming.by_class(name, "pytorch_lightning")

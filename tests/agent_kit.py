@@ -23,9 +23,12 @@ import numpy as np
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
+from gemini_ft.core.layout import Layout, TensorSpec, build_layout
+from gemini_ft.core.roots import checksum, layout_digest, shard_root
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import GeminiError
-from gemini_ft.layout import Layout, TensorSpec, build_layout
-from gemini_ft.messages import (
+from gemini_ft.wire.handshake import dial, listen
+from gemini_ft.wire.messages import (
     Adopt,
     Chunk,
     Claims,
@@ -49,14 +52,11 @@ from gemini_ft.messages import (
     Verified,
     Verify,
 )
-from gemini_ft.roots import checksum, layout_digest, shard_root
-from gemini_ft.transport.handshake import dial, listen
-from gemini_ft.transport.tcp import Connection, Handler
-from gemini_ft.versions import Incarnation, Version
+from gemini_ft.wire.tcp import Connection, Handler
 
 T = TypeVar("T")
 context = multiprocessing.get_context("forkserver")
-_PRELOAD = ["torch", "torch._dynamo", "gemini_ft.rendezvous", "gemini_ft.checkpointer", "agent_kit"]
+_PRELOAD = ["torch", "torch._dynamo", "gemini_ft.worker.rendezvous", "gemini_ft.checkpointer", "agent_kit"]
 if importlib.util.find_spec("deepspeed"):
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     _PRELOAD += ["gemini_ft.deepspeed.engine", "deepspeed.runtime.zero.muon.original_muon"]  # the latter is what takes its time

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gemini_ft import codec
-from gemini_ft.copies import copy_into
-from gemini_ft.copyplan import CopyPlan, Slot
-from gemini_ft.layout import Layout, build_layout, plan_reads, stored_specs
-from gemini_ft.sources import Source, describe, survey
-from gemini_ft.state import collect_extras
-from gemini_ft.training_state import TrainingState
+from gemini_ft.core.layout import Layout, build_layout, plan_reads, stored_specs
+from gemini_ft.state import codec
+from gemini_ft.state.base import TrainingState
+from gemini_ft.state.copies import copy_into
+from gemini_ft.state.copy_plan import CopyPlan, Slot
+from gemini_ft.state.modules import collect_extras
+from gemini_ft.state.tensors import Source, describe, survey
 
 _SECRET = b"secret of a test"
 

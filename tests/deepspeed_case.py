@@ -114,7 +114,7 @@ def result_of(engine: Any, first: int) -> dict[str, Any]:
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:
     """What training depends on; padding, which ZeRO leaves as it finds it, is left out."""
-    from gemini_ft.deepspeed.anatomy import present_cut
+    from gemini_ft.deepspeed.partitions import present_cut
     from gemini_ft.deepspeed.state import EngineState
 
     cut, found = present_cut(engine), dict[str, torch.Tensor]()

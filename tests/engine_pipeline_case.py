@@ -78,7 +78,7 @@ def start(case: Case) -> Any:
     import deepspeed
 
     import gemini_ft.deepspeed
-    from gemini_ft import wrapping
+    from gemini_ft.launch import deepspeed_hook as wrapping
 
     torch.manual_seed(0)
     net = Net(case.sparse)

@@ -16,7 +16,7 @@ from plain_case import Net, start_ranks
 from torch import Tensor
 
 import gemini_ft
-from gemini_ft import commands
+from gemini_ft.cli import commands
 from gemini_ft.compression.base import Reducer
 from gemini_ft.compression.collective import reduce
 from gemini_ft.compression.methods import create

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from gemini_ft import codec
 from gemini_ft.lightning.loader import make_resumable
-from gemini_ft.rng import randomness, set_randomness
+from gemini_ft.state import codec
+from gemini_ft.state.rng import randomness, set_randomness
 
 SAMPLES, BATCH, EPOCHS = 23, 4, 3
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 import gemini_ft
 from gemini_ft.errors import StateError
-from gemini_ft.rebuilding import Changes
+from gemini_ft.state.rebuilding import Changes
 from gemini_ft.testing import digest
 
 STEPS = 14

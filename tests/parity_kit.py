@@ -16,8 +16,8 @@ from typing import Any
 
 LAUNCHERS = {
     "torchrun": ["torch.distributed.run", "--standalone"],
-    "gemini run": ["gemini_ft.cli", "run"],
-    "gemini run --cold": ["gemini_ft.cli", "run", "--cold"],
+    "gemini run": ["gemini_ft.cli.main", "run"],
+    "gemini run --cold": ["gemini_ft.cli.main", "run", "--cold"],
 }
 IGNORING = ["sh", "-c", 'trap "" HUP INT QUIT; exec "$@"', "sh"]
 PAGE = Path(__file__).parent.parent / "docs" / "launcher.md"

@@ -16,7 +16,7 @@ from typing import Any
 from agent_kit import WAIT, context, end_agent
 
 from gemini_ft.agent import lifecycle
-from gemini_ft.store import open_store
+from gemini_ft.cli.store import open_store
 
 
 class Failed(Exception):

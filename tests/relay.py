@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from agent_kit import WAIT
 
-from gemini_ft.transport.lane import MARK
+from gemini_ft.wire.lane import MARK
 
 Alter = Callable[[bytearray], None]
 

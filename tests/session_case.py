@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gemini_ft
-from gemini_ft import rendezvous
 from gemini_ft.agent import lifecycle
-from gemini_ft.snapshot import JobState
+from gemini_ft.worker import rendezvous
+from gemini_ft.worker.snapshot import JobState
 
 
 class Recorded(logging.Handler):

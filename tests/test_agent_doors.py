@@ -20,9 +20,9 @@ from agent_kit import WAIT, Job, eventually, open_fds, stopped, versions
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.main import _TICK
 from gemini_ft.errors import AgentError, AgentTimeoutError, ConfigError, MemoryBudgetError, PeerError, SecretError
-from gemini_ft.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, GetInventory, Hello, Request, pack
-from gemini_ft.transport.trust import tls_context
-from gemini_ft.transport.wire import BlockingWire
+from gemini_ft.wire.frames import BlockingWire
+from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, GetInventory, Hello, Request, pack
+from gemini_ft.wire.trust import tls_context
 
 SECRET = b"s" * 16  # of the kit's ranks
 

@@ -16,9 +16,9 @@ from agent_kit import WAIT, open_fds
 from gemini_ft.agent import gate as module
 from gemini_ft.agent.gate import Gate, Pass
 from gemini_ft.config import TrafficConfig
-from gemini_ft.controlpage import _LISTENS, ControlPage
-from gemini_ft.schedule import Link
-from gemini_ft.traffic import Moment, Profile
+from gemini_ft.core.schedule import Link
+from gemini_ft.core.traffic import Moment, Profile
+from gemini_ft.wire.control_page import _LISTENS, ControlPage
 
 LINK = Link(0.0, 1e6)  # 4 ms of it are 4,000 bytes: less than the least slice
 FAST = Link(0.0, 100e6)  # 4 ms of it are 400,000 bytes

@@ -16,8 +16,8 @@ from rank_kit import World
 from session_case import loop, stop_the_agent_for_good
 
 from gemini_ft.agent import revival
-from gemini_ft.agent.watch import HangDetector
-from gemini_ft.versions import Incarnation, Version
+from gemini_ft.agent.hangs import HangDetector
+from gemini_ft.core.versions import Incarnation, Version
 
 IMPATIENT = {"agent_timeout": 0.6}
 

@@ -8,9 +8,10 @@ import pytest
 
 from gemini_ft.agent import leadership
 from gemini_ft.agent.leadership import Leader
+from gemini_ft.core.ledger import Cadence, Ledger
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError, StorageError
-from gemini_ft.ledger import Cadence, Ledger
-from gemini_ft.messages import (
+from gemini_ft.wire.messages import (
     AllFinished,
     Committed,
     GetInventory,
@@ -22,7 +23,6 @@ from gemini_ft.messages import (
     ReportUploaded,
     Thawed,
 )
-from gemini_ft.versions import Incarnation, Version
 
 INCARNATION = Incarnation(1, "a")
 HOLDERS = {0: ("a", "b"), 1: ("b", "a")}

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_ft.agent import memory as module
+from gemini_ft.agent.hangs import HangDetector
 from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape, available_memory
-from gemini_ft.agent.watch import HangDetector
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, MemoryBudgetError
-from gemini_ft.versions import Incarnation, Version
 
 V = Version(Incarnation(3, "abcd"), 41)
 

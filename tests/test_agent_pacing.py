@@ -11,10 +11,10 @@ from gemini_ft.agent.memory import SlotMemory, SlotShape
 from gemini_ft.agent.pacing import Pacing
 from gemini_ft.agent.sending import Outgoing
 from gemini_ft.config import TrafficConfig
-from gemini_ft.messages import Message, Notice, ReportNeed, Travelled
-from gemini_ft.traffic import Profile
-from gemini_ft.transport.tcp import Meter
-from gemini_ft.versions import Incarnation, Version
+from gemini_ft.core.traffic import Profile
+from gemini_ft.core.versions import Incarnation, Version
+from gemini_ft.wire.messages import Message, Notice, ReportNeed, Travelled
+from gemini_ft.wire.tcp import Meter
 
 RATE = 100e6  # bytes per second
 TRAFFIC = TrafficConfig.model_validate({"gamma": 1.0})

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from gemini_ft.agent.memory import SlotMemory, SlotShape
 from gemini_ft.agent.receiving import Receiver
+from gemini_ft.core.versions import Version
 from gemini_ft.errors import PeerError
-from gemini_ft.messages import Ack, Astray, Begin, Chunk, Drop, End, Message, Parcel, Resend
-from gemini_ft.versions import Version
+from gemini_ft.wire.messages import Ack, Astray, Begin, Chunk, Drop, End, Message, Parcel, Resend
 
 NBYTES = 64  # of a shard, in two chunks
 

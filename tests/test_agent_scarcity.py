@@ -23,21 +23,21 @@ from typing import Any
 import pytest
 from agent_kit import CHUNK, Job, agent_pid, eventually
 
-from gemini_ft import launcher
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape
 from gemini_ft.agent.serving import Fetcher
 from gemini_ft.agent.vault import Vault
 from gemini_ft.agent.workers import Desk
-from gemini_ft.copyplan import map_slots
+from gemini_ft.core.protocol import Host
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import AgentError, MemoryBudgetError
 from gemini_ft.events import EventLog, read_events
-from gemini_ft.messages import Committed, Describe, Description, Fetch, GetInventory, Inventory, Reserved
-from gemini_ft.protocol import Host
-from gemini_ft.recorder import Stats
-from gemini_ft.transport.handshake import Listener
-from gemini_ft.transport.wire import BlockingWire, receive_fds
-from gemini_ft.versions import Incarnation, Version
+from gemini_ft.launch import launcher
+from gemini_ft.state.copy_plan import map_slots
+from gemini_ft.wire.frames import BlockingWire, receive_fds
+from gemini_ft.wire.handshake import Listener
+from gemini_ft.wire.messages import Committed, Describe, Description, Fetch, GetInventory, Inventory, Reserved
+from gemini_ft.worker.recorder import Stats
 
 SECRET = b"s" * 16
 

@@ -12,7 +12,7 @@ import pytest
 from agent_kit import CHUNK, EXTRAS, Job, Proxy, Rank, content, end_agent, eventually, stopped, versions
 
 from gemini_ft.errors import AgentError, CorruptDataError, PeerError, RecoveryError, SupersededError
-from gemini_ft.recovery import LocalShard, PeerShard
+from gemini_ft.recovery.readers import LocalShard, PeerShard
 
 
 @pytest.fixture

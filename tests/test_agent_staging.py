@@ -11,15 +11,15 @@ from agent_kit import CHUNK, EXTRAS, Job, Rank, content, eventually, versions
 
 from gemini_ft.agent.memory import EXTRAS_ROOM, Budget, SlotMemory, SlotShape, extras_room
 from gemini_ft.agent.vault import Vault
+from gemini_ft.core.layout import TensorSpec, build_layout
+from gemini_ft.core.protocol import Host
+from gemini_ft.core.roots import checksum, layout_digest, shard_root
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, MemoryBudgetError, StorageError
-from gemini_ft.layout import TensorSpec, build_layout
-from gemini_ft.messages import Stage, Staged
-from gemini_ft.protocol import Host
-from gemini_ft.recovery import LocalShard
-from gemini_ft.roots import checksum, layout_digest, shard_root
+from gemini_ft.recovery.readers import LocalShard
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.shard import Committed, ShardRecord, write_shard
-from gemini_ft.versions import Incarnation, Version
+from gemini_ft.wire.messages import Stage, Staged
 
 NBYTES = 4 * CHUNK
 STORED = Version(Incarnation(1, "earlier"), 7)

@@ -14,14 +14,14 @@ import pytest
 
 from gemini_ft.agent.memory import SlotMemory, SlotShape
 from gemini_ft.agent.uploads import Uploader
+from gemini_ft.core.layout import TensorSpec, build_layout
+from gemini_ft.core.roots import checksum
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import StorageError
-from gemini_ft.layout import TensorSpec, build_layout
-from gemini_ft.messages import SessionSpec
-from gemini_ft.roots import checksum
 from gemini_ft.storage.base import ignore
 from gemini_ft.storage.checkpoints import list_checkpoints
 from gemini_ft.storage.local import LocalStorage
-from gemini_ft.versions import Incarnation, Version
+from gemini_ft.wire.messages import SessionSpec
 
 THIS = Incarnation(2, "0000000b")
 EARLIER = Version(Incarnation(1, "0000000a"), 1)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from agent_kit import WAIT
 
-from gemini_ft.agent.ways import ByWorkers
+from gemini_ft.agent.carriers import ByWorkers
 from gemini_ft.config import TrafficConfig
-from gemini_ft.messages import Begin, Chunk, Dispatch, End, Message, Parcel
+from gemini_ft.wire.messages import Begin, Chunk, Dispatch, End, Message, Parcel
 
 PIECE = 4096
 PARTS = 3

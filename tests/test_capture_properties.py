@@ -21,11 +21,11 @@ from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObs
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
-from gemini_ft import codec
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
-from gemini_ft.rebuilding import Changes
+from gemini_ft.state import codec
+from gemini_ft.state.base import PlainState
+from gemini_ft.state.rebuilding import Changes
 from gemini_ft.testing import digest
-from gemini_ft.training_state import PlainState
 
 WIDTH, CLASSES = 4, 6
 
@@ -264,7 +264,7 @@ def test_what_only_the_script_can_build_is_built_by_it() -> None:
 @pytest.mark.parametrize("pruned", [("prune", "prune again"), ("prune", "prune bias")])
 def test_pruning_goes_on_right_after_a_resume(pruned: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks at what the last forward pass has used, which no tensor of the snapshot has, and leaves the parameters in another order."""
-    monkeypatch.setattr("gemini_ft.remembered._SMALL", 8)
+    monkeypatch.setattr("gemini_ft.state.remembered._SMALL", 8)
     assert outcome(Job(("linear",), ("sgd",), (1,), {2: pruned[0], 3: pruned[1], 5: "prune again"}), 4) == "equal"
 
 

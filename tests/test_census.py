@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from gemini_ft import census
-from gemini_ft.census import Census, Fate, declare, table
 from gemini_ft.checkpointer import Checkpointer
+from gemini_ft.core import census
+from gemini_ft.core.census import Census, Fate, declare, table
 from gemini_ft.errors import UnsupportedStateError
-from gemini_ft.training_state import PlainState
+from gemini_ft.state.base import PlainState
 
 _KEPT = census.Rule("things that a test keeps", Fate.CAPTURED, "by the test")
 _REFUSED = census.Rule("things that a test refuses", Fate.REFUSED, "do without")
@@ -54,11 +54,11 @@ def test_the_table_has_a_line_for_each_thing() -> None:
 
 def test_the_page_has_the_table_of_the_code() -> None:
     page = (Path(__file__).parent.parent / "docs" / "failure_model.md").read_text()
-    begin, end = "<!-- python -m gemini_ft.census -->\n", "<!-- end -->"
+    begin, end = "<!-- python -m gemini_ft.core.census -->\n", "<!-- end -->"
     assert begin in page
     # In a process of its own: what other tests have imported may declare more.
-    said = subprocess.run([sys.executable, "-m", "gemini_ft.census"], capture_output=True, text=True, check=True).stdout
-    assert page.split(begin)[1].split(end)[0].strip() == said.strip(), "run python -m gemini_ft.census, and put its output there"
+    said = subprocess.run([sys.executable, "-m", "gemini_ft.core.census"], capture_output=True, text=True, check=True).stdout
+    assert page.split(begin)[1].split(end)[0].strip() == said.strip(), "run python -m gemini_ft.core.census, and put its output there"
 
 
 class Odd(torch.optim.SGD):

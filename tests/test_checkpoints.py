@@ -16,9 +16,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gemini_ft.core.layout import TensorSpec, build_layout
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import ConfigError, CorruptDataError, FormatError, ObjectGoneError, StorageError, StorageUnclearError, SupersededError
 from gemini_ft.export.source import from_storage
-from gemini_ft.layout import TensorSpec, build_layout
 from gemini_ft.storage.base import Storage, ignore
 from gemini_ft.storage.checkpoints import (
     Manifest,
@@ -33,7 +34,6 @@ from gemini_ft.storage.lookout import check_not_superseded, newest_whole
 from gemini_ft.storage.marks import write_mark
 from gemini_ft.storage.retention import Retention, reading
 from gemini_ft.storage.shard import StoredShard, write_shard
-from gemini_ft.versions import Incarnation, Version
 
 WORLD = 2
 WAIT = 60  # seconds until a process that must answer is given up

@@ -15,10 +15,10 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 import gemini_ft
-from gemini_ft import cli
+from gemini_ft.cli import main as cli
+from gemini_ft.cli.store import open_store
 from gemini_ft.errors import AgentError, ConfigError
-from gemini_ft.runid import default_run_id
-from gemini_ft.store import open_store
+from gemini_ft.launch.run_id import default_run_id
 
 
 class TestCommand:
@@ -44,7 +44,7 @@ class TestCommand:
             assert argv == ["--all"]
             raise error
 
-        monkeypatch.setattr("gemini_ft.store.command", fail)
+        monkeypatch.setattr("gemini_ft.cli.store.command", fail)
         assert cli.main(["store", "--all"]) == status
         assert capsys.readouterr().err == f"gemini store: {error}\n"
 
@@ -55,7 +55,7 @@ class TestCommand:
         assert f"usage: gemini {name} " in capsys.readouterr().out
 
     def test_nothing_is_imported_before_the_command_is_known(self) -> None:
-        code = "import sys, gemini_ft.cli; gemini_ft.cli.main([]); print({'torch', 'numpy', 'pydantic'} & set(sys.modules))"
+        code = "import sys, gemini_ft.cli.main; gemini_ft.cli.main.main([]); print({'torch', 'numpy', 'pydantic'} & set(sys.modules))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
         assert done.stdout.endswith("set()\n")
 
@@ -76,7 +76,7 @@ class TestStore:
             open_store(host, store.port)
 
 
-TELL = "import json, sys\nfrom gemini_ft.runid import default_run_id\nprint(default_run_id())\n"
+TELL = "import json, sys\nfrom gemini_ft.launch.run_id import default_run_id\nprint(default_run_id())\n"
 
 
 class TestRunId:

@@ -1,4 +1,4 @@
-"""gemini_ft.codec: exact for what it knows, signed for what it pickles, harmless on hostile bytes."""
+"""gemini_ft.state.codec: exact for what it knows, signed for what it pickles, harmless on hostile bytes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from gemini_ft import codec
 from gemini_ft.errors import CorruptDataError, StateError, UnsupportedStateError
+from gemini_ft.state import codec
 
 SECRET = b"the run's secret"
 

@@ -22,10 +22,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gemini_ft.collectives import Observer, observe, unobserved
-from gemini_ft.traffic import Moment
+from gemini_ft.core.traffic import Moment
+from gemini_ft.worker.collectives import Observer, observe, unobserved
 
-preload("torch.distributed.fsdp", "torch.distributed._functional_collectives", "gemini_ft.collectives")
+preload("torch.distributed.fsdp", "torch.distributed._functional_collectives", "gemini_ft.worker.collectives")
 
 SIZE = 2
 CASES: list[Callable[[], None]] = []  # each runs on two ranks, one after the other, in the same two processes

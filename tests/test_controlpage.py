@@ -15,9 +15,9 @@ from agent_kit import WAIT, context, open_fds
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_ft.controlpage import ControlPage
+from gemini_ft.core.traffic import Moment
 from gemini_ft.errors import AgentError
-from gemini_ft.traffic import Moment
+from gemini_ft.wire.control_page import ControlPage
 
 
 @pytest.fixture

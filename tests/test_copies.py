@@ -1,4 +1,4 @@
-"""gemini_ft.copies: any part of any tensor to bytes and back, in logical order, planned once."""
+"""gemini_ft.state.copies: any part of any tensor to bytes and back, in logical order, planned once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from capture_kit import shard_of, slot_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_ft.copies import as_bytes, boxes, copy_into, plan_copies
-from gemini_ft.copyplan import CopyPlan
+from gemini_ft.core.layout import ITEMSIZES, TensorSpec, build_layout
 from gemini_ft.errors import LayoutMismatchError
-from gemini_ft.layout import ITEMSIZES, TensorSpec, build_layout
-from gemini_ft.sources import Source
+from gemini_ft.state.copies import as_bytes, boxes, copy_into, plan_copies
+from gemini_ft.state.copy_plan import CopyPlan
+from gemini_ft.state.tensors import Source
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # torch says so once per process
 

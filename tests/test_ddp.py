@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gemini_ft import codec
-from gemini_ft.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
+from gemini_ft.state import codec
+from gemini_ft.state.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.ddp_hook import HookState
 from gemini_ft.sync.ddp_hook import hook as sparse_hook

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
-from gemini_ft.deepspeed.cuts import Cut, Fragment, OldShards
+from gemini_ft.core.layout import Layout, TensorSpec, build_layout
+from gemini_ft.deepspeed.reshard import Cut, Fragment, OldShards
 from gemini_ft.errors import LayoutMismatchError
-from gemini_ft.layout import Layout, TensorSpec, build_layout
 
 Sizes = list[int]
 

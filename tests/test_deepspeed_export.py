@@ -16,9 +16,9 @@ from plain_case import history
 from rank_kit import World
 from safetensors.torch import load_file
 
-from gemini_ft.export.command import command
-from gemini_ft.storage.base import open_storage
+from gemini_ft.cli.export import command
 from gemini_ft.storage.checkpoints import list_checkpoints
+from gemini_ft.storage.opening import open_storage
 
 pytestmark = pytest.mark.timeout(300)
 

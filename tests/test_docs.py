@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gemini_ft.cli import COMMANDS
+from gemini_ft.cli.main import COMMANDS
 from gemini_ft.config import GeminiConfig, load_config
-from gemini_ft.placement import place, survival_probability
+from gemini_ft.core.placement import place, survival_probability
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -80,3 +80,10 @@ def test_survival_table_of_the_failure_model() -> None:
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").iterdir()), ids=lambda file: file.name)
 def test_configs_are_accepted(file: Path) -> None:
     assert load_config(environ={"GEMINI_CONFIG": str(file)}) != GeminiConfig()
+
+
+@pytest.mark.parametrize("page", ["docs/walkthrough.md", "docs/design.md", "CONTRIBUTING.md"])
+def test_files_that_are_named_exist(page: str) -> None:
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", (ROOT / page).read_text()))
+    assert named
+    assert [name for name in sorted(named) if not any((ROOT / base / name).is_file() for base in ("", "gemini_ft"))] == []

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout, _Action, _NodeDesc, _RendezvousState
 
-from gemini_ft.elastic import Host, PatientJoin, better_rendezvous, pause
+from gemini_ft.launch.spares import Host, PatientJoin, better_rendezvous, pause
 from gemini_ft.testing import EmulatedHosts
 
 HOSTS = [_NodeDesc(f"host{number}", 1, 0) for number in range(3)]
@@ -190,7 +190,7 @@ def test_a_host_with_another_clock_lives_as_long_as_it_gives_signs_of_life(hours
     state = _RendezvousState()
     state.participants = {own: 0, other: 1}
     now = [100.0]
-    monkeypatch.setattr("gemini_ft.elastic.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("gemini_ft.launch.spares.time", SimpleNamespace(monotonic=lambda: now[0]))
     interval = timedelta(seconds=1)
     settings = SimpleNamespace(run_id="r", keep_alive_interval=interval, keep_alive_max_attempt=3, min_nodes=2)
     backend = SimpleNamespace(name="none", get_state=lambda: (pickle.dumps(state), None))

@@ -40,7 +40,7 @@ def test_the_drill_survives_three_ways_of_being_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("launcher", ["gemini_ft.cli run --explain", pytest.param("torch.distributed.run", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("launcher", ["gemini_ft.cli.main run --explain", pytest.param("torch.distributed.run", marks=pytest.mark.soak)])
 def test_a_plain_loop_survives_under_either_launcher(tmp_path: Path, launcher: str) -> None:
     command = [
         sys.executable,
@@ -89,7 +89,7 @@ def test_the_same_training_under_other_stages(tmp_path: Path, config: str) -> No
     env |= {"GEMINI_FAULTS": "step=6:rank=1:sigkill", "GEMINI_LINGER": "60", "OMP_NUM_THREADS": "1"}
     states = []
     for plain in (["--plain"], []):
-        command = [sys.executable, "-m", "gemini_ft.cli", "run", "--nproc-per-node=2", "--max-restarts=3", *script, *plain]
+        command = [sys.executable, "-m", "gemini_ft.cli.main", "run", "--nproc-per-node=2", "--max-restarts=3", *script, *plain]
         output = run(*command, f"--out={tmp_path / 'state'}", timeout=140, **env)
         assert ("resumed at iteration 5" in output) is (not plain)
         states.append(torch.load(tmp_path / "state", weights_only=False))

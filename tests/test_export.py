@@ -28,15 +28,15 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from gemini_ft import cli
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.memory import SlotMemory
+from gemini_ft.cli import main as cli
+from gemini_ft.core.layout import PER_RANK
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.export.assemble import _join
-from gemini_ft.layout import PER_RANK
-from gemini_ft.state import collect_extras
-from gemini_ft.storage.base import open_storage
+from gemini_ft.state.modules import collect_extras
 from gemini_ft.storage.checkpoints import list_checkpoints
+from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.shard import StoredShard
 from gemini_ft.testing import assert_identical
 
@@ -395,7 +395,7 @@ class TestCheckpoints:
         assert ddp.store in capsys.readouterr().out
 
     def test_says_where_it_found_nothing(self, tmp_path: Path) -> None:
-        command = [sys.executable, "-m", "gemini_ft.cli", "checkpoints", tmp_path.as_uri(), "--run-id", "nobody"]
+        command = [sys.executable, "-m", "gemini_ft.cli.main", "checkpoints", tmp_path.as_uri(), "--run-id", "nobody"]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"no checkpoints in {tmp_path.as_uri()}\n"
 
 

@@ -20,7 +20,8 @@ from gemini_ft.errors import ConfigError, StorageError
 from gemini_ft.export import stage as staging
 from gemini_ft.export.target import DCP, DEEPSPEED, Target, staged
 from gemini_ft.storage import partials
-from gemini_ft.storage.base import Storage, open_storage
+from gemini_ft.storage.base import Storage
+from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.s3 import S3Storage
 from gemini_ft.testing import S3Proxy
 

@@ -12,10 +12,10 @@ from disks import small_disk
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_ft import faults
 from gemini_ft.errors import ConfigError
 from gemini_ft.events import EventLog
-from gemini_ft.faultplan import KINDS, MOMENTS, Fault, World, parse
+from gemini_ft.faults import inject as faults
+from gemini_ft.faults.plan import KINDS, MOMENTS, Fault, World, parse
 from gemini_ft.testing import EmulatedHosts, assert_identical
 
 PLAIN_LOOP = str(Path(__file__).parent.parent / "examples" / "plain_loop.py")

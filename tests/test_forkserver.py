@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import api as torch_api
 
-from gemini_ft import forkserver
-from gemini_ft.grace import Process, Workers
-from gemini_ft.warm import ForkServer, ForkServerError, forked_workers, modules_to_preload
+from gemini_ft.launch import forkserver
+from gemini_ft.launch.grace import Process, Workers
+from gemini_ft.launch.worker_start import ForkServer, ForkServerError, forked_workers, modules_to_preload
 
 DEEPSPEED = ["deepspeed", "gemini_ft.deepspeed.engine", "deepspeed.runtime.zero.muon.original_muon"]
 # What a script can see of the process it runs in. Printed by a forked worker and by a real `python -u script.py`.
@@ -301,9 +301,9 @@ def gone(pid: int) -> bool:
 # A launcher that starts one worker, the script that it is given, and waits to be killed.
 LAUNCHER = """
 import os, signal, subprocess, sys
-from gemini_ft import cold
-from gemini_ft.grace import Workers
-from gemini_ft.warm import ForkServer
+from gemini_ft.launch import cold
+from gemini_ft.launch.grace import Workers
+from gemini_ft.launch.worker_start import ForkServer
 script, way = sys.argv[1:]
 if way == "cold":
     print(0, subprocess.Popen(cold.command([sys.executable, "-u", script]), start_new_session=True).pid, file=sys.stderr)
@@ -382,7 +382,7 @@ class TestLifetime:
         server = serve()
         worker = output.start(server, write(tmp_path / "script.py", SLEEP.format(TELL)))
         output.wait_for("asleep")
-        monkeypatch.setattr("gemini_ft.warm._ANSWER_SECONDS", 0.1)
+        monkeypatch.setattr("gemini_ft.launch.worker_start._ANSWER_SECONDS", 0.1)
         os.kill(server.pid, signal.SIGSTOP)
         never = write(tmp_path / "never.py", f"open({str(tmp_path / 'begun')!r}, 'w')")
         for reason in ("within 0.1 s", "yet"):
@@ -390,7 +390,7 @@ class TestLifetime:
                 server.fork([never], os.environ, [0, 1, 2])
         assert worker.poll() is None
         os.kill(server.pid, signal.SIGCONT)
-        monkeypatch.setattr("gemini_ft.warm._ANSWER_SECONDS", 30.0)
+        monkeypatch.setattr("gemini_ft.launch.worker_start._ANSWER_SECONDS", 30.0)
         select.select([server._channel], [], [], 30)  # the late answer
         again = server.fork([write(tmp_path / "again.py", "")], os.environ, [0, 1, 2])
         assert again.wait(30) == 0
@@ -484,7 +484,7 @@ class TestRefusal:
         assert output.out.read_text() == "2.0\n"
 
     def test_a_pool_of_openmp_threads(self, refusal: Callable[..., str | None]) -> None:
-        patience = "import gemini_ft.forkserver, torch\ngemini_ft.forkserver._TRIAL_SECONDS = 3.0\n"
+        patience = "import gemini_ft.launch.forkserver, torch\ngemini_ft.launch.forkserver._TRIAL_SECONDS = 3.0\n"
         refused = refusal(patience + "torch.set_num_threads(4)\ntorch.ones(1 << 22).exp().sum()", "torch")
         assert refused == "a child forked after the imports hung for 3 s in a tensor operation"
 
@@ -561,4 +561,4 @@ class TestSeam:
             )
             assert handler.proc.wait(30) == 0
             handler._stdout.close()  # torch leaves it to the collector
-        assert ("gemini_ft.forkserver" in (tmp_path / "out").read_text()) is not wrapped
+        assert ("gemini_ft.launch.forkserver" in (tmp_path / "out").read_text()) is not wrapped

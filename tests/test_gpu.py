@@ -22,10 +22,10 @@ from torch import nn
 
 from gemini_ft import Checkpointer
 from gemini_ft.agent import lifecycle
-from gemini_ft.collectives import observe
 from gemini_ft.config import TrafficConfig
-from gemini_ft.rng import rng_state, set_rng_state
-from gemini_ft.transport.collective import Courier
+from gemini_ft.state.rng import rng_state, set_rng_state
+from gemini_ft.worker.collectives import observe
+from gemini_ft.worker.courier import Courier
 
 pytestmark = pytest.mark.gpu
 

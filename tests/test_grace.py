@@ -22,9 +22,11 @@ import pytest
 from torch.distributed.elastic.multiprocessing import api as torch_api
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from gemini_ft import channel, grace, warm
-from gemini_ft.grace import Process, Workers
-from gemini_ft.warm import ForkServer, cold_workers
+from gemini_ft.launch import grace
+from gemini_ft.launch import worker_start as warm
+from gemini_ft.launch.grace import Process, Workers
+from gemini_ft.launch.worker_start import ForkServer, cold_workers
+from gemini_ft.wire import channel
 
 # Notes that it has begun, and for every SIGTERM that it has saved.
 SAVES = """
@@ -260,7 +262,7 @@ def test_whole_jobs_are_told_at_random_moments(tmp_path: Path, options: tuple[st
     for number in range(30):
         folder = tmp_path / str(number)
         folder.mkdir()
-        command = [sys.executable, "-m", "gemini_ft.cli", "run", *options, "--nproc-per-node", "4", "--max-restarts", "1"]
+        command = [sys.executable, "-m", "gemini_ft.cli.main", "run", *options, "--nproc-per-node", "4", "--max-restarts", "1"]
         command += ["--monitor-interval", "0.01", str(tmp_path / "job.py"), str(folder)]
         with open(folder / "output", "w") as output:
             job = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)

@@ -23,18 +23,19 @@ from rank_kit import World
 from torch import nn
 
 import gemini_ft
-from gemini_ft import codec, commands
+from gemini_ft.cli import commands
+from gemini_ft.core.layout import PER_RANK, Layout, Read, build_layout
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import LayoutMismatchError, StateError, UnsupportedStateError
 from gemini_ft.export.source import Checkpoint
 from gemini_ft.export.state import State
-from gemini_ft.gradients import FiguresReporter, WithGradients, check_presence
-from gemini_ft.layout import PER_RANK, Layout, Read, build_layout
-from gemini_ft.messages import Figures, Message
-from gemini_ft.restore import fill
-from gemini_ft.sources import Live, fingerprint
+from gemini_ft.recovery.restore import fill
+from gemini_ft.state import codec
+from gemini_ft.state.base import PlainState, TrainingState
+from gemini_ft.state.gradients import FiguresReporter, WithGradients, check_presence
+from gemini_ft.state.tensors import Live, fingerprint
 from gemini_ft.testing import first_difference
-from gemini_ft.training_state import PlainState, TrainingState
-from gemini_ft.versions import Incarnation, Version
+from gemini_ft.wire.messages import Figures, Message
 
 WORLD = 2
 
@@ -64,7 +65,7 @@ class Shard:
 
 
 class Shards:
-    """Of all ranks, as `gemini_ft.recovery.Sources`."""
+    """Of all ranks, as `gemini_ft.recovery.readers.Sources`."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
@@ -264,7 +265,7 @@ class TestFigures:
     def reporter(self, monkeypatch: pytest.MonkeyPatch, taken: bool = True) -> tuple[FiguresReporter, list[Message], list[float]]:
         sent, clock = list[Message](), [100.0]
         toy = Toy(figures={"all": {"density": 0.5, "overlap": math.nan, "bytes_after": 7}})
-        monkeypatch.setattr("gemini_ft.gradients.time", SimpleNamespace(monotonic=lambda: clock[0]))
+        monkeypatch.setattr("gemini_ft.state.gradients.time", SimpleNamespace(monotonic=lambda: clock[0]))
 
         def offer(message: Message) -> bool:
             sent.append(message)

@@ -27,7 +27,7 @@ class Run:
     """A job of two ranks, restarted until it is done."""
 
     def __init__(self, folder: Path, run: dict[str, Any], *options: str, faults: str, **environ: str) -> None:
-        command = [sys.executable, "-m", "gemini_ft.cli", "run", *options, "--nproc-per-node=2", "--max-restarts=4", str(CASE)]
+        command = [sys.executable, "-m", "gemini_ft.cli.main", "run", *options, "--nproc-per-node=2", "--max-restarts=4", str(CASE)]
         command.append(json.dumps(run | {"out": str(folder)}))
         env = os.environ | {"OMP_NUM_THREADS": "1", "GEMINI_RUN_ID": folder.name, "GEMINI_LINGER": "300", "GEMINI_LOG_DIR": str(folder)}
         env |= {"GEMINI_FAULTS": faults, "GEMINI_FAULTS_DIR": str(folder / "faults"), "DS_ACCELERATOR": "cpu", **environ}

@@ -20,15 +20,15 @@ from gemini_ft.agent.gate import Gate
 from gemini_ft.agent.memory import SlotMemory, SlotShape
 from gemini_ft.agent.sending import Link, Outgoing
 from gemini_ft.config import DEFAULT_TRAFFIC
+from gemini_ft.core.roots import checksum
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import AgentTimeoutError, CorruptDataError, PeerError, RecoveryError, SupersededError
 from gemini_ft.hosts import host_id
-from gemini_ft.messages import Begin, Claims, Describe, Fetch, Message, Offer, Ready, Reserve
-from gemini_ft.recovery import LocalShard, PeerShard, Plan, Sources
-from gemini_ft.roots import checksum
-from gemini_ft.transport.handshake import listen
-from gemini_ft.transport.tcp import Connection
-from gemini_ft.versions import Incarnation, Version
-from gemini_ft.visits import RememberedShard, open_newest, remembered
+from gemini_ft.recovery.agent_memory import RememberedShard, open_newest, remembered
+from gemini_ft.recovery.readers import LocalShard, PeerShard, Plan, Sources
+from gemini_ft.wire.handshake import listen
+from gemini_ft.wire.messages import Begin, Claims, Describe, Fetch, Message, Offer, Ready, Reserve
+from gemini_ft.wire.tcp import Connection
 
 SECRET = b"s" * 16  # of the kit's ranks
 

@@ -58,9 +58,9 @@ def test_importing_the_package_is_light() -> None:
     assert not _loaded_by("gemini_ft") & (HEAVY | {"pydantic"})
 
 
-@pytest.mark.parametrize("package", ["agent", "storage", "transport"])
+@pytest.mark.parametrize("package", ["agent", "core", "storage", "wire"])
 def test_the_agent_process_never_loads_torch(package: str) -> None:
-    modules = set(_modules_of(f"gemini_ft.{package}")) - {"gemini_ft.transport.collective"}  # the workers' side
+    modules = set(_modules_of(f"gemini_ft.{package}"))
     assert len(modules) > 1
     assert not _loaded_by(*modules) & HEAVY
 

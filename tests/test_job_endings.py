@@ -92,7 +92,7 @@ class Command:
 
 
 def commands() -> dict[str, Sequence[str]]:
-    gemini = [sys.executable, "-m", "gemini_ft.cli", "run", "--standalone", "--nproc-per-node", "2"]
+    gemini = [sys.executable, "-m", "gemini_ft.cli.main", "run", "--standalone", "--nproc-per-node", "2"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return {"python": [sys.executable], "torchrun": torchrun, "gemini run": gemini}
 

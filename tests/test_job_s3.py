@@ -17,9 +17,9 @@ from session_case import loop, wait_for_upload
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.errors import StorageError, StorageUnclearError
-from gemini_ft.s3proxy import S3Fault, S3Proxy, S3Request
-from gemini_ft.storage.base import open_storage
 from gemini_ft.storage.checkpoints import list_checkpoints
+from gemini_ft.storage.opening import open_storage
+from gemini_ft.testing.s3_proxy import S3Fault, S3Proxy, S3Request
 
 pytestmark = pytest.mark.timeout(180)
 

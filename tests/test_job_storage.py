@@ -15,8 +15,8 @@ from session_case import loop, wait_for_upload
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.errors import ConfigError, StateError, StorageError
-from gemini_ft.storage.base import open_storage
 from gemini_ft.storage.checkpoints import list_checkpoints
+from gemini_ft.storage.opening import open_storage
 
 
 def run(store: Path, steps: int = 6, storage: dict[str, Any] | None = None, **options: Any) -> Any:

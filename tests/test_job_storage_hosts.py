@@ -16,9 +16,9 @@ from session_case import loop
 from test_job_storage import iterations, lose_all, run, told
 
 from gemini_ft.errors import StorageError, StorageUnclearError
-from gemini_ft.storage.base import open_storage
 from gemini_ft.storage.checkpoints import list_checkpoints, read_manifest
 from gemini_ft.storage.local import LocalStorage
+from gemini_ft.storage.opening import open_storage
 from gemini_ft.testing import DrillError, EmulatedHosts
 
 SCRIPT = """

@@ -13,8 +13,8 @@ from test_job_storage import iterations, lose_all, run, told
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.errors import StorageError, StorageUnclearError
-from gemini_ft.storage.base import open_storage
 from gemini_ft.storage.checkpoints import read_manifest
+from gemini_ft.storage.opening import open_storage
 
 AWAY = {"patience": 0.0}
 

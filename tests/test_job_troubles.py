@@ -22,8 +22,8 @@ from session_case import (
 )
 
 from gemini_ft.errors import ConcurrentWriteError, ReplicaDivergedError, UnsupportedStateError
-from gemini_ft.storage.base import open_storage
 from gemini_ft.storage.checkpoints import list_checkpoints
+from gemini_ft.storage.opening import open_storage
 
 
 def run(steps: int = 6, **options: Any) -> Any:

@@ -23,12 +23,13 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from gemini_ft import cli, launcher
 from gemini_ft.agent import lifecycle
-from gemini_ft.messages import Leave, Ping, unpack
-from gemini_ft.runid import default_run_id
+from gemini_ft.cli import main as cli
+from gemini_ft.launch import launcher
+from gemini_ft.launch.run_id import default_run_id
+from gemini_ft.wire.messages import Leave, Ping, unpack
 
-GEMINI_RUN = ("gemini_ft.cli", "run")
+GEMINI_RUN = ("gemini_ft.cli.main", "run")
 TORCHRUN = ("torch.distributed.run",)
 RENDEZVOUS = ["c10d", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("static", "standalone"))]
 
@@ -86,7 +87,7 @@ class Job:
 
     def fork_server(self) -> int:
         children = [pid for pid in self.processes() if Path(f"/proc/{pid}/stat").read_text().split()[3] == str(self.process.pid)]
-        servers = [pid for pid in children if b"gemini_ft.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        servers = [pid for pid in children if b"gemini_ft.launch.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         return min(servers, key=lambda pid: int(Path(f"/proc/{pid}/stat").read_text().split()[21]))  # the others are its workers
 
     def kill(self) -> None:
@@ -295,7 +296,7 @@ class TestEnding:
 
 SHOW = """
 import json, os, sys
-from gemini_ft.runid import default_run_id
+from gemini_ft.launch.run_id import default_run_id
 names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "GEMINI_RUN_ID", "GEMINI_LAUNCHER_PID"]
 sys.stdout.write(json.dumps([sys.argv, default_run_id(), *map(os.environ.get, names)]) + "\\n")
 sys.stderr.write("to stderr\\n")
@@ -425,7 +426,7 @@ for _ in range(2):
         loss = (model(batch + dist.get_rank()) - batch).square().mean()
         loss.backward()
         optimizer.step()
-forked = b"gemini_ft.forkserver" in open("/proc/self/cmdline", "rb").read()
+forked = b"gemini_ft.launch.forkserver" in open("/proc/self/cmdline", "rb").read()
 sys.stdout.write(f"{forked} {sum(p.double().sum() for p in model.parameters()).item().hex()}\\n")
 """
 
@@ -468,7 +469,7 @@ def rendezvous_state(endpoint: str) -> Any:
 @pytest.fixture
 def endpoint(launch: Callable[..., Job]) -> Iterator[str]:
     """Where ``gemini store`` listens."""
-    store = launch("--host", "127.0.0.1", "--port", "0", launcher=("gemini_ft.cli", "store"))
+    store = launch("--host", "127.0.0.1", "--port", "0", launcher=("gemini_ft.cli.main", "store"))
     store.wait_for(lambda: "\n" in store.out)
     yield store.out.removeprefix("store ready on ").strip()
     store.process.terminate()

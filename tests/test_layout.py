@@ -1,4 +1,4 @@
-"""Cuts, plans and errors of gemini_ft.layout, for any number of ranks and any mixture of groups."""
+"""Cuts, plans and errors of gemini_ft.core.layout, for any number of ranks and any mixture of groups."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_ft.errors import CorruptDataError, LayoutMismatchError, StateError, UnsupportedStateError, WorldSizeError
-from gemini_ft.layout import (
+from gemini_ft.core.layout import (
     ALIGNMENT,
     ITEMSIZES,
     Layout,
@@ -27,6 +26,7 @@ from gemini_ft.layout import (
     plan_reads,
     stored_specs,
 )
+from gemini_ft.errors import CorruptDataError, LayoutMismatchError, StateError, UnsupportedStateError, WorldSizeError
 
 Job = list[list[TensorSpec]]  # rank -> its tensors
 Contents = dict[tuple[tuple[int, ...], str], bytes]  # (group, tensor) -> bytes that all its ranks hold
@@ -326,5 +326,5 @@ def test_labels_say_tensor_and_elements() -> None:
 
 
 def test_the_module_needs_no_torch() -> None:
-    script = "import sys, gemini_ft.layout; raise SystemExit('torch' in sys.modules)"
+    script = "import sys, gemini_ft.core.layout; raise SystemExit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"})

@@ -18,8 +18,8 @@ from rank_kit import World
 from test_lightning_recovery import read
 
 from gemini_ft.errors import WorldSizeError
-from gemini_ft.storage.base import open_storage
 from gemini_ft.storage.checkpoints import list_checkpoints
+from gemini_ft.storage.opening import open_storage
 
 # The last is imported by the first engine, and takes longest.
 preload("lightning.pytorch", "pytorch_lightning", "torchmetrics", "deepspeed.runtime.zero.muon.original_muon")
@@ -166,7 +166,7 @@ trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(24, 8), 2))
 
 def test_by_name_from_a_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "gemini_ft.cli", "run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    command = [sys.executable, "-m", "gemini_ft.cli.main", "run", "--standalone", "--nproc-per-node", "2", "train.py"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GEMINI_LOG_DIR": str(tmp_path), "GEMINI_ON_LATE": "wait"}
     environ |= {"GEMINI_RUN_ID": f"{tmp_path.name}-{os.getpid()}", "GEMINI_FAULTS": "step=3:rank=1:sigkill"}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200)

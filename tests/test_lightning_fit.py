@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader
 
 import gemini_ft
 import gemini_ft.lightning
-from gemini_ft import codec
 from gemini_ft.agent import lifecycle
 from gemini_ft.errors import ConfigError, LayoutMismatchError, StateError
+from gemini_ft.state import codec
 from gemini_ft.testing import first_difference
 
 pytestmark = [

@@ -12,9 +12,9 @@ import torchmetrics
 from torch import nn
 from torchmetrics import MeanMetric, MeanSquaredError
 
-from gemini_ft import codec
 from gemini_ft.lightning import compat
-from gemini_ft.rebuilding import modules_of
+from gemini_ft.state import codec
+from gemini_ft.state.rebuilding import modules_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::RuntimeWarning"

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from gemini_ft import faults
-from gemini_ft.lightning.moments import watch
+from gemini_ft.faults import inject as faults
+from gemini_ft.lightning.fault_hooks import watch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .* does not have many workers"),

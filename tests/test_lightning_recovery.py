@@ -72,7 +72,7 @@ class Job:
 
     scenarios: dict[str, Scenario]
     ranks: int = 2
-    launcher: tuple[str, ...] = ("gemini_ft.cli", "run")
+    launcher: tuple[str, ...] = ("gemini_ft.cli.main", "run")
 
 
 JOBS = {

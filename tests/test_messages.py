@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from gemini_ft import messages
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError
-from gemini_ft.messages import PROTOCOL_VERSION, Chunk, Claims, Committed, End, HoldersChanged, Rejoin, SessionSpec, pack, unpack
-from gemini_ft.versions import Incarnation, Version
+from gemini_ft.wire import messages
+from gemini_ft.wire.messages import PROTOCOL_VERSION, Chunk, Claims, Committed, End, HoldersChanged, Rejoin, SessionSpec, pack, unpack
 
 incarnations = st.builds(Incarnation, st.integers(0, 2**31), st.text(max_size=8))
 versions = st.builds(Version, incarnations, st.integers(0, 2**53))

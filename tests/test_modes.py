@@ -9,9 +9,9 @@ import torch
 from capture_kit import give, take
 from torch import nn
 
-from gemini_ft import codec
-from gemini_ft.modes import Modes
-from gemini_ft.training_state import PlainState
+from gemini_ft.state import codec
+from gemini_ft.state.base import PlainState
+from gemini_ft.state.modes import Modes
 
 
 class Scaling:

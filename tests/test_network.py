@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from gemini_ft.errors import ConfigError
-from gemini_ft.messages import HostInfo
-from gemini_ft.network import bind_address, is_loopback
-from gemini_ft.session import _check_addresses
+from gemini_ft.wire.messages import HostInfo
+from gemini_ft.wire.network import bind_address, is_loopback
+from gemini_ft.worker.session import _check_addresses
 
 
 def outside() -> str | None:

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gemini_ft.errors import UnsupportedStateError
+from gemini_ft.state.base import PlainState
 from gemini_ft.testing import digest
-from gemini_ft.training_state import PlainState
 
 Make = Callable[[list[nn.Parameter]], Any]
 

@@ -71,3 +71,19 @@ def test_constraints_pin_every_dependency(pyproject: dict[str, Any]) -> None:
 
 def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_map_in_the_design_is_the_tree() -> None:
+    """A folder, and below it the names of its modules, each said once."""
+    page = (ROOT / "docs" / "design.md").read_text()
+    lines = page.split("```\ngemini_ft/\n")[1].split("sync/ compression/")[0].splitlines()
+    told: dict[str, list[str]] = {"": []}
+    for line in lines:
+        if not line.startswith(" " * 24):
+            name = line.split()[0]
+            told |= {name: []} if name.endswith("/") else {"": [*told[""], name.removesuffix(".py")]}
+        else:
+            told[list(told)[-1]] += line.split()
+    tree = {"": ROOT / "gemini_ft"} | {f"{folder.name}/": folder for folder in (ROOT / "gemini_ft").iterdir() if folder.is_dir()}
+    there = {name: sorted(file.stem for file in folder.glob("*.py") if file.stem != "__init__") for name, folder in tree.items()}
+    assert {name: sorted(modules) for name, modules in told.items()} == {name: modules for name, modules in there.items() if modules}

@@ -13,9 +13,9 @@ from compression_kit import EVERY, OPTIONS, SHAPES, gradients, measured, method
 from pipeline_case import Leaves
 from torch import nn
 
-from gemini_ft import cli
+from gemini_ft.cli import main as cli
+from gemini_ft.cli.pipeline import describe
 from gemini_ft.compression.base import Bundle, Turn
-from gemini_ft.pipeline.description import describe
 from gemini_ft.pipeline.rules import load_rules
 
 RULES: list[dict[str, Any]] = [

@@ -18,8 +18,8 @@ from plain_case import history
 from rank_kit import World, on_ranks
 
 from gemini_ft.errors import ConfigError
-from gemini_ft.gradients import announced
 from gemini_ft.pipeline import GradientSynchronizer
+from gemini_ft.state.gradients import announced
 from gemini_ft.testing import first_difference
 
 preload("pipeline_odd_case")

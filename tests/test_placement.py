@@ -16,8 +16,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from gemini_ft.core.placement import Placement, describe, fatal_domains, mixed, place, ring, survival_probability
 from gemini_ft.errors import ConfigError
-from gemini_ft.placement import Placement, describe, fatal_domains, mixed, place, ring, survival_probability
 
 
 def named(count: int) -> list[str]:

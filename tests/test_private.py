@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from agent_kit import CHUNK, WAIT, Job, content, eventually
 
-from gemini_ft import faults
 from gemini_ft.agent import lifecycle, revival
 from gemini_ft.errors import AgentError, AgentTimeoutError, ConfigError
-from gemini_ft.private import open_log, own_folder, runtime_folder
+from gemini_ft.faults import inject as faults
+from gemini_ft.wire.private import open_log, own_folder, runtime_folder
 
 NOBODY = 65534
 SECRET = b"s" * 16  # of the kit's ranks
@@ -283,6 +283,6 @@ class TestReading:
 def test_two_processes_of_one_user_trust_each_other() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        from gemini_ft.private import check_listener
+        from gemini_ft.wire.private import check_listener
 
         check_listener(ours, "a test")

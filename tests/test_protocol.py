@@ -6,9 +6,9 @@ sockets is in the lists of effects. Any order of events is tried in test_protoco
 
 from __future__ import annotations
 
-from gemini_ft.protocol import CancelSend, Completed, Damaged, Free, Grant, Host, Send, Skipped, Tell, Upload, Withdraw
-from gemini_ft.slots import SlotState
-from gemini_ft.versions import Incarnation, Version
+from gemini_ft.core.protocol import CancelSend, Completed, Damaged, Free, Grant, Host, Send, Skipped, Tell, Upload, Withdraw
+from gemini_ft.core.slots import SlotState
+from gemini_ft.core.versions import Incarnation, Version
 
 HOLDERS = {0: ("a", "b"), 1: ("b", "a")}
 

@@ -1,4 +1,4 @@
-"""The commit and recovery protocol under random interleavings (gemini_ft.slots, protocol, ledger, recovery).
+"""The commit and recovery protocol under random interleavings (gemini_ft.core.slots, protocol, ledger, recovery).
 
 What must never happen, whatever order messages, copies, commits, crashes and restarts come in:
 

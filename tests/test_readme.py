@@ -13,7 +13,7 @@ import pytest
 README = Path(__file__).parent.parent / "README.md"
 
 
-@pytest.mark.parametrize("launcher", ["gemini_ft.cli run", pytest.param("torch.distributed.run", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("launcher", ["gemini_ft.cli.main run", pytest.param("torch.distributed.run", marks=pytest.mark.soak)])
 def test_the_plain_loop_runs(launcher: str, tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     [loop] = [block for block in blocks if "Checkpointer(" in block]

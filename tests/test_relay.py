@@ -19,9 +19,9 @@ from gemini_ft.agent.gate import Gate
 from gemini_ft.agent.sending import Link
 from gemini_ft.config import TrafficConfig
 from gemini_ft.errors import PeerError
-from gemini_ft.messages import Claims
-from gemini_ft.recovery import PeerShard
-from gemini_ft.transport.lane import ID_BYTES, MARK
+from gemini_ft.recovery.readers import PeerShard
+from gemini_ft.wire.lane import ID_BYTES, MARK
+from gemini_ft.wire.messages import Claims
 
 SECRET = b"s" * 16  # of the kit's ranks
 

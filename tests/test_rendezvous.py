@@ -21,9 +21,9 @@ from agent_kit import context
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import gemini_ft
-from gemini_ft import rendezvous
+from gemini_ft.cli.store import open_store
 from gemini_ft.errors import GeminiError, PeerError, StateError, WorldSizeError
-from gemini_ft.store import open_store
+from gemini_ft.worker import rendezvous
 
 
 class Ranks:

@@ -16,8 +16,8 @@ from botocore.config import Config
 from botocore.exceptions import ClientError, HTTPClientError, IncompleteReadError
 
 from gemini_ft.errors import ConfigError
-from gemini_ft.s3proxy import FAULTS
 from gemini_ft.testing import S3Fault, S3Proxy, S3Request
+from gemini_ft.testing.s3_proxy import FAULTS
 
 BODY = bytes(range(1, 251)) * 4000  # 1 MB, without a zero
 

@@ -5,8 +5,8 @@ Any order of events is tried in test_protocol_machine.py; here is what the rules
 
 from __future__ import annotations
 
-from gemini_ft.slots import Slot, SlotSet, SlotState
-from gemini_ft.versions import Incarnation, Version
+from gemini_ft.core.slots import Slot, SlotSet, SlotState
+from gemini_ft.core.versions import Incarnation, Version
 
 
 def version(iteration: int, incarnation: int = 1) -> Version:

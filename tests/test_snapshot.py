@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from agent_kit import eventually
 
-from gemini_ft.messages import GiveUp, Message, Request
-from gemini_ft.snapshot import Job, Snapshotter
+from gemini_ft.wire.messages import GiveUp, Message, Request
+from gemini_ft.worker.snapshot import Job, Snapshotter
 
 
 def test_the_agent_hears_of_a_snapshot_that_is_given_up_before_the_thread_has_seen_it() -> None:

@@ -14,7 +14,7 @@ import pytest
 from agent_kit import CHUNK, EXTRAS, Job, Rank, content, eventually
 
 from gemini_ft.errors import AgentError
-from gemini_ft.recovery import LocalShard, Plan, Sources
+from gemini_ft.recovery.readers import LocalShard, Plan, Sources
 
 PATIENCE = {"agent_timeout": 1.0}
 SHORT = 0.4  # seconds

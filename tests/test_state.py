@@ -15,13 +15,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from gemini_ft import codec
-from gemini_ft.copies import copy_into
+from gemini_ft.core.layout import Layout, build_layout, plan_reads, stored_specs
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
-from gemini_ft.layout import Layout, build_layout, plan_reads, stored_specs
-from gemini_ft.rng import rng_state, set_rng_state
-from gemini_ft.sources import HOST, Source, describe, fingerprint, split_state_name, state_name, survey
-from gemini_ft.state import apply_extras, collect_extras, destinations
+from gemini_ft.state import codec
+from gemini_ft.state.copies import copy_into
+from gemini_ft.state.modules import apply_extras, collect_extras, destinations
+from gemini_ft.state.rng import rng_state, set_rng_state
+from gemini_ft.state.tensors import HOST, Source, describe, fingerprint, split_state_name, state_name, survey
 
 Models = Mapping[str, nn.Module]
 

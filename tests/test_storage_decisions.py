@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.storage.decisions import (
     Descent,
     Here,
@@ -28,7 +29,6 @@ from gemini_ft.storage.decisions import (
     left_torn,
     superseded_by,
 )
-from gemini_ft.versions import Incarnation, Version
 
 
 @dataclass

@@ -17,20 +17,20 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gemini_ft.core.layout import Layout, TensorSpec, build_layout
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, GeminiError, StorageError
 from gemini_ft.export.assemble import _join, read_whole
 from gemini_ft.export.source import StorageShard
-from gemini_ft.layout import Layout, TensorSpec, build_layout
 from gemini_ft.storage import base
-from gemini_ft.storage.base import open_storage
 from gemini_ft.storage.checkpoints import MANIFEST, Manifest, _checksum, examine, list_checkpoints, read_manifest, shard_key, write_manifest
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.lookout import newest_whole
 from gemini_ft.storage.marks import mark_key, read_mark
+from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.retention import held_by_readers
 from gemini_ft.storage.s3 import S3Storage
 from gemini_ft.storage.shard import StoredShard, write_shard
-from gemini_ft.versions import Incarnation, Version
 
 LAYOUT = build_layout([TensorSpec("weight", "float32", (64,), (0,))], 0, 1)
 HUGE = [2**40, 2**62, 2**64, 10**400]

@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
-from gemini_ft.storage.base import check_key, open_storage
+from gemini_ft.storage.base import check_key
 from gemini_ft.storage.local import LocalStorage
+from gemini_ft.storage.opening import open_storage
 
 WAIT = 60  # seconds until a process that must answer is given up
 

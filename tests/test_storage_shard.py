@@ -14,14 +14,14 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gemini_ft.core.layout import ITEMSIZES, Layout, TensorSpec, build_layout
+from gemini_ft.core.roots import checksum, layout_digest, shard_root
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, StorageError
-from gemini_ft.layout import ITEMSIZES, Layout, TensorSpec, build_layout
-from gemini_ft.roots import checksum, layout_digest, shard_root
 from gemini_ft.storage import shard
 from gemini_ft.storage.base import ignore
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.shard import Committed, ShardRecord, StoredShard, write_shard
-from gemini_ft.versions import Incarnation, Version
 
 KEY = "shard.safetensors"
 EXTRAS = b"extras of no particular size"

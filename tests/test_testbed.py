@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from gemini_ft.errors import ConfigError
-from gemini_ft.testbed import HUB
 from gemini_ft.testing import EmulatedHosts, Network, NetworkError, assert_identical
+from gemini_ft.testing.network import HUB
 
 PLAIN_LOOP = str(Path(__file__).parent.parent / "examples" / "plain_loop.py")
 SLEEP = ["sleep", "600"]
@@ -238,7 +238,7 @@ def test_nor_after_a_sudden_death(permitted: None) -> None:
     """Not even what is in a session of its own."""
     code = """if True:
         import os, time
-        from gemini_ft.testbed import Network
+        from gemini_ft.testing.network import Network
         network = Network(2, rate="100mbit")
         sleep = ["sleep", "600"]
         print(*[network.run(place, sleep, start_new_session=True, env={}).pid for place in ("hub", "host0", "host1")], flush=True)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_ft.schedule import Link, Transfer, schedule
-from gemini_ft.traffic import Collective, Moment, Pace, Profile, Profiler, Step, common, room, summary
+from gemini_ft.core.schedule import Link, Transfer, schedule
+from gemini_ft.core.traffic import Collective, Moment, Pace, Profile, Profiler, Step, common, room, summary
 
 WINDOW = 5
 LINK = Link(0.01, 1000.0)  # 10 ms, 1000 bytes/s

@@ -16,11 +16,11 @@ import pytest
 from agent_kit import Job, open_fds
 
 from gemini_ft.errors import ConfigError, PeerError, SecretError
-from gemini_ft.messages import PROTOCOL_VERSION, Accepted, Chunk, Claims, Committed, Message, Notice
-from gemini_ft.transport import handshake
-from gemini_ft.transport.handshake import dial, listen
-from gemini_ft.transport.lane import ID_BYTES, Lane
-from gemini_ft.transport.tcp import Connection
+from gemini_ft.wire import handshake
+from gemini_ft.wire.handshake import dial, listen
+from gemini_ft.wire.lane import ID_BYTES, Lane
+from gemini_ft.wire.messages import PROTOCOL_VERSION, Accepted, Chunk, Claims, Committed, Message, Notice
+from gemini_ft.wire.tcp import Connection
 
 CLAIMS = Claims(run="r", stream="s", host="h", to="", role="replicate", incarnation=None)
 SECRET = b"secret"
@@ -470,7 +470,7 @@ class TestHandshake:
 
 class TestEncrypted:
     def test_between_agents_replicates_and_recovers(self, tmp_path: Path) -> None:
-        from gemini_ft.recovery import PeerShard
+        from gemini_ft.recovery.readers import PeerShard
 
         with Job(tmp_path) as job:
             ranks = job.start(hello={"encrypt": True})

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gemini_ft import afterimport, wrapping
-from gemini_ft.script import starter
+from gemini_ft.launch import deepspeed_hook as wrapping
+from gemini_ft.launch import import_hook as afterimport
+from gemini_ft.launch.script import starter
 
 DEEPSPEED = """
 class Engine:
@@ -54,7 +55,7 @@ def run(folder: Path, *command: str, **env: str) -> list[str]:
 
 @pytest.mark.parametrize("program", [["script.py"], ["-m", "script"]], ids=["script", "module"])
 def test_a_cold_worker(program: list[str], folder: Path) -> None:
-    attached, rest = run(folder, *starter("gemini_ft.cold"), str(os.getpid()), *program, "--lr", "1")
+    attached, rest = run(folder, *starter("gemini_ft.launch.cold"), str(os.getpid()), *program, "--lr", "1")
     assert attached == ATTACHED
     name = str(folder / "script.py") if program[0] == "-m" else "script.py"
     assert rest == f"initialize True SourceFileLoader {[name, '--lr', '1']}"
@@ -67,7 +68,7 @@ def test_once_whatever_comes_first(before: str, folder: Path) -> None:
 
 
 def test_it_can_be_switched_off(folder: Path) -> None:
-    assert run(folder, *starter("gemini_ft.cold"), str(os.getpid()), "script.py", GEMINI_WRAP="0")[0] == LEFT_ALONE
+    assert run(folder, *starter("gemini_ft.launch.cold"), str(os.getpid()), "script.py", GEMINI_WRAP="0")[0] == LEFT_ALONE
 
 
 def test_other_ways_to_start_a_script_change_nothing(folder: Path) -> None:
@@ -78,7 +79,7 @@ def test_an_exception_looks_like_the_scripts_own(folder: Path) -> None:
     (folder / "script.py").write_text("def deep():\n    raise ValueError('the reason')\ndeep()\n")
     results = [
         subprocess.run([sys.executable, *how, "script.py"], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
-        for how in ([], [*starter("gemini_ft.cold"), str(os.getpid())])
+        for how in ([], [*starter("gemini_ft.launch.cold"), str(os.getpid())])
     ]
     assert [result.returncode for result in results] == [1, 1]
     expected, seen = (result.stderr.replace(str(folder) + "/", "") for result in results)
@@ -87,7 +88,7 @@ def test_an_exception_looks_like_the_scripts_own(folder: Path) -> None:
 
 @pytest.mark.parametrize("launcher", [["--cold"], []], ids=["cold", "warm"])
 def test_under_the_launcher(launcher: list[str], folder: Path) -> None:
-    command = ["-m", "gemini_ft.cli", "run", "--standalone", "--max-restarts", "0", *launcher, "script.py"]
+    command = ["-m", "gemini_ft.cli.main", "run", "--standalone", "--max-restarts", "0", *launcher, "script.py"]
     assert run(folder, *command, PYTHONPATH=os.pathsep.join([str(folder), *sys.path]), GEMINI_LOG_DIR=str(folder))[0] == ATTACHED
 
 

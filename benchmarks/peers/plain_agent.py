@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from gemini_ft.agent.main import main
-from gemini_ft.transport import lane
+from gemini_ft.wire import lane
 
 _connect, _take = asyncio.BaseEventLoop.create_connection, asyncio.BaseEventLoop.connect_accepted_socket
 

@@ -17,7 +17,8 @@ from typing import TypeVar
 from gemini_ft import errors
 from gemini_ft.agent import lifecycle, revival
 from gemini_ft.errors import AgentError, AgentTimeoutError, GeminiError, PeerError
-from gemini_ft.messages import (
+from gemini_ft.wire.frames import frame_length, receive_fds
+from gemini_ft.wire.messages import (
     Aborted,
     Collect,
     Committed,
@@ -44,7 +45,6 @@ from gemini_ft.messages import (
     pack,
     unpack,
 )
-from gemini_ft.transport.wire import frame_length, receive_fds
 
 M = TypeVar("M", bound=Message)
 _log = logging.getLogger("gemini_ft")

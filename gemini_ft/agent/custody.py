@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from gemini_ft.agent.home import WorkerPort
 from gemini_ft.agent.memory import SlotMemory
+from gemini_ft.agent.ports import WorkerPort
 from gemini_ft.errors import AgentError
-from gemini_ft.messages import Custody
+from gemini_ft.wire.messages import Custody
 
 
 class Custodians:

@@ -1,7 +1,7 @@
 """Where replicas wait until the training's own network is idle.
 
 Every byte that leaves this host for a peer passes here, a slice at a time: while no local worker communicates and the span that
-began then is long enough (`gemini_ft.traffic.room`). What has waited for too long goes anyway, and is counted.
+began then is long enough (`gemini_ft.core.traffic.room`). What has waited for too long goes anyway, and is counted.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gemini_ft.config import TrafficConfig
-from gemini_ft.controlpage import ControlPage
-from gemini_ft.schedule import Link
-from gemini_ft.traffic import Profile, room
+from gemini_ft.core.schedule import Link
+from gemini_ft.core.traffic import Profile, room
+from gemini_ft.wire.control_page import ControlPage
 
 _LEAST = 16 * 2**10  # bytes of a slice, if there are as many
 _SLICE = 128 * 2**10  # bytes of a slice while the speed of the network is not known

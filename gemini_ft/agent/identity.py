@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from gemini_ft.versions import Incarnation, Version
+from gemini_ft.core.versions import Incarnation, Version
 
 
 class Origin(NamedTuple):

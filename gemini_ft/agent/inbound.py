@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from gemini_ft.agent.custody import Custodians
-from gemini_ft.agent.home import AgentServices, Home, WorkerPort
 from gemini_ft.agent.memory import SlotMemory, SlotShape
+from gemini_ft.agent.ports import AgentServices, Home, WorkerPort
 from gemini_ft.agent.receiving import Receiver
+from gemini_ft.core.versions import Version
 from gemini_ft.errors import PeerError
-from gemini_ft.messages import Collect, Collected, End, Offer, Parcel, Reserve
-from gemini_ft.versions import Version
+from gemini_ft.wire.messages import Collect, Collected, End, Offer, Parcel, Reserve
 
 REPLICA_SLOTS = 2  # one complete, one in progress
 

@@ -12,10 +12,14 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Protocol
 
-from gemini_ft import ledger
+from gemini_ft.core import ledger
+from gemini_ft.core.ledger import Decision, Ledger
+from gemini_ft.core.protocol import Completed, Report, Skipped
+from gemini_ft.core.traffic import Pace
+from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError
-from gemini_ft.ledger import Decision, Ledger
-from gemini_ft.messages import (
+from gemini_ft.wire.handshake import dial
+from gemini_ft.wire.messages import (
     Aborted,
     AllFinished,
     Claims,
@@ -34,11 +38,7 @@ from gemini_ft.messages import (
     ReportUploaded,
     Thawed,
 )
-from gemini_ft.protocol import Completed, Report, Skipped
-from gemini_ft.traffic import Pace
-from gemini_ft.transport.handshake import dial
-from gemini_ft.transport.tcp import Address, Connection
-from gemini_ft.versions import Version
+from gemini_ft.wire.tcp import Address, Connection
 
 _TICK = 0.25  # seconds between looks at who is late
 _HEARTBEAT = 1.0  # seconds

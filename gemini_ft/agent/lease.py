@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from gemini_ft.transport.tcp import Connection
+from gemini_ft.wire.tcp import Connection
 
 _LEAST = 5.0  # seconds
 _LOOKS = 4  # in a lease

@@ -21,9 +21,9 @@ from typing import IO
 
 from gemini_ft.errors import AgentError, AgentTimeoutError
 from gemini_ft.hosts import host_id
-from gemini_ft.messages import GetStatus, Leave, Left, Message, Status, pack, unpack
-from gemini_ft.private import check_listener, open_log, runtime_folder
-from gemini_ft.transport.wire import frame_length
+from gemini_ft.wire.frames import frame_length
+from gemini_ft.wire.messages import GetStatus, Leave, Left, Message, Status, pack, unpack
+from gemini_ft.wire.private import check_listener, open_log, runtime_folder
 
 _log = logging.getLogger("gemini_ft")
 _QUEUE_SECONDS = 2.0  # that a connection waits for room among those which the agent has not taken in yet
@@ -39,7 +39,7 @@ def socket_name(run: str, host: str) -> bytes:
 
 
 def log_path(run: str, host: str) -> Path:
-    """Path of the agent's log: in GEMINI_LOG_DIR, or in this user's own folder (`gemini_ft.private.runtime_folder`)."""
+    """Path of the agent's log: in GEMINI_LOG_DIR, or in this user's own folder (`gemini_ft.wire.private.runtime_folder`)."""
     if chosen := os.environ.get("GEMINI_LOG_DIR"):
         folder = Path(chosen)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

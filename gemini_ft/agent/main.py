@@ -19,18 +19,20 @@ import time
 import traceback
 from collections.abc import Coroutine, Sequence
 
+from gemini_ft.agent.hangs import HangDetector
 from gemini_ft.agent.identity import Identity, Past
 from gemini_ft.agent.lifecycle import raise_descriptor_limit, set_oom_score, socket_name, yield_to_training
 from gemini_ft.agent.memory import Budget, SlotMemory
 from gemini_ft.agent.sparing import Sparing
 from gemini_ft.agent.stream import Stream
 from gemini_ft.agent.vault import Giver
-from gemini_ft.agent.watch import HangDetector
 from gemini_ft.agent.workers import STACKS_SECONDS, Desk, WorkerConnection
-from gemini_ft.controlpage import ControlPage
+from gemini_ft.core.versions import Incarnation
 from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, SecretError, SupersededError
 from gemini_ft.hosts import machine_id
-from gemini_ft.messages import (
+from gemini_ft.wire.control_page import ControlPage
+from gemini_ft.wire.handshake import Listener, listen
+from gemini_ft.wire.messages import (
     PROTOCOL_VERSION,
     Adopt,
     Chunk,
@@ -72,10 +74,8 @@ from gemini_ft.messages import (
     Watch,
     Welcome,
 )
-from gemini_ft.transport.handshake import Listener, listen
-from gemini_ft.transport.tcp import Connection, Handler
-from gemini_ft.transport.trust import fingerprint
-from gemini_ft.versions import Incarnation
+from gemini_ft.wire.tcp import Connection, Handler
+from gemini_ft.wire.trust import fingerprint
 
 _PARTING = 5.0  # seconds for the leader's word that all have finished
 _TICK = 0.2  # seconds between looks at hangs and at whether to leave

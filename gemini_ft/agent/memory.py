@@ -4,12 +4,12 @@ A slot's memfd, front to back:
 
     header    4096 bytes   magic, length, msgpack map with the identity, xxh3_64 of the map
     digests   8 bytes per chunk, little endian xxh3_64, in chunk order
-    layout    the shard's layout, as gemini_ft.layout writes it
+    layout    the shard's layout, as gemini_ft.core.layout writes it
     data      page aligned; the shard's tensor bytes, then its extras
 
 Only the agent writes the first three; a worker writes data. An agent that takes the memfd over from a worker
 finds everything it needs in the header, so its predecessor's death loses nothing. A header that gives the slot a version
-has the root of the copy too (`gemini_ft.roots`), which ties all four parts together.
+has the root of the copy too (`gemini_ft.core.roots`), which ties all four parts together.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ import msgpack
 import psutil
 import xxhash
 
+from gemini_ft.core.roots import checksum, layout_digest, shard_root
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, MemoryBudgetError
-from gemini_ft.roots import checksum, layout_digest, shard_root
-from gemini_ft.versions import Incarnation, Version
 
 _MAGIC = b"GEMINIFT"
 FORMAT = 2

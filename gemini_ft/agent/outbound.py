@@ -7,15 +7,15 @@ import time
 from collections.abc import Iterator
 
 from gemini_ft.agent.gate import Gate
-from gemini_ft.agent.home import AgentServices, Home
 from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.agent.pacing import Pacing
+from gemini_ft.agent.ports import AgentServices, Home
 from gemini_ft.agent.sending import Link, Outgoing
-from gemini_ft.controlpage import ControlPage
-from gemini_ft.messages import Dispatch, Dispatched, End, Failed, Message, Notice, SessionSpec
-from gemini_ft.traffic import Profile
-from gemini_ft.transport.tcp import Meter
-from gemini_ft.versions import Version
+from gemini_ft.core.traffic import Profile
+from gemini_ft.core.versions import Version
+from gemini_ft.wire.control_page import ControlPage
+from gemini_ft.wire.messages import Dispatch, Dispatched, End, Failed, Message, Notice, SessionSpec
+from gemini_ft.wire.tcp import Meter
 
 _SLOW = 100e6  # bytes per second; a gigabit network is faster
 

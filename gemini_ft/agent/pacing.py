@@ -1,8 +1,8 @@
 """One host's traffic: the gate, what sending costs, and how many steps a snapshot needs.
 
 The workers say what their steps look like, the kernel how fast the links are, the last snapshot how much there is to send.
-From these follows how many steps of idle network carry one snapshot (`gemini_ft.schedule`); the leader takes the most that any
-host needs, and tells all (`gemini_ft.traffic.Pace`).
+From these follows how many steps of idle network carry one snapshot (`gemini_ft.core.schedule`); the leader takes the most that any
+host needs, and tells all (`gemini_ft.core.traffic.Pace`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable
 from gemini_ft.agent.gate import Gate
 from gemini_ft.agent.sending import Outgoing
 from gemini_ft.config import TrafficConfig
-from gemini_ft.messages import Message, Notice, ReportNeed, Travelled
-from gemini_ft.schedule import Link, Transfer, arrival, schedule, steps_per_snapshot
-from gemini_ft.traffic import Profile, common
-from gemini_ft.transport.tcp import Meter
+from gemini_ft.core.schedule import Link, Transfer, arrival, schedule, steps_per_snapshot
+from gemini_ft.core.traffic import Profile, common
+from gemini_ft.wire.messages import Message, Notice, ReportNeed, Travelled
+from gemini_ft.wire.tcp import Meter
 
 _SAMPLES = 8  # newest transfers that say what sending costs
 _MEASURABLE = 2**16  # bytes below which one says nothing

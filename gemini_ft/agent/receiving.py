@@ -9,11 +9,11 @@ import asyncio
 from typing import Protocol
 
 from gemini_ft.agent.memory import SlotMemory
+from gemini_ft.core.roots import checksum
+from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError
-from gemini_ft.messages import Ack, Astray, Begin, Chunk, Drop, End, Message, Offer, Parcel, Ready, Refused, Resend, Unchanged
-from gemini_ft.roots import checksum
-from gemini_ft.transport.tcp import Connection
-from gemini_ft.versions import Version
+from gemini_ft.wire.messages import Ack, Astray, Begin, Chunk, Drop, End, Message, Offer, Parcel, Ready, Refused, Resend, Unchanged
+from gemini_ft.wire.tcp import Connection
 
 _FULL = 0.05  # seconds after which a sender may try again, when there is no slot
 

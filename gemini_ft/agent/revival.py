@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.errors import AgentTimeoutError, GeminiError
-from gemini_ft.messages import Adopt, Ping, Pong, pack, unpack
-from gemini_ft.private import credentials
-from gemini_ft.transport.wire import frame_length
+from gemini_ft.wire.frames import frame_length
+from gemini_ft.wire.messages import Adopt, Ping, Pong, pack, unpack
+from gemini_ft.wire.private import credentials
 
 _log = logging.getLogger("gemini_ft")
 _START_TIMEOUT = 20.0  # seconds

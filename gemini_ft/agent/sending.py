@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from gemini_ft.agent.carriers import ByAgents, ByWorkers, Way
 from gemini_ft.agent.gate import Gate, Pass
 from gemini_ft.agent.memory import SlotMemory, SlotShape
 from gemini_ft.agent.sparing import Sparing
-from gemini_ft.agent.ways import ByAgents, ByWorkers, Way
 from gemini_ft.config import TrafficConfig
+from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError
-from gemini_ft.messages import (
+from gemini_ft.wire.handshake import dial
+from gemini_ft.wire.messages import (
     Ack,
     Astray,
     Begin,
@@ -38,9 +40,7 @@ from gemini_ft.messages import (
     SpanUse,
     Unchanged,
 )
-from gemini_ft.transport.handshake import dial
-from gemini_ft.transport.tcp import Address, Connection, Meter
-from gemini_ft.versions import Version
+from gemini_ft.wire.tcp import Address, Connection, Meter
 
 _IN_FLIGHT = 4  # chunks handed to the kernel's queue ahead of the wire
 _MEASURABLE = 4 * 2**20  # bytes below which a shard says nothing about the network's speed

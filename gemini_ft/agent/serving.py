@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from gemini_ft.agent.home import AgentServices, Home
 from gemini_ft.agent.inbound import Inbound
 from gemini_ft.agent.lease import Lease
 from gemini_ft.agent.memory import SlotMemory
+from gemini_ft.agent.ports import AgentServices, Home
+from gemini_ft.core.layout import Layout
+from gemini_ft.core.roots import checksum
+from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError
-from gemini_ft.layout import Layout
-from gemini_ft.messages import (
+from gemini_ft.wire.handshake import dial
+from gemini_ft.wire.messages import (
     Data,
     Describe,
     Description,
@@ -25,10 +28,7 @@ from gemini_ft.messages import (
     SessionSpec,
     check_answer,
 )
-from gemini_ft.roots import checksum
-from gemini_ft.transport.handshake import dial
-from gemini_ft.transport.tcp import Connection
-from gemini_ft.versions import Version
+from gemini_ft.wire.tcp import Connection
 
 _REBUILD_TURNS = 5  # how often each peer is asked
 _LEASE = 30.0  # seconds, for readers between two sessions

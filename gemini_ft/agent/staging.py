@@ -9,13 +9,13 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 from gemini_ft.agent.memory import SlotMemory, SlotShape, extras_room
-from gemini_ft.agent.transfer import Transfer
+from gemini_ft.agent.progress import Transfer
 from gemini_ft.config import StorageConfig
+from gemini_ft.core.roots import checksum
 from gemini_ft.errors import CorruptDataError
-from gemini_ft.messages import Stage
-from gemini_ft.roots import checksum
-from gemini_ft.storage.base import open_storage
+from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.shard import ShardRecord, StoredShard
+from gemini_ft.wire.messages import Stage
 
 _PARALLEL = 4  # ranged reads at a time
 _CHUNKS = 8  # read in one request

@@ -9,21 +9,23 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from gemini_ft.agent.custody import Custodians
-from gemini_ft.agent.home import AgentServices, WorkerPort
 from gemini_ft.agent.identity import Origin
 from gemini_ft.agent.inbound import REPLICA_SLOTS, Inbound, may_be_written_by_another, shape_of
 from gemini_ft.agent.leadership import Leader, MemberLink, as_message
 from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.agent.outbound import Outbound
+from gemini_ft.agent.ports import AgentServices, WorkerPort
 from gemini_ft.agent.receiving import Receiver
 from gemini_ft.agent.serving import Fetcher, rebuild
 from gemini_ft.agent.staging import StoredCopy
 from gemini_ft.agent.uploads import Uploader
 from gemini_ft.agent.vault import Giver, Vault
 from gemini_ft.config import StorageConfig
+from gemini_ft.core.ledger import Cadence, Ledger
+from gemini_ft.core.protocol import CancelSend, Damaged, Effect, Free, Grant, Host, Send, Tell, Upload, Withdraw
+from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, CorruptDataError, PeerError, RecoveryError, SupersededError
-from gemini_ft.ledger import Cadence, Ledger
-from gemini_ft.messages import (
+from gemini_ft.wire.messages import (
     Aborted,
     AllFinished,
     Claims,
@@ -49,9 +51,7 @@ from gemini_ft.messages import (
     Stage,
     Thawed,
 )
-from gemini_ft.protocol import CancelSend, Damaged, Effect, Free, Grant, Host, Send, Tell, Upload, Withdraw
-from gemini_ft.transport.tcp import Connection, Handler
-from gemini_ft.versions import Version
+from gemini_ft.wire.tcp import Connection, Handler
 
 
 class Stream:

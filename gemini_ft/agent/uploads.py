@@ -14,19 +14,20 @@ from functools import partial
 from typing import TypeVar
 
 from gemini_ft.agent.memory import SlotMemory
-from gemini_ft.agent.transfer import Transfer
+from gemini_ft.agent.progress import Transfer
 from gemini_ft.config import StorageConfig
+from gemini_ft.core.layout import Layout
+from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, GeminiError, ObjectGoneError, StorageError, SupersededError
-from gemini_ft.layout import Layout
-from gemini_ft.messages import SessionSpec
-from gemini_ft.storage.base import Storage, open_storage
+from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import MANIFEST, Manifest, checkpoint_folder, read_manifest, shard_key, write_manifest
 from gemini_ft.storage.decisions import Descent, Sighting
 from gemini_ft.storage.lookout import check_not_superseded
 from gemini_ft.storage.marks import mark_key, note_on_host, note_path, recall_on_host, write_mark
+from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.retention import Retention
 from gemini_ft.storage.shard import Committed, ShardRecord, StoredShard, write_shard
-from gemini_ft.versions import Version
+from gemini_ft.wire.messages import SessionSpec
 
 _T = TypeVar("_T")
 _ATTEMPTS = 4

@@ -10,11 +10,11 @@ from typing import Protocol
 
 from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape, available_memory, populate
 from gemini_ft.agent.staging import StoredCopy
+from gemini_ft.core.protocol import Free, Host
+from gemini_ft.core.slots import SlotState
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import MemoryBudgetError
-from gemini_ft.messages import SlotInfo
-from gemini_ft.protocol import Free, Host
-from gemini_ft.slots import SlotState
-from gemini_ft.versions import Incarnation, Version
+from gemini_ft.wire.messages import SlotInfo
 
 
 @dataclass(frozen=True)

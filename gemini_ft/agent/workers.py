@@ -18,11 +18,11 @@ from typing import Protocol
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.sparing import Sparing
+from gemini_ft.core.versions import Incarnation
 from gemini_ft.errors import AgentError, GeminiError, PeerError
-from gemini_ft.messages import Adopt, Failed, Message, Watch, pack, unpack
-from gemini_ft.private import credentials
-from gemini_ft.transport.wire import frame_length, receive_fds
-from gemini_ft.versions import Incarnation
+from gemini_ft.wire.frames import frame_length, receive_fds
+from gemini_ft.wire.messages import Adopt, Failed, Message, Watch, pack, unpack
+from gemini_ft.wire.private import credentials
 
 _BUFFER = memoryview(bytearray(256 * 1024))  # of the event loop, which reads from one worker at a time
 _MAX_FDS = 250

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gemini_ft.errors import StateError
-from gemini_ft.rng import rng_state
+from gemini_ft.state.rng import rng_state
 
 if TYPE_CHECKING:
     from gemini_ft.deepspeed.engine import Protection

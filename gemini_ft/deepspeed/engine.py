@@ -18,15 +18,15 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 
-from gemini_ft import wrapping
 from gemini_ft.checkpointer import Checkpointer
 from gemini_ft.config import load_config
 from gemini_ft.deepspeed.border import Border
 from gemini_ft.deepspeed.gradients import EngineGradients, install
 from gemini_ft.deepspeed.state import EngineState
 from gemini_ft.errors import ConfigError
-from gemini_ft.gradients import GradientState
-from gemini_ft.rng import branch_randomness, rng_state, set_rng_state
+from gemini_ft.launch import deepspeed_hook as wrapping
+from gemini_ft.state.gradients import GradientState
+from gemini_ft.state.rng import branch_randomness, rng_state, set_rng_state
 
 _log = logging.getLogger("gemini_ft")
 _HANG_SECONDS = 600.0  # what a collective of the engine may take, where hang_timeout does not say: NCCL's own default
@@ -194,7 +194,7 @@ def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
     Returns:
         The same engine. ``engine.global_steps`` says how many steps are done, ``engine.gemini`` is its `Protection`.
 
-    In workers of ``gemini run`` an engine with such a section is protected already (`gemini_ft.wrapping`); that is no error.
+    In workers of ``gemini run`` an engine with such a section is protected already (`gemini_ft.launch.deepspeed_hook`); that is no error.
     An engine whose configuration has a "gradient_pipeline" section and no "gemini" section gets the pipeline alone.
 
     Raises:

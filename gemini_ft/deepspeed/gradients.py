@@ -24,7 +24,7 @@ from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from gemini_ft.deepspeed.anatomy import own_part
+from gemini_ft.deepspeed.partitions import own_part
 from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.assignment import assign, nothing, trained
 from gemini_ft.pipeline.averager import own_group

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import DummyOptim
 from torch import nn
 
-from gemini_ft import codec
-from gemini_ft.census import Finding
-from gemini_ft.deepspeed.anatomy import about, others, present_cut
-from gemini_ft.deepspeed.cuts import Cut, OldShards
+from gemini_ft.core.census import Finding
+from gemini_ft.core.fates import ENGINE_COUNTERS, ENGINE_TENSORS, ENGINE_WEIGHTS
+from gemini_ft.core.layout import PER_RANK, Layout, Read, TensorSpec
 from gemini_ft.deepspeed.masters import (
     base_optimizer,
     is_partitioned,
@@ -28,12 +27,13 @@ from gemini_ft.deepspeed.masters import (
     release_gathered,
     replay_beta_powers,
 )
+from gemini_ft.deepspeed.partitions import about, others, present_cut
+from gemini_ft.deepspeed.reshard import Cut, OldShards
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
-from gemini_ft.fates import ENGINE_COUNTERS, ENGINE_TENSORS, ENGINE_WEIGHTS
-from gemini_ft.layout import PER_RANK, Layout, Read, TensorSpec
-from gemini_ft.modes import Modes, not_users
-from gemini_ft.rebuilding import ModuleTree
-from gemini_ft.sources import HOST, Live, Role, Source, captured, describe, split_state_name, state_name
+from gemini_ft.state import codec
+from gemini_ft.state.modes import Modes, not_users
+from gemini_ft.state.rebuilding import ModuleTree
+from gemini_ft.state.tensors import HOST, Live, Role, Source, captured, describe, split_state_name, state_name
 
 _SUPPORTED = "0.19"  # its optimizers' attributes are relied on
 _WAY_OUT = "Resume with the script and configuration that made it, or start afresh with another run_id or resume='never'."
@@ -42,11 +42,11 @@ _SCALERS = ("loss_scaler", "loss_scale_config")
 
 
 class EngineState:
-    """See `gemini_ft.training_state.TrainingState`.
+    """See `gemini_ft.state.base.TrainingState`.
 
     Args:
         engine: as ``deepspeed.initialize`` returned it.
-        modes: whether flags and attributes of modules are part of it (`gemini_ft.modes`); no: the caller keeps them.
+        modes: whether flags and attributes of modules are part of it (`gemini_ft.state.modes`); no: the caller keeps them.
 
     Raises:
         UnsupportedStateError: the engine uses something whose state is not known here; named.

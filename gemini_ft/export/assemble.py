@@ -1,7 +1,7 @@
 """Shards of all ranks -> whole tensors, on the CPU.
 
 Under DDP every rank owns a stretch of the one tensor all of them hold; under FSDP2 every rank has a part of its own,
-whose place in the whole tensor follows from shape, placements and mesh (`gemini_ft.sources.placement_words`).
+whose place in the whole tensor follows from shape, placements and mesh (`gemini_ft.state.tensors.placement_words`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from itertools import pairwise, product
 
 import torch
 
+from gemini_ft.core.layout import PER_RANK, Layout, Piece, Read
 from gemini_ft.errors import CorruptDataError, UnsupportedStateError
-from gemini_ft.layout import PER_RANK, Layout, Piece, Read
-from gemini_ft.recovery import ShardReader
-from gemini_ft.restore import scatter
-from gemini_ft.sources import HOST
+from gemini_ft.recovery.readers import ShardReader
+from gemini_ft.recovery.restore import scatter
+from gemini_ft.state.tensors import HOST
 
 _WORDS = re.compile(r"\((?P<shape>[\d, ]*)\) (?P<placements>.+) on \((?P<mesh>[\d, ]*)\)")
 _PLACEMENT = re.compile(r"_S\((\d+), (\d+)\)|S\((\d+)\)|R")

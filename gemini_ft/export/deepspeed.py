@@ -157,7 +157,7 @@ class _Writer:
 
 def _deepspeed_files() -> Any:
     try:
-        return importlib.import_module("gemini_ft.deepspeed.files")
+        return importlib.import_module("gemini_ft.deepspeed.checkpoint_objects")
     except ImportError:
         raise ConfigError("format='deepspeed' needs deepspeed installed here: pip install 'gemini-ft[deepspeed]'") from None
 

@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from gemini_ft import codec
+from gemini_ft.core.versions import Version
 from gemini_ft.errors import ConfigError, RecoveryError
+from gemini_ft.recovery.agent_memory import RememberedShard, open_newest, remembered
+from gemini_ft.state import codec
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import CheckpointInfo, Manifest, list_checkpoints, read_manifest
 from gemini_ft.storage.lookout import newest_whole
 from gemini_ft.storage.retention import reading
 from gemini_ft.storage.shard import StoredShard
-from gemini_ft.versions import Version
-from gemini_ft.visits import RememberedShard, open_newest, remembered
 
 _SHOWN = 20  # steps listed in an error
 
 
 class StorageShard:
-    """One rank's shard in storage, as a `gemini_ft.recovery.ShardReader`."""
+    """One rank's shard in storage, as a `gemini_ft.recovery.readers.ShardReader`."""
 
     where = "storage"
 

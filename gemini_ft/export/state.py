@@ -16,8 +16,8 @@ import torch
 from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.export.assemble import read_whole
 from gemini_ft.export.source import Checkpoint
-from gemini_ft.gradients import is_gradient
-from gemini_ft.sources import split_state_name
+from gemini_ft.state.gradients import is_gradient
+from gemini_ft.state.tensors import split_state_name
 
 _OPTIMIZER = re.compile(r"optim\d+\.")
 

@@ -14,7 +14,8 @@ from urllib.parse import unquote, urlsplit
 
 from gemini_ft.errors import ConfigError, StorageError
 from gemini_ft.export.stage import clear_leftovers, stage
-from gemini_ft.storage.base import Storage, open_storage
+from gemini_ft.storage.base import Storage
+from gemini_ft.storage.opening import open_storage
 
 _PART = 16 * 2**20  # bytes read at a time
 _WAY_OUT = "choose another --to, or give --overwrite"

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from gemini_ft import codec
-from gemini_ft.deepspeed.cuts import Cut, Fragment, OldShards
+from gemini_ft.core.layout import Read
+from gemini_ft.deepspeed.reshard import Cut, Fragment, OldShards
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.export.source import Checkpoint
 from gemini_ft.export.state import OptimizerState, State
-from gemini_ft.layout import Read
-from gemini_ft.restore import scatter
+from gemini_ft.recovery.restore import scatter
+from gemini_ft.state import codec
 
 
 def is_engine(checkpoint: Checkpoint) -> bool:
@@ -37,7 +37,7 @@ class Engine:
         StateError: it holds a pickle that is not trusted.
 
     Attributes:
-        about: see `gemini_ft.deepspeed.anatomy.about`.
+        about: see `gemini_ft.deepspeed.partitions.about`.
         extras: of each rank, see `gemini_ft.deepspeed.state.EngineState.extras`.
         cuts: of each rank.
     """

@@ -49,6 +49,6 @@ def __getattr__(name: str) -> Any:
         from gemini_ft.lightning import fabric
 
         return fabric.by_class(name, "lightning.fabric")
-    from gemini_ft.lightning import strategy
+    from gemini_ft.lightning import naming
 
-    return strategy.by_class(name, "lightning.pytorch")
+    return naming.by_class(name, "lightning.pytorch")

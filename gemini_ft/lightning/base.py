@@ -19,7 +19,7 @@ from gemini_ft.lightning import compat
 from gemini_ft.lightning.loader import DataResume
 from gemini_ft.lightning.options import EpochHooks, refuse_platform, signature_of, sort_options
 from gemini_ft.pipeline.rules import Rules
-from gemini_ft.rendezvous import init_process_group
+from gemini_ft.worker.rendezvous import init_process_group
 
 
 class Gemini:

@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from gemini_ft.errors import StateError, UnsupportedStateError
-from gemini_ft.generators import generator_states, private_generators, set_generator_states, unchanged_randomness
 from gemini_ft.lightning.workers import RestoringInit, StampingCollate, State, WorkerStates
-from gemini_ft.remembered import Attributes, Values
-from gemini_ft.rng import Randomness, randomness, set_randomness
+from gemini_ft.state.generators import generator_states, private_generators, set_generator_states, unchanged_randomness
+from gemini_ft.state.remembered import Attributes, Values
+from gemini_ft.state.rng import Randomness, randomness, set_randomness
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gemini_ft.core.fates import CALLBACKS_REFUSED
 from gemini_ft.errors import UnsupportedStateError
-from gemini_ft.fates import CALLBACKS_REFUSED
 
 _REFUSED = {
     "BatchSizeFinder": "trains by itself when the fit starts, and would do so again at each restart",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gemini_ft.lightning import compat
-from gemini_ft.rng import rng_state, set_rng_state
+from gemini_ft.state.rng import rng_state, set_rng_state
 
 _LIVE = "gemini.live"  # {_LIVE: name} stands for the model's tensor of that name
 

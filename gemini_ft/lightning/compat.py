@@ -15,7 +15,7 @@ import torch
 
 from gemini_ft.errors import ConfigError
 from gemini_ft.lightning.loader import bookmark_of, is_position
-from gemini_ft.modes import Modes, not_users
+from gemini_ft.state.modes import Modes, not_users
 
 _SUPPORTED = "2.6"
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gemini_ft import wrapping
 from gemini_ft.errors import ConfigError
+from gemini_ft.launch import deepspeed_hook as wrapping
 from gemini_ft.lightning import compat
 from gemini_ft.lightning.fit import Fit
 from gemini_ft.lightning.options import section_of

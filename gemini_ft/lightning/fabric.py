@@ -28,17 +28,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gemini_ft.census import Finding
 from gemini_ft.checkpointer import GIVEN, Checkpointer
-from gemini_ft.ddp import ddp_state, restore_buckets, restore_sync
+from gemini_ft.core.census import Finding
+from gemini_ft.core.fates import LOADERS
 from gemini_ft.errors import ConfigError, StateError
-from gemini_ft.fates import LOADERS
 from gemini_ft.lightning import compat
 from gemini_ft.lightning.base import Gemini, join_group, make_class
 from gemini_ft.lightning.fit import log
 from gemini_ft.lightning.gradients import synchronizer_of
 from gemini_ft.lightning.loader import bookmark_of, make_resumable
-from gemini_ft.rng import rng_state, set_rng_state
+from gemini_ft.state.ddp import ddp_state, restore_buckets, restore_sync
+from gemini_ft.state.rng import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.strategy import Strategy as _Strategy

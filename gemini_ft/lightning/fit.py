@@ -21,16 +21,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gemini_ft.checkpointer import Checkpointer
 from gemini_ft.config import GeminiConfig
-from gemini_ft.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.lightning import compat
 from gemini_ft.lightning.callbacks import refuse_callbacks
 from gemini_ft.lightning.capture import capture, checkpoint_of, complete, restore
+from gemini_ft.lightning.fault_hooks import watch
 from gemini_ft.lightning.inventory import findings, fingerprint
-from gemini_ft.lightning.moments import watch
 from gemini_ft.lightning.options import EpochHooks
-from gemini_ft.modes import Modes
-from gemini_ft.rebuilding import ModuleTree
+from gemini_ft.state.ddp import ddp_state, restore_buckets, restore_sync
+from gemini_ft.state.modes import Modes
+from gemini_ft.state.rebuilding import ModuleTree
 
 log = logging.getLogger("gemini_ft")
 

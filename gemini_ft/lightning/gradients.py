@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from gemini_ft.errors import ConfigError
-from gemini_ft.gradients import GradientState
 from gemini_ft.lightning import compat
 from gemini_ft.pipeline.rules import Rules
 from gemini_ft.pipeline.synchronizer import GradientSynchronizer
+from gemini_ft.state.gradients import GradientState
 
 
 def synchronizer_of(model: Any, rules: Rules, precision: Any, hook: tuple[Any, Any] | None = None) -> GradientSynchronizer:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gemini_ft.census import Finding
-from gemini_ft.fates import CALLBACKS, CALLBACKS_MADE, DATA, LOADERS, LOADERS_AGAIN, LOGGERS, LOOPS, METRICS, TICKETS
+from gemini_ft.core.census import Finding
+from gemini_ft.core.fates import CALLBACKS, CALLBACKS_MADE, DATA, LOADERS, LOADERS_AGAIN, LOGGERS, LOOPS, METRICS, TICKETS
 from gemini_ft.lightning import compat
 from gemini_ft.lightning.loader import bookmark_of, facts
 
 
 def findings(trainer: Any) -> Iterator[Finding]:
-    """Everything in it but flags and attributes that hooks set (`gemini_ft.modes`)."""
+    """Everything in it but flags and attributes that hooks set (`gemini_ft.state.modes`)."""
     yield LOOPS.found("trainer", note=f"{len(trainer.lr_scheduler_configs)} schedulers")
     for index, loader in enumerate(compat.training_loaders(trainer)):
         if (mark := bookmark_of(loader)) is not None:

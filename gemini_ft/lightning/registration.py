@@ -13,8 +13,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from gemini_ft.afterimport import after_import
 from gemini_ft.errors import ConfigError
+from gemini_ft.launch.import_hook import after_import
 
 # Module whose import creates a registry -> (the registry's name in it, the package its strategies belong to).
 _REGISTRIES = {
@@ -82,6 +82,6 @@ def _factory(name: str, package: str) -> Callable[..., Any]:
             raise ConfigError(_REFUSED[name])
         if package.endswith("fabric"):
             return importlib.import_module("gemini_ft.lightning.fabric").by_name(name, package)(**options)
-        return importlib.import_module("gemini_ft.lightning.strategy").by_name(name, package)(**options)
+        return importlib.import_module("gemini_ft.lightning.naming").by_name(name, package)(**options)
 
     return create

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gemini_ft.lightning import compat
-from gemini_ft.lightning.base import Gemini, join_group, make_class
+from gemini_ft.lightning.base import Gemini, join_group
 from gemini_ft.lightning.fit import Fit
 from gemini_ft.lightning.gradients import FiguresLog, synchronizer_of
 from gemini_ft.lightning.loader import make_resumable
@@ -22,46 +22,9 @@ if TYPE_CHECKING:
 else:
     _Strategy = _DDPStrategy = object
 
-_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemini": ("GeminiStrategy", {}),
-    "gemini_fsdp2": ("GeminiModelParallelStrategy", {}),
-    "gemini_deepspeed": ("GeminiDeepSpeedStrategy", {}),
-    "gemini_deepspeed_stage_1": ("GeminiDeepSpeedStrategy", {"stage": 1}),
-    "gemini_deepspeed_stage_2": ("GeminiDeepSpeedStrategy", {"stage": 2}),
-    "gemini_deepspeed_stage_2_offload": ("GeminiDeepSpeedStrategy", {"stage": 2, "offload_optimizer": True}),
-    "gemini_deepspeed_stage_3": ("GeminiDeepSpeedStrategy", {"stage": 3}),
-    "gemini_deepspeed_stage_3_offload": ("GeminiDeepSpeedStrategy", {"stage": 3, "offload_optimizer": True, "offload_parameters": True}),
-}
 # Status of a process that ends because rank 0 has had SIGTERM, of which Lightning tells all ranks. Theirs is 0, which other hosts'
 # launchers take for the end of the training; with this one the job goes on without the host that was told to end.
 _TOLD_TO_END = 128 + signal.SIGTERM
-_PUBLIC = {"lightning.pytorch": "gemini_ft.lightning", "pytorch_lightning": "gemini_ft.pytorch_lightning"}
-
-
-def by_name(name: str, package: str) -> Any:
-    """What makes the strategy that ``Trainer(strategy=name)`` of ``package`` means."""
-    kind, options = _NAMES[name]
-    return functools.partial(by_class(kind, package), **options)
-
-
-@functools.cache
-def by_class(name: str, package: str) -> Any:
-    """The strategy class called ``name`` for ``package``, "lightning.pytorch" or "pytorch_lightning"."""
-    mixin, base = _parts(name)
-    doc = f"{base} whose training state survives failures. Keyword options: those of GeminiConfig, data_resume, "
-    doc += f"gradient_pipeline, and {base}'s."
-    return make_class(name, mixin, base, package, _PUBLIC[package], doc)
-
-
-def _parts(name: str) -> tuple[type, str]:
-    if name == "GeminiDeepSpeedStrategy":
-        from gemini_ft.lightning.deepspeed import GeminiDeepSpeedMixin
-
-        return GeminiDeepSpeedMixin, "DeepSpeedStrategy"
-    return {
-        "GeminiStrategy": (GeminiDdpMixin, "DDPStrategy"),
-        "GeminiModelParallelStrategy": (GeminiShardedMixin, "ModelParallelStrategy"),
-    }[name]
 
 
 class GeminiMixin(Gemini, _Strategy):

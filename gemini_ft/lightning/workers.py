@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
-from gemini_ft.generators import private_generators
-from gemini_ft.remembered import Attributes, Values
-from gemini_ft.rng import Randomness, randomness, set_randomness
+from gemini_ft.state.generators import private_generators
+from gemini_ft.state.remembered import Attributes, Values
+from gemini_ft.state.rng import Randomness, randomness, set_randomness
 
 State = tuple[Randomness, Values]  # of one worker: its generators, and attributes that differ from those it was started with
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.plan import NO_RULE, Tensor
 from gemini_ft.pipeline.rules import Rule, Rules, payload_of_one_length
-from gemini_ft.sources import clean, unwrap_model
+from gemini_ft.state.tensors import clean, unwrap_model
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _ADDED = (*_FLOATS, torch.float64, torch.complex32, torch.complex64, torch.complex128)  # up, by the backends

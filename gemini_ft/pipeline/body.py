@@ -20,7 +20,7 @@ from gemini_ft.pipeline.watch import Watch
 
 
 class Body:
-    """Counts steps, finds plans, compares ranks, and keeps the state. A `gemini_ft.gradients.GradientState`.
+    """Counts steps, finds plans, compares ranks, and keeps the state. A `gemini_ft.state.gradients.GradientState`.
 
     Args:
         model: whose forward passes are watched.

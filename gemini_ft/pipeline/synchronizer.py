@@ -24,7 +24,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gemini_ft.errors import ConfigError, StateError
-from gemini_ft.gradients import announce, withdraw
 from gemini_ft.pipeline.assignment import assign, nothing, trained
 from gemini_ft.pipeline.averager import own_group
 from gemini_ft.pipeline.body import Body
@@ -32,6 +31,7 @@ from gemini_ft.pipeline.ddp_buckets import DdpBuckets, communication_hook
 from gemini_ft.pipeline.hooks import ModelHook
 from gemini_ft.pipeline.plan import NO_RULE, Tensor
 from gemini_ft.pipeline.rules import Rules, check_world, load_rules
+from gemini_ft.state.gradients import announce, withdraw
 
 T = TypeVar("T")
 

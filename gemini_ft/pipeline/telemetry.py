@@ -84,7 +84,7 @@ class Telemetry:
         )
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """The last step in the words of `gemini_ft.gradients.GradientState`, by rule; what belongs to no rule is under "step"."""
+        """The last step in the words of `gemini_ft.state.gradients.GradientState`, by rule; what belongs to no rule is under "step"."""
         if self.last is None:
             return {}
         step = {"number": self.last.number, "ms": 1e3 * self.last.seconds, "blocked_ms": 1e3 * self.last.blocked}

@@ -19,11 +19,11 @@ from typing import Any, Final, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import ConfigError, CorruptDataError, FormatError, StorageError
 from gemini_ft.storage.base import WORD, Storage
 from gemini_ft.storage.decisions import Descent
 from gemini_ft.storage.shard import ShardRecord
-from gemini_ft.versions import Incarnation, Version
 
 FORMAT_VERSION: Final = 1
 

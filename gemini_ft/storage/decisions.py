@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from gemini_ft.versions import Incarnation, Version
+from gemini_ft.core.versions import Incarnation, Version
 
 # listed: it has a manifest, which was not read; whole: the manifest is sound and the shards are there; lacking: a shard is
 # not; damaged: the manifest is; gone: it was listed and could not be found; torn: there is no manifest.

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, FormatError, ObjectGoneError, StorageError, StorageUnclearError, SupersededError
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import (
@@ -23,7 +24,6 @@ from gemini_ft.storage.checkpoints import (
 )
 from gemini_ft.storage.decisions import Condition, Descent, Here, Look, Nothing, Sighting, decide
 from gemini_ft.storage.marks import read_mark
-from gemini_ft.versions import Incarnation, Version
 
 _T = TypeVar("_T")
 _LOOKS = 3  # listings that are asked for where one names what is gone: retention may have been at work in between

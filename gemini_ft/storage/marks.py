@@ -16,9 +16,9 @@ from pathlib import Path
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, ObjectGoneError
 from gemini_ft.storage.base import Storage
-from gemini_ft.versions import Version
 
 _log = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, GeminiError, ObjectGoneError, StorageError
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import MANIFEST, Manifest, checkpoint_folder, files_of, read_manifest
 from gemini_ft.storage.decisions import Sighting, left_torn, superseded_by
 from gemini_ft.storage.lookout import Lookout
 from gemini_ft.storage.shard import StoredShard
-from gemini_ft.versions import Version
 
 READER_SECONDS = 6 * 3600.0  # after which a reader that has not said that it is through counts as dead
 

@@ -23,11 +23,11 @@ from struct import pack, unpack
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
+from gemini_ft.core.layout import ALIGNMENT, Layout
+from gemini_ft.core.roots import checksum, layout_digest, shard_root
+from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, StorageError
-from gemini_ft.layout import ALIGNMENT, Layout
-from gemini_ft.roots import checksum, layout_digest, shard_root
 from gemini_ft.storage.base import Storage, ignore
-from gemini_ft.versions import Version
 
 CHUNK_BYTES = 8 * 2**20
 LARGEST = 2**50  # bytes; no store takes larger objects
@@ -67,7 +67,7 @@ class ShardRecord(_Record):
     digests: Span
     data: Span
     chunk_bytes: int = Field(gt=0)  # of data, per digest
-    root: str = ""  # of the copy that was committed (gemini_ft.roots); empty where nobody knew it
+    root: str = ""  # of the copy that was committed (gemini_ft.core.roots); empty where nobody knew it
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemini_ft.ledger import Abort, Cadence, Commit, Decision, Holders, Ledger, Manifest, Thaw
-from gemini_ft.protocol import CancelSend, Damaged, Effect, Free, Grant, Host, Send, Tell, Upload, Withdraw
-from gemini_ft.slots import Slot, SlotState
-from gemini_ft.versions import Version
+from gemini_ft.core.ledger import Abort, Cadence, Commit, Decision, Holders, Ledger, Manifest, Thaw
+from gemini_ft.core.protocol import CancelSend, Damaged, Effect, Free, Grant, Host, Send, Tell, Upload, Withdraw
+from gemini_ft.core.slots import Slot, SlotState
+from gemini_ft.core.versions import Version
 from miniature.transfer import Fetch, Link, Outgoing
 from miniature.truth import check
 from miniature.wire import Connection, Memory, Step

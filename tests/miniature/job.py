@@ -6,12 +6,12 @@ from collections.abc import Callable, Set
 from functools import partial
 from random import Random
 
-from gemini_ft.ledger import Decision
-from gemini_ft.messages import SlotInfo
-from gemini_ft.placement import place
-from gemini_ft.recovery import Holding, Plan, plan_recovery
-from gemini_ft.slots import Slot, SlotState
-from gemini_ft.versions import Incarnation, Version
+from gemini_ft.core.ledger import Decision
+from gemini_ft.core.placement import place
+from gemini_ft.core.slots import Slot, SlotState
+from gemini_ft.core.versions import Incarnation, Version
+from gemini_ft.recovery.readers import Holding, Plan, plan_recovery
+from gemini_ft.wire.messages import SlotInfo
 from miniature.host import Member, Node
 from miniature.transfer import Fetch, Receiver, Server
 from miniature.truth import BrokenPromiseError, Truth, check, has

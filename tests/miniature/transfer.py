@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gemini_ft.slots import SlotState
-from gemini_ft.versions import Version
+from gemini_ft.core.slots import SlotState
+from gemini_ft.core.versions import Version
 from miniature.truth import check
 from miniature.wire import CHUNKS, Bytes, Connection, Memory, Step, Tag
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gemini_ft.ledger import Abort, Commit, Decision
-from gemini_ft.versions import Version
+from gemini_ft.core.ledger import Abort, Commit, Decision
+from gemini_ft.core.versions import Version
 
 if TYPE_CHECKING:
     from miniature.host import Node

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gemini_ft.versions import Version
+from gemini_ft.core.versions import Version
 
 if TYPE_CHECKING:
     from miniature.host import Node

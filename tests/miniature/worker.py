@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gemini_ft.versions import Incarnation, Version
+from gemini_ft.core.versions import Incarnation, Version
 from miniature.transfer import Fetch
 from miniature.truth import check
 from miniature.wire import CHUNKS, Memory, Step, Tag

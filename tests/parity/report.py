@@ -68,7 +68,7 @@ early = {
     "loggers at the start": any(name.startswith("torch") for name in logging.root.manager.loggerDict),
     "exit handlers at the start": atexit._ncallbacks() > 1,
     "frozen objects": gc.get_freeze_count() > 0,
-    "command line in ps": b"gemini_ft.forkserver" in open("/proc/self/cmdline", "rb").read(),
+    "command line in ps": b"gemini_ft.launch.forkserver" in open("/proc/self/cmdline", "rb").read(),
     "signal when the parent dies": signal_of_death(),
 }
 os.environ["OMP_NUM_THREADS"] = "3"

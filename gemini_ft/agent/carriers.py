@@ -1,0 +1,179 @@
+"""The two ways in which a chunk gets to a peer's memory: this agent sends it itself, or has workers carry it.
+
+Both ask the same valve before any byte leaves, and count what is under way. What travels, and what becomes of it on arrival, is
+the same on both (gemini_ft.agent.sending).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from gemini_ft.config import TrafficConfig
+from gemini_ft.wire.lane import Valve
+from gemini_ft.wire.messages import Chunk, Dispatch, Message, Parcel
+from gemini_ft.wire.tcp import Connection, Meter
+
+_SAMPLES = 32  # newest pieces that say how long the shortest of them takes
+
+
+class Way(Protocol):
+    """What chunks leave on. Messages that must not overtake them go by ``send`` too."""
+
+    @property
+    def unacknowledged(self) -> int:
+        """Bytes that have left, and may not have arrived."""
+
+    def meter(self) -> Meter:
+        """What has travelled so far."""
+
+    def send(self, message: Message) -> None:
+        """After every chunk that was sent before."""
+
+    def send_chunk(self, chunk: Chunk, slot: int, payload: memoryview, valve: Valve) -> None:
+        """Queue a chunk of a slot; ``payload`` are its bytes."""
+
+    async def flushed(self, below: int) -> None:
+        """Wait until fewer than ``below`` things are queued, or the connection is closed."""
+
+    def close(self) -> None:
+        """The connection is closed."""
+
+
+class ByAgents:
+    """The bytes follow their message on the connection."""
+
+    def __init__(self, connection: Connection, traffic: TrafficConfig) -> None:
+        self._connection = connection
+        connection.shape(traffic.when == "idle", traffic.max_rate, traffic.low_priority)
+
+    @property
+    def unacknowledged(self) -> int:
+        return self._connection.unacknowledged
+
+    def meter(self) -> Meter:
+        return self._connection.meter()
+
+    def send(self, message: Message) -> None:
+        self._connection.send(message)
+
+    def send_chunk(self, chunk: Chunk, slot: int, payload: memoryview, valve: Valve) -> None:
+        self._connection.send(chunk, payload, valve)
+
+    async def flushed(self, below: int) -> None:
+        await self._connection.flushed(below)
+
+    def close(self) -> None:
+        """Nothing else is open."""
+
+
+class ByWorkers:
+    """The connection carries words only; a chunk goes from worker to worker in pieces, several under way at a time.
+
+    Args:
+        connection: to the peer's agent.
+        traffic: how large and how many pieces may be.
+        tags: numbers that no other piece of this stream has.
+        order: tells the worker that owns a shard to send a piece of it.
+        target: rank of the peer's worker that keeps a shard's replica.
+        astray: called with the reason when a piece cannot be delivered.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        traffic: TrafficConfig,
+        tags: Iterator[int],
+        order: Callable[[int, Dispatch], None],
+        target: Callable[[int], int],
+        astray: Callable[[str], None],
+    ) -> None:
+        self._connection, self._traffic, self._tags = connection, traffic, tags
+        self._order, self._target, self._astray = order, target, astray
+        self._queue: deque[Message | tuple[Chunk, int, Valve]] = deque()
+        self._under_way: dict[int, tuple[int, float]] = {}  # tag -> (bytes, when it was ordered)
+        self._seconds: deque[float] = deque(maxlen=_SAMPLES)
+        self._acked, self._busy, self._busy_since = 0, 0.0, 0.0
+        self._changed = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    @property
+    def unacknowledged(self) -> int:
+        return sum(nbytes for nbytes, _ in self._under_way.values())
+
+    def meter(self) -> Meter:
+        return Meter(self._acked, self._busy, min(self._seconds, default=0.0))
+
+    def send(self, message: Message) -> None:
+        self._put(message)
+
+    def send_chunk(self, chunk: Chunk, slot: int, payload: memoryview, valve: Valve) -> None:
+        self._put((chunk, slot, valve))
+
+    async def flushed(self, below: int) -> None:
+        while len(self._queue) >= below and not self._connection.closed.is_set():
+            await self._change()
+
+    def dispatched(self, tag: int, error: str) -> None:
+        """From the worker: a piece has left, or could not."""
+        if tag not in self._under_way:
+            return
+        nbytes, ordered = self._under_way.pop(tag)
+        now = time.monotonic()
+        self._acked += nbytes
+        self._seconds.append(now - ordered)
+        if not self._under_way:
+            self._busy += now - self._busy_since
+        self._changed.set()
+        if error:
+            self._astray(error)
+
+    def close(self) -> None:
+        self._task.cancel()
+        self._under_way.clear()
+        self._changed.set()
+
+    # -- inside
+
+    def _put(self, item: Message | tuple[Chunk, int, Valve]) -> None:
+        self._queue.append(item)
+        self._changed.set()
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    async def _run(self) -> None:
+        try:
+            await self._send_all()
+        except Exception as error:  # a fault of ours: nobody else would notice that nothing is sent any more
+            self._astray(f"{type(error).__name__}: {error}")
+
+    async def _send_all(self) -> None:
+        while True:
+            while not self._queue:
+                await self._change()
+            item = self._queue[0]
+            if isinstance(item, tuple):
+                await self._carry(*item)
+            else:
+                self._connection.send(item)
+            self._queue.popleft()
+            self._changed.set()
+
+    async def _carry(self, chunk: Chunk, slot: int, valve: Valve) -> None:
+        start, target = 0, self._target(chunk.owner)
+        while start < chunk.nbytes:
+            while len(self._under_way) >= self._traffic.sub_buffers:
+                await self._change()
+            nbytes = await valve(min(self._traffic.piece_bytes, chunk.nbytes - start))
+            tag = next(self._tags)
+            if not self._under_way:
+                self._busy_since = time.monotonic()
+            self._under_way[tag] = nbytes, time.monotonic()
+            self._connection.send(Parcel(chunk=chunk, start=start, nbytes=nbytes, tag=tag, source=chunk.owner, target=target))
+            self._order(chunk.owner, Dispatch(tag=tag, target=target, slot=slot, offset=chunk.offset + start, nbytes=nbytes))
+            start += nbytes

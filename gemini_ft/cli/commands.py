@@ -1,0 +1,211 @@
+"""The ``gemini`` sub-commands that look after agents and checkpoints. Each takes its arguments and returns an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from gemini_ft.agent import lifecycle
+from gemini_ft.cli.table import table
+from gemini_ft.config import load_config
+from gemini_ft.core.versions import Version
+from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
+from gemini_ft.hosts import host_id
+from gemini_ft.recovery.agent_memory import Remembered, remembered
+from gemini_ft.storage.base import Storage
+from gemini_ft.storage.checkpoints import Manifest, examine, list_checkpoints
+from gemini_ft.storage.opening import open_existing
+from gemini_ft.storage.shard import StoredShard
+
+Row = tuple[str, ...]
+_STATE = 6  # column of a row
+_WRONG = ("damaged", "unreadable")  # how states begin that --verify exits with 1 for
+
+
+def agent(arguments: Sequence[str]) -> int:
+    """``gemini agent``: be this host's agent, in the foreground, for a service manager to look after."""
+    options = _with_run("agent", "Own the snapshot memory of this host until told to leave.").parse_args(arguments)
+    from gemini_ft.agent import main
+
+    return main.main(["--run", _run(options), "--host", options.host])
+
+
+def status(arguments: Sequence[str]) -> int:
+    """``gemini status``: what this host's agent holds and does."""
+    parser = _with_run("status", "Show what this host's agent holds and does.")
+    parser.add_argument("--json", action="store_true", help="print the agent's own account, for programs")
+    options = parser.parse_args(arguments)
+    document = lifecycle.status(_run(options), options.host)
+    if document is None:
+        print(f"no agent of run {_run(options)!r} on host {options.host!r}")
+        return 1
+    print(document if options.json else _describe(json.loads(document)))
+    return 0
+
+
+def leave(arguments: Sequence[str]) -> int:
+    """``gemini leave``: end this host's agent; what it holds is gone."""
+    options = _with_run("leave", "End this host's agent. The snapshots it holds are gone; uploads under way are finished.").parse_args(
+        arguments
+    )
+    lifecycle.leave(_run(options), options.host)
+    return 0
+
+
+def checkpoints(arguments: Sequence[str]) -> int:
+    """``gemini checkpoints [URL]``: what there is in storage and in the memory of this machine's agents."""
+    description = """List checkpoints, newest first: those in storage, and those in the memory of this machine's agents.
+
+state: whole; whole, newest: what a job would resume; else what is wrong with it. The exit status is 1 where --verify finds
+something that is damaged or cannot be read."""
+    parser = argparse.ArgumentParser(
+        prog="gemini checkpoints", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("url", nargs="?", help="storage URL, as in storage.url (default: that of GEMINI_STORAGE or GEMINI_CONFIG)")
+    parser.add_argument("--run-id", help="only this run's")
+    parser.add_argument("--endpoint-url", help="of an S3-compatible store (default: boto3's own choice)")
+    parser.add_argument("--verify", action="store_true", help="read every byte in storage and compare it with its checksum")
+    options = parser.parse_args(arguments)
+    settings = load_config().storage if options.url is None else None
+    url = options.url or (settings.url if settings is not None else None)
+    rows = [row for memory in remembered(options.run_id) for row in _in_memory(memory)]
+    failure: StorageError | ConfigError | None = None
+    stored: list[Row] = []
+    if url is not None:
+        reopen = partial(open_existing, url, options.endpoint_url or (settings.endpoint_url if settings is not None else None))
+        try:
+            stored += _in_storage(reopen, options.run_id, options.verify)
+        except (StorageError, ConfigError) as error:  # what is in memory is worth knowing all the more
+            failure = error
+    rows += stored
+    head = ("run", "stream", "step", "age", "bytes", "ranks", "state", "where")
+    if rows or failure is None:
+        print(table([head, *rows]) if rows else f"no checkpoints in {url or 'memory; give the URL of a storage to look there'}")
+    if failure is not None:
+        raise failure
+    return int(options.verify and any(row[_STATE].startswith(_WRONG) for row in stored))
+
+
+def _in_storage(reopen: Callable[[], Storage], run: str | None, verify: bool) -> Iterator[Row]:
+    storage = reopen()
+    newest: dict[tuple[str, str], bool] = {}  # line -> whether its newest whole checkpoint has been listed
+    for info, manifest, reason in examine(storage, run):
+        line = (info.run, info.stream)
+        if not reason and verify and manifest is not None and (reason := _damage(storage, manifest)):
+            reason = _damage(reopen(), manifest)  # on another connection before it is believed
+        if reason.startswith(_WRONG) and info not in list_checkpoints(storage, info.run, info.stream):
+            reason = "deleted meanwhile"
+        if manifest is None:
+            yield (*line, str(info.iteration), "?", "?", "?", reason, storage.url)
+            continue
+        state = reason or ("whole" if newest.get(line) else "whole, newest")
+        newest[line] = newest.get(line, False) or not reason
+        size = sum(record.nbytes for record in manifest.shards.values())
+        age = (datetime.now(UTC) - manifest.created).total_seconds()
+        yield (*line, str(info.iteration), _age(age), f"{size:,}", str(manifest.world_size), state, storage.url)
+
+
+def _damage(storage: Storage, manifest: Manifest) -> str:
+    for record in manifest.shards.values():
+        try:
+            StoredShard(storage, record).verify()
+        except CorruptDataError:
+            return f"damaged: {record.key.rpartition('/')[2]} does not match its checksum"
+        except StorageError as error:
+            return f"unreadable: {error}"
+    return ""
+
+
+def _in_memory(memory: Remembered) -> Iterator[Row]:
+    for version, held in memory.copies.items():
+        slots = {slot.owner: slot for copies in held.values() for slot in copies}
+        world_size = max(slot.world_size for slot in slots.values())
+        size, age = sum(slot.data_bytes + slot.extras_bytes for slot in slots.values()), min(slot.age for slot in slots.values())
+        where = "memory of " + ", ".join(sorted(held))
+        state = _state_in_memory(memory, version)
+        yield (memory.run, memory.stream, str(version.iteration), _age(age), f"{size:,}", str(world_size), state, where)
+
+
+def _state_in_memory(memory: Remembered, version: Version) -> str:
+    if missing := memory.missing(version):
+        return f"incomplete: no copy of ranks {missing} on this machine"
+    if memory.committed is not None and version > memory.committed:
+        return "whole, not committed yet"
+    return "whole, newest" if version == memory.committed else "whole"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _with_run(name: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"gemini {name}", description=description)
+    parser.add_argument("--run-id", default=os.environ.get("GEMINI_RUN_ID"), help="run id (default: GEMINI_RUN_ID)")
+    parser.add_argument("--host", default=host_id(), help="host id (default: GEMINI_HOST_ID, or this machine's)")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> str:
+    if not options.run_id:
+        raise ConfigError("which run? give --run-id or set GEMINI_RUN_ID (a job without one logs its id at start)")
+    return str(options.run_id)
+
+
+def _describe(document: dict[str, Any]) -> str:
+    memory = document["memory"]
+    lines = [
+        f"run {document['run']} on host {document['host']}: agent {document['pid']}, "
+        f"{memory['used']:,} of {memory['limit']:,} bytes, workers {document['workers'] or 'none'}"
+    ]
+    for name, stream in document["streams"].items():
+        state = "finished" if stream["finished"] else f"committed iteration {stream['committed']}"
+        lines.append(f"  {name}: incarnation {stream['incarnation']}, {stream['world_size']} ranks, {state}")
+        lines += [f"    shard of rank {owner}: {', '.join(slots)}" for owner, slots in stream["shards"].items()]
+        lines += [f"    left out: host {host} for rank {owner}" for owner, host in stream["excluded"]]
+        lines += _describe_gradients(stream["gradients"])
+        lines += _describe_storage(stream["storage"]) if stream["storage"] else []
+    return "\n".join(lines)
+
+
+def _describe_gradients(gradients: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+    """A line for each rule, of the first rank on this host."""
+    first = min(gradients, key=int, default=None)
+    if first is None:
+        return []
+    return [f"    gradients of rank {first}, {rule}: {', '.join(_figures(figures))}" for rule, figures in gradients[first].items()]
+
+
+def _figures(figures: dict[str, float]) -> Iterator[str]:
+    """In words; see gemini_ft.state.gradients.GradientState."""
+    rest = dict(figures)
+    if "bytes_before" in rest and "bytes_after" in rest:
+        yield f"{rest.pop('bytes_before'):,.0f} -> {rest.pop('bytes_after'):,.0f} bytes"
+    for name in ("encode", "communication", "decode"):
+        if (value := rest.pop(f"{name}_ms", None)) is not None:
+            yield f"{name} {value:.2f} ms"
+    for name in ("overlap", "density"):
+        if (value := rest.pop(name, None)) is not None:
+            yield f"{name} {value:.1%}"
+    yield from (f"{name} {value:g}" for name, value in rest.items())
+
+
+def _describe_storage(storage: dict[str, Any]) -> list[str]:
+    lines = []
+    if storage["uploading"]:
+        left = "" if storage["seconds_left"] is None else f", {storage['seconds_left']:.0f} s left"
+        lines.append(f"    uploading {storage['uploading']}: {storage['done_bytes']:,} of {storage['total_bytes']:,} bytes{left}")
+    if storage["stored"] is not None:
+        lines.append(f"    stored: iteration {storage['stored']}, {_age(time.time() - storage['stored_at'])} ago")
+    if storage["failing_since"]:
+        since = datetime.fromtimestamp(storage["failing_since"]).astimezone()
+        lines.append(f"    storage fails since {since:%Y-%m-%d %H:%M:%S}: {storage['error']}")
+    return lines

@@ -1,0 +1,101 @@
+"""``gemini export``: write one checkpoint for other tools."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+
+from gemini_ft.config import GeminiConfig, load_config
+from gemini_ft.errors import ConfigError, RecoveryError
+from gemini_ft.export import dcp, deepspeed, lightning, safetensors
+from gemini_ft.export.source import Checkpoint, from_memory, from_storage
+from gemini_ft.export.target import DCP, DEEPSPEED, Target, staged
+from gemini_ft.storage.opening import open_existing
+from gemini_ft.worker.secret import read_secret
+
+_log = logging.getLogger("gemini_ft")
+FORMATS = ("lightning", "dcp", "safetensors", "deepspeed")
+_DESCRIPTION = """Write one checkpoint so that tools without gemini-ft can open it.
+
+It is read from the memory of this machine's agents, of a job that runs or that has crashed, or with --from from storage.
+While a running job's memory is read, it may leave out a few snapshots, or wait for them where on_late is "wait".
+  lightning    DIR/step-N.ckpt, for Trainer.fit(ckpt_path=...)
+  dcp          DIR, for torch.distributed.checkpoint.load: {"model": ..., "optim": ...}
+  safetensors  DIR/model.safetensors: the weights
+  deepspeed    DIR, for engine.load_checkpoint, of a DeepSpeed engine and with as many ranks as it had"""
+
+
+def command(arguments: Sequence[str]) -> int:
+    """``gemini export STEP --to DIR --format FORMAT``; exit status.
+
+    Raises:
+        GeminiError: there is no such checkpoint, it cannot be written in this format, or the target exists.
+    """
+    options = _parser().parse_args(arguments)
+    step = _step(options.step)
+    config = load_config()
+    endpoint = options.endpoint_url or (config.storage.endpoint_url if config.storage is not None else None)
+    with contextlib.closing(_find(step, options, config)) as checkpoint:
+        name = {"lightning": f"step-{checkpoint.step}.ckpt", "safetensors": "model.safetensors"}.get(options.format)
+        target = {"dcp": DCP, "deepspeed": DEEPSPEED}.get(options.format, Target(name))
+        with staged(options.to, target, options.overwrite, endpoint) as folder:
+            if name is None:
+                {"dcp": dcp.write, "deepspeed": deepspeed.write}[options.format](checkpoint, folder)
+            else:
+                {"lightning": lightning.write, "safetensors": safetensors.write}[options.format](checkpoint, folder, name)
+            nbytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    where = options.to if name is None else f"{options.to.rstrip('/')}/{name}"
+    print(f"wrote step {checkpoint.step} of {checkpoint.run} ({checkpoint.stream}) from {checkpoint.where} to {where}: {nbytes:,} bytes")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gemini export", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", metavar="STEP", help="number of the step, or latest")
+    parser.add_argument("--to", required=True, metavar="DIR|URL", help="local folder, file:///folder or s3://bucket/prefix")
+    parser.add_argument("--format", required=True, choices=FORMATS, help="what to write")
+    parser.add_argument(
+        "--from", dest="source", metavar="URL", help="storage to read, as in storage.url (default: memory, then what is configured)"
+    )
+    parser.add_argument("--run-id", default=os.environ.get("GEMINI_RUN_ID"), help="which run (default: GEMINI_RUN_ID, or the only one)")
+    parser.add_argument("--stream", help="which line of snapshots: main, fit-0, fabric-0, deepspeed-0 (default: the only one)")
+    parser.add_argument("--endpoint-url", help="of an S3-compatible store (default: boto3's own choice)")
+    parser.add_argument("--overwrite", action="store_true", help="replace what was exported there before")
+    parser.add_argument("--trust-pickle", action="store_true", help="load pickles from storage that are not signed with the run's secret")
+    return parser
+
+
+def _step(text: str) -> int | None:
+    if text == "latest":
+        return None
+    if not text.isdecimal():
+        raise ConfigError(f"STEP={text!r}: must be the number of a step, or latest")
+    return int(text)
+
+
+def _find(step: int | None, options: argparse.Namespace, config: GeminiConfig) -> Checkpoint:
+    """From --from; else from memory; else from the storage that is configured."""
+    secret = read_secret(config) or None
+    if options.source is not None:
+        storage = open_existing(options.source, options.endpoint_url)
+        return from_storage(storage, step, options.run_id, options.stream, secret, options.trust_pickle)
+    settings = config.storage
+    try:
+        found = from_memory(step, options.run_id, options.stream, options.trust_pickle, required=settings is None)
+    except RecoveryError as error:
+        if settings is None:
+            raise RecoveryError(f"{error}; give --from URL if the job has storage") from None
+        _log.warning("%s; reading %s instead", error, settings.url)
+        found = None
+    if found is not None:
+        return found
+    if settings is None:
+        raise ConfigError(
+            f"no agent on this machine holds anything of {'run ' + repr(options.run_id) if options.run_id else 'any run'}; "
+            "give --from URL for a checkpoint in storage, or export on a host of the job"
+        )
+    storage = open_existing(settings.url, options.endpoint_url or settings.endpoint_url)
+    return from_storage(storage, step, options.run_id, options.stream, secret, options.trust_pickle or settings.trust_pickle)

@@ -1,0 +1,71 @@
+"""The ``gemini`` command: finds the function of a sub-command and calls it with the remaining arguments."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import gemini_ft
+from gemini_ft.errors import ConfigError, GeminiError
+
+
+class Command(NamedTuple):
+    """A sub-command: ``module.function(arguments) -> exit status``. Only its own module is imported, when it is called."""
+
+    module: str
+    function: str
+    summary: str
+
+
+COMMANDS = {
+    "run": Command("gemini_ft.launch.launcher", "command", "start a training script as torchrun does, with fast and reliable restarts"),
+    "agent": Command("gemini_ft.cli.commands", "agent", "own a host's snapshot memory in the foreground, as a service"),
+    "status": Command("gemini_ft.cli.commands", "status", "show what this host's agent holds and does"),
+    "leave": Command("gemini_ft.cli.commands", "leave", "end this host's agent"),
+    "checkpoints": Command(
+        "gemini_ft.cli.commands", "checkpoints", "list the checkpoints in storage and in memory, and what is wrong with them"
+    ),
+    "export": Command("gemini_ft.cli.export", "command", "write a checkpoint for Lightning, torch.distributed.checkpoint or safetensors"),
+    "pipeline": Command("gemini_ft.cli.pipeline", "command", "show what a gradient pipeline does with each parameter of a model"),
+    "store": Command("gemini_ft.cli.store", "command", "serve the store of a rendezvous apart from the training hosts"),
+}
+
+_USAGE = "usage: gemini [--version] COMMAND [ARGUMENTS]"
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join([_USAGE, "", "commands:", *lines, "", "'gemini COMMAND --help' says more."])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``gemini`` with ``argv`` (default: this process's own arguments); return its exit status.
+
+    An error of this package becomes one line on stderr: status 2 where the user has to change the command, else 1.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    match arguments:
+        case [] | ["-h" | "--help", *_]:
+            print(_help())
+            return 0
+        case ["--version", *_]:
+            print(gemini_ft.__version__)
+            return 0
+        case [name, *_] if name not in COMMANDS:
+            print(f"{_USAGE}\ngemini: unknown command {name!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
+            return 2
+    name, *rest = arguments
+    chosen = COMMANDS[name]
+    try:
+        status: int = getattr(importlib.import_module(chosen.module), chosen.function)(rest)
+    except GeminiError as error:
+        print(f"gemini {name}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

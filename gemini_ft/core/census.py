@@ -1,0 +1,154 @@
+"""The census of a job's state: every thing that training depends on is captured, derived, declared to be the user's, or refused.
+
+    _LOADER = declare("loaders with a state_dict of their own", Fate.CAPTURED, "by that state_dict")     # once, at import
+    checkpointer.census.register("loaders", lambda: [_LOADER.found("train_dataloader", nbytes=120)])     # for each job
+
+A rule is one kind of thing and its fate; all rules together are the table in docs/failure_model.md. A finding is one such thing in one
+job. The census is taken at the first snapshot, and again when a part's fingerprint has changed. What is refused stops the job then, by
+name, and not at the restart. Pure: no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from fnmatch import fnmatchcase
+
+from gemini_ft.errors import UnsupportedStateError
+
+
+class Fate(StrEnum):
+    """The fate of a piece of state. There is no fifth one."""
+
+    CAPTURED = "captured"  # part of every snapshot
+    DERIVED = "derived"  # follows from what is captured, or from the script
+    USERS = "the user's"  # not restored, and the user has been told or has said so
+    REFUSED = "refused"  # the job stops, and the error says what to do
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of state and its fate: a row of the table in docs/failure_model.md.
+
+    Attributes:
+        what: the kind, in the plural.
+        fate: what becomes of it.
+        how: how it is captured, from what it is derived, or the way out.
+    """
+
+    what: str
+    fate: Fate
+    how: str
+
+    def found(self, where: str, nbytes: int = 0, note: str = "") -> Finding:
+        """One thing of this kind.
+
+        Args:
+            where: its name in the job, such as ``optim0.base_optimizer``.
+            nbytes: bytes of it in each snapshot of this rank, where that is known.
+            note: more about this one.
+        """
+        return Finding(self, where, nbytes, note)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a job's state consists of."""
+
+    rule: Rule
+    where: str
+    nbytes: int = 0
+    note: str = ""
+
+
+# Every module with declarations; they must load without a vendor's package that need not be installed.
+DECLARING = ("gemini_ft.checkpointer", "gemini_ft.core.fates")
+Walk = Callable[[], Iterable[Finding]]
+_rules: dict[str, Rule] = {}
+IGNORED = Rule("whatever the option `ignore` names", Fate.USERS, "it is not captured; the script restores it or does without")
+
+
+def declare(what: str, fate: Fate, how: str) -> Rule:
+    """Add a kind of state to the table. The same declaration may be made again."""
+    return _rules.setdefault(what, Rule(what, fate, how))
+
+
+def rules() -> list[Rule]:
+    """All rules that the modules loaded so far have declared: by fate, in the order of their names."""
+    order = list(Fate)
+    return sorted({**_rules, IGNORED.what: IGNORED}.values(), key=lambda rule: (order.index(rule.fate), rule.what))
+
+
+class Census:
+    """The parts of one job's state, each with somebody who can walk it.
+
+    Args:
+        ignore: patterns (as for files) of names that are the user's.
+    """
+
+    def __init__(self, ignore: Iterable[str] = ()) -> None:
+        self._ignore = tuple(ignore)
+        self._parts: dict[str, tuple[Walk, Callable[[], object]]] = {}
+        self._seen: tuple[object, ...] | None = None
+
+    def register(self, part: str, walk: Walk, fingerprint: Callable[[], object] = lambda: None) -> None:
+        """Add a part of the state, or replace it.
+
+        Args:
+            part: its name.
+            walk: gives one finding for each thing in it; called at the first snapshot and after a change.
+            fingerprint: cheap enough for every snapshot; the census is taken again when its value is another.
+        """
+        self._parts[part] = (walk, fingerprint)
+        self._seen = None
+
+    def is_ignored(self, where: str) -> bool:
+        """Whether the user has said that a thing is not to be captured."""
+        return any(fnmatchcase(where, pattern) for pattern in self._ignore)
+
+    def is_due(self) -> bool:
+        """Whether it must be taken, for the first time or again. Whoever asks takes it."""
+        now = tuple(fingerprint() for _, fingerprint in self._parts.values())
+        changed, self._seen = now != self._seen, now
+        return changed
+
+    def findings(self) -> list[Finding]:
+        """Everything there is, by part; ignored things are the user's."""
+        found = [item for walk, _ in self._parts.values() for item in walk()]
+        return [IGNORED.found(item.where, 0, item.note) if self.is_ignored(item.where) else item for item in found]
+
+    def take(self) -> list[Finding]:
+        """The findings, if nothing is refused.
+
+        Raises:
+            UnsupportedStateError: something cannot be captured; each such thing is named, with the way out.
+        """
+        found = self.findings()
+        if refused := [item for item in found if item.rule.fate is Fate.REFUSED]:
+            lines = "; ".join(f"{item.where}{f' ({item.note})' if item.note else ''}: {item.rule.how}" for item in refused)
+            raise UnsupportedStateError(f"not captured, and not declared to be the user's: {lines}. Or name it in the option `ignore`")
+        return found
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """Findings for people: what, where, fate, bytes and more, in columns."""
+    rows = [("what", "where", "fate", "bytes", "how")]
+    rows += [(item.rule.what, item.where, str(item.rule.fate), f"{item.nbytes:,}", item.note or item.rule.how) for item in findings]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def whole_table() -> str:
+    """The rules of all modules that declare some, as docs/failure_model.md has them."""
+    for name in DECLARING:
+        importlib.import_module(name)
+    lines = ["| state | what becomes of it | how, or the way out |", "|---|---|---|"]
+    return "\n".join(lines + [f"| {rule.what} | {rule.fate} | {rule.how} |" for rule in rules()])
+
+
+if __name__ == "__main__":
+    from gemini_ft.core.census import whole_table as of_the_module  # this one is called __main__, and has no rules
+
+    print(of_the_module())

@@ -1,0 +1,480 @@
+"""What one host does for one stream of snapshots, as a pure state machine.
+
+Events come in as method calls, effects come out as a list; memory, sockets and clocks are elsewhere
+(``gemini_ft.agent``). The other half, which decides what is committed, is ``gemini_ft.core.ledger``.
+
+Life of a version on its owner's host:
+
+    request -> Grant -> (bytes are copied; a Send per peer runs beside it) -> copied -> Report(Completed)
+    -> committed(version): the slot of the version before becomes free
+
+and on a peer: receive -> (bytes arrive) -> received -> Report(Completed).
+
+A Tell comes last in a list of effects: on the leader's own host it may lead to the next decision at once.
+
+Source: GEMINI (SOSP'23), section 5: two buffers per replica, one complete and one in progress; the rule
+that a buffer is reused only after the newer version is complete everywhere is stated there implicitly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from gemini_ft.core.slots import Slot, SlotSet, SlotState
+from gemini_ft.core.versions import Incarnation, Version
+
+NO_ROOTS: Mapping[int, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Completed:
+    """``host`` holds every byte of ``owner``'s shard of ``version``, verified."""
+
+    owner: int
+    host: str
+    version: Version
+    layout: str = ""
+    digest: str = ""
+    root: str = ""  # of the copy, formed by its host (gemini_ft.core.roots)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """``owner`` has no snapshot of ``version``: it can never be committed."""
+
+    owner: int
+    version: Version
+    reason: str
+
+
+Report = Completed | Skipped
+
+
+@dataclass(frozen=True)
+class Grant:
+    """The worker that owns the shard may write ``version`` into the slot."""
+
+    owner: int
+    slot: int
+    version: Version
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    """The version was aborted; its worker need not finish copying it."""
+
+    owner: int
+    version: Version
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send the slot's bytes to a peer, chunk by chunk as they are copied. ``sent`` ends it."""
+
+    owner: int
+    slot: int
+    version: Version
+    peer: str
+
+
+@dataclass(frozen=True)
+class CancelSend:
+    """Stop sending; ``sent`` is still due, once no byte of the slot is referenced any more."""
+
+    owner: int
+    version: Version
+    peer: str
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Pass a report to the leader's ledger."""
+
+    report: Report
+
+
+@dataclass(frozen=True)
+class Upload:
+    """Write the frozen slot to storage. ``thawed`` ends it, perhaps before the last byte is read: ``hold`` the slot meanwhile."""
+
+    owner: int
+    slot: int
+    version: Version
+
+
+@dataclass(frozen=True)
+class Free:
+    """Nobody needs the slot's memory any more."""
+
+    owner: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """This host's copy has another root than the one that was committed, and has been discarded."""
+
+    owner: int
+    version: Version
+
+
+Effect = Damaged | Grant | Withdraw | Send | CancelSend | Tell | Upload | Free
+
+
+@dataclass
+class Host:
+    """One host's part in one stream: the shards its ranks own, and the replicas it holds for others."""
+
+    name: str
+    holders: dict[int, tuple[str, ...]] = field(default_factory=dict)  # owner -> hosts, the owner's own first
+    shards: dict[int, SlotSet] = field(default_factory=dict)
+    waiting: dict[int, Version] = field(default_factory=dict)  # requests of local owners not granted yet
+    skipped: dict[int, Version] = field(default_factory=dict)  # newest version each local owner gave up
+    details: dict[tuple[int, Version], tuple[str, str]] = field(default_factory=dict)  # layout and digest as reported
+    aborted: set[Version] = field(default_factory=set)  # above the committed one
+    committed: Version | None = None  # the newest version this host knows to be complete everywhere
+    roots: dict[int, str] = field(default_factory=dict)  # owner -> root of its committed shard, as far as it was said with the commit
+    incarnation: Incarnation | None = None  # the present one
+    sealed: bool = False  # between ``seal`` and ``open`` or ``unseal``; the same for every shard, those that come later too
+
+    # -- incarnations
+
+    def seal(self) -> None:
+        """Until ``open``, nothing here becomes complete, and nothing that is complete is overwritten or freed.
+
+        Said before the inventory from which a new incarnation chooses its version. The former one may still be at
+        work: a copy that became complete after the inventory could be what its ledger needs to commit, and that
+        commit would let the hosts not asked yet overwrite the version that this inventory promises.
+        """
+        self._set_sealed(True)
+
+    def unseal(self) -> list[Effect]:
+        """The new incarnation has not come about: the present one goes on, and what was aborted meanwhile goes."""
+        self._set_sealed(False)
+        for slots in self.shards.values():
+            for version in self.aborted:
+                slots.abort(version)
+        return [effect for owner in self.shards for effect in [*self._reap(owner), *self._grant(owner)]]
+
+    def open(
+        self,
+        holders: Mapping[int, Sequence[str]],
+        resumed: Version | None,
+        roots: Mapping[int, str] = NO_ROOTS,
+        incarnation: Incarnation | None = None,
+    ) -> list[Effect]:
+        """A new incarnation begins from ``resumed`` (None: from nothing). Versions above it will never be committed.
+
+        They stay until somebody trains, as does what was committed before: this incarnation may never come about.
+        The former incarnation's connections must be closed. Shards that are no longer held here stay readable
+        until the next commit: nobody else may have a copy yet. ``roots``: of the shards of ``resumed``.
+        """
+        self.holders = {owner: tuple(hosts) for owner, hosts in holders.items()}
+        self.waiting.clear()
+        self.skipped.clear()
+        self.details.clear()
+        self.aborted.clear()
+        self.committed, self.roots, self.incarnation = resumed, dict(roots), incarnation
+        for slots in self.shards.values():
+            slots.rewind(resumed)
+        self._set_sealed(False)
+        self._retire_strangers()
+        return self._discard_damaged()
+
+    def reopen(self, holders: Mapping[int, Sequence[str]], committed: Version | None, incarnation: Incarnation) -> None:
+        """Go on with the present incarnation after this host's agent has lost its memory, but not the slots.
+
+        ``committed``: the newest version known here, at least the one that was resumed. Complete versions above it
+        stay: those of this incarnation may have been committed meanwhile, or still will be.
+        """
+        self.holders = {owner: tuple(hosts) for owner, hosts in holders.items()}
+        self.committed, self.roots, self.incarnation = committed, {}, incarnation
+        for slots in self.shards.values():
+            slots.commit(committed)
+            slots.resume(incarnation)
+        self._retire_strangers()
+
+    def adopt(self, owner: int, index: int, version: Version | None, root: str = "") -> Slot:
+        """Take over a slot that was here before this host's agent was: COMPLETE with ``version``, or EMPTY.
+
+        Workers hand slots back one by one, so that it may come after ``reopen``, or when a new incarnation has been opened long since.
+        """
+        slots = self.slots(owner)
+        slot = slots.adopt(index, version, root)
+        if self.incarnation is not None:
+            slots.resume(self.incarnation)
+        slot.retired = self.is_stranger(owner)
+        return slot
+
+    def is_stranger(self, owner: int) -> bool:
+        """Whether the present incarnation keeps no copy of a shard here."""
+        return bool(self.holders) and self.name not in self.holders.get(owner, ())
+
+    def owns(self, owner: int) -> bool:
+        return self.holders.get(owner, ("",))[0] == self.name
+
+    def slots(self, owner: int) -> SlotSet:
+        return self.shards.setdefault(owner, SlotSet(self.committed, self.sealed))
+
+    def renew(self, owner: int, count: int) -> tuple[list[Slot], list[Effect]]:
+        """Give the shard fresh slots (first use, another layout, or a former writer that may still live)."""
+        slots = self.slots(owner)
+        slots.retire()
+        fresh = slots.add(count)
+        return fresh, self._reap(owner)
+
+    # -- the owner's side
+
+    def request(self, owner: int, version: Version) -> list[Effect]:
+        """The worker wants to write ``version``; the Grant comes now or when a slot becomes free.
+
+        A worker asks only after it has stopped writing whatever it wrote before.
+        """
+        self._settle_torn(owner)
+        if version in self.aborted:
+            return [Withdraw(owner, version)]
+        self.waiting[owner] = version
+        return self._grant(owner)
+
+    def give_up(self, owner: int, version: Version, reason: str) -> list[Effect]:
+        """The worker will not finish ``version`` (late, torn, or it died), and has stopped writing it."""
+        if self.waiting.get(owner) == version:
+            del self.waiting[owner]
+        slots = self.slots(owner)
+        if slots.complete_version(version) is not None:
+            return []  # too late to take back: it may already be committed
+        effects = self._cancel_sends(owner, version)
+        slots.let_go(version)
+        self.skipped[owner] = version
+        return [*effects, *self._reap(owner), *self._grant(owner), Tell(Skipped(owner, version, reason))]
+
+    def worker_lost(self, owner: int) -> list[Effect]:
+        """The local worker that owns the shard is proven dead: what it was writing will never be whole."""
+        self.waiting.pop(owner, None)
+        self._settle_torn(owner)
+        unfinished = [slot.version for slot in self._written_by_worker(owner) if slot.version is not None]
+        return [effect for version in unfinished for effect in self.give_up(owner, version, "its worker died")]
+
+    def copied(self, owner: int, version: Version, layout: str = "", digest: str = "", root: str = "") -> list[Effect]:
+        """The worker has laid down all bytes of its shard."""
+        return self._completed(owner, version, layout, digest, root)
+
+    def sent(self, owner: int, slot_index: int, peer: str) -> list[Effect]:
+        """The peer acknowledged all bytes, or the connection is closed: nothing refers to the slot any more."""
+        return self.release(owner, slot_index, f"send:{peer}")
+
+    # -- the holder's side
+
+    def receive(self, owner: int, version: Version, committed: Version | None) -> Slot | None:
+        """A peer is about to send its shard. None: no slot can be given right now, or it is complete already.
+
+        The slot is the connection's until ``received`` or ``receive_failed``, one of which is due in any case.
+        """
+        slots = self.slots(owner)
+        slots.drop_past()
+        slots.supersede(version, committed)
+        return None if version in self.aborted else slots.begin(version)
+
+    def received(self, owner: int, version: Version, layout: str = "", digest: str = "", root: str = "") -> list[Effect]:
+        """Every byte of a peer's shard is here and verified."""
+        return self._completed(owner, version, layout, digest, root)
+
+    def receive_failed(self, owner: int, version: Version) -> list[Effect]:
+        """The sender is gone or gave up before its shard was whole; no more bytes of it will come."""
+        self.slots(owner).let_go(version)
+        return [*self._reap(owner), *self._grant(owner)]
+
+    def rebuild(self, owner: int, version: Version) -> Slot | None:
+        """A lost copy of the resumed ``version`` is about to be fetched from a peer. None: it is here, or there is no room now.
+
+        The slot is the fetch's until ``rebuilt`` or ``receive_failed``.
+        """
+        return self.slots(owner).begin(version)
+
+    def rebuilt(self, owner: int, version: Version, root: str = "") -> list[Effect]:
+        """Every byte of the lost copy is here again, verified: what was kept in its stead may be overwritten now."""
+        self.slots(owner).complete(version, root)
+        return [*self._reap(owner), *self._grant(owner)]
+
+    # -- readers
+
+    def hold(self, owner: int, version: Version, reader: str) -> Slot | None:
+        """Pin a complete version for a reader (recovery of a peer, upload)."""
+        slot = self.slots(owner).complete_version(version)
+        if slot is not None:
+            slot.readers.add(reader)
+        return slot
+
+    def release(self, owner: int, slot_index: int, reader: str) -> list[Effect]:
+        slots = self.slots(owner)
+        if (slot := slots.slots.get(slot_index)) is None:
+            return []
+        slot.readers.discard(reader)
+        return [*self._reap(owner), *self._grant(owner)]
+
+    # -- decisions of the ledger
+
+    def on_commit(self, version: Version, freeze: bool, roots: Mapping[int, str] = NO_ROOTS) -> list[Effect]:
+        """``version`` is complete everywhere. ``freeze``: it is also the one to upload, on all hosts alike.
+
+        A send of an older version is of no more use to anybody; a peer that has hung must not keep its slot. ``roots``: of the shards
+        that are held here; a copy that has another one was left out of this commit, and is damaged.
+        """
+        if self.committed is None or version > self.committed:
+            self.committed, self.roots = version, {}
+        if version == self.committed:
+            self.roots.update(roots)
+        self.aborted = {other for other in self.aborted if other > version}
+        self.details = {key: value for key, value in self.details.items() if key[1] > version}
+        effects: list[Effect] = self._discard_damaged()
+        for owner, slots in self.shards.items():
+            slots.commit(version)
+            if freeze and self.owns(owner):
+                effects += self._freeze(owner, version)
+            for slot in slots.slots.values():
+                if slot.version is not None and slot.version < version:
+                    effects += self._cancel_sends(owner, slot.version)
+            effects += [*self._reap(owner), *self._grant(owner)]
+        return effects
+
+    def on_abort(self, version: Version) -> list[Effect]:
+        """``version`` will never be complete everywhere."""
+        if self.committed is not None and version <= self.committed:
+            return []
+        self.aborted.add(version)
+        effects: list[Effect] = []
+        for owner, slots in self.shards.items():
+            asked = self.waiting.get(owner) == version
+            if asked:
+                del self.waiting[owner]
+            if self.owns(owner) and (asked or slots.find(version) is not None):
+                effects += [*self._cancel_sends(owner, version), Withdraw(owner, version)]
+            slots.abort(version)
+            effects += [*self._reap(owner), *self._grant(owner)]
+        return effects
+
+    def on_exclude(self, owner: int, peer: str) -> list[Effect]:
+        """A peer has been left out of the commit; let go of the slots it still reads."""
+        slots = self.shards.get(owner)
+        if slots is None or not self.owns(owner):
+            return []
+        return [CancelSend(owner, s.version, peer) for s in slots.slots.values() if f"send:{peer}" in s.readers and s.version]
+
+    def thawed(self, version: Version) -> list[Effect]:
+        """The upload of ``version`` is over, for better or worse."""
+        effects: list[Effect] = []
+        for owner, slots in self.shards.items():
+            slot = slots.find(version)
+            if slot is not None and slot.frozen:
+                slot.frozen = False
+                effects += [*self._reap(owner), *self._grant(owner)]
+        return effects
+
+    def finish(self) -> list[Effect]:
+        """The job is done: of every shard only the last committed version is still worth its memory."""
+        effects: list[Effect] = []
+        for owner, slots in self.shards.items():
+            still = [s for s in slots.slots.values() if s.state in (SlotState.EMPTY, SlotState.COMPLETE) and not s.readers and not s.frozen]
+            spare = [slot for slot in still if slot.version is None or slot.version != slots.committed]
+            effects += [Free(owner, slot.index) for slot in spare]
+            for slot in spare:
+                del slots.slots[slot.index]
+        return effects
+
+    @property
+    def heard_roots(self) -> dict[int, str]:
+        """Owner -> root said with the present incarnation's newest commit, for all shards held here; empty: it was not heard.
+
+        A ledger that lost its memory learns them from the hosts, and they from it if they have lost theirs.
+        """
+        if self.committed is None or self.committed.incarnation != self.incarnation:
+            return {}
+        return {owner: self.roots.get(owner, "") for owner, hosts in self.holders.items() if self.name in hosts}
+
+    def reports(self) -> list[Report]:
+        """Everything a ledger that lost its memory, or the way to us, needs to hear again.
+
+        In the order of versions: a ledger takes what an owner says of a later version as the end of the earlier ones.
+        """
+        out: list[Report] = [Skipped(owner, version, "repeated") for owner, version in self.skipped.items()]
+        for owner, slots in self.shards.items():
+            above = [(slot.version, slot.root) for slot in slots.undecided() if slot.version and slot.state is SlotState.COMPLETE]
+            out += [Completed(owner, self.name, version, *self.details.get((owner, version), ("", "")), root) for version, root in above]
+        return sorted(out, key=lambda report: report.version)
+
+    # -- inside
+
+    def _set_sealed(self, sealed: bool) -> None:
+        self.sealed = sealed
+        for slots in self.shards.values():
+            slots.sealed = sealed
+
+    def _retire_strangers(self) -> None:
+        """Shards that are not held here any more are on their way out."""
+        for owner, slots in self.shards.items():
+            if self.is_stranger(owner):
+                slots.retire()
+
+    def _completed(self, owner: int, version: Version, layout: str, digest: str, root: str) -> list[Effect]:
+        if not self.slots(owner).complete(version, root):
+            return []
+        if damaged := self._discard_damaged():  # it was committed meanwhile without this copy
+            return damaged
+        self.details[owner, version] = (layout, digest)
+        return [Tell(Completed(owner, self.name, version, layout, digest, root))]
+
+    def _discard_damaged(self) -> list[Effect]:
+        """Give up copies of the committed version whose roots are not the committed ones."""
+        effects: list[Effect] = []
+        if (version := self.committed) is None:
+            return effects
+        for owner, slots in self.shards.items():
+            slot = slots.complete_version(version)
+            if slot is not None and slot.root != self.roots.get(owner, slot.root):
+                slots.discard(version)
+                effects += [Damaged(owner, version), *self._reap(owner), *self._grant(owner)]
+        return effects
+
+    def _grant(self, owner: int) -> list[Effect]:
+        version, slots = self.waiting.get(owner), self.slots(owner)
+        if version is None:
+            return []
+        slots.drop_past()
+        if (slot := slots.begin(version)) is None:
+            return []
+        del self.waiting[owner]
+        peers = [peer for peer in self.holders.get(owner, ()) if peer != self.name]
+        slot.readers.update(f"send:{peer}" for peer in peers)
+        return [Grant(owner, slot.index, version), *(Send(owner, slot.index, version, peer) for peer in peers)]
+
+    def _settle_torn(self, owner: int) -> None:
+        """The local worker writes into the slots of aborted versions no more."""
+        for slot in self._written_by_worker(owner):
+            if slot.state is SlotState.TORN:
+                slot.clear()
+
+    def _written_by_worker(self, owner: int) -> list[Slot]:
+        """Its slots that are not complete. A committed version may be on its way here as well: a lost copy, rebuilt from a peer."""
+        slots = self.slots(owner)
+        incomplete = [slot for slot in slots.slots.values() if slot.state in (SlotState.WRITING, SlotState.TORN)]
+        return [slot for slot in incomplete if slot.version and (slots.committed is None or slot.version > slots.committed)]
+
+    def _freeze(self, owner: int, version: Version) -> list[Effect]:
+        slots = self.slots(owner)
+        for slot in slots.slots.values():
+            slot.frozen = False  # never two uploads at once: that an earlier one is over can be lost on the way, this cannot
+        chosen = slots.complete_version(version)
+        if chosen is None:
+            return []
+        chosen.frozen = True
+        return [Upload(owner, chosen.index, version)]
+
+    def _cancel_sends(self, owner: int, version: Version) -> list[Effect]:
+        slot = self.slots(owner).find(version)
+        readers = slot.readers if slot is not None else ()
+        return [CancelSend(owner, version, peer) for peer in self.holders.get(owner, ()) if f"send:{peer}" in readers]
+
+    def _reap(self, owner: int) -> list[Effect]:
+        return [Free(owner, slot.index) for slot in self.slots(owner).reap()]

@@ -1,0 +1,198 @@
+"""The slots one host keeps for one shard: pure state, no memory, no clock.
+
+    EMPTY -> WRITING -> COMPLETE      ``begin``, ``complete``
+             WRITING -> TORN          ``discard``: given up, but its writer may still lay bytes down
+             WRITING, TORN -> EMPTY   ``let_go``: its writer has stopped
+             COMPLETE -> EMPTY        ``discard``, ``abort``, ``drop_past``; or straight to WRITING once a newer version is committed
+                      -> COMPLETE     ``adopt``: found in memory, or read from storage before a session opens
+
+The newest state that is safe everywhere is never overwritten, a slot that somebody reads or may still write is
+never granted, and a slot that is being uploaded is out of the rotation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from gemini_ft.core.versions import Incarnation, Version
+
+
+class SlotState(StrEnum):
+    """What a slot's bytes are worth."""
+
+    EMPTY = "empty"
+    WRITING = "writing"
+    TORN = "torn"
+    COMPLETE = "complete"
+
+
+@dataclass
+class Slot:
+    """Memory for one iteration of one shard."""
+
+    index: int
+    state: SlotState = SlotState.EMPTY
+    version: Version | None = None  # None exactly when EMPTY; no two slots of a shard have the same
+    frozen: bool = False  # being uploaded; only a COMPLETE slot is frozen
+    retired: bool = False  # of an earlier layout, an earlier placement, or a writer that may still live; never granted again
+    past: bool = False  # COMPLETE, and to be kept until it is certain that all hosts have left it behind
+    root: str = ""  # of a COMPLETE slot: what its bytes come to (gemini_ft.core.roots)
+    readers: set[str] = field(default_factory=set)  # who may still look at the bytes, whatever has become of the version
+
+    def clear(self) -> None:
+        self.state, self.version, self.frozen, self.past, self.root = SlotState.EMPTY, None, False, False, ""
+
+
+class SlotSet:
+    """All slots of one shard on one host."""
+
+    def __init__(self, committed: Version | None = None, sealed: bool = False) -> None:
+        self.slots: dict[int, Slot] = {}
+        self.committed = committed  # newest version known to be complete everywhere
+        self.sealed = sealed  # a new incarnation is choosing what to resume: nothing becomes complete, nothing complete goes
+
+    def add(self, count: int) -> list[Slot]:
+        """Put ``count`` fresh slots into the rotation."""
+        first = max(self.slots, default=-1) + 1
+        fresh = [Slot(index) for index in range(first, first + count)]
+        self.slots.update((slot.index, slot) for slot in fresh)
+        return fresh
+
+    def adopt(self, index: int, version: Version | None, root: str = "") -> Slot:
+        """Take over a slot found in memory: COMPLETE with ``version``, or EMPTY."""
+        slot = Slot(index, SlotState.COMPLETE if version else SlotState.EMPTY, version, root=root)
+        self.slots[index] = slot
+        return slot
+
+    def retire(self) -> None:
+        """Take all present slots out of the rotation; they stay readable until ``reap``."""
+        for slot in self.slots.values():
+            slot.retired = True
+            if slot.state is SlotState.WRITING:
+                slot.state = SlotState.TORN
+
+    def find(self, version: Version) -> Slot | None:
+        return next((slot for slot in self.slots.values() if slot.version == version), None)
+
+    def complete_version(self, version: Version) -> Slot | None:
+        slot = self.find(version)
+        return slot if slot is not None and slot.state is SlotState.COMPLETE else None
+
+    @property
+    def newest(self) -> Version | None:
+        """The newest complete version here, of the present history."""
+        return max((s.version for s in self.slots.values() if s.version and s.state is SlotState.COMPLETE and not s.past), default=None)
+
+    def undecided(self) -> list[Slot]:
+        """Slots whose version will be committed or aborted."""
+        hopeful = [s for s in self.slots.values() if s.state in (SlotState.WRITING, SlotState.COMPLETE)]
+        return [s for s in hopeful if s.version and not s.past and (self.committed is None or s.version > self.committed)]
+
+    def _is_free(self, slot: Slot, keep: Version | None) -> bool:
+        if slot.retired or slot.past or slot.frozen or slot.readers:
+            return False
+        return slot.state is SlotState.EMPTY or (slot.state is SlotState.COMPLETE and slot.version != keep)
+
+    def begin(self, version: Version) -> Slot | None:
+        """Grant a slot for writing ``version``, or None while none may be overwritten.
+
+        A complete version above the committed one still waits for its commit, so it is as untouchable as
+        the committed one itself, retired or not; ``commit``, ``discard`` or ``supersede`` decide its fate first.
+        """
+        if self.sealed or self.find(version) is not None or self.undecided():
+            return None
+        keep = self.newest  # with nothing undecided, that is the committed version wherever it is here at all
+        free = [slot for slot in self.slots.values() if self._is_free(slot, keep)]
+        if not free:
+            return None
+        slot = min(free, key=lambda s: (s.state is not SlotState.EMPTY, s.version or version))
+        slot.state, slot.version, slot.root = SlotState.WRITING, version, ""
+        return slot
+
+    def supersede(self, version: Version, committed: Version | None) -> None:
+        """Learn from the owner, about to send ``version``, what is committed; everything between was aborted."""
+        self.commit(committed)
+        for slot in self.undecided():
+            if slot.version is not None and slot.version < version:
+                self.abort(slot.version)
+
+    def complete(self, version: Version, root: str = "") -> bool:
+        """All bytes are there; False when that comes too late (the slot is free again then): given up, or sealed."""
+        slot = self.find(version)
+        if slot is None or slot.state is not SlotState.WRITING or self.sealed:
+            self.let_go(version)
+            return False
+        slot.state, slot.root = SlotState.COMPLETE, root
+        return True
+
+    def discard(self, version: Version) -> None:
+        """Give ``version`` up. A slot that is being written stays out of reach until its writer is known to have stopped."""
+        slot = self.find(version)
+        if slot is not None and slot.state is SlotState.WRITING:
+            slot.state = SlotState.TORN
+        elif slot is not None and slot.state is SlotState.COMPLETE:
+            slot.clear()
+
+    def abort(self, version: Version) -> None:
+        """``version`` will never be committed. While sealed a complete copy stays all the same: an inventory may have promised it."""
+        if not self.sealed or self.complete_version(version) is None:
+            self.discard(version)
+
+    def let_go(self, version: Version) -> None:
+        """The writer of ``version`` lays no more bytes down. Nothing happens to a complete version."""
+        slot = self.find(version)
+        if slot is not None and slot.state in (SlotState.WRITING, SlotState.TORN):
+            slot.clear()
+
+    def commit(self, version: Version | None) -> None:
+        """``version`` is complete everywhere; the committed version never moves back."""
+        if version is not None and (self.committed is None or version > self.committed):
+            self.committed = version
+            self.drop_past()
+
+    def rewind(self, resumed: Version | None) -> None:
+        """Start a new incarnation from ``resumed``: every newer version belongs to a history that is over.
+
+        Complete ones stay until `drop_past`, and so does what was committed before. Some host may fail before it has opened this
+        incarnation, which then has never been: those that go on with the former one need not keep ``resumed``, so what they have in
+        common with this host is what was committed there.
+
+        Whoever wrote for the former incarnation must have been shut out: its connections closed, its workers
+        dead or their slots retired before anything is granted.
+        """
+        for slot in self.slots.values():
+            slot.frozen = False
+            if slot.state is not SlotState.COMPLETE:
+                slot.clear()
+            elif slot.version is not None:
+                left = resumed is None or slot.version > resumed or slot.version == self.committed
+                slot.past = slot.version != resumed and (slot.past or left)
+        self.committed = resumed
+
+    def resume(self, incarnation: Incarnation) -> None:
+        """Go on with an incarnation, nobody knows in which state: as if it had begun just now, and all hosts might not have opened it."""
+        for slot in self.slots.values():
+            if slot.version is not None and slot.state is SlotState.COMPLETE:
+                slot.past = slot.version != self.committed and slot.version.incarnation < incarnation
+
+    def drop_past(self) -> None:
+        """The present incarnation has come about: somebody trains, so all hosts have opened it. Nothing goes while sealed."""
+        for slot in self.slots.values():
+            if slot.past and not self.sealed:
+                slot.past = False
+                if self.committed is None or (slot.version is not None and slot.version > self.committed):
+                    slot.clear()
+
+    def reap(self) -> list[Slot]:
+        """Drop retired slots that nobody reads or writes and whose version will not be needed again."""
+        gone = [s for s in self.slots.values() if s.retired and not s.readers and not s.frozen and self._is_spent(s)]
+        for slot in gone:
+            del self.slots[slot.index]
+        return gone
+
+    def _is_spent(self, slot: Slot) -> bool:
+        if slot.state is SlotState.EMPTY:
+            return True
+        outdated = self.committed is not None and slot.version is not None and slot.version < self.committed
+        return slot.state is SlotState.COMPLETE and outdated and not slot.past and not self.sealed

@@ -1,0 +1,1 @@
+"""Failures on purpose: their language, and the deeds."""

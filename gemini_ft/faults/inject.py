@@ -1,0 +1,318 @@
+"""Failures on purpose: GEMINI_FAULTS says which, and the Checkpointer lets them happen.
+
+    GEMINI_FAULTS="step=20:rank=1:sigkill; step=40:host=2:kill" gemini run ... train.py
+
+A fault says what, who and when (`gemini_ft.faults.plan` has all words):
+
+    sigkill | sigstop | exception | exit          happen to workers: rank=1, rank=all, all of host=2, all of group=0
+    agent | kill | corrupt | storage_full         happen to hosts: host=2, host=some-id, the host of rank=1, all of group=0
+    step=20, step=20:moment=in_copy               at the end of step 20, or at the first such moment from then on
+    probability=0.01:seed=7                       at random; without rank, host or group a rank is drawn too
+
+`host=2` is the third of the hosts in the order of their ids; a group is a set of hosts that hold copies of each other.
+
+A fault happens once in a run, although the job restarts and comes to its step again: what has happened is kept in files
+(GEMINI_FAULTS_DIR, by default a folder of this user and run under the temporary directory), and the ranks tell each other
+when they come together, so that a host that joins later knows too. A run that starts from the beginning removes these files;
+whatever else lies in the folder stays.
+
+A training loop of your own around the Checkpointer needs nothing more; ``at_step`` is for integrations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import time
+import urllib.parse
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+
+from gemini_ft.agent.client import AgentClient
+from gemini_ft.config import parse_bytes
+from gemini_ft.errors import AgentError, ConfigError
+from gemini_ft.events import EventLog
+from gemini_ft.faults.plan import OCCURRENCE, Fault, World, parse
+from gemini_ft.wire.messages import Inject
+from gemini_ft.wire.private import runtime_folder
+
+__all__ = ["Fault", "InjectedFault", "at_step", "from_environment"]
+
+_log = logging.getLogger("gemini_ft")
+_GATHER_SECONDS = 2.0  # a rank that never comes to the moment delays the fault by this much
+_FILL_LIMIT = "256MiB"  # of what storage_full may write; GEMINI_FAULTS_FILL_LIMIT
+_FILLER = ".gemini-fault-filler"
+
+
+class InjectedFault(RuntimeError):
+    """What a worker raises for a fault of kind ``exception``."""
+
+
+def from_environment() -> tuple[Fault, ...]:
+    """The faults that GEMINI_FAULTS asks for.
+
+    Raises:
+        ConfigError: an entry cannot be understood; it says what is allowed.
+    """
+    return parse(os.environ.get("GEMINI_FAULTS", ""))
+
+
+def at_step(iteration: int, moment: str = "end_of_step") -> None:
+    """Let happen what is due at this moment of this iteration. Without GEMINI_FAULTS this is one comparison.
+
+    Args:
+        iteration: iterations done.
+        moment: a key of ``gemini_ft.faults.plan.MOMENTS``.
+
+    Raises:
+        InjectedFault: asked for by a fault of kind ``exception``.
+    """
+    if _drill is not None:
+        _drill.at(iteration, moment)
+
+
+# -- before the first step ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What one rank knows of the faults; the ranks tell each other when they join."""
+
+    text: str
+    happened: frozenset[str] = frozenset()
+    restarted: bool = False  # by its launcher
+
+    @classmethod
+    def read(cls, run: str) -> Orders:
+        """From this process's environment and this host's disk.
+
+        Raises:
+            ConfigError: GEMINI_FAULTS cannot be understood.
+        """
+        if not from_environment():
+            return cls("")
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        return cls(os.environ["GEMINI_FAULTS"], frozenset(path.name for path in _files(_folder(run))), restarted)
+
+    @classmethod
+    def agree(cls, everyone: Sequence[Orders]) -> Orders:
+        """Put together what the ranks know.
+
+        Raises:
+            ConfigError: they were not given the same faults.
+        """
+        for rank, orders in enumerate(everyone):
+            if orders.text != everyone[0].text:
+                raise ConfigError(
+                    f"rank {rank} has GEMINI_FAULTS={orders.text!r}, rank 0 {everyone[0].text!r}; give all hosts the same, or none"
+                )
+        happened = frozenset[str]().union(*(orders.happened for orders in everyone))
+        return cls(everyone[0].text, happened, any(orders.restarted for orders in everyone))
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One worker's view of the job that the faults happen to."""
+
+    run: str
+    has_past: bool  # there are copies, or were; without, a run forgets what an earlier one of its name has left behind
+    rank: int
+    world: World
+    storage: str | None  # URL of the slow tier
+    client: Callable[[], AgentClient]  # the connection to this host's agent, a new one after the agent's death
+    events: EventLog
+
+    @property
+    def host(self) -> str:
+        return self.world.hosts[self.rank]
+
+
+def arm(orders: Orders, scene: Scene) -> None:
+    """Make ready for ``at_step``; the Checkpointer calls it once the ranks have come together.
+
+    Raises:
+        ConfigError: a fault names what this job does not have, or would do harm.
+    """
+    global _drill
+    faults = parse(orders.text)
+    for fault in faults:
+        fault.check(scene.world)
+        if fault.kind == "storage_full":
+            _check_room(scene.storage)
+    folder, happened = _folder(scene.run), set(orders.happened)
+    if not (scene.has_past or orders.restarted):
+        _forget(folder)
+        happened.clear()
+    if scene.rank == 0:
+        _log.warning("fault injection: %s", "; ".join(f.text for f in faults if f.name not in happened) or "all has happened")
+        if happened:
+            _log.warning("fault injection: %d of the faults will not happen again (see %s)", len(happened), folder)
+    _drill = Drill(faults, happened, folder, scene)
+
+
+_drill: Drill | None = None
+
+
+def _folder(run: str) -> Path:
+    chosen = os.environ.get("GEMINI_FAULTS_DIR")
+    return Path(chosen) if chosen else runtime_folder() / f"faults-{run}"
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    return folder.iterdir() if folder.is_dir() else ()
+
+
+def _forget(folder: Path) -> None:
+    """Remove what earlier runs have noted; the folder is the user's, so everything else in it stays."""
+    for path in _files(folder):
+        if OCCURRENCE.fullmatch(path.name) and (path.is_file() or path.is_symlink()):
+            path.unlink(missing_ok=True)  # another rank of this host may have been quicker
+
+
+# -- at a moment ----------------------------------------------------------------------------------
+
+
+class Drill:
+    """The faults of one worker's life. All ranks follow all faults: each must know which have happened."""
+
+    def __init__(self, faults: Sequence[Fault], happened: set[str], folder: Path, scene: Scene) -> None:
+        self._faults, self._happened, self._folder, self._scene = faults, happened, folder, scene
+
+    def at(self, iteration: int, moment: str) -> None:
+        """Carry out what is due, in the order of the list."""
+        for fault in self._faults:
+            self._end(fault, iteration)
+            name = fault.occurrence(iteration)
+            if name in self._happened or not fault.is_due(iteration, moment):
+                continue
+            self._happened.add(name)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self._folder / name).write_text(f"{fault.text}\n")
+            scene = self._scene
+            mine = scene.rank in fault.doers(scene.world, iteration)
+            # Whoever dies before the others are here would take from them that it has happened, and the partners of a
+            # group would die one restart after the other instead of together.
+            _gather(name, scene.rank, len(scene.world.hosts), wait=mine)
+            if mine:
+                scene.events.write("fault", fault=fault.text, iteration=iteration, moment=moment)
+                _log.warning("fault injection at iteration %d, %s: %s", iteration, moment, fault.text)
+                _do(fault, scene)
+
+    def _end(self, fault: Fault, iteration: int) -> None:
+        if fault.kind == "storage_full" and fault.until is not None and iteration >= fault.until:
+            (_storage_folder(self._scene.storage) / _FILLER).unlink(missing_ok=True)
+
+
+def _gather(name: str, rank: int, world_size: int, wait: bool) -> None:
+    """Say that this rank has come to a fault; ``wait`` for the others to say so too, for a short time.
+
+    Not a collective: its last steps would fail on the ranks that are still in it when the first one dies.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return
+    store = dist.distributed_c10d._get_default_store()
+    with contextlib.suppress(dist.DistError, RuntimeError):  # too late, or the store's host is gone already
+        store.set(f"gemini/fault/{name}/{rank}", "")
+        if wait:
+            store.wait([f"gemini/fault/{name}/{other}" for other in range(world_size)], timedelta(seconds=_GATHER_SECONDS))
+
+
+# -- deeds ----------------------------------------------------------------------------------------
+
+
+def _do(fault: Fault, scene: Scene) -> None:
+    match fault.kind:
+        case "sigkill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "sigstop":
+            while True:  # the agent lets a hanging worker go on for a moment, to write down its stacks
+                os.kill(os.getpid(), signal.SIGSTOP)
+                time.sleep(0.1)
+        case "exception":
+            raise InjectedFault(fault.text)
+        case "exit":
+            os._exit(fault.code)
+        case "agent":
+            _kill([scene.client().welcome.pid])
+        case "kill":
+            _kill_host(scene.client().welcome.pid)
+        case "corrupt":
+            with contextlib.suppress(AgentError):  # it is dead itself, and so are its copies
+                for owner in fault.owners(scene.world, scene.host):
+                    scene.client().tell(Inject(fault="corrupt", owner=owner))
+        case "storage_full":
+            _check_room(scene.storage)
+            _fill(_storage_folder(scene.storage) / _FILLER)
+
+
+def _kill_host(agent: int) -> None:
+    """The launcher goes before its workers: it must not see them die, nor say goodbye for them.
+
+    Under `gemini run` this process dies with it, torchrun's workers do not. The agent goes first, because nobody else would kill it.
+    """
+    launcher = _launcher()
+    family = [launcher, *launcher.children(recursive=True)] if launcher is not None else []
+    _kill([agent, *(process.pid for process in family), os.getpid()])
+
+
+def _fill(path: Path) -> None:
+    """Take all the room of a file system, down to the last byte."""
+    with open(path, "ab", buffering=0) as filler:
+        for size in (2**20, 2**12, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    filler.write(bytes(size))
+
+
+def _launcher() -> psutil.Process | None:
+    """The process that started the workers of this host: `gemini run` says so, torchrun is the parent."""
+    said = os.environ.get("GEMINI_LAUNCHER_PID")
+    if said is None and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(int(said) if said is not None else os.getppid())
+    return None
+
+
+def _kill(pids: Iterable[int], signum: int = signal.SIGKILL) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+
+def _storage_folder(url: str | None) -> Path:
+    """Where the checkpoints are.
+
+    Raises:
+        ConfigError: there is no storage, or not a local one.
+    """
+    if url is None or not url.startswith("file://"):
+        raise ConfigError(f"storage_full: storage.url={url!r}; only a local folder (file:///...) can be filled")
+    return Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path))
+
+
+def _check_room(url: str | None) -> None:
+    """Nobody wants a drill to write a terabyte, least of all into a file system that others need.
+
+    Raises:
+        ConfigError: filling it would take more than the limit.
+    """
+    folder = _storage_folder(url)
+    folder.mkdir(parents=True, exist_ok=True)
+    room = shutil.disk_usage(folder).free
+    limit = parse_bytes(os.environ.get("GEMINI_FAULTS_FILL_LIMIT", _FILL_LIMIT))
+    assert isinstance(limit, int)
+    if room > limit:
+        raise ConfigError(
+            f"storage_full: the file system of {folder} has room for {room:,} bytes, and at most {limit:,} are written for a drill "
+            "(GEMINI_FAULTS_FILL_LIMIT). Give the drill a small one: mount -t tmpfs -o size=64m drill FOLDER"
+        )

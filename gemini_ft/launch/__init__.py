@@ -1,0 +1,1 @@
+"""`gemini run`: starts workers, restarts them after failures, and brings hosts together."""

@@ -1,0 +1,208 @@
+"""``gemini run``: torchrun, with settings that restart reliably and workers that are forked instead of started anew.
+
+It takes torchrun's own arguments and behaves like it: the same environment, logs, signals and exit status. What it
+does besides: it names the run for the hosts' agents and tells the local one when the job has ended, it keeps torch
+2.13 from restarting workers on the key-value store of the attempt before, and it notices a lost host within seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import zipfile
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
+
+from gemini_ft.agent import lifecycle
+from gemini_ft.agent.revival import Watchman
+from gemini_ft.config import load_config
+from gemini_ft.errors import ConfigError, StorageUnclearError
+from gemini_ft.hosts import host_id
+from gemini_ft.launch.muster import whole_rounds
+from gemini_ft.launch.piped import copied_from_pipe
+from gemini_ft.launch.run_id import default_run_id
+from gemini_ft.launch.spares import better_rendezvous, ended_for_good, final_endings
+from gemini_ft.launch.worker_start import cold_workers, early_environment, forked_workers, modules_to_preload
+
+logger = logging.getLogger(__name__)
+
+NOT_STORED = 73  # exit status: the job has finished, and its last steps are not in storage (EX_CANTCREAT)
+_MAX_RESTARTS = 10
+# A host is lost after interval times attempts. Torch's own 15 s are longer than all the rest of a recovery.
+_KEEP_ALIVE = {"keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run a script under torch's elastic launcher until the job ends.
+
+    Args:
+        argv: torchrun's arguments, among which ``--run-id``, ``--explain``, ``--cold`` and ``--preload`` are allowed.
+
+    Returns:
+        Torchrun's exit status: 0, or 1 when the job has failed or was stopped by a signal; or 74, when storage could not say what there
+        was to resume (`gemini_ft.errors.StorageUnclearError`), or 73, when the job has finished and its last upload could not be stored.
+
+    Raises:
+        ConfigError: there is no such script.
+    """
+    options = _parser().parse_args(argv)
+    program = _program(options)
+    _show_messages()
+    lifecycle.raise_descriptor_limit()
+    _heed_signals(options.signals_to_handle.split(","))
+    run_id = _prepare(options, program)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(better_rendezvous(torchrun.parse_min_max_nnodes(options.nnodes)[1]))
+            stack.enter_context(whole_rounds())
+            stack.enter_context(final_endings())
+            copy = stack.enter_context(copied_from_pipe(program)) if not (options.module or options.no_python) else None
+            stack.enter_context(_workers(options, program, copy))
+            watchman = Watchman(run_id, host_id(), load_config().agent_timeout)
+            watchman.start()
+            stack.callback(watchman.stop)
+            record(torchrun.run)(options)
+    except ChildFailedError as error:
+        logger.error("%s", error)
+        return StorageUnclearError.exit_status if ended_for_good(error.failures.values()) else 1
+    except SignalException as error:
+        logger.error("stopped by %s", error.sigval.name)
+        if error.sigval == signal.SIGINT:  # the user's wish; after any other signal the same command may come again
+            lifecycle.job_interrupted(run_id)
+        return 1
+    except RendezvousClosedError:
+        logger.error("the rendezvous is closed: another host has ended the job; its output says why")
+        return 1
+    except AttributeError as error:
+        # What torch 2.13 makes of a host that waited as a spare until the job was over: no result, which it does not expect.
+        if (error.obj, error.name) != (None, "is_failed"):
+            raise
+        logger.warning("the job is over; this spare host was not needed")
+        return 0
+    if unstored := lifecycle.job_finished(run_id):
+        logger.error("the job has finished, but its last upload failed for good, and what the agents held is gone: %s", unstored)
+        return NOT_STORED
+    return 0
+
+
+def _heed_signals(names: Sequence[str]) -> None:
+    """Undo what nohup, a shell's background jobs and some supervisors leave ignored.
+
+    Workers of torchrun are started when it handles these signals, and so ignore none of them; the fork server starts before. With
+    SIGCHLD ignored, a failed worker would count as one that ended well.
+    """
+    for name in ("SIGCHLD", *names):
+        number = getattr(signal, name.strip(), None)  # a name that is none is for torch to refuse
+        if number is not None and signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = torchrun.get_args_parser()
+    parser.prog = "gemini run"
+    parser.description = "Torchrun with fast and reliable restarts: takes torchrun's arguments, and those of the last group."
+    ours = parser.add_argument_group("gemini")
+    ours.add_argument("--run-id", "--run_id", help="name of the run (default: GEMINI_RUN_ID, or a hash of user, directory and command)")
+    ours.add_argument(
+        "--explain", action="store_true", help="print what the state of the job consists of, at the first snapshot and after changes"
+    )
+    ours.add_argument("--cold", action="store_true", help="start every worker from nothing instead of forking it from a warm process")
+    ours.add_argument(
+        "--preload",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="MODULE,...",
+        help="what the warm process imports besides torch, and Lightning, DeepSpeed or transformers if the script does; nothing that "
+        "starts threads or uses CUDA",
+    )
+    if "PET_MAX_RESTARTS" not in os.environ:
+        parser.set_defaults(max_restarts=_MAX_RESTARTS)
+    for action in parser._actions:
+        if action.dest == "max_restarts":
+            action.help = f"restarts of the workers before the job has failed (default: {_MAX_RESTARTS}; torchrun: 0)"
+    return parser
+
+
+def _program(options: argparse.Namespace) -> list[str]:
+    """The script and its arguments, or ``-m``, the module's name and its arguments."""
+    script: str = options.training_script
+    if not (options.module or options.no_python or script == "-" or os.path.exists(script)):
+        raise ConfigError(f"there is no script {script!r} in {os.getcwd()}; give its path, or -m and the name of a module")
+    return [*(["-m"] if options.module else []), script, *options.training_script_args]
+
+
+def _workers(options: argparse.Namespace, program: Sequence[str], copy: Path | None) -> AbstractContextManager[None]:
+    """The context in which torch's launcher starts workers in the way that this command needs; if that is not the user's wish, say why."""
+    if options.cold:
+        return cold_workers(copy)
+    if reason := _not_forkable(options, copy):
+        logger.warning("starting workers cold: %s", reason)
+        return cold_workers(by_python=True)
+    modules = modules_to_preload(program, options.preload, copy)
+    early = early_environment(program, modules, copy)
+    if early.unknown:
+        logger.warning("starting workers cold: %s; a constant could be set for the fork server too", early.unknown)
+        return cold_workers(copy)
+    return forked_workers(program, modules, early.constants, copy)
+
+
+def _not_forkable(options: argparse.Namespace, copy: Path | None) -> str:
+    """Why the program of this command is one for Python itself; empty if it is not."""
+    if options.no_python or options.run_path:
+        return "only what 'python SCRIPT' and 'python -m MODULE' run can be forked"
+    if os.environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
+        return "PYTHON_EXEC names another Python"
+    script = options.training_script
+    if not (options.module or copy) and (os.path.isdir(script) or zipfile.is_zipfile(script)):
+        return "the script is a folder or an archive"
+    return ""
+
+
+def _prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
+    """Set what launcher and workers read from the environment, and defaults that restart reliably; return the run id."""
+    run_id: str = options.run_id or os.environ.get("GEMINI_RUN_ID") or default_run_id(program)
+    os.environ["GEMINI_RUN_ID"] = run_id
+    if options.explain:
+        os.environ["GEMINI_EXPLAIN"] = "1"
+    os.environ["GEMINI_LAUNCHER_PID"] = str(os.getpid())
+    # Every attempt gets a store of its own, on the host that is rank 0 by then: torch's shared one keeps the keys of
+    # the attempt before, and is lost with the first host. (The static rendezvous does not ask; there
+    # gemini_ft.init_process_group makes up for it.)
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    # As torchrun does later, with a long warning: the fork server must have it before it imports torch.
+    if torchrun.determine_local_world_size(options.nproc_per_node) > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    options.standalone = options.standalone or _is_alone(options)
+    missing = [f"{key}={value}" for key, value in _KEEP_ALIVE.items() if key not in options.rdzv_conf]
+    options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, *missing]))
+    return run_id
+
+
+def _is_alone(options: argparse.Namespace) -> bool:
+    """Whether this is a job of one host that has said nothing of how it comes together.
+
+    Torchrun's default then is the static rendezvous, in which a restart hangs if the script makes its process group itself.
+    """
+    said = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "node_rank")
+    parser = torchrun.get_args_parser()
+    return torchrun.parse_min_max_nnodes(options.nnodes) == (1, 1) and all(
+        getattr(options, name) == parser.get_default(name) for name in said
+    )
+
+
+def _show_messages() -> None:
+    """Send this package's own messages to stderr, recognisable among those of torch and the workers."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("gemini run: %(message)s"))
+    ours = logging.getLogger("gemini_ft")
+    ours.addHandler(handler)
+    ours.propagate = False

@@ -1,0 +1,172 @@
+"""Runs a program in this process as ``python SCRIPT`` or ``python -m MODULE`` would, in a new ``__main__``.
+
+Both kinds of workers of ``gemini run`` come here: those that are forked (`gemini_ft.launch.forkserver`) and
+those that are not (`gemini_ft.launch.cold`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import ctypes
+import gc
+import importlib.machinery
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from gemini_ft.launch import deepspeed_hook as wrapping
+
+_STARTERS = (
+    __file__,
+    *(os.path.join(os.path.dirname(__file__), f"{name}.py") for name in ("cold", "forkserver")),
+    runpy.__file__,
+    "<frozen runpy>",
+    "<string>",  # of `starter`
+)
+_PR_SET_PDEATHSIG = 1
+_REPORTED = 4000  # characters of an exception that the launcher's report repeats; the worker's own stderr has all
+
+
+def starter(module: str) -> tuple[str, str]:
+    """Arguments with which Python calls ``module.main()``.
+
+    Not ``-m``, which looks in the working directory first, even for the standard library: that may be a folder like /tmp,
+    and ``python script.py`` would not look there. The script's own folder is put in front by ``main``.
+    """
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    find = f"sys.path.append({root!r}); import {module} as starter; sys.path.pop()"
+    return "-c", f"import sys; sys.flags.safe_path or sys.path.pop(0); {find}; starter.main()"
+
+
+def import_root(program: Sequence[str]) -> str:
+    """First entry of ``sys.path`` as Python sets it for this program: the working directory for a module, else the script's own."""
+    if program[0] == "-":
+        return ""
+    return os.getcwd() if program[0] == "-m" else os.path.dirname(os.path.realpath(program[0]))
+
+
+def die_with(launcher: int) -> None:
+    """Have the kernel kill this worker when its parent, the ``launcher``, dies: to the other hosts this one is lost then.
+
+    Not by SIGTERM, which scripts take for the end of the whole job: Lightning's rank 0 makes all ranks stop at it, with status 0.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        os._exit(1)  # it has died before
+
+
+def run(program: Sequence[str], copy: str | None = None) -> None:
+    """Run ``[-m] name arguments...`` as Python itself does, in a new ``__main__``; see `gemini_ft.launch.deepspeed_hook` for what is added.
+
+    Args:
+        program: script and arguments, or ``-m``, module name and arguments; the script ``-`` is what came through standard input.
+        copy: file with the text of a script that came through a pipe.
+    """
+    wrapping.install()
+    sys.orig_argv = [sys.executable, "-u", *program]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    if "__mp_main__" in sys.modules:  # multiprocessing has been imported already, and has made it what __main__ was then
+        sys.modules["__mp_main__"] = main
+    try:
+        if program[0] == "-m":
+            sys.argv = list(program[1:])
+            runpy._run_module_as_main(program[1])  # type: ignore[attr-defined]  # what `python -m` itself calls
+        else:
+            sys.argv = list(program)
+            _run_script(program[0], copy, main)
+    except SystemExit as end:
+        if end.code or not wrapping.protected:
+            raise
+    except (Exception, KeyboardInterrupt) as error:
+        _record(error)
+        sys.excepthook = partial(_show, sys.excepthook)
+        status = getattr(error, "exit_status", None)  # of this package's errors, where the launcher has to know which one it was
+        if not isinstance(status, int):
+            raise
+        sys.last_value = error  # as Python leaves it for exit handlers
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise SystemExit(status) from None
+    if wrapping.protected:
+        _leave()
+
+
+def _leave() -> None:
+    """End a finished process as Python does, but without taking the interpreter apart.
+
+    With DeepSpeed's process groups that ends in ``terminate called without an active exception`` now and then, and torch's
+    launcher takes it for a failure of the job.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's own threads
+    if (engines := sys.modules.get("gemini_ft.deepspeed.engine")) is not None:
+        engines.finish()
+    atexit._run_exitfuncs()
+    status = 0
+    for stream in [item for item in gc.get_objects() if isinstance(item, io.IOBase) and not item.closed]:
+        try:
+            stream.flush()
+        except Exception:
+            status = 120 if stream is sys.stdout else status  # as Python itself ends then
+    os._exit(status)
+
+
+def _run_script(script: str, copy: str | None, main: types.ModuleType) -> None:
+    path = "<stdin>" if script == "-" else os.path.abspath(script)
+    if script == "-":
+        main.__loader__ = importlib.machinery.BuiltinImporter
+    else:
+        main.__file__ = path
+        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+        main.__dict__["__cached__"] = None
+    with io.open_code(copy or path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)  # not with this module's __future__ imports
+    exec(code, main.__dict__)
+
+
+def _record(error: BaseException) -> None:
+    """Leave the exception where torch's launcher looks for what to show in its report, in the form it expects.
+
+    Whole or not at all: the launcher itself fails on a file whose writer it has killed half-way. Torch's own
+    ``record`` writes such files.
+    """
+    error.__traceback__ = _frames_of_script(error.__traceback__)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or not isinstance(error, Exception):
+        return
+    message = _shortened("".join(traceback.format_exception_only(error)).rstrip("\n"))
+    extra = {"py_callstack": _shortened("".join(traceback.format_exception(error))), "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError), open(f"{path}.part", "w") as file:  # a full disk must not hide the exception
+        json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+        file.close()
+        os.replace(f"{path}.part", path)
+
+
+def _shortened(text: str) -> str:
+    """The text for a report, without its middle if it is long."""
+    left_out = len(text) - _REPORTED
+    if left_out <= 0:
+        return text
+    return f"{text[: _REPORTED // 2]}\n... {left_out} characters, which the worker has written to its stderr ...\n{text[-_REPORTED // 2 :]}"
+
+
+def _show(show: Callable[..., object], kind: type[BaseException], error: BaseException, frames: types.TracebackType | None) -> None:
+    frames = _frames_of_script(frames)
+    show(kind, error.with_traceback(frames), frames)
+
+
+def _frames_of_script(frames: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback without what lies between the interpreter and the script."""
+    while frames is not None and frames.tb_frame.f_code.co_filename in _STARTERS:
+        frames = frames.tb_next
+    return frames

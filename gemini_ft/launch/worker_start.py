@@ -1,0 +1,386 @@
+"""How the launcher starts workers: forked from a server that has imported what they need, or cold."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import ctypes
+import inspect
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from torch.distributed.elastic.multiprocessing import api as torch_api
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from gemini_ft.errors import GeminiError
+from gemini_ft.launch import cold, forkserver
+from gemini_ft.launch.early import Early, read_early
+from gemini_ft.launch.grace import Process, Workers
+from gemini_ft.launch.script import import_root, starter
+from gemini_ft.wire import channel as messages
+
+logger = logging.getLogger(__name__)
+
+# torch._dynamo (a second) is what torch imports when a script creates its first optimizer.
+_ALWAYS = ("torch", "torch._dynamo", "gemini_ft", "gemini_ft.worker.rendezvous", "gemini_ft.checkpointer")
+# What a script imports -> what is imported ahead for it.
+_VENDORS = {
+    "lightning": ("lightning", "gemini_ft.lightning"),
+    "pytorch_lightning": ("pytorch_lightning", "gemini_ft.pytorch_lightning"),
+    # The first engine imports the last of these, and with it torch._inductor: most of the time of a restart.
+    "deepspeed": ("deepspeed", "gemini_ft.deepspeed.engine", "deepspeed.runtime.zero.muon.original_muon"),
+    "accelerate": ("accelerate",),
+    "transformers": ("transformers.trainer", "accelerate"),
+}
+
+ColdStart = Callable[[tuple[str, ...]], tuple[str, ...]]  # makes of Python's command line for a program that of a cold worker
+
+_READY_SECONDS = 600.0  # for the imports, which a shared file system can make slow
+_ANSWER_SECONDS = 30.0  # for a fork, which takes milliseconds, unless the host swaps
+_PR_SET_CHILD_SUBREAPER = 36
+_END_SECONDS = 15.0  # for a server to end when its launcher is done with it
+
+
+class ForkServerError(GeminiError):
+    """The fork server cannot start this worker; those it has started live on."""
+
+
+def modules_to_preload(program: Sequence[str], extra: Sequence[str] = (), copy: Path | None = None) -> list[str]:
+    """What the fork server imports for ``program``: torch, this package, and what the script's source says it needs of the rest.
+
+    Args:
+        program: script and arguments, or ``-m``, module name and arguments.
+        extra: names of further modules.
+        copy: of the script, which has come through a pipe.
+    """
+    sources = [copy] if copy else _sources(program)
+    text = _text(sources[-1]) if sources else ""
+    imported = _imported_by(text)
+    if imported & {"accelerate", "transformers"} and ("deepspeed" in text or any("deepspeed" in argument for argument in program)):
+        imported.add("deepspeed")  # by them, later
+    vendors = [name for vendor, names in _VENDORS.items() if vendor in imported for name in names]
+    return list(dict.fromkeys([*_ALWAYS, *vendors, *extra]))
+
+
+def early_environment(program: Sequence[str], modules: Sequence[str], copy: Path | None = None) -> Early:
+    """The variables that ``program`` sets before it imports what the fork server has imported; arguments as above."""
+    sources = [copy] if copy else _sources(program)
+    imported = _imported_by(_text(sources[-1])) if sources else set()
+    heavy = {"torch", *({name.partition(".")[0] for name in modules} & imported)} - {"gemini_ft"}  # which reads variables when it is used
+    return read_early(sources, Path(import_root(program)), heavy, os.environ)
+
+
+def _sources(program: Sequence[str]) -> list[Path]:
+    """The files that Python runs for this program, the last one as ``__main__``."""
+    if program[0] != "-m":
+        return [Path(program[0])]
+    *packages, name = program[1].split(".")
+    root = Path(import_root(program))
+    inits = [root.joinpath(*packages[: count + 1], "__init__.py") for count in range(len(packages))]
+    base = root.joinpath(*packages, name)
+    mains = [base.with_name(f"{name}.py"), base / "__main__.py"]
+    return [path for path in [*inits, base / "__init__.py", *mains] if path.is_file()]
+
+
+def _text(source: Path) -> str:
+    """What is in the file; nothing if it cannot be read."""
+    try:
+        return source.read_text(errors="replace") if source.is_file() else ""
+    except OSError:
+        return ""
+
+
+def _imported_by(text: str) -> set[str]:
+    """Top-level names of all packages that a script imports anywhere; nothing if it cannot be parsed."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return set()
+    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 0]
+    return {name.partition(".")[0] for name in names}
+
+
+class ForkServer:
+    """A :mod:`gemini_ft.launch.forkserver` process that belongs to this one. For use by the main thread."""
+
+    def __init__(
+        self,
+        program: Sequence[str],
+        modules: Sequence[str],
+        workers: Workers,
+        early: Mapping[str, str | None] | None = None,
+        copy: Path | None = None,
+    ) -> None:
+        """Start it; it imports in the background until :meth:`wait_ready`.
+
+        Args:
+            program: script and arguments, or ``-m``, module name and arguments.
+            modules: what it imports.
+            workers: take in those that it starts.
+            early: variables that are set during these imports, as the script sets them before its own; None removes one.
+            copy: of the script, which has come through a pipe.
+        """
+        self._workers, self._copy = workers, copy
+        environ = {name: value for name, value in {**os.environ, **(early or {})}.items() if value is not None}
+        self._channel, theirs = messages.pair()
+        with theirs:
+            # Script and arguments are there for ps, which shows this command line for the workers too.
+            command = [sys.executable, "-u", *starter("gemini_ft.launch.forkserver"), str(theirs.fileno()), ",".join(modules), *program]
+            self._process = subprocess.Popen(command, env=environ, pass_fds=[theirs.fileno()], start_new_session=True)
+        self._refusal: str | None = None
+        self._asked = 0  # number of the last question; the server answers 0 by itself, when it is ready
+        self._answered = -1
+        self._slow = False  # it has been waited for in vain
+        self.lost = False  # never serves again after that
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        return self._process.pid
+
+    def wait_ready(self) -> str | None:
+        """Wait for the imports; return why no worker must be forked after them, or None if all is well.
+
+        Raises:
+            ForkServerError: the server has died or takes longer than 10 minutes.
+        """
+        if self._answered < 0:
+            self._refusal = self._answer(0.0 if self._slow else _READY_SECONDS)["refused"]
+        return self._refusal
+
+    def fork(self, program: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]) -> Process:
+        """Start a worker that runs ``program`` with ``streams`` as its standard input, output and error.
+
+        Raises:
+            ForkServerError: the server has died, has not answered in time, or could not fork. The worker will not run then, however
+                late the answer comes.
+        """
+        if self._answered < self._asked:
+            self._answer(0.0)  # to the question before, which nobody waits for any longer
+        gun, trigger = (os.fdopen(end, mode, 0) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
+        with trigger:
+            with _handed_over():
+                with gun:
+                    copy = str(self._copy) if self._copy else None
+                    question = {"fork": list(program), "copy": copy, "environ": dict(environ), "parent": os.getpid()}
+                    self._ask(question, [*streams, gun.fileno()])
+                answer = self._answer(_ANSWER_SECONDS)
+            if answer["failed"] is not None:
+                raise ForkServerError(f"the fork server (pid {self.pid}) cannot fork: {answer['failed']}")
+            return self._begin(answer["pid"], trigger)
+
+    def _begin(self, pid: int, trigger: IO[bytes]) -> Process:
+        """Let the worker run, unless the job has been told to end in the meantime."""
+        with self._workers.undisturbed():
+            try:
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                raise ForkServerError("the kernel has not handed its worker over to this process") from None
+            process = self._workers.adopt(pid, partial(_reap, pid))
+            if self._workers.stopped_by is None:
+                with contextlib.suppress(BrokenPipeError):  # it has been killed already
+                    trigger.write(forkserver.GO)
+        return process
+
+    def close(self) -> None:
+        """End the server, which kills what its workers have left."""
+        self._channel.close()
+        if self._answered < 0:
+            self._process.kill()  # in the midst of its imports
+        self._end(_END_SECONDS)
+
+    def _ask(self, question: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        with self._workers.undisturbed():
+            try:
+                messages.send(self._channel, {**question, "number": self._asked + 1}, descriptors)
+            except ConnectionError:
+                raise self._lost() from None
+            except OSError as error:
+                raise ForkServerError(f"the fork server (pid {self.pid}) cannot be asked: {error}") from error
+            self._asked += 1
+
+    def _answer(self, seconds: float) -> dict[str, Any]:
+        """The answer to the last question. Answers to earlier ones, which came too late, are dropped."""
+        end = time.monotonic() + seconds
+        waiting = select.poll()
+        waiting.register(self._channel, select.POLLIN)
+        while waiting.poll(max(0.0, end - time.monotonic()) * 1000):
+            with self._workers.undisturbed():
+                answer = self._received()
+                self._answered = answer["number"]
+            if self._answered == self._asked:
+                return answer
+        self._slow = True
+        raise ForkServerError(
+            f"the fork server (pid {self.pid}) is slow: it has not answered {f'within {seconds:g} s' if seconds else 'yet'}"
+        )
+
+    def _received(self) -> dict[str, Any]:
+        try:
+            received = messages.receive(self._channel, socket.MSG_DONTWAIT)
+        except ConnectionError:
+            raise self._lost() from None
+        if received is None:
+            raise self._lost()
+        return received[0]
+
+    def _lost(self) -> ForkServerError:
+        self.lost = True
+        self._channel.close()
+        return ForkServerError(f"the fork server (pid {self.pid}) no longer serves: it has died with status {self._end(1.0)}")
+
+    def _end(self, seconds: float) -> int:
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+
+def _reap(pid: int) -> int | None:
+    done, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if done else None
+
+
+@contextlib.contextmanager
+def _handed_over() -> Iterator[None]:
+    """Inside, this process becomes the parent of what its descendants leave behind: of a worker, whose forking process ends."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)  # orphans of the user's processes are not for this process to wait for
+
+
+class WarmStart:
+    """Where the workers come from: the fork server, a new one if that has died, or none once it has refused."""
+
+    def __init__(self, start_server: Callable[[], ForkServer]) -> None:
+        """Start the server, which imports in the background."""
+        self._start_server = start_server
+        self._server: ForkServer | None = self._start_server()
+
+    def start_worker(self, program: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]) -> Process | None:
+        """A forked worker, or None if it must be started cold; then the log says why."""
+        if self._server is not None and self._server.lost:
+            logger.warning("the fork server has died; starting a new one")
+            self._server = self._start_server()
+        if self._server is None:
+            return None
+        try:
+            if refusal := self._server.wait_ready():
+                logger.warning("starting workers cold: %s", refusal)
+                self.close()
+                return None
+            return self._server.fork(program, environ, streams)
+        except ForkServerError as error:
+            logger.warning("starting a worker cold: %s", error)
+            return None
+
+    def close(self) -> None:
+        """End the server, as :meth:`ForkServer.close`."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+class _Handler(SubprocessHandler):
+    """Torch's handler of a worker process, with a forked one inside where that is possible."""
+
+    def __init__(self, workers: Workers, warm: WarmStart | None, cold_start: ColdStart, **arguments: Any) -> None:
+        self._workers, self._warm, self._cold = workers, warm, cold_start
+        super().__init__(**arguments)
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        self._workers.go_on()
+        if args[:2] == (sys.executable, "-u"):  # else it is wrapped in something, such as numactl
+            streams = [0, _descriptor(self._stdout, 1), _descriptor(self._stderr, 2)]
+            worker = self._warm.start_worker(args[2:], env, streams) if self._warm is not None else None
+            if worker is not None:
+                return worker
+            args = self._cold(args)
+        with self._workers.undisturbed():
+            process = super()._popen(args, env)
+            return self._workers.adopt(process.pid, process.poll)
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """As torch's own, but a worker that has had the signal does not get it again."""
+        self._workers.send(self.proc, death_sig or signal.SIGTERM)  # type: ignore[arg-type]  # see _popen
+        for file in (self._stdout, self._stderr):
+            if file:
+                file.close()
+
+
+def _descriptor(redirect: IO[str] | None, default: int) -> int:
+    return redirect.fileno() if redirect else default
+
+
+_STARTER = "get_subprocess_handler"  # torch's function that starts one worker process
+_ARGUMENTS = ["entrypoint", "args", "env", "stdout", "stderr", "local_rank_id", "numa_options"]
+
+
+@contextlib.contextmanager
+def forked_workers(
+    program: Sequence[str], modules: Sequence[str], early: Mapping[str, str | None] | None = None, copy: Path | None = None
+) -> Iterator[None]:
+    """Inside, torch's launcher forks the workers of ``program`` from a server that has imported ``modules``; see `ForkServer`."""
+    if not _is_known():
+        logger.warning("starting workers cold: this version of torch starts them in a way not known here")
+        yield
+        return
+    workers = Workers()
+    warm = WarmStart(partial(ForkServer, program, modules, workers, early, copy))
+    try:
+        with _started_by(workers, warm, partial(cold.command, copy=copy)):
+            yield
+    finally:
+        warm.close()
+
+
+@contextlib.contextmanager
+def cold_workers(copy: Path | None = None, by_python: bool = False) -> Iterator[None]:
+    """Inside, torch's launcher starts workers from nothing.
+
+    Args:
+        copy: of the script, which has come through a pipe.
+        by_python: whether Python itself runs the program, and not `gemini_ft.launch.cold`, which knows scripts and modules only.
+    """
+    if not _is_known():
+        logger.warning('a "gemini" section is not seen by itself: this version of torch starts workers in a way not known here')
+        yield
+        return
+    with _started_by(Workers(), None, tuple if by_python else partial(cold.command, copy=copy)):
+        yield
+
+
+def _is_known() -> bool:
+    original = getattr(torch_api, _STARTER, None)
+    return original is not None and list(inspect.signature(original).parameters) == _ARGUMENTS
+
+
+@contextlib.contextmanager
+def _started_by(workers: Workers, warm: WarmStart | None, cold_start: ColdStart) -> Iterator[None]:
+    """Torch has no setting for the way a worker process is started, so its function for that is replaced."""
+    original = getattr(torch_api, _STARTER)
+    setattr(torch_api, _STARTER, partial(_Handler, workers, warm, cold_start))
+    try:
+        with workers.signalled():
+            try:
+                yield
+                workers.go_on()
+            finally:
+                workers.stop()
+    finally:
+        setattr(torch_api, _STARTER, original)

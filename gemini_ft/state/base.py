@@ -1,0 +1,203 @@
+"""What a checkpointer captures and puts back: torch modules and optimizers, or what an engine has made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gemini_ft.core.census import Finding
+from gemini_ft.core.layout import Layout, Read, TensorSpec
+from gemini_ft.errors import WorldSizeError
+from gemini_ft.state.modes import Modes
+from gemini_ft.state.modules import Extras, Models, apply_extras, collect_extras, destinations, findings, structure
+from gemini_ft.state.pending import PendingGradients
+from gemini_ft.state.rebuilding import Changes, Description, ModuleTree, build, difference, refuse
+from gemini_ft.state.rebuilding import describe as describe_all
+from gemini_ft.state.tensors import Live, Role, Source, describe, every_optimizer, survey
+
+
+class TrainingState(Protocol):
+    """The state of one rank; all calls come from the training thread."""
+
+    def survey(self) -> list[Live]:
+        """Where each tensor is now; cheap enough for every step."""
+        ...
+
+    def describe(self, live: Sequence[Live], rank: int, world_size: int) -> list[Source]:
+        """What to capture of it; raises UnsupportedStateError for what cannot be captured exactly."""
+        ...
+
+    def extras(self, live: Sequence[Live]) -> Extras:
+        """What is no tensor; it may hold live objects. ``live`` is of the survey just made."""
+        ...
+
+    def check(self, extras: Extras) -> None:
+        """Before anything is changed: raise LayoutMismatchError if what ``extras`` gave belongs to another kind of state."""
+        ...
+
+    def destinations(self, stored: Iterable[TensorSpec], rank: int, world_size: int) -> list[Source]:
+        """Tensors to fill with what a snapshot has; those that do not exist yet are made."""
+        ...
+
+    def apply_extras(self, extras: Extras) -> None:
+        """Put back what ``extras`` gave, after the tensors have been filled on all ranks: it may be collective."""
+        ...
+
+    def findings(self) -> Iterable[Finding]:
+        """Everything in it, for the census."""
+        ...
+
+    def structure(self) -> object:
+        """Another value when the census has to be taken again; cheap enough for every step."""
+        ...
+
+    def resized(
+        self, layouts: Mapping[int, Layout], extras: Mapping[int, Extras], rank: int, world_size: int
+    ) -> tuple[Sequence[Read], Mapping[str, torch.Tensor], Extras]:
+        """Instead of ``destinations``, for a snapshot that another number of ranks has made.
+
+        Args:
+            layouts: rank of that job -> layout of its shard.
+            extras: rank of that job -> its extras.
+            rank: this rank.
+            world_size: ranks of this job.
+
+        Returns:
+            What to read, by owner and ascending offset; name -> tensor to fill; what to give to ``apply_extras``.
+        """
+        ...
+
+
+class PlainState:
+    """Modules and optimizers as their owner sees them; see `gemini_ft.state.modules`.
+
+    Args:
+        models: name -> module.
+        optimizers: torch optimizers, wrapped by Lightning or Fabric or not.
+        replicated: whether plain parameters hold the same bytes on all ranks; None: whether a model is a DDP one.
+        ignored: whether the user sees to what has this name in the census.
+        modes: whether flags and attributes of modules are part of it (`gemini_ft.state.modes`); no: the caller keeps them.
+        can_rebuild: whether the user's script can build what has been added while training.
+        before: what was bound to the same Checkpointer until now.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        optimizers: Sequence[Any],
+        replicated: bool | None = None,
+        *,
+        ignored: Callable[[str], bool] = lambda _: False,
+        modes: bool = True,
+        can_rebuild: bool = False,
+        before: PlainState | None = None,
+    ) -> None:
+        self.models, self.optimizers, self.replicated = models, optimizers, replicated
+        self._ignored, self._has_modes, self._can_rebuild = ignored, modes, can_rebuild
+        self._tree = ModuleTree(models)
+        self._modes: Modes | None = None
+        self._pending: PendingGradients | None = None
+        self._strides: Mapping[str, Sequence[int]] = {}  # of the snapshot that is being restored
+        self._outline: object = None  # by which a change of the layout is seen
+        self._changes = Changes()
+        self._born = Description()
+        self.remember()
+        if before is not None:
+            self.inherit(before)
+
+    def remember(self) -> None:
+        """Everything is now as the script makes it, before any training."""
+        self._born, self._outline = describe_all(self.models, self.optimizers), None
+        self._modes = Modes(self._tree.modules()) if self._has_modes else None
+
+    def inherit(self, before: PlainState) -> None:
+        """Sees to it that the script has made what it had made for ``before``."""
+        self._born, self._modes = before._born, before._modes
+
+    def watch(self) -> list[Any]:
+        """Look at the optimizers' steps, so that gradients which wait for one are captured; returns the handles of the hooks."""
+        self._pending = PendingGradients()
+        return self._pending.watch(every_optimizer(self.optimizers).values())
+
+    def survey(self) -> list[Live]:
+        return survey(self.models, self.optimizers)
+
+    def describe(self, live: Sequence[Live], rank: int, world_size: int) -> list[Source]:
+        return describe(live, rank, world_size, self.is_replicated)
+
+    def extras(self, live: Sequence[Live]) -> Extras:
+        saved = collect_extras(self.models, self.optimizers, live, self._ignored)
+        if self._modes is not None:
+            saved["modes"] = self._modes.collect(self._tree.modules())
+        if self._pending is not None:
+            saved["pending"] = self._pending.collect(_parameters(live))
+        if changes := self._present_changes(live):
+            saved["changes"] = asdict(changes)
+        return saved
+
+    def _present_changes(self, live: Sequence[Live]) -> Changes:
+        """Changes since the script built it; looked at again when names, shapes or groups are others."""
+        groups = [(id(optimizer), len(optimizer.param_groups)) for optimizer in every_optimizer(self.optimizers).values()]
+        outline = groups, [(item.name, item.tensor.shape) for item in live if item.role is not Role.STATE]
+        if outline != self._outline:
+            changes = difference(self._born, describe_all(self.models, self.optimizers))
+            if not self._can_rebuild:
+                refuse(changes, self._tree.modules())
+            self._changes, self._outline = changes, outline
+        return self._changes
+
+    def check(self, extras: Extras) -> None:
+        """Follow changes of the layout; whatever differs beside is found when it is put back."""
+        self._strides = extras["strides"]
+        if "changes" in extras:
+            build(self.models, self.optimizers, Changes(**extras["changes"]))
+
+    def destinations(self, stored: Iterable[TensorSpec], rank: int, world_size: int) -> list[Source]:
+        return destinations(self.models, self.optimizers, stored, rank, world_size, self.is_replicated, self._strides)
+
+    def apply_extras(self, extras: Extras) -> None:
+        apply_extras(self.models, self.optimizers, extras)
+        if self._modes is not None and "modes" in extras:
+            self._modes.restore(extras["modes"], self._tree.modules())
+        if "pending" in extras and self._pending is not None:
+            self._pending.restore(extras["pending"], _parameters(self.survey()))
+
+    def resized(
+        self, layouts: Mapping[int, Layout], extras: Mapping[int, Extras], rank: int, world_size: int
+    ) -> tuple[Sequence[Read], Mapping[str, torch.Tensor], Extras]:
+        raise WorldSizeError(f"plain modules and optimizers of {len(layouts)} ranks cannot be loaded by {world_size}")
+
+    def findings(self) -> Iterable[Finding]:
+        yield from findings(self.models, self.optimizers)
+        if self._modes is not None:
+            yield from self._modes.findings(self._tree.modules())
+        if self._pending is not None:
+            yield from self._pending.findings(_parameters(self.survey()))
+
+    def structure(self) -> object:
+        modules = self._tree.modules().values()
+        flags = [(id(module), module.training, len(module._buffers)) for module in modules]
+        return structure(self.optimizers), flags
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether plain parameters hold the same bytes on all ranks."""
+        if self.replicated is not None:
+            return self.replicated
+        return any(isinstance(model, DistributedDataParallel) for model in self.models.values())
+
+    @classmethod
+    def of(cls, models: nn.Module | Models, optimizers: Any, replicated: bool | None, **options: Any) -> PlainState:
+        """State of one module or several, one optimizer or several; options are those of the class."""
+        named = {"model": models} if isinstance(models, nn.Module) else dict(models)
+        return cls(named, list(optimizers) if isinstance(optimizers, Sequence) else [optimizers], replicated, **options)
+
+
+def _parameters(live: Iterable[Live]) -> dict[str, torch.Tensor]:
+    """All parameters, also those of no optimizer yet: one that is added later finds their gradients."""
+    return {item.name: item.tensor for item in live if item.role is Role.PARAMETER}

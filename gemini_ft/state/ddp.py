@@ -1,0 +1,159 @@
+"""What DistributedDataParallel remembers beside parameters and buffers, without which a restart changes the bits.
+
+After its first backward DDP sorts the gradients into other buckets, by the order in which they became ready. The sum
+over three or more ranks depends, in its last bits, on where in a bucket a value lies: a restarted DDP, whose first
+step still uses the buckets of a first step, would end a little elsewhere. It also remembers whether buffers are to be
+broadcast at the next forward, which under manual gradient synchronisation is not the same as at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gemini_ft.core.census import Fate, Finding, declare
+from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
+from gemini_ft.state.attributes import Return, Walk
+
+_HOOK = declare(
+    "state of DDP's communication hooks (PowerSGD)", Fate.CAPTURED, "copied at once: with error feedback as large as the gradients"
+)
+_PIPELINE_HOOK = declare("communication hooks of gradient pipelines", Fate.DERIVED, "from what the pipeline remembers, which is captured")
+declare("hooks that let ranks' parameters differ (post_localSGD_hook)", Fate.REFUSED, "give `Checkpointer(replicated=False)`")
+declare("order of DDP's gradient buckets", Fate.CAPTURED, "restored before the first step")
+functions: Any = dist  # with private ones that type checkers do not see
+
+
+def ddp_state(model: DistributedDataParallel, replicated: bool = True) -> dict[str, Any]:
+    """The state between two steps, as plain data. Collective the first time after a backward.
+
+    Args:
+        model: the wrapper.
+        replicated: whether all ranks are to hold the same parameters after each step.
+
+    Returns:
+        ``buckets``: for each bucket the indices of its parameters, in order; empty as long as they are those DDP
+        starts with. ``sync``: whether the next forward broadcasts the buffers, if the model does that at all.
+        ``hooks``: what each communication hook remembers, in its state and its own attributes.
+
+    Raises:
+        UnsupportedStateError: a communication hook's state cannot be captured, or the hook lets ranks differ; named.
+    """
+    refuse_hooks(model, replicated)
+    return {"buckets": _buckets(model), "sync": model.require_forward_param_sync, "hooks": _hooks(model)}
+
+
+def refuse_hooks(model: DistributedDataParallel, replicated: bool = True) -> None:
+    """Raise UnsupportedStateError, by name, for a communication hook after which ranks hold different parameters."""
+    for hook, state in _own_hooks(model):
+        if replicated and "PostLocalSGDState" in [kind.__name__ for kind in type(state).__mro__]:
+            raise UnsupportedStateError(
+                f"{_name(hook)} lets the ranks' parameters differ between averages, and they are captured as replicated ones; give "
+                "Checkpointer(replicated=False), and every rank's own are, or use another communication hook"
+            )
+
+
+def restore_buckets(model: DistributedDataParallel, state: dict[str, Any]) -> None:
+    """Sort the gradients as they were. A built-in communication hook must be registered after this, or it is lost."""
+    if state["buckets"]:
+        _rebuild(model, state["buckets"])
+
+
+def restore_sync(model: DistributedDataParallel, state: dict[str, Any]) -> None:
+    """Let the next forward broadcast buffers, or not, as it would have; let communication hooks remember what they did.
+
+    Raises:
+        LayoutMismatchError: there are other communication hooks now.
+    """
+    model.require_forward_param_sync = state["sync"]
+    hooks = list(_own_hooks(model))
+    now, then = ["gradient pipeline" if hook is None else _name(hook) for hook, _ in hooks], [name for name, _ in state["hooks"]]
+    if now != then:
+        raise LayoutMismatchError(f"communication hooks: {now} now and {then} in the snapshot; resume with the script that made it")
+    for (hook, hook_state), (name, saved) in zip(hooks, state["hooks"], strict=True):
+        if saved is not None:
+            back = Return({})
+            for key, value in (("state", hook_state), ("hook", hook)):
+                back.give(value, saved[key], f"{name}.{key}")
+
+
+def findings(name: str, model: DistributedDataParallel) -> Iterator[Finding]:
+    """The communication hooks of a model in the census."""
+    for hook, saved in _hooks(model):
+        yield (_HOOK if saved is not None else _PIPELINE_HOOK).found(f"{name}.{hook}")
+
+
+def _hooks(model: DistributedDataParallel) -> list[tuple[str, dict[str, Any] | None]]:
+    """Name and state of each communication hook; None: it belongs to a gradient pipeline, which is captured by itself."""
+    found: list[tuple[str, dict[str, Any] | None]] = []
+    for hook, state in _own_hooks(model):
+        if hook is None:
+            found.append(("gradient pipeline", None))
+            continue
+        walk = Walk({f"module.{name}": param for name, param in model.module.named_parameters()}, [id(model), id(model.module)])
+        found.append((_name(hook), {"state": walk.take(state, f"{_name(hook)}.state"), "hook": walk.take(hook, f"{_name(hook)}.hook")}))
+    return found
+
+
+def _own_hooks(model: DistributedDataParallel) -> Iterator[tuple[Any, Any]]:
+    """The user's communication hooks and their states; in a gradient pipeline those for what the pipeline leaves alone."""
+    hooks: list[tuple[Any, Any]] = model._comm_hooks
+    for hook, state in hooks:
+        if type(state).__module__.startswith("gemini_ft.pipeline"):
+            yield None, None
+            if state.otherwise is not None:
+                inner_state, inner = state.otherwise
+                yield inner, inner_state
+        else:
+            yield hook, state
+
+
+def _name(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+
+def _buckets(model: Any) -> list[list[int]]:
+    if model.find_unused_parameters and not model.static_graph:
+        return []  # never sorted again
+    if "_gemini_buckets" not in vars(model):
+        # The next forward would sort them. Doing it now makes the result visible; the forward then has nothing to do.
+        model.reducer._rebuild_buckets()
+        model.logger.set_runtime_stats_and_log()
+        text = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
+        if not text:
+            return list(vars(model).get("_gemini_first_buckets", []))
+        model._gemini_buckets = [[int(index) for index in bucket.split()] for bucket in text.split(",")]
+    return list(model._gemini_buckets)
+
+
+def _rebuild(model: Any, buckets: list[list[int]]) -> None:
+    """Replace the reducer, as unpickling does. At its second step it will sort the gradients by itself again."""
+    parameters, sparse = model._build_params_for_reducer()
+    names = model._build_debug_param_to_name_mapping(parameters)
+    with _assigning(buckets, model.bucket_bytes_cap):
+        model._ddp_init_helper(parameters, sparse, names, model.static_graph)
+    if model.static_graph:
+        model.reducer._set_static_graph()
+        model.logger._set_static_graph()
+    for hook, hook_state in model._comm_hooks:
+        functions._register_comm_hook(model.reducer, hook_state, hook)
+    model._gemini_first_buckets = buckets
+
+
+@contextmanager
+def _assigning(buckets: Sequence[Sequence[int]], limit: int) -> Iterator[None]:
+    """Inside, DDP's own assignment of parameters to buckets gives ``buckets``. It is reversed by whoever asks."""
+    assign = functions._compute_bucket_assignment_by_size
+
+    def assigned(*args: Any, **kwargs: Any) -> tuple[list[list[int]], list[int]]:
+        return [list(bucket) for bucket in reversed(buckets)], [limit] * len(buckets)
+
+    functions._compute_bucket_assignment_by_size = assigned
+    try:
+        yield
+    finally:
+        functions._compute_bucket_assignment_by_size = assign

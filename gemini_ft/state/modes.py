@@ -1,0 +1,169 @@
+"""Flags and plain attributes that a loop or a hook sets while it trains, and that no state dict has.
+
+    modes = Modes(modules, {"callback.0": callback})       as the script has made them
+    state = modes.collect(modules)                          for a snapshot
+    modes.restore(state, modules)                           in a process in which the script has made them anew
+
+A loop that unfreezes a layer at step 1000 does not do so again when it is resumed at step 1200. Only what differs from the beginning is
+kept, so that a script may change its constants between two runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini_ft.core.census import Fate, Finding, declare
+from gemini_ft.state.generators import generator_states, private_generators, set_generator_states
+from gemini_ft.state.remembered import HOOKS, MODULE_INTERNALS, Attributes
+
+_log = logging.getLogger("gemini_ft")
+
+_FLAGS = declare(
+    "`requires_grad` of parameters, `training` of modules", Fate.CAPTURED, "put back as they were, where the training had changed them"
+)
+_SMALL = declare(
+    "small plain attributes of modules, of their hooks, of callbacks and datamodules, once the training changes them",
+    Fate.CAPTURED,
+    "numbers, texts, tensors and arrays up to 256 KiB, containers of at most 64 of them",
+)
+_LARGE = declare(
+    "other attributes of these that change while training",
+    Fate.USERS,
+    "named in a warning: make it a buffer, extra state of the module, or part of `state=` (Lightning: save it in on_save_checkpoint)",
+)
+_GENERATOR = declare("random generators that modules, callbacks and datamodules hold", Fate.CAPTURED, "with the small state of each rank")
+_MASKED = declare("weights that pruning has masked for the last forward pass", Fate.CAPTURED, "pruning again looks at them; copied at once")
+_HOOK = declare("hooks of modules", Fate.DERIVED, "registered by the script when it starts; their small plain attributes are captured")
+
+Modules = Mapping[str, nn.Module]
+_OTHERS = ("lightning", "pytorch_lightning")  # what these packages' own classes keep for themselves begins with an underscore
+
+
+def not_users(item: Any) -> frozenset[str]:
+    """Names of an object's attributes that are not the user's."""
+    if not isinstance(item, nn.Module):
+        return frozenset()
+    if any(base.__module__.startswith(_OTHERS) for base in type(item).__mro__):
+        return MODULE_INTERNALS | {name for name in vars(item) if name.startswith("_")}
+    return MODULE_INTERNALS
+
+
+class Modes:
+    """Flags and attributes of modules and other objects, compared with those at the time this was made.
+
+    Args:
+        modules: name -> module.
+        others: name -> another object whose attributes count, such as a callback.
+        leave: names of attributes that are not the user's, for any object.
+    """
+
+    def __init__(
+        self, modules: Modules, others: Mapping[str, Any] | None = None, leave: Callable[[Any], frozenset[str]] = not_users
+    ) -> None:
+        self._others = dict(others or {})
+        self._attributes = Attributes({**modules, **self._others}, leave, caches=False)
+        self._generators = self._search(modules)
+        self._modules = dict(modules)
+        self._trained = _trained(modules)
+        self._named: set[str] = set()
+
+    def collect(self, modules: Modules) -> dict[str, Any]:
+        """Return, as plain data, the flags and attributes that training has changed.
+
+        Changed attributes that cannot be kept are named in a warning, once each.
+
+        Args:
+            modules: name -> module, as they are now.
+        """
+        self._follow(modules)
+        kept, lost = self._attributes.changes()
+        masked = _masked(modules) if lost else {}
+        if fresh := [path for path in lost if path not in self._named and path not in masked]:
+            self._named.update(fresh)
+            _log.warning(
+                "%s changed while training and will not be restored after a failure: only numbers, texts, small tensors and small "
+                "containers of them are. If the training depends on it, %s",
+                ", ".join(fresh[:8]),
+                _LARGE.how.partition(": ")[2],
+            )
+        return {
+            "attributes": kept,
+            "generators": generator_states(self._generators),
+            "masked": {path: masked[path].detach() for path in lost if path in masked},
+            "trained": {
+                f"{name}.{key}": param.requires_grad
+                for name, module in modules.items()
+                for key, param in module._parameters.items()
+                if param is not None and self._trained.get((name, key)) is not param.requires_grad
+            },
+        }
+
+    def restore(self, state: Mapping[str, Any], modules: Modules) -> None:
+        """Put back what `collect` gave; all else is as the script has made it. What is no longer there is passed over."""
+        self._follow(modules)
+        self._attributes.give_back(state["attributes"])
+        set_generator_states(self._generators, state["generators"])
+        for path, value in state["masked"].items():
+            name, _, key = path.rpartition(".")
+            vars(modules[name])[key] = value.clone()
+        for name, module in modules.items():
+            for key, param in module._parameters.items():
+                flag = state["trained"].get(f"{name}.{key}", self._trained.get((name, key)))
+                if param is not None and param.is_leaf and flag is not None and param.requires_grad != flag:
+                    param.requires_grad_(flag)
+
+    def findings(self, modules: Modules) -> Iterator[Finding]:
+        """For the census."""
+        self._follow(modules)
+        frozen = sum(not flag for flag in _trained(modules).values())
+        resting = sum(not module.training for module in modules.values())
+        note = f"{frozen} parameters frozen, {resting} of {len(modules)} modules in eval mode"
+        yield _FLAGS.found("flags", note=note)
+        kept, lost = self._attributes.changes()
+        for path, found in kept.items():
+            yield from (_SMALL.found(f"{path}.{name}", note=type(value).__name__) for name, value in found.items())
+        masked = _masked(modules)
+        yield from ((_MASKED.found(path, masked[path].nbytes) if path in masked else _LARGE.found(path)) for path in lost)
+        yield from (_GENERATOR.found(path) for path in self._generators)
+        for name, module in modules.items():
+            if hooks := [getattr(hook, "__qualname__", type(hook).__name__) for kind in HOOKS for hook in getattr(module, kind).values()]:
+                yield _HOOK.found(name, note=", ".join(hooks))
+
+    def _follow(self, modules: Modules) -> None:
+        if modules != self._modules:
+            self._attributes.follow(modules)
+            self._generators = self._search(modules)
+            self._modules = dict(modules)
+
+    def _search(self, modules: Modules) -> dict[str, Any]:
+        inside = {
+            f"{name}.{key}": value
+            for name, module in modules.items()
+            for key, value in vars(module).items()
+            if key not in MODULE_INTERNALS and not isinstance(value, nn.Module)
+        }
+        return private_generators(**inside, **self._others)
+
+
+def _trained(modules: Modules) -> dict[tuple[str, str], bool]:
+    return {
+        (name, key): param.requires_grad
+        for name, module in modules.items()
+        for key, param in module._parameters.items()
+        if param is not None
+    }
+
+
+def _masked(modules: Modules) -> dict[str, torch.Tensor]:
+    """What torch.nn.utils.prune has made of the parameters when the last forward pass began."""
+    found = {}
+    for name, module in modules.items():
+        for key in module._parameters:
+            if key.endswith("_orig") and isinstance(value := vars(module).get(key.removesuffix("_orig")), torch.Tensor):
+                found[f"{name}.{key.removesuffix('_orig')}"] = value
+    return found

@@ -1,0 +1,403 @@
+"""The live training state as named tensors and extras, and back.
+
+Capture, per step:
+
+    live = survey(models, optimizers)              named tensors, see `gemini_ft.state.tensors`
+    extras = collect_extras(models, optimizers, live)
+
+    extras    everything else: hyperparameters of the parameter groups, optimizer state that is no tensor (Python numbers, the lists of
+              LBFGS), attributes of optimizers, modules' extra state. It refers to live objects, so encode it at once. Every rank keeps
+              its own.
+
+Sources are described (`gemini_ft.state.tensors.describe`) and laid out again only when the fingerprint changes.
+
+Restore, all on the existing objects:
+
+    sources = destinations(models, optimizers, stored_specs(rank, layouts), rank, world_size, replicated)
+    for read in plan_reads([s.spec for s in sources], rank, layouts):
+        copy_into(tensor[read.name], read.start, read.stop, bytes_of(read))
+    apply_extras(models, optimizers, extras)
+
+`destinations` gives every optimizer exactly the state tensors of the snapshot: missing ones are allocated
+with the stored dtype and shape on the parameter's device (or on the CPU, where they were), surplus ones
+dropped. Nothing is ever cast, no gradient is touched and no collective is called.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from gemini_ft.core.census import Fate, Finding, declare
+from gemini_ft.core.layout import TensorSpec
+from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
+from gemini_ft.state.attributes import ATTRIBUTES, NOT_SEEN, OF_PROCESS, Return, Walk, is_linked
+from gemini_ft.state.tensors import (
+    HOST,
+    Live,
+    Role,
+    Source,
+    captured,
+    clean,
+    describe,
+    every_optimizer,
+    local,
+    overlaps,
+    own_attributes,
+    placement_words,
+    split_state_name,
+    state_label,
+    survey,
+    unwrap_model,
+)
+
+Models = Mapping[str, nn.Module]
+Extras = dict[str, Any]
+_TENSORS = declare("parameters, buffers, state of optimizers", Fate.CAPTURED, "each tensor once, under its name")
+declare("hyperparameters of parameter groups, extra state of modules", Fate.CAPTURED, "with the small state of each rank")
+_HELD = declare("optimizers that another optimizer holds (SAM, Lookahead)", Fate.CAPTURED, "like those that are given to the Checkpointer")
+_STATIC_KEYS = ("params", "param_names")  # of a parameter group: they are in the tensors' names already
+_namings: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], Extras]] = weakref.WeakKeyDictionary()
+
+
+def collect_extras(
+    models: Models, optimizers: Sequence[Any], live: Sequence[Live] | None = None, ignored: Callable[[str], bool] = lambda _: False
+) -> Extras:
+    """The part of the state that is no tensor; holds live objects, so encode it before training goes on.
+
+    Args:
+        models: name -> module; names may not contain dots.
+        optimizers: torch optimizers, wrapped by Lightning or Fabric or not; what they hold is found.
+        live: their survey, if there is one already.
+        ignored: whether the user sees to what has this name.
+
+    Raises:
+        UnsupportedStateError: something cannot be captured exactly; named.
+    """
+    live = survey(models, optimizers) if live is None else live
+    parameters = _parameters(live, optimizers)
+    walk = _walk(models, optimizers, live, ignored)
+    saved = []
+    for (name, optimizer), (_, facts) in zip(every_optimizer(optimizers).items(), _identified(optimizers, parameters), strict=True):
+        attributes = own_attributes(optimizer)
+        entry = _optimizer_extras(optimizer) | facts | {"name": name, "parameters": parameters.get(id(optimizer), "")}
+        saved.append(entry | {"attributes": walk.attributes(attributes, name) if attributes else {}})
+    for label, optimizer, param in _with_state(live, optimizers):
+        for key, value in optimizer.state.get(param, {}).items():
+            if not captured(key, value):
+                taken = walk.take(value, f"{label}[{key!r}]")
+                where = saved[_index(label)]["linked" if is_linked(taken) else "state"]
+                where.setdefault(label, {})[key] = taken if is_linked(taken) else value
+    for item in live:
+        if item.same_as is not None:
+            label, key = split_state_name(item.name)
+            saved[_index(label)]["shared"].setdefault(label, {})[key] = item.same_as
+    modules = {name: module.get_extra_state() for name, module in _with_extra_state(models)}
+    return {
+        "optimizers": saved,
+        "modules": modules,
+        "strides": dict(_odd_strides(live)),
+        "naming": {name: _naming(name, model, live) for name, model in models.items()},
+    }
+
+
+def _walk(models: Models, optimizers: Sequence[Any], live: Sequence[Live], ignored: Callable[[str], bool] = lambda _: False) -> Walk:
+    """For attributes of optimizers, which may refer to parameters, to state, to each other and to modules."""
+    inner = list(every_optimizer(optimizers).values())
+    owned: list[Any] = [*inner, *models.values()]
+    for optimizer in inner:
+        owned += [optimizer.param_groups, optimizer.state, optimizer.defaults, *optimizer.param_groups]
+        owned += [group["params"] for group in optimizer.param_groups]
+    if any(map(own_attributes, inner)):
+        owned += [module for model in models.values() for module in model.modules()]
+    return Walk({item.name: item.tensor for item in live if item.same_as is None}, map(id, owned), ignored)
+
+
+def destinations(
+    models: Models,
+    optimizers: Sequence[Any],
+    stored: Iterable[TensorSpec],
+    rank: int,
+    world_size: int,
+    replicated: bool,
+    strides: Mapping[str, Sequence[int]] | None = None,
+) -> list[Source]:
+    """Live tensors to fill, after giving the optimizers the state tensors that the snapshot has.
+
+    Between this and `apply_extras` the optimizers are not usable.
+
+    Args:
+        models: as given to `collect_extras`.
+        optimizers: as given to `collect_extras`.
+        stored: this rank's tensors in the snapshot (`gemini_ft.core.layout.stored_specs`).
+        rank: this rank.
+        world_size: ranks of the job.
+        replicated: whether plain (not DTensor) parameters are the same on all ranks, as under DDP.
+        strides: name -> strides of state that is laid out otherwise than its parameter (the extras' ``strides``).
+
+    Raises:
+        LayoutMismatchError: state was sharded otherwise than its parameter is now.
+    """
+    wanted: dict[str, dict[str, TensorSpec]] = {}
+    for spec in stored:
+        label, key = split_state_name(spec.name)
+        wanted.setdefault(label, {})[key] = spec
+    live = survey(models, optimizers)
+    used = {id(item.tensor) for item in live if item.role is not Role.STATE}
+    with torch.no_grad():
+        for label, optimizer, param in _with_state(live, optimizers):
+            old = optimizer.state.pop(param, {})
+            specs = wanted.get(label, {}).items()
+            if new := {key: _room(spec, param, old.get(key), used, (strides or {}).get(spec.name)) for key, spec in specs}:
+                optimizer.state[param] = new
+    return describe(survey(models, optimizers), rank, world_size, replicated)
+
+
+def apply_extras(models: Models, optimizers: Sequence[Any], extras: Extras) -> None:
+    """Put back what `collect_extras` gave, after the tensors.
+
+    Tensor hyperparameters (a learning rate on the device) are written in place, as graphs may hold them.
+
+    Raises:
+        LayoutMismatchError: other optimizers, parameter groups or modules than those of the snapshot.
+    """
+    live, saved = survey(models, optimizers), extras["optimizers"]
+    modules, named = dict(_with_extra_state(models)), every_optimizer(optimizers)
+    _same("number of optimizers", len(named), len(saved))
+    _same("optimizers", list(named), [entry["name"] for entry in saved])
+    _same("modules with extra state", sorted(modules), sorted(extras["modules"]))
+    for index, (optimizer, facts) in enumerate(_identified(optimizers, _parameters(live, optimizers))):
+        for what, now in facts.items():
+            _same(f"optim{index}: {what}", now, saved[index][what])
+        _apply_groups(optimizer, saved[index]["groups"])
+        _replace_other(optimizer, saved[index]["other"])
+    tensors = {item.name: item.tensor for item in live}
+    back = Return(tensors)
+    for entry, optimizer in zip(saved, named.values(), strict=True):
+        for name in own_attributes(optimizer).keys() - entry["attributes"].keys():
+            delattr(optimizer, name)
+        back.attributes(optimizer, entry["attributes"], entry["name"])
+    for label, optimizer, param in _with_state(live, optimizers):
+        entry = saved[_index(label)]
+        shared, linked = entry["shared"].get(label, {}), entry["linked"].get(label, {})
+        values = entry["state"].get(label, {}) | {key: tensors[name] for key, name in shared.items()}
+        values |= {key: back.give(None, taken, f"{label}[{key!r}]") for key, taken in linked.items()}
+        if values:
+            optimizer.state.setdefault(param, {}).update(values)
+    for name, module in modules.items():
+        module.set_extra_state(extras["modules"][name])
+
+
+def _labelled(live: Iterable[Live], optimizers: Sequence[Any]) -> Iterator[tuple[str, Optimizer, torch.Tensor]]:
+    """Label of its state, optimizer and parameter, for everything that is optimized."""
+    names = {id(item.tensor): item.name for item in live if item.role is Role.PARAMETER}
+    for index, optimizer in enumerate(every_optimizer(optimizers).values()):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                yield state_label(index, names[id(param)]), optimizer, param
+
+
+def _with_state(live: Iterable[Live], optimizers: Sequence[Any]) -> Iterator[tuple[str, Optimizer, torch.Tensor]]:
+    """As `_labelled`, with every dictionary of state once, where optimizers share theirs."""
+    firsts: dict[int, Optimizer] = {}
+    for label, optimizer, param in _labelled(live, optimizers):
+        if firsts.setdefault(id(optimizer.state), optimizer) is optimizer:
+            yield label, optimizer, param
+
+
+def _index(label: str) -> int:
+    """Number of the optimizer that a label belongs to."""
+    return int(label.removeprefix("optim").partition(".")[0])
+
+
+def _parameters(live: Iterable[Live], optimizers: Sequence[Any]) -> dict[int, str]:
+    """Id of each optimizer -> labels of its parameters in its own order, a line each: one string costs less to encode than many."""
+    labels: dict[int, list[str]] = {}
+    for label, optimizer, _ in _labelled(live, optimizers):
+        labels.setdefault(id(optimizer), []).append(label)
+    return {key: "\n".join(lines) for key, lines in labels.items()}
+
+
+def _naming(name: str, model: nn.Module, live: Iterable[Live]) -> Extras:
+    """How the keys of the model's state dict differ from the names of its tensors in snapshots; for exports.
+
+    ``keys``: state dict key -> name, for tied tensors' further names and inside compiled modules; ``absent``: names that
+    are no key by themselves (buffers that are not persistent, names inside compiled modules). ``out of order``: sharded
+    parameters whose mesh does not have the ranks in their order, which the layout does not show. Kept as long as the tensors.
+    """
+    names = {id(item.tensor): item.name for item in takewhile(lambda item: item.role is not Role.STATE, live)}
+    inner, now = unwrap_model(model), tuple(names)
+    if inner not in _namings or _namings[inner][0] != now:
+        keys = {key: names[id(tensor)] for key, tensor in state_dict_tensors(inner)}
+        own = {other for other in names.values() if other.startswith(f"{name}.")}
+        differing = {key: value for key, value in keys.items() if value != f"{name}.{key}"}
+        absent = sorted(own - {f"{name}.{key}" for key in keys.keys() - differing.keys()})
+        strange = sorted(name for name, param in inner.named_parameters() if _is_out_of_order(param))
+        _namings[inner] = (now, {"keys": differing, "absent": absent, "out of order": strange})
+    return _namings[inner][1]
+
+
+def _is_out_of_order(tensor: torch.Tensor) -> bool:
+    if not isinstance(tensor, DTensor):
+        return False
+    ranks = tensor.device_mesh.mesh.flatten().tolist()
+    return bool(ranks != sorted(ranks))
+
+
+def state_dict_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What ``module.state_dict()`` has, by its keys, tied tensors under each of them."""
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        persistent = {name: buffer for name, buffer in part._buffers.items() if name not in part._non_persistent_buffers_set}
+        for name, tensor in (*part._parameters.items(), *persistent.items()):
+            if tensor is not None:
+                yield f"{prefix}.{name}" if prefix else name, tensor
+
+
+def _identified(optimizers: Sequence[Any], parameters: Mapping[int, str]) -> Iterator[tuple[Optimizer, Extras]]:
+    """Each optimizer, with what must be the same when its state is put back."""
+    for optimizer in every_optimizer(optimizers).values():
+        yield (
+            optimizer,
+            {
+                "class": type(optimizer).__qualname__,
+                "parameters per group": [len(group["params"]) for group in optimizer.param_groups],
+                "hash of the parameters' names": xxhash.xxh3_64_hexdigest(parameters.get(id(optimizer), "").encode()),
+            },
+        )
+
+
+def _optimizer_extras(optimizer: Optimizer) -> Extras:
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    strangers = [key for key in optimizer.state if isinstance(key, torch.Tensor) and id(key) not in params]
+    if strangers:
+        raise UnsupportedStateError(
+            f"{type(optimizer).__qualname__} keeps state for a tensor of shape {tuple(strangers[0].shape)} that is in none of its "
+            "parameter groups; remove it from optimizer.state"
+        )
+    return {
+        "groups": [{key: value for key, value in group.items() if key not in _STATIC_KEYS} for group in optimizer.param_groups],
+        "other": {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)},
+        "state": {},
+        "linked": {},
+        "shared": {},
+    }
+
+
+def _with_extra_state(models: Models) -> Iterator[tuple[str, nn.Module]]:
+    for model, root in models.items():
+        for name, module in unwrap_model(root).named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                yield f"{model}.{clean(name)}", module
+
+
+def _odd_strides(live: Iterable[Live]) -> Iterator[tuple[str, list[int]]]:
+    """Strides of state that is laid out neither like its parameter nor row by row: products of matrices depend on them, bit for bit."""
+    for item in live:
+        if item.param is not None and item.same_as is None:
+            part, param = local(item.tensor), local(item.param)
+            if not (part.is_contiguous() and param.is_contiguous()) and part.stride() != _usual_strides(part.shape, param):
+                yield item.name, list(part.stride())
+
+
+def _usual_strides(shape: Sequence[int], param: torch.Tensor) -> tuple[int, ...]:
+    """As `_room` would have it: the parameter's strides, as optimizers make their state."""
+    if tuple(shape) == tuple(param.shape):
+        return torch.empty_like(param, device="meta").stride()
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
+def _room(spec: TensorSpec, param: torch.Tensor, current: object, used: set[int], strides: Sequence[int] | None = None) -> torch.Tensor:
+    """A state tensor as in the snapshot: ``current`` if it is just like that, else a new one."""
+    whole = spec.logical.removesuffix(HOST).strip()
+    if whole and not (isinstance(param, DTensor) and placement_words(spec.name, param) == whole):
+        raise LayoutMismatchError(
+            f"{spec.name} was {whole} in the snapshot; its parameter is now placed otherwise, and resharding is not supported"
+        )
+    part = local(param)
+    device = torch.device("cpu") if spec.logical.endswith(HOST) else part.device
+    steps = tuple(strides) if strides is not None else _usual_strides(spec.shape, part)
+    if isinstance(current, torch.Tensor) and id(current) not in used and _fits(current, spec, whole, device, steps):
+        used.add(id(current))
+        return current
+    room = torch.empty_strided(spec.shape, steps, dtype=getattr(torch, spec.dtype), device=device)
+    if isinstance(param, DTensor) and whole:
+        return DTensor.from_local(room, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
+    return room
+
+
+def _fits(current: torch.Tensor, spec: TensorSpec, whole: str, device: torch.device, strides: tuple[int, ...]) -> bool:
+    words = placement_words(spec.name, current) if isinstance(current, DTensor) else ""
+    part = local(current)
+    facts = (words, str(part.dtype).removeprefix("torch."), tuple(part.shape), part.device)
+    return facts == (whole, spec.dtype, spec.shape, device) and (part.stride() == strides or part.numel() < 2) and not overlaps(part)
+
+
+def _apply_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in values.items():
+            current = group.get(key)
+            if (
+                isinstance(current, torch.Tensor)
+                and isinstance(value, torch.Tensor)
+                and (current.shape, current.dtype) == (value.shape, value.dtype)
+            ):
+                with torch.no_grad():
+                    current.copy_(value)
+            else:
+                group[key] = value
+
+
+def _replace_other(optimizer: Optimizer, other: Mapping[Any, Any]) -> None:
+    """Exactly the state that belongs to no parameter."""
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for key in [key for key in optimizer.state if id(key) not in params]:
+        del optimizer.state[key]
+    optimizer.state.update(other)
+
+
+def _same(what: str, now: object, then: object) -> None:
+    if now != then:
+        raise LayoutMismatchError(
+            f"{what}: {now!r} now and {then!r} in the snapshot; resume with the script that made it, "
+            "or start afresh with another run_id or resume='never'"
+        )
+
+
+def findings(models: Models, optimizers: Sequence[Any]) -> Iterator[Finding]:
+    """Models and optimizers in the census."""
+    live = survey(models, optimizers)
+    for name, model in models.items():
+        own = [item for item in live if item.role is not Role.STATE and item.name.startswith(f"{name}.")]
+        yield _TENSORS.found(name, _nbytes(own), f"{len(own)} tensors of {type(unwrap_model(model)).__qualname__}")
+    for index, (name, optimizer) in enumerate(every_optimizer(optimizers).items()):
+        own = [item for item in live if item.role is Role.STATE and item.same_as is None and item.name.startswith(f"optim{index}.")]
+        rule = _TENSORS if "." not in name else _HELD
+        yield rule.found(name, _nbytes(own), f"{len(own)} tensors of {type(optimizer).__qualname__}")
+        walk = _walk(models, optimizers, live)
+        for attribute, value in own_attributes(optimizer).items():
+            where = f"{name}.{attribute}"
+            try:
+                kept = walk.take(value, where)[0] == "kept"
+            except UnsupportedStateError as error:
+                yield NOT_SEEN.found(where, note=str(error))
+            else:
+                yield (OF_PROCESS if kept else ATTRIBUTES).found(where, note=type(value).__qualname__)
+
+
+def structure(optimizers: Sequence[Any]) -> object:
+    """Which optimizers there are, their groups, and the kinds of their attributes."""
+    found = every_optimizer(optimizers)
+    groups = tuple((name, id(optimizer), tuple(map(id, optimizer.param_groups))) for name, optimizer in found.items())
+    return groups, tuple((name, type(value)) for optimizer in found.values() for name, value in own_attributes(optimizer).items())
+
+
+def _nbytes(live: Iterable[Live]) -> int:
+    return sum(local(item.tensor).nbytes for item in live)

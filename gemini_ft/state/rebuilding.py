@@ -1,0 +1,277 @@
+"""A layout that changes while training: what has come, gone or grown since the script built its modules and optimizers, built again.
+
+The state is described when the script has made it (`describe`), and compared with that when it is another (`difference`). Each snapshot
+says what had changed by then, so that a fresh process, in which everything is as the script makes it, can follow (`build`): buffers are
+registered, resized or removed, lazy parameters made, pruned ones split, parameters resized, groups added to optimizers. What only the
+script can build (new layers, other optimizers) is refused at the moment when it is found, unless the script has given a way to do so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils import prune
+from torch.optim import Optimizer
+
+from gemini_ft.core.census import Fate, declare
+from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
+from gemini_ft.state.tensors import clean, every_optimizer, local, unwrap_model
+
+_UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
+Entry = list[Any]  # kind, local shape (None: not known yet), dtype, whether it is persistent
+Modules = Mapping[str, nn.Module]
+_WAY_OUT = (
+    "a fresh process cannot build it from a snapshot; build it before training, or give Checkpointer(rebuild=...) a function that does so, "
+    "from the description that it is called with"
+)
+
+declare(
+    "changes of the layout while training: buffers that come, grow or go; parameters that are pruned (torch.nn.utils.prune), resized or "
+    "lazy; groups added to optimizers",
+    Fate.CAPTURED,
+    "a new layout, committed like any other; a fresh process builds what is missing from the snapshot's description",
+)
+declare(
+    "layers that are added or removed while training, optimizers that are replaced",
+    Fate.REFUSED,
+    "when it happens, unless `rebuild=` is given",
+)
+
+
+@dataclass(frozen=True)
+class Description:
+    """How modules and optimizers are built.
+
+    Attributes:
+        tensors: name of each parameter and buffer -> its kind, shape, dtype, and whether it is persistent.
+        groups: name of each optimizer -> for each of its groups the names of its parameters.
+        classes: name of each optimizer -> its class.
+        order: name of each module -> its parameters and buffers, one after the other.
+    """
+
+    tensors: dict[str, Entry] = field(default_factory=dict)
+    groups: dict[str, list[list[str]]] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
+    order: dict[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Differences from what the script had built: [then, now] each.
+
+    Attributes:
+        tensors: name -> entries of a `Description`; None where there was, or is, no such tensor.
+        groups: name of an optimizer -> its groups.
+        classes: name of an optimizer -> its class; None where there was, or is, no such optimizer.
+        order: name of a module -> its parameters and buffers; sums over all of a model's depend on their order.
+    """
+
+    tensors: dict[str, list[Entry | None]] = field(default_factory=dict)
+    groups: dict[str, list[list[list[str]]]] = field(default_factory=dict)
+    classes: dict[str, list[str | None]] = field(default_factory=dict)
+    order: dict[str, list[list[str] | None]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.tensors or self.groups or self.classes)
+
+
+def modules_of(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Name as in snapshots -> module, of all modules."""
+    return {
+        f"{model}.{clean(path)}".rstrip("."): module
+        for model, root in models.items()
+        for path, module in unwrap_model(root).named_modules()
+    }
+
+
+class ModuleTree:
+    """The modules of models, walked again only when one has come, gone, or taken the place of another.
+
+    Args:
+        models: name -> module.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        self._models = models
+        self._children: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
+        self._found: dict[str, nn.Module] = {}
+
+    def modules(self) -> Modules:
+        """See `modules_of`; the very same mapping, as long as nothing has changed."""
+        if not self._found or any(module._modules != children for module, children in self._children):
+            self._found = modules_of(self._models)
+            self._children = [(module, dict(module._modules)) for module in self._found.values()]
+        return self._found
+
+
+def describe(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> Description:
+    """How everything is built now."""
+    tensors, names, modules = dict[str, Entry](), dict[int, str](), modules_of(models)
+    for path, module in modules.items():
+        for key, param in module._parameters.items():
+            if param is not None and id(param) not in names:
+                names[id(param)] = f"{path}.{key}"
+                tensors[names[id(param)]] = ["parameter", _shape(param), _dtype(param), True]
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                tensors[f"{path}.{key}"] = ["buffer", _shape(buffer), _dtype(buffer), key not in module._non_persistent_buffers_set]
+    found = every_optimizer(optimizers)
+    groups = {
+        name: [[names.get(id(param), "?") for param in group["params"]] for group in optimizer.param_groups]
+        for name, optimizer in found.items()
+    }
+    classes = {name: type(optimizer).__qualname__ for name, optimizer in found.items()}
+    return Description(tensors, groups, classes, {path: [*part._parameters, *part._buffers] for path, part in modules.items()})
+
+
+def difference(then: Description, now: Description) -> Changes:
+    """The changes."""
+    parts = ("tensors", "groups", "classes", "order")
+    return Changes(**{part: _changed(getattr(then, part), getattr(now, part)) for part in parts})
+
+
+def _changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: [then.get(key), now.get(key)] for key in sorted({*then, *now}) if then.get(key) != now.get(key)}
+
+
+def refuse(changes: Changes, modules: Modules) -> None:
+    """Raise UnsupportedStateError, with all reasons, if `build` could not follow in a fresh process."""
+    if reasons := list(_reasons(changes, modules)):
+        raise UnsupportedStateError(f"the layout has changed while training: {'; '.join(reasons[:5])}: {_WAY_OUT}")
+
+
+def build(models: Mapping[str, nn.Module], optimizers: Sequence[Any], changes: Changes) -> None:
+    """Follow in a fresh process; what is so already is left as it is.
+
+    Raises:
+        LayoutMismatchError: it was neither as the script made it then, nor as it is to be.
+    """
+    for name in list(changes.tensors):
+        fresh = describe(models, ()).tensors.get(name)
+        then, now = changes.tensors[name]
+        if not _same(fresh, now):
+            if not _same(fresh, then):
+                raise LayoutMismatchError(_mismatch(name, fresh, then, now))
+            parent, _, key = name.rpartition(".")
+            _build_tensor(modules_of(models), parent, key, now, changes)
+    modules = modules_of(models)
+    for path, (_, keys) in changes.order.items():
+        for tensors in (modules[path]._parameters, modules[path]._buffers) if path in modules else ():
+            for key in keys or ():
+                if key in tensors:
+                    tensors[key] = tensors.pop(key)  # type: ignore[assignment]
+    fresh_groups = describe(models, optimizers).groups
+    for name, (groups_then, groups_now) in changes.groups.items():
+        if (have := fresh_groups.get(name)) != groups_now:
+            if not _can_become(have or [], groups_then or [], groups_now or []):
+                raise LayoutMismatchError(_mismatch(f"{name}: groups", have, groups_then, groups_now))
+            _build_groups(every_optimizer(optimizers)[name], have or [], groups_now, _parameters(models))
+            fresh_groups = describe(models, optimizers).groups
+
+
+def _reasons(changes: Changes, modules: Modules) -> Iterator[str]:
+    for name, classes in changes.classes.items():
+        was, is_now = (f"a {kind}" if kind else "not there" for kind in classes)
+        yield f"{name} was {was} and is {is_now} now"
+    for name, (then, now) in changes.tensors.items():
+        parent, _, key = name.rpartition(".")
+        is_parameter = "parameter" in ((then or now or [""])[0], (now or then or [""])[0])
+        if is_parameter and (then is None or now is None) and not _is_pruning(changes, parent, key):
+            yield f"the parameter {name} was {'added' if then is None else 'removed'}"
+        elif then is not None and now is not None and then[0] != now[0]:
+            yield f"{name} was a {then[0]} and is a {now[0]} now"
+        elif now is not None and parent not in modules:
+            yield f"{name} belongs to a module that is not there"
+    for name, (_, groups) in changes.groups.items():
+        if name not in changes.classes and any("?" in labels for labels in groups or []):
+            yield f"{name} has got a parameter of no model"
+
+
+def _is_pruning(changes: Changes, parent: str, key: str) -> bool:
+    """Whether a parameter has become its ``_orig`` and a mask, or was that before."""
+    base = f"{parent}.{key.removesuffix('_orig')}"
+    return all(f"{base}{end}" in changes.tensors for end in ("", "_orig", "_mask"))
+
+
+def _build_tensor(modules: Modules, parent: str, key: str, now: Entry | None, changes: Changes) -> None:
+    module = modules.get(parent)
+    if module is None:
+        raise LayoutMismatchError(f"{parent}.{key}: there is no module {parent} now; resume with the script that made the snapshot")
+    base = key.removesuffix("_orig").removesuffix("_mask")
+    if _is_pruning(changes, parent, base):
+        if changes.tensors[f"{parent}.{base}_orig"][1] is not None:
+            prune.identity(module, base)  # type: ignore[no-untyped-call]
+        else:
+            prune.remove(module, base)  # type: ignore[no-untyped-call]
+        return
+    current: Any = module._parameters.get(key)
+    if now is None:
+        delattr(module, key)
+    elif isinstance(current, _UNINITIALIZED):
+        current.materialize(now[1], dtype=getattr(torch, now[2]))
+    elif current is not None:
+        current.data = torch.empty(now[1], dtype=getattr(torch, now[2]), device=current.device)
+    else:
+        if vars(module).get(key, module) is None:
+            delattr(module, key)
+        device = next((tensor.device for part in (module, *modules.values()) for tensor in part.parameters()), None)
+        old = module._buffers.get(key)
+        room = torch.empty(now[1], dtype=getattr(torch, now[2]), device=device if old is None else old.device)
+        module.register_buffer(key, room, persistent=now[3])
+
+
+def _build_groups(optimizer: Optimizer, have: list[list[str]], now: list[list[str]], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Groups are added where the first ones are as they were, else cut anew in place."""
+    if absent := [label for labels in now for label in labels if label not in parameters]:
+        raise LayoutMismatchError(f"{absent[0]} is in a group of the snapshot's optimizer and not in this model")
+    wanted = [[parameters[label] for label in labels] for labels in now]
+    if now[: len(have)] == have:
+        for params in wanted[len(have) :]:
+            optimizer.add_param_group({"params": params})
+    else:
+        options = [{**optimizer.defaults, **group} for group in optimizer.param_groups]
+        optimizer.param_groups[:] = [{**options[min(i, len(options) - 1)], "params": params} for i, params in enumerate(wanted)]
+
+
+def _parameters(models: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+    found: dict[str, nn.Parameter] = {}
+    for path, module in modules_of(models).items():
+        found |= {f"{path}.{key}": param for key, param in module._parameters.items() if param is not None}
+    return found
+
+
+def _can_become(have: list[list[str]], then: list[list[str]], now: list[list[str]]) -> bool:
+    """Whether groups are those that the script made, and beside them some that the snapshot has too, by the script's ``rebuild``.
+
+    Pruning has given parameters other names by now.
+    """
+
+    def plain(groups: list[list[str]]) -> list[list[str]]:
+        return [[label.removesuffix("_orig") for label in labels] for labels in groups]
+
+    made = len(then)
+    return plain(have[:made]) == plain(then) and all(group in plain(now) for group in plain(have[made:]))
+
+
+def _same(a: Entry | None, b: Entry | None) -> bool:
+    return a == b or (a is not None and b is not None and list(a[:3]) == list(b[:3]))
+
+
+def _shape(tensor: torch.Tensor) -> list[int] | None:
+    return None if isinstance(tensor, _UNINITIALIZED) else list(local(tensor).shape)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _mismatch(name: str, fresh: Any, then: Any, now: Any) -> str:
+    return (
+        f"{name}: the snapshot has changed it from {then} to {now}, and this script makes it {fresh}; resume with the script that made the "
+        "snapshot, or start afresh with another run_id or resume='never'"
+    )

@@ -1,0 +1,332 @@
+"""Emulated hosts: groups of processes on one machine that live and die as the hosts of a job do."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from gemini_ft.errors import GeminiError
+from gemini_ft.events import read_events
+from gemini_ft.testing.network import DEVICE, HUB, Network
+
+T = TypeVar("T")
+
+_GEMINI = (sys.executable, "-m", "gemini_ft.cli.main")
+_POLL = 0.02  # seconds
+_START_SECONDS = 120.0  # for importing torch on a busy machine
+_END_SECONDS = 20.0  # for processes that were sent SIGKILL
+# Whatever happens to this process, the kernel ends what it has started: the launcher, and with it the workers.
+_MORTAL = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
+
+
+class DrillError(GeminiError):
+    """Emulated hosts did not do what they were expected to; the text has the ends of their logs."""
+
+
+class EmulatedHosts:
+    """Hosts of one job as groups of processes on loopback, each with its own host id, launcher, workers and agent.
+
+    With a network each is in a namespace of its own, behind a link that can be slowed down and cut (`Network`).
+
+    The store of the rendezvous is outside of them, so that any may be lost. A context manager: afterwards nothing is left.
+    Host ids are host0, host1, ... in the order of their start; an id is never used again. Each host's output is in
+    ``folder/<host>.log``, the agents' logs are beside it, and ``events()`` has what the workers report (gemini_ft.events).
+
+    Args:
+        count: hosts that the job needs; those started beyond that wait as spares.
+        program: script and arguments, or ``-m``, module and arguments.
+        folder: for logs and events; exists.
+        workers: per host.
+        env: environment for all hosts, beside the present one without its GEMINI_* variables.
+        launcher: the command that takes torchrun's arguments.
+        network: where the hosts are, and on its hub the store; those that it lacks are added to it. It is closed by its maker,
+            after these hosts.
+
+    Raises:
+        DrillError: the store did not start.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        program: Sequence[str],
+        folder: Path,
+        *,
+        workers: int = 1,
+        env: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = (*_GEMINI, "run"),
+        network: Network | None = None,
+    ) -> None:
+        self.count, self.folder, self.network = count, folder, network
+        self.run = f"emulated-{secrets.token_hex(6)}"
+        self._program, self._workers, self._launcher = list(program), workers, list(launcher)
+        self._launchers: dict[str, subprocess.Popen[bytes]] = {}
+        self._env = _without_settings(os.environ) | self._settings() | dict(env or {})
+        with self._inside(HUB):
+            self._store, endpoint = _start_store(self._env, self._address(HUB))
+        self._rendezvous = [f"--nnodes={count}", f"--nproc-per-node={workers}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
+        self._rendezvous += ["--rdzv-conf=is_host=0", f"--rdzv-id={self.run}", "--max-restarts=100"]
+        self._rendezvous += [f"--log-dir={folder / 'torchelastic'}"]  # else killed launchers leave their temporary folders behind
+
+    def __enter__(self) -> EmulatedHosts:
+        for _ in range(self.count):
+            self.add()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    # -- what can be done to them
+
+    def add(self) -> str:
+        """Start one more host, with nothing in its memory; returns its id. It replaces a lost one, or waits as a spare."""
+        name = f"host{len(self._launchers)}"
+        if self.network is not None and name not in self.network.hosts:
+            self.network.add(name)
+        arguments = [*self._rendezvous, f"--local-addr={self._address(name)}", *self._program]
+        command = [sys.executable, "-c", _MORTAL, *self._launcher, *arguments]
+        with open(self.folder / f"{name}.log", "ab") as log, self._inside(name):
+            env = self._env | {"GEMINI_HOST_ID": name}
+            process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        self._launchers[name] = process
+        return name
+
+    def launcher_pid(self, host: str) -> int:
+        """The process that starts the host's workers; to stop or kill it alone."""
+        return self._launchers[host].pid
+
+    def kill(self, host: str) -> None:
+        """Everything of a host dies at once: launcher, workers, agent."""
+        launcher = self._launchers[host]
+        launcher.kill()
+        self._end([f"GEMINI_HOST_ID={host}"])
+        if self.network is not None:
+            self.network.kill(host)
+        launcher.wait(_END_SECONDS)
+
+    def replace(self, host: str) -> str:
+        """Kill a host and start another; returns the other's id."""
+        self.kill(host)
+        return self.add()
+
+    def stop(self) -> None:
+        """Kill whatever is left of them, and the store."""
+        for launcher in self._launchers.values():
+            launcher.kill()
+        self._store.kill()
+        self._end([])
+        for process in (*self._launchers.values(), self._store):
+            process.wait(_END_SECONDS)
+
+    # -- how they are
+
+    @property
+    def alive(self) -> list[str]:
+        """Hosts whose launcher is running, in the order of their start."""
+        return [name for name, launcher in self._launchers.items() if launcher.poll() is None]
+
+    @property
+    def lost(self) -> list[str]:
+        """Hosts whose launcher was killed."""
+        return [name for name, launcher in self._launchers.items() if launcher.poll() == -signal.SIGKILL]
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        """What the workers have reported so far; of these kinds, or all."""
+        return [event for event in read_events(self.folder / "events") if not kinds or event["event"] in kinds]
+
+    def wait_for(self, reached: Callable[[], T], timeout: float = 120.0) -> T:
+        """Poll until ``reached`` returns something true, and return that.
+
+        Raises:
+            DrillError: it did not within ``timeout`` seconds, or no host is left.
+        """
+        until = time.monotonic() + timeout
+        while not (found := reached()):
+            if not self.alive and not (found := reached()):
+                raise DrillError(f"all hosts have ended before what was waited for{self._tails()}")
+            if time.monotonic() > until:
+                raise DrillError(f"what was waited for did not happen within {timeout:g} s{self._tails()}")
+            time.sleep(_POLL)
+        return found
+
+    def finish(self, timeout: float = 300.0) -> None:
+        """Wait until the job is done.
+
+        Raises:
+            DrillError: a launcher ended with an error, or is still running after ``timeout`` seconds.
+        """
+        until = time.monotonic() + timeout
+        while self.alive:
+            if time.monotonic() > until:
+                raise DrillError(f"{', '.join(self.alive)} did not end within {timeout:g} s{self._tails()}")
+            time.sleep(_POLL)
+        failed = {name: status for name, launcher in self._launchers.items() if (status := launcher.returncode) not in (0, -signal.SIGKILL)}
+        if failed or len(self.lost) == len(self._launchers):
+            raise DrillError(f"the job failed: {failed or 'all hosts were killed'}{self._tails()}")
+
+    # -- inside
+
+    def _inside(self, host: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.network is None else self.network.inside(host)
+
+    def _address(self, host: str) -> str:
+        return "127.0.0.1" if self.network is None else self.network.address(host)
+
+    def _settings(self) -> dict[str, str]:
+        folder = self.folder.resolve()
+        return {
+            "GEMINI_RUN_ID": self.run,
+            "GEMINI_EVENTS": str(folder / "events"),
+            "GEMINI_LOG_DIR": str(folder),
+            "GEMINI_FAULTS_DIR": str(folder / "faults"),
+            "GEMINI_LINGER": "60",  # agents that were missed do not stay for long
+            "GLOO_SOCKET_IFNAME": "lo" if self.network is None else DEVICE,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def _end(self, marks: Sequence[str]) -> None:
+        """Kill all processes of this run that have ``marks`` in their environment, until none is left."""
+        wanted = {mark.encode() for mark in [f"GEMINI_RUN_ID={self.run}", *marks]}
+        until = time.monotonic() + _END_SECONDS
+        while (pids := [pid for pid, environ in _environments() if wanted <= environ]) and time.monotonic() < until:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_POLL)
+
+    def _tails(self) -> str:
+        logs = [self.folder / f"{name}.log" for name in self._launchers]
+        return "".join(f"\n--- {log.stem}:\n{log.read_text(errors='replace')[-2000:]}" for log in logs)
+
+
+def _without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    ours = ("GEMINI_", "TORCHELASTIC_", "PET_")
+    return {name: value for name, value in environ.items() if not name.startswith(ours)}
+
+
+def _start_store(env: Mapping[str, str], address: str) -> tuple[subprocess.Popen[bytes], str]:
+    command = [sys.executable, "-c", _MORTAL, *_GEMINI, "store", "--host", address, "--port", "0"]
+    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    with process.stdout as output:
+        ready, _, _ = select.select([output], [], [], _START_SECONDS)
+        line = output.readline().decode() if ready else ""
+    if not line.startswith("store ready on "):
+        process.kill()
+        process.wait(_END_SECONDS)
+        raise DrillError(f"the rendezvous store did not start; it said {line!r}")
+    return process, line.split()[-1]
+
+
+def _environments() -> Iterator[tuple[int, set[bytes]]]:
+    """(process, its environment at start) of all that run and may be looked at. A forked worker has its server's."""
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                environ = Path(entry.path, "environ").read_bytes()
+                if environ:  # a zombie has none
+                    yield int(entry.name), set(environ.split(b"\0"))
+
+
+# -- states, to the last bit ----------------------------------------------------------------------
+
+
+def first_difference(one: Any, other: Any, name: str = "") -> str | None:
+    """Where two nested states differ first, in hexadecimal: ``model.0.weight[3, 1]: 0x3f800000 and 0x3f800001``.
+
+    Dicts (in whatever order), lists and tuples are walked; tensors, arrays and floats are compared by their bytes, so that
+    NaN equals itself and 0.0 does not equal -0.0. None: there is no difference.
+    """
+    where = name or "the state"
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        if one.keys() != other.keys():
+            only = [[key for key in a if key not in b] for a, b in ((one, other), (other, one))]
+            return f"{where}: keys {_shown(only[0])} only in one, {_shown(only[1])} only in the other"
+        return _first(first_difference(one[key], other[key], f"{name}.{key}" if name else str(key)) for key in one)
+    if type(one) is not type(other):
+        return f"{where}: {type(one).__name__} and {type(other).__name__}"
+    if isinstance(one, (list, tuple)):
+        if len(one) != len(other):
+            return f"{where}: {len(one)} and {len(other)} entries"
+        return _first(first_difference(a, b, f"{name}[{index}]") for index, (a, b) in enumerate(zip(one, other, strict=True)))
+    if isinstance(one, (torch.Tensor, np.ndarray, np.generic)):
+        return _array_difference(_array(one), _array(other), str(one.dtype), str(other.dtype), where)
+    if isinstance(one, float):
+        return None if struct.pack("d", one) == struct.pack("d", other) else f"{where}: {one.hex()} and {other.hex()}"
+    return None if one == other else f"{where}: {_shown(one)} and {_shown(other)}"
+
+
+def assert_identical(one: Any, other: Any) -> None:
+    """Raise AssertionError with the first difference of two states."""
+    difference = first_difference(one, other)
+    assert difference is None, difference
+
+
+def digest(state: Any) -> str:
+    """SHA-256 in hex of all that ``first_difference`` would compare: equal exactly when there is no difference."""
+    found = hashlib.sha256()
+    _feed(found.update, state)
+    return found.hexdigest()
+
+
+def _feed(take: Callable[[bytes], None], value: Any) -> None:
+    take(type(value).__name__.encode())
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=repr):
+            take(repr(key).encode())
+            _feed(take, value[key])
+    elif isinstance(value, (list, tuple)):
+        take(str(len(value)).encode())
+        for item in value:
+            _feed(take, item)
+    elif isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        take(f"{value.dtype}{list(value.shape)}".encode())
+        take(_array(value).tobytes())
+    else:
+        take(struct.pack("d", value) if isinstance(value, float) else repr(value).encode())
+
+
+def _array(value: Any) -> np.ndarray[Any, Any]:
+    """As unsigned integers of the same width: numpy knows no bfloat16, and compares floats by value."""
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().cpu().contiguous()
+        return plain.view(-1).view(torch.uint8).numpy().reshape(*plain.shape, plain.element_size())
+    plain_array = np.ascontiguousarray(value)
+    return plain_array.reshape(-1).view(np.uint8).reshape(*np.shape(value), plain_array.itemsize)
+
+
+def _array_difference(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any], dtype: str, other_dtype: str, where: str) -> str | None:
+    if dtype != other_dtype or one.shape != other.shape:
+        return f"{where}: {dtype}{list(one.shape[:-1])} and {other_dtype}{list(other.shape[:-1])}"
+    if np.array_equal(one, other):
+        return None
+    index = tuple(int(i) for i in np.argwhere((one != other).any(axis=-1))[0])
+    hexes = ["0x" + array[index].tobytes()[::-1].hex() for array in (one, other)]  # most significant byte first
+    count = int((one != other).any(axis=-1).sum())
+    place = f"[{', '.join(map(str, index))}]" if index else ""
+    return f"{where}{place}: {hexes[0]} and {hexes[1]} ({count} of {one[..., 0].size} elements differ)"
+
+
+def _first(differences: Iterator[str | None]) -> str | None:
+    return next((difference for difference in differences if difference is not None), None)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else text[:77] + "..."

@@ -1,0 +1,146 @@
+"""Frames, the blocking end of a connection between hosts, and receiving from a socket of this host.
+
+A frame is a packed message (``gemini_ft.wire.messages.pack``); some announce a payload, whose number of bytes they state.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import socket
+import ssl
+
+from gemini_ft.errors import PeerError, SecretError
+from gemini_ft.wire.lane import MARK, SLICE, TAG_BYTES, Seal, keys
+from gemini_ft.wire.messages import MAX_MESSAGE, Accepted, Claims, Message, pack, unpack
+from gemini_ft.wire.trust import tls_context
+
+
+def frame_length(head: bytes | bytearray | memoryview, limit: int = MAX_MESSAGE) -> int:
+    """Length of the body that follows the 4 bytes of ``head``.
+
+    Raises:
+        PeerError: it is empty, or of more than ``limit`` bytes.
+    """
+    length = int.from_bytes(head, "big")
+    if not 0 < length <= limit:
+        raise PeerError(f"a message of {length:,} bytes was announced, 1 to {limit:,} are allowed; the other side is not gemini-ft")
+    return length
+
+
+def receive_fds(sock: socket.socket, into: memoryview, most: int) -> tuple[memoryview, list[int], int]:
+    """Bytes, descriptors beside them, and flags, as ``socket.recv_fds``, but into memory that is there.
+
+    That function takes memory for the longest message each time and cuts it down to the one that has come. Done with every message, by a
+    thread whose small objects lie in between, this makes the heap grow by a hundred bytes a step, without an end.
+    """
+    fds = array.array("i")
+    nbytes, beside, flags, _ = sock.recvmsg_into([into], socket.CMSG_LEN(most * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in beside:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return into[:nbytes], list(fds), flags
+
+
+class BlockingWire:
+    """A blocking, authenticated connection to a peer's agent; what workers read replicas through.
+
+    Args:
+        address: of the agent.
+        claims: what this side wants, and of which host.
+        secret: the run's.
+        timeout: seconds to wait for each answer.
+
+    Raises:
+        PeerError: nobody answers, or the peer refuses.
+        SecretError: the peer does not know the secret.
+    """
+
+    def __init__(self, address: tuple[str, int], claims: Claims, secret: bytes, timeout: float) -> None:
+        self.peer = f"{address[0]}:{address[1]}"
+        self._lane: socket.socket | None = None
+        with contextlib.ExitStack() as on_error:
+            try:
+                plain = on_error.enter_context(_connect(address, timeout))
+                self._socket: ssl.SSLSocket = on_error.enter_context(tls_context(secret, server=False).wrap_socket(plain))
+                self._open_lane(address, timeout, self._be_accepted(claims), on_error)
+            except ssl.SSLCertVerificationError:
+                raise SecretError(
+                    f"the agent at {self.peer} does not know this run's secret; something else listens at its address"
+                ) from None
+            except ssl.SSLError as error:
+                raise PeerError(
+                    f"no TLS handshake with {self.peer} ({error.reason or error}); it is no agent, or of another gemini-ft"
+                ) from None
+            except OSError as error:
+                raise PeerError(
+                    f"the agent at {self.peer} did not answer within {timeout:g} s ({error}); is its host up, and its port open?"
+                ) from None
+            on_error.pop_all()
+
+    def _be_accepted(self, claims: Claims) -> Accepted:
+        self.send(claims)
+        answer = self.receive()
+        if not isinstance(answer, Accepted):
+            raise PeerError(f"the agent at {self.peer} refused this host: {getattr(answer, 'text', answer.kind)}")
+        return answer
+
+    def _open_lane(self, address: tuple[str, int], timeout: float, accepted: Accepted, on_error: contextlib.ExitStack) -> None:
+        if accepted.lane:
+            self._lane = on_error.enter_context(_connect(address, timeout))
+            self._lane.sendall(MARK + accepted.lane)
+            self._seal = Seal(keys(accepted.key, dialled=True)[1])
+
+    def send(self, message: Message) -> None:
+        try:
+            self._socket.sendall(pack(message))
+        except OSError as error:
+            raise self._silent(error) from None
+
+    def receive(self) -> Message:
+        """The next message. One that announces a payload is followed by `receive_payload`."""
+        head = bytearray(4)
+        self._fill(self._socket, memoryview(head))
+        body = bytearray(frame_length(head))
+        self._fill(self._socket, memoryview(body))
+        return unpack(body)
+
+    def receive_payload(self, out: memoryview) -> None:
+        """Fills ``out`` with the payload that the last message announced.
+
+        Raises:
+            PeerError: it does not come, or is not what the peer sent.
+        """
+        if self._lane is None:
+            self._fill(self._socket, out)
+            return
+        tag = bytearray(TAG_BYTES)
+        self._fill(self._lane, out, self._seal)
+        self._fill(self._lane, memoryview(tag))
+        self._seal.check(tag, self.peer)
+
+    def _fill(self, sock: socket.socket, out: memoryview, seal: Seal | None = None) -> None:
+        while out:
+            try:
+                count = sock.recv_into(out[:SLICE])
+            except OSError as error:
+                raise self._silent(error) from None
+            if count == 0:
+                raise PeerError(f"the agent at {self.peer} closed the connection")
+            if seal is not None:
+                seal.add(out[:count])
+            out = out[count:]
+
+    def _silent(self, error: OSError) -> PeerError:
+        return PeerError(f"the agent at {self.peer} stopped answering ({error})")
+
+    def close(self) -> None:
+        self._socket.close()
+        if self._lane is not None:
+            self._lane.close()
+
+
+def _connect(address: tuple[str, int], timeout: float) -> socket.socket:
+    sock = socket.create_connection(address, timeout)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock

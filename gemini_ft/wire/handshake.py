@@ -1,0 +1,301 @@
+"""Opening connections between agents: TLS proves that both sides know the run secret, then the dialling side says what it wants.
+
+    dials    --- TLS 1.3, both with certificates ---  listens
+    Claims   -->                                               run, stream, role, and which host is meant
+             <--                                      Accepted  or Failed
+    second socket: MARK, id                      -->            where payloads are not encrypted: the lane of this connection
+
+Strangers get as far as TLS. They are few at a time, and each has a few seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import ssl
+from collections.abc import Callable
+
+from gemini_ft.errors import AgentError, ConfigError, GeminiError, PeerError, SecretError
+from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES, MARK, Lane
+from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Accepted, Claims, Failed, Message
+from gemini_ft.wire.tcp import Address, Connection, Handler, prepare
+from gemini_ft.wire.trust import tls_context
+
+_TIMEOUT = 10.0  # seconds that an unknown peer may take
+_FRAME = 2**16  # bytes that a peer may make us take in at a time before it is accepted
+_STRANGERS = 64  # peers under way at a time that have not been accepted; one more, and the oldest is dropped
+_PAUSE = 0.5  # seconds until the next try when there is no descriptor or memory for another connection
+
+Accept = Callable[[Connection, Claims], Handler]
+Encrypt = Callable[[str], bool]  # given a stream, whether its payloads are encrypted; asked for each connection
+
+
+class _Dialling:
+    """The dialling side. The real handler takes over at once: what it is to hear may come in the same packet."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.connection = Connection(self)
+        self.accepted: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
+        self._handler = handler
+
+    def on_message(self, message: Message) -> memoryview | None:
+        if isinstance(message, Accepted):
+            self.connection.handler = self._handler
+            if message.lane:
+                self.connection.expect_lane()
+            self.accepted.set_result(message)
+        elif isinstance(message, Failed):
+            self._fail(PeerError(f"it refused this host: {message.text}"))
+        else:
+            self._fail(PeerError(f"it sent {message.kind!r} in place of a handshake; another gemini-ft listens there"))
+        return None
+
+    def on_bytes(self, message: Message) -> None:
+        raise PeerError("raw bytes during the handshake")
+
+    def on_lost(self, reason: str) -> None:
+        self._fail(PeerError(reason))
+
+    def _fail(self, error: GeminiError) -> None:
+        if not self.accepted.done():
+            self.accepted.set_exception(error)
+
+
+async def dial(address: Address, claims: Claims, secret: bytes, handler: Handler) -> Connection:
+    """Connects to a peer's agent.
+
+    Raises:
+        PeerError: nobody answers at ``address``, or not in time, or the peer refuses.
+        SecretError: the peer does not know the secret.
+    """
+    where = f"the agent at {address[0]}:{address[1]}"
+    opening = _Dialling(handler)
+    try:
+        async with asyncio.timeout(_TIMEOUT):
+            loop = asyncio.get_running_loop()
+            await loop.create_connection(lambda: opening.connection, *address, ssl=tls_context(secret, server=False), server_hostname="")
+            opening.connection.send(claims)
+            accepted = await opening.accepted
+            if accepted.lane:
+                opening.connection.attach(await _open_lane(address, accepted, opening.connection.peer))
+    except BaseException as error:
+        opening.connection.abort("the handshake failed")
+        with contextlib.suppress(asyncio.CancelledError, GeminiError):
+            opening.accepted.cancel()
+        raise as_peer_error(error, where) from None
+    return opening.connection
+
+
+def as_peer_error(error: BaseException, where: str) -> BaseException:
+    """The error that a failed handshake with ``where`` stands for."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return SecretError(f"{where}: the peer does not know this run's secret; something else listens at its address")
+    if isinstance(error, ssl.SSLError):
+        return PeerError(f"{where}: no TLS handshake ({error.reason or error}); it is not an agent, or one of another gemini-ft")
+    if isinstance(error, OSError | TimeoutError):
+        return PeerError(f"{where} does not answer ({str(error) or 'timeout'}); is its host up, and its port open?")
+    if isinstance(error, GeminiError):
+        return type(error)(f"{where}: {error}")
+    return error
+
+
+async def _open_lane(address: Address, accepted: Accepted, peer: str) -> Lane:
+    loop = asyncio.get_running_loop()
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        prepare(sock)
+        await loop.sock_connect(sock, address)
+        await loop.sock_sendall(sock, MARK + accepted.lane)
+    except BaseException:
+        sock.close()
+        raise
+    return Lane(sock, accepted.key, dialled=True, peer=peer)
+
+
+class Listener:
+    """The port of an agent: strangers come in here, connections that may do something go out to ``accept``."""
+
+    def __init__(
+        self, sock: socket.socket, secret: Callable[[], bytes], accept: Accept, log: Callable[[str], None], encrypt: Encrypt
+    ) -> None:
+        self._socket, self._secret, self._accept, self._log, self._encrypt = sock, secret, accept, log, encrypt
+        self.address: Address = sock.getsockname()[:2]
+        self._loop = asyncio.get_running_loop()
+        self._strangers: dict[asyncio.Task[None], None] = {}  # in the order in which they came
+        self._lanes: dict[bytes, tuple[Connection, bytes]] = {}  # id -> connection that waits for its lane, key
+        self._loop.add_reader(sock, self._on_connection)
+
+    def close(self) -> None:
+        """Lets nobody in any more; connections that were accepted stay."""
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+        for stranger in self._strangers:
+            stranger.cancel()
+
+    def _on_connection(self) -> None:
+        try:
+            sock, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:  # no descriptor or memory is left: the connection stays in the backlog
+            self._log(f"cannot accept connections at the moment: {error}")
+            self._loop.remove_reader(self._socket)
+            self._loop.call_later(_PAUSE, self._accept_again)
+            return
+        sock.setblocking(False)
+        while len(self._strangers) >= _STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.cancel()
+        task = self._loop.create_task(self._greet(sock))
+        self._strangers[task] = None
+        task.add_done_callback(lambda done: self._strangers.pop(done, None))
+
+    def _accept_again(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._loop.add_reader(self._socket, self._on_connection)
+
+    async def _greet(self, sock: socket.socket) -> None:
+        peer = "?"
+        try:
+            peer = "{}:{}".format(*sock.getpeername()[:2])
+            async with asyncio.timeout(_TIMEOUT):
+                if await self._peek(sock) == MARK[:1]:
+                    await self._take_lane(sock, peer)
+                else:
+                    await self._shake_hands(sock)
+        except ssl.SSLError as error:
+            self._log(f"refused {peer}: it does not know this run's secret, or is no agent ({error.reason or error})")
+            sock.close()
+        except TimeoutError:
+            self._log(f"refused {peer}: no handshake in time")
+            sock.close()
+        except (OSError, GeminiError) as error:
+            self._log(
+                f"refused {peer}: {error}" if str(error) else f"refused {peer}: it hung up; perhaps it does not know this run's secret"
+            )
+            sock.close()
+        except asyncio.CancelledError:
+            sock.close()
+            raise
+
+    async def _peek(self, sock: socket.socket) -> bytes:
+        while True:
+            try:
+                return sock.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                ready: asyncio.Future[None] = self._loop.create_future()
+                self._loop.add_reader(sock, lambda ready=ready: ready.done() or ready.set_result(None))  # type: ignore[misc]
+                try:
+                    await ready
+                finally:
+                    self._loop.remove_reader(sock)
+
+    async def _take_lane(self, sock: socket.socket, peer: str) -> None:
+        said = b""
+        while len(said) < len(MARK) + ID_BYTES:
+            part = await self._loop.sock_recv(sock, len(MARK) + ID_BYTES - len(said))
+            if not part:
+                raise PeerError("it hung up in the middle of a lane's first words")
+            said += part
+        connection, key = self._lanes.pop(said[len(MARK) :], (None, b""))
+        if connection is None or not said.startswith(MARK):
+            raise PeerError("it brings a lane that no connection waits for")
+        prepare(sock)
+        connection.attach(Lane(sock, key, dialled=False, peer=peer))
+
+    async def _shake_hands(self, sock: socket.socket) -> None:
+        greeting = _Greeting(self._admit)
+        context = tls_context(self._secret(), server=True)
+        try:
+            await self._loop.connect_accepted_socket(lambda: greeting.connection, sock, ssl=context)
+            await greeting.over
+        except BaseException:
+            greeting.connection.abort("no handshake in time")
+            raise
+
+    def _admit(self, connection: Connection, claims: Claims) -> None:
+        """Accepts or refuses who has proved to know the secret."""
+        try:
+            if claims.protocol != PROTOCOL_VERSION:
+                raise AgentError(
+                    f"this host speaks protocol {PROTOCOL_VERSION}, host {claims.host!r} {claims.protocol}; run the same gemini-ft on all"
+                )
+            handler = self._accept(connection, claims)
+        except GeminiError as error:
+            self._log(f"refused {connection.peer}: {error}")
+            connection.send(Failed(error=type(error).__name__, text=str(error), fatal=True))
+            self._loop.call_later(0.2, connection.abort, "refused")
+            return
+        connection.handler, connection.max_frame = handler, MAX_MESSAGE
+        if claims.role == "report" or self._encrypt(claims.stream):  # reports have no payloads
+            connection.send(Accepted(lane=b"", key=b""))
+            return
+        lane, key = os.urandom(ID_BYTES), os.urandom(KEY_BYTES)
+        self._lanes[lane] = connection, key
+        self._loop.call_later(_TIMEOUT, self._miss_lane, lane)
+        connection.expect_lane()
+        connection.send(Accepted(lane=lane, key=key))
+
+    def _miss_lane(self, lane: bytes) -> None:
+        if (waiting := self._lanes.pop(lane, None)) is not None:
+            waiting[0].abort("its lane did not come in time")
+
+
+class _Greeting:
+    """The listening side until a connection is admitted."""
+
+    def __init__(self, admit: Callable[[Connection, Claims], None]) -> None:
+        self.connection = Connection(self)
+        self.connection.max_frame = _FRAME
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._admit = admit
+
+    def on_message(self, message: Message) -> memoryview | None:
+        if not isinstance(message, Claims) or self.over.done():
+            raise PeerError(f"{self.connection.peer} began with {message.kind!r} instead of its claims")
+        self.over.set_result(None)
+        self._admit(self.connection, message)
+        return None
+
+    def on_bytes(self, message: Message) -> None:
+        raise PeerError("raw bytes during the handshake")
+
+    def on_lost(self, reason: str) -> None:
+        if not self.over.done():
+            self.over.set_exception(PeerError(reason))
+
+
+async def listen(
+    bind: str,
+    ports: tuple[int, int] | None,
+    secret: Callable[[], bytes],
+    accept: Accept,
+    log: Callable[[str], None],
+    encrypt: Encrypt,
+    preferred: int = 0,
+) -> Listener:
+    """Listens on ``bind``, at ``preferred`` if it is free (an agent that was restarted keeps its address).
+
+    Raises:
+        ConfigError: no port can be listened on there.
+    """
+    candidates = [preferred] * bool(preferred) + (list(range(ports[0], ports[1] + 1)) if ports else [0])
+    for port in candidates:
+        sock = socket.socket(
+            socket.AF_INET6 if ":" in bind else socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((bind, port))
+            sock.listen(512)
+            return Listener(sock, secret, accept, log, encrypt)
+        except OSError as error:
+            sock.close()
+            reason = error.strerror or str(error)
+    given = f"port_range={ports}: no port of it" if ports else "no port"
+    raise ConfigError(f"{given} can be listened on at {bind} ({reason}); free one, widen port_range, or choose another interface")

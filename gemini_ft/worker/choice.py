@@ -1,0 +1,368 @@
+"""Agreeing on what to resume: the newest version that is whole, sound, and not known to fail. Collective, before the first step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from gemini_ft.agent.client import AgentClient
+from gemini_ft.config import GeminiConfig
+from gemini_ft.core.versions import Incarnation, Version
+from gemini_ft.errors import CorruptDataError, ObjectGoneError, StorageError, StorageUnclearError, WorldSizeError
+from gemini_ft.faults.inject import Orders
+from gemini_ft.recovery.readers import Holding, Plan, plan_recovery, require
+from gemini_ft.storage.base import Storage
+from gemini_ft.storage.checkpoints import Manifest
+from gemini_ft.storage.decisions import Descent, Here, Look, Sighting, Unclear, continued, decide, describe, gives_way, left_aside
+from gemini_ft.storage.lookout import Lookout, within
+from gemini_ft.storage.retention import reading
+from gemini_ft.wire.messages import Inventory, Stage, Staged, Verified, Verify, Welcome
+from gemini_ft.worker.rendezvous import exchange, exchange_or_raise
+
+_log = logging.getLogger("gemini_ft")
+_VERIFY_SECONDS = 600.0  # reading all of a host's copies may take that long
+_STAGE_SECONDS = 6 * 3600.0  # reading a host's part of a checkpoint from storage too
+_QUICK_LOOK_SECONDS = 10.0  # where memory is whole
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0  # seconds between two looks at storage that is away
+
+Told = tuple[tuple[Incarnation, Descent], ...]  # incarnations, and where they come from
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """What a rank tells the others of itself and its host."""
+
+    run: str
+    welcome: Welcome
+    inventory: Inventory
+    configured_secret: str  # fingerprint, empty when none was configured
+    config: str
+    orders: Orders
+    stored: Version | None = None  # what the host remembers as stored
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the ranks have agreed to resume."""
+
+    plan: Plan
+    given_up: frozenset[Version]
+    descent: Descent = field(default_factory=Descent)  # of the incarnation that resumes it
+    damaged: frozenset[str] = frozenset()  # folders of checkpoints in storage that turned out to be damaged
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Rank 0's findings in storage, for all ranks.
+
+    Attributes:
+        manifest: the checkpoint to resume; None: none, or it cannot be told.
+        unclear: why it cannot be told; empty: it can.
+        told: incarnations in storage, and where they come from.
+        aside: of these, those that the user's choice of a history leaves aside.
+    """
+
+    manifest: Manifest | None = None
+    unclear: str = ""
+    told: Told = ()
+    aside: frozenset[Incarnation] = frozenset()
+
+
+class Chooser:
+    """Finds what to resume, the same on every rank: collective.
+
+    Args:
+        config: options.
+        client: this rank's agent.
+        everyone: what all ranks have said, by rank.
+        stream: which stream of snapshots.
+        reopen: opens the storage anew; None: there is none.
+        rank: this rank.
+        resizable: whether what another number of ranks has made can be loaded.
+    """
+
+    def __init__(
+        self,
+        config: GeminiConfig,
+        client: AgentClient,
+        everyone: Sequence[Introduction],
+        stream: str,
+        reopen: Callable[[], Storage] | None,
+        rank: int,
+        resizable: bool,
+    ) -> None:
+        self._config, self._client, self._everyone, self._stream = config, client, everyone, stream
+        self._reopen, self._rank, self._resizable = reopen, rank, resizable
+        self._holdings = {about.welcome.info.host: Holding(about.welcome.info.host, about.inventory.slots) for about in everyone}
+        self._damaged: set[str] = set()  # folders in storage
+        self._since: float | None = None  # when storage was first found to be away, on the monotonic clock
+        self._stored = Stored()
+        remembered = {about.stored for about in everyone if about.stored is not None}
+        run = everyone[0].run
+        self._lookout = Lookout(reopen, run, stream, remembered) if reopen is not None else None
+
+    def choose(self) -> Choice:
+        """Obey ``resume``, and leave out what has led to failure after failure, unless there is nothing else.
+
+        Raises:
+            WorldSizeError: all there is was made by another number of ranks.
+            RecoveryError: there is nothing to resume, and something is required.
+            StorageUnclearError: storage cannot say what there is, and memory does not have it.
+            StorageError: the newest checkpoint is of a format that cannot be read.
+        """
+        stuck = self._stuck()
+        given_up = frozenset(version for about in self._everyone for version in about.inventory.given_up) | stuck.keys()
+        if self._config.resume == "never":
+            self._stored = self._look(frozenset(), insist=self._config.storage is not None and self._config.storage.required)
+            return Choice(Plan("nothing"), given_up, self._descent(None))
+        plan = self._find(given_up)
+        if plan.version is None and given_up:
+            plan = self._find(frozenset())  # rather one more failure than to start over what took weeks
+        for version, attempts in stuck.items():
+            then = "giving it up" if version != plan.version else "there is nothing else, so it is tried again"
+            self._warn("%s was resumed %d times in a row without one step of progress: %s", version, attempts, then)
+        if self._config.resume == "require":
+            require(plan)
+        return Choice(plan, given_up, self._descent(plan.version), frozenset(self._damaged))
+
+    def _stuck(self) -> dict[Version, int]:
+        """Versions that every attempt since has failed to get beyond, and the number of attempts."""
+        welcomes = [about.welcome for about in self._everyone if about.welcome.attempts >= self._config.max_retries]
+        return {welcome.resumed: welcome.attempts for welcome in welcomes if welcome.resumed is not None}
+
+    def _find(self, refused: frozenset[Version]) -> Plan:
+        """Plan, check the copies the plan needs against their checksums, and plan again without those that are damaged."""
+        while True:
+            memory = self._best_in_memory(refused)
+            stored = self._stored = self._look(refused, insist=memory is None)
+            if stored.unclear and memory is not None:
+                self._warn("storage cannot say what there is (%s); memory is whole and is resumed from without it", stored.unclear)
+            if memory is not None and self._gives_way(memory, stored):
+                self._warn("%s in memory is not of the history that storage.history names: it is left aside", memory)
+                refused |= {memory}
+                continue
+            version, size = (stored.manifest.version, stored.manifest.world_size) if stored.manifest is not None else (None, None)
+            plan = plan_recovery(list(self._holdings.values()), len(self._everyone), version, size, sorted(refused), self._resizable)
+            if plan.kind == "memory":
+                if not (damaged := self._damaged_in_memory(plan)):
+                    return plan
+                self._holdings = {h: _without(holding, plan.version, damaged.get(h, set())) for h, holding in self._holdings.items()}
+            elif plan.kind == "storage" and stored.manifest is not None:
+                if (staged := self._staged(plan, stored.manifest)) is not None:
+                    return staged
+            else:
+                return plan
+
+    def _best_in_memory(self, refused: frozenset[Version]) -> Version | None:
+        """The plan that memory alone allows."""
+        try:
+            return plan_recovery(list(self._holdings.values()), len(self._everyone), None, None, sorted(refused), self._resizable).version
+        except WorldSizeError:
+            return None
+
+    # -- storage
+
+    def _look(self, refused: frozenset[Version], insist: bool) -> Stored:
+        """Rank 0's findings in storage; ``insist``: it waits for an answer, and there is an error in place of none.
+
+        Raises:
+            StorageUnclearError: there was none in time, or the user has to choose.
+        """
+        patience = self._patience if insist else 0.0
+        stored = exchange_or_raise(
+            lambda: self._ask(refused, patience, insist) if self._rank == 0 else None, patience + 3 * self._config.timeout
+        )[0]
+        assert stored is not None
+        return stored
+
+    @property
+    def _patience(self) -> float:
+        return self._config.storage.patience if self._config.storage is not None else 0.0
+
+    def _ask(self, refused: frozenset[Version], patience: float, insist: bool) -> Stored:
+        """On rank 0: ask until there is an answer, or ``patience`` seconds have passed since there was none for the first time."""
+        if self._lookout is None:
+            return Stored()
+        pause = _FIRST_PAUSE
+        while True:
+            stored, final = self._ask_once(refused, self._config.timeout if insist else _QUICK_LOOK_SECONDS)
+            if not stored.unclear or not insist:
+                return stored
+            self._since, first = self._since or time.monotonic(), self._since is None
+            left = 0.0 if final else self._since + patience - time.monotonic()
+            if left <= 0:
+                raise self._unclear(stored.unclear)
+            if first:
+                text = "memory is not whole and storage cannot say what there is (%s); asking again for up to %g s (storage.patience)"
+                _log.warning(text, stored.unclear, patience)
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            self._damaged.clear()  # what read as damaged may have been the way it came
+
+    def _ask_once(self, refused: frozenset[Version], seconds: float) -> tuple[Stored, bool]:
+        """The findings, and whether asking again is of no use."""
+        settings, lookout = self._config.storage, self._lookout
+        assert settings is not None
+        assert lookout is not None
+        try:
+            look = within(min(self._config.timeout, seconds), settings.url, lambda: lookout.look(self._damaged))
+        except StorageError as error:
+            if type(error) is not StorageError:
+                raise
+            look = Look(trouble=str(error))
+        told = tuple((sighting.version.incarnation, sighting.descent) for sighting in look.sightings)
+        if self._config.resume == "never":  # what there is must be known of, so that it counts as older, and no more
+            return Stored(unclear=look.trouble, told=told), False
+        answer = decide(look, settings.history, self._config.resume == "found")
+        known = Stored(told=told, aside=left_aside(look, settings.history))
+        if isinstance(answer, Unclear):
+            return replace(known, unclear=answer.why), answer.contested
+        if isinstance(answer, Here) and settings.history is not None and answer.aside:
+            text = "storage.history=%s leaves aside, as it is: %s. Take the setting away if that is not meant"
+            _log.warning(text, settings.history, "; ".join(map(describe, answer.aside)))
+        for sighting in answer.order if isinstance(answer, Here) else ():
+            if sighting.version not in refused:
+                manifest = lookout.read(sighting.folder)
+                if manifest is None:
+                    return replace(known, unclear=f"{sighting.folder} cannot be read as sound"), False
+                return replace(known, manifest=manifest), False
+        return known, False
+
+    def _unclear(self, why: str) -> StorageUnclearError:
+        settings = self._config.storage
+        assert settings is not None
+        return StorageUnclearError(
+            f"{settings.url}: {why}. Nothing has been begun; start the same command again when storage is well. To start from the "
+            f"beginning on purpose, give another run id (GEMINI_RUN_ID={self._everyone[0].run}-2): what is stored stays as it is. "
+            "To make do with what can be found, set resume='found' (GEMINI_RESUME=found)"
+        )
+
+    def _gives_way(self, memory: Version, stored: Stored) -> bool:
+        """Whether memory is left aside for what the user has chosen in storage.
+
+        Raises:
+            StorageUnclearError: they are of two histories, and the user has not chosen.
+        """
+        manifest, settings = stored.manifest, self._config.storage
+        if manifest is None or settings is None:
+            return False
+        found = Sighting(manifest.folder, manifest.version, "whole", manifest.descent, manifest.created)
+        answer = gives_way(memory, self._told_by_sessions(), found, settings.history)
+        if isinstance(answer, Unclear):
+            raise self._unclear(
+                f"{answer.why}. Choose one by storage.history (GEMINI_STORAGE__HISTORY=NUMBER-NONCE); `gemini leave` on all hosts "
+                "gives up what is in memory"
+            )
+        return answer
+
+    def _told_by_sessions(self) -> Told:
+        welcomes = [about.welcome for about in self._everyone]
+        return tuple(
+            (w.incarnation, Descent(tuple(w.lineage), frozenset(w.overtaken), frozenset(w.aside)))
+            for w in welcomes
+            if w.incarnation is not None
+        )
+
+    def _told_by_hosts(self) -> Told:
+        known = [about.welcome.info.known for about in self._everyone]
+        return (*self._told_by_sessions(), *((incarnation, Descent()) for incarnation in known if incarnation is not None))
+
+    def _descent(self, resumed: Version | None) -> Descent:
+        """Where the incarnation comes from that is about to begin."""
+        told = (*self._told_by_hosts(), *self._stored.told)
+        if resumed is not None:
+            descent = continued(resumed, told)
+            return replace(descent, aside=descent.aside | self._stored.aside & descent.overtaken)
+        known = {incarnation for incarnation, _ in told}
+        for _, descent in told:
+            known |= {*descent.overtaken, *(version.incarnation for version in descent.lineage or ())}
+        return Descent((), frozenset(known))
+
+    def _staged(self, plan: Plan, manifest: Manifest) -> Plan | None:
+        """As `_stage_all`; meanwhile the checkpoint is not deleted by another job of this run, or what is left of one."""
+        if self._rank != 0 or self._reopen is None:
+            return self._stage_all(plan, manifest)
+        with reading(self._reopen(), self._everyone[0].run, self._stream, manifest.version):
+            return self._stage_all(plan, manifest)
+
+    def _stage_all(self, plan: Plan, manifest: Manifest) -> Plan | None:
+        """The plan, once all shards are in memory; None: one is damaged in storage, or gone.
+
+        Raises:
+            StorageError: the storage cannot be read. That is no reason to go back to an older checkpoint, or to none.
+        """
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                done = exchange_or_raise(partial(self._stage, manifest), _STAGE_SECONDS)
+            except StorageError as error:
+                left = exchange(self._time_left(), self._config.timeout)[0]
+                if left <= 0:
+                    raise StorageUnclearError(
+                        f"{error}. Nothing has been begun; start the same command when storage is well again"
+                    ) from None
+                self._warn("%s; asking again for up to %.0f s (storage.patience)", error, left)
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+                continue
+            if all(done):
+                hosts, world_size = [about.welcome.info.host for about in self._everyone], len(self._everyone)
+                sources = {owner: (hosts[owner % world_size],) for owner in range(plan.world_size)}
+                return replace(plan, sources=sources, roots={o: record.root for o, record in manifest.shards.items() if record.root})
+            self._warn("%s in storage is damaged or gone: trying the one before", manifest.folder)
+            self._damaged.add(manifest.folder)
+            return None
+
+    def _time_left(self) -> float:
+        """Seconds for which storage is still waited for."""
+        self._since = self._since or time.monotonic()
+        return self._since + self._patience - time.monotonic()
+
+    def _stage(self, manifest: Manifest) -> bool:
+        """Get our part of the shards into our host's memory; False if one is damaged in storage, or has been deleted.
+
+        That is the shard of our own number, unless the checkpoint was made by another number of ranks.
+
+        Raises:
+            StorageError: the storage cannot be read.
+        """
+        assert self._config.storage is not None
+        storage = self._config.storage.model_dump()
+        for owner in range(self._rank, manifest.world_size, len(self._everyone)):
+            record = manifest.shards[owner].model_dump_json()
+            order = Stage(owner=owner, version=manifest.version, record=record, storage=storage)
+            try:
+                self._client.call(order, Staged, timeout=_STAGE_SECONDS)
+            except (CorruptDataError, ObjectGoneError) as error:
+                _log.warning("%s", error)
+                return False
+        return True
+
+    # -- memory
+
+    def _damaged_in_memory(self, plan: Plan) -> dict[str, set[int]]:
+        """Host -> owners whose copies of the planned version are damaged there."""
+        assert plan.version is not None
+        question = Verify(version=plan.version)
+        sound = exchange_or_raise(lambda: self._client.call(question, Verified, timeout=_VERIFY_SECONDS)[0].sound, _VERIFY_SECONDS)
+        by_host = dict(zip((about.welcome.info.host for about in self._everyone), sound, strict=True))
+        damaged: dict[str, set[int]] = {}
+        for owner, hosts in plan.sources.items():
+            for host in hosts:
+                if owner not in by_host[host]:
+                    damaged.setdefault(host, set()).add(owner)
+        for host, owners in damaged.items():
+            text = "host %s: the copies of ranks %s of %s do not match their checksums and are ignored"
+            self._warn(text, host, sorted(owners), plan.version)
+        return damaged
+
+    def _warn(self, text: str, *values: object) -> None:
+        if self._rank == 0:
+            _log.warning(text, *values)
+
+
+def _without(holding: Holding, version: Version | None, owners: set[int]) -> Holding:
+    return replace(holding, slots=[s for s in holding.slots if s.version != version or s.owner not in owners])

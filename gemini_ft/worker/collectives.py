@@ -1,0 +1,309 @@
+"""The training's collectives, observed without changing them: how many are in flight, and what a step consists of.
+
+Every collective of torch, from Python or from DDP's and FSDP's own code, passes torch's dispatcher. There we listen, one layer
+above the real kernel, which is then called with the same arguments: no tensor is touched, no hook is installed (a DDP
+communication hook would change the bits), and DeepSpeed and Lightning need nothing of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+
+# torch.distributed exports this too, but not so that type checkers see it.
+from torch._C._distributed_c10d import Work
+
+from gemini_ft.agent.lifecycle import yield_to_training
+from gemini_ft.core.traffic import Collective, Moment, Step
+from gemini_ft.wire.control_page import ControlPage
+
+_POLL = 0.001  # seconds between looks at collectives that do not say when they are over
+_HERE = "BackendSelect"  # of all dispatch keys the one that every call passes, whatever its device, and with autograd off too
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+_private = threading.local()
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """What this thread sends meanwhile is not the training's."""
+    before, _private.on = getattr(_private, "on", False), True
+    try:
+        yield
+    finally:
+        _private.on = before
+
+
+class _Flight:
+    """One collective under way."""
+
+    def __init__(self, name: str, tensors: list[torch.Tensor], begin: float) -> None:
+        self.name, self.begin = name, begin
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+        self.on_cuda = any(tensor.is_cuda for tensor in tensors)
+        self.end: float | None = None
+
+
+class Observer:
+    """One user's view of this process's collectives, with steps of its own; made by `observe`.
+
+    Attributes:
+        page: shows what is in flight.
+        newest: the last step that is over.
+    """
+
+    def __init__(self, traffic: _Traffic) -> None:
+        self.page = ControlPage.create()
+        self.newest: Step | None = None
+        self._traffic = traffic
+        self._step: list[_Flight] = []  # begun since the step did
+        self._began = self._idle_since = time.monotonic()
+        self._carried = 0.0  # until when collectives of the step before were in flight
+        self._steps = 0
+        self._waiting = False
+        self._closed = False
+
+    def step_over(self) -> Step:
+        """The step has ended, and the next one has begun; what it consisted of."""
+        self._traffic.forget(self._began)
+        with self._traffic.lock:
+            now = time.monotonic()
+            done = tuple(
+                Collective(f.name, f.nbytes, f.begin - self._began, (now if f.end is None else f.end) - self._began) for f in self._step
+            )
+            self.newest = Step(done, now - self._began, max(0.0, self._carried - self._began), self._began)
+            self._began, self._carried, self._step = now, 0.0, []
+            self._steps += 1
+            if not self._traffic.in_flight:
+                self._idle_since = now
+            self._publish()
+        return self.newest
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The training stands still meanwhile, until a snapshot has travelled."""
+        self._set_waiting(True)
+        try:
+            yield
+        finally:
+            self._set_waiting(False)
+
+    def _set_waiting(self, value: bool) -> None:
+        with self._traffic.lock:
+            self._waiting = value
+            self._publish()
+
+    # -- told by the traffic, which holds its lock
+
+    def begun(self, flight: _Flight) -> None:
+        self._step.append(flight)
+        self._publish()
+
+    def over(self, flight: _Flight, now: float) -> None:
+        if flight.begin < self._began:
+            self._carried = now
+        if not self._traffic.in_flight:
+            self._idle_since = now
+            self._publish()
+
+    def close(self) -> None:
+        self._closed = True
+        self.page.close()
+
+    def _publish(self) -> None:
+        if not self._closed:
+            self.page.write(Moment(len(self._traffic.in_flight), len(self._step), self._steps, self._idle_since, self._waiting))
+
+
+class _Traffic:
+    """All collectives of this process, from where torch dispatches them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.in_flight: list[_Flight] = []
+        self.observers: list[Observer] = []
+        self._watch = _Watch(self._over)
+        self._library = self._listen()
+
+    def add(self) -> Observer:
+        observer = Observer(self)
+        with self.lock:
+            self.observers.append(observer)
+            observer._publish()
+        return observer
+
+    def remove(self, observer: Observer) -> None:
+        with self.lock:
+            self.observers.remove(observer)
+            observer.close()
+
+    def forget(self, before: float) -> None:
+        """What has begun before that time and is not over is not waited for any more."""
+        for flight in [each for each in self.in_flight if each.begin < before]:
+            self._over(flight)
+
+    def close(self) -> None:
+        """Listen no more; what is in flight ends as ever."""
+        self._library._destroy()
+        self._watch.close()
+
+    # -- inside
+
+    def _listen(self) -> Any:
+        library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+        for name in torch._C._dispatch_get_all_op_names():
+            if name.startswith("c10d::"):
+                operator = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
+                library.impl(name.removeprefix("c10d::"), self._kernel(operator), _HERE, with_keyset=True)
+        return library
+
+    def _kernel(self, operator: Any) -> Callable[..., Any]:
+        name = operator.name().removeprefix("c10d::")
+
+        def kernel(keys: Any, *arguments: Any) -> Any:
+            if getattr(_private, "on", False):
+                return operator.redispatch(keys & _BELOW, *arguments)
+            flight = self._begin(name, arguments)
+            try:
+                result = operator.redispatch(keys & _BELOW, *arguments)
+            except BaseException:
+                self._over(flight)
+                raise
+            return self._follow(flight, result)
+
+        return kernel
+
+    def _begin(self, name: str, arguments: tuple[Any, ...]) -> _Flight:
+        flight = _Flight(name, _tensors(arguments[0]), time.monotonic())
+        with self.lock:
+            self.in_flight.append(flight)
+            for observer in self.observers:
+                observer.begun(flight)
+        return flight
+
+    def _follow(self, flight: _Flight, result: Any) -> Any:
+        """Notice the end of what has been started; returns what the caller gets."""
+        handle = result[-1] if isinstance(result, tuple) else result
+        if not isinstance(handle, torch.ScriptObject):  # nothing to wait for: it is over
+            self._over(flight)
+            return result
+        work = Work.unbox(handle)
+        try:
+            future = work.get_future()
+        except RuntimeError:  # gloo has none for some
+            if "reduce_scatter" in flight.name:  # and these do not even know when they are over, until they are waited for
+                told = _Told(work, lambda: self._over(flight))
+                return (*result[:-1], told.boxed()) if isinstance(result, tuple) else told.boxed()
+            self._watch.add(flight, work)
+            return result
+        if flight.on_cuda:  # a future is done when its kernel is queued; the work asks an event
+            self._watch.add(flight, work)
+        else:
+            future.add_done_callback(lambda _: self._over(flight))
+        return result
+
+    def _over(self, flight: _Flight) -> None:
+        now = time.monotonic()
+        with self.lock:
+            if flight not in self.in_flight:
+                return
+            flight.end = now
+            self.in_flight.remove(flight)
+            for observer in self.observers:
+                observer.over(flight, now)
+
+
+class _Told(Work):
+    """Work that says when it has been waited for.
+
+    Until then it is kept alive, also when the observer forgets it: what C++ holds is only the half that is C++, which alone would be
+    waited for in vain.
+    """
+
+    _unawaited: ClassVar[set[_Told]] = set()
+
+    def __init__(self, inner: Any, over: Callable[[], None]) -> None:
+        super().__init__()
+        self._inner, self._over = inner, over
+        self._unawaited.add(self)
+
+    def wait(self, *timeout: Any) -> bool:
+        try:
+            return bool(self._inner.wait(*timeout))
+        finally:
+            self._unawaited.discard(self)
+            self._over()
+
+
+class _Watch:
+    """Asks collectives that do not say when they are over; those of CUDA ask their events."""
+
+    def __init__(self, over: Callable[[_Flight], None]) -> None:
+        self._over = over
+        self._works: list[tuple[_Flight, Any]] = []
+        self._condition = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stop = False
+
+    def add(self, flight: _Flight, work: Any) -> None:
+        with self._condition:
+            self._works.append((flight, work))
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="gemini-collectives", daemon=True)
+                with contextlib.suppress(RuntimeError):  # no thread can be started: perhaps at the next collective
+                    thread.start()
+                    self._thread = thread
+            self._condition.notify()
+
+    def close(self) -> None:
+        with self._condition:
+            self._stop = True
+            self._condition.notify()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        yield_to_training()
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._works or self._stop)
+                if self._stop:
+                    return
+                works = list(self._works)
+            done = [each for each in works if each[0].end is not None or each[1].is_completed()]  # or the observer has forgotten it
+            with self._condition:
+                self._works = [each for each in self._works if each not in done]
+            for flight, _ in done:
+                self._over(flight)
+            if len(done) < len(works):
+                time.sleep(_POLL)
+
+
+_traffic: _Traffic | None = None
+
+
+@contextlib.contextmanager
+def observe() -> Iterator[Observer]:
+    """See this process's collectives. Whoever observes has steps of its own; collectives are listened to while anybody does."""
+    global _traffic
+    if _traffic is None:
+        _traffic = _Traffic()
+    traffic = _traffic
+    observer = traffic.add()
+    try:
+        yield observer
+    finally:
+        traffic.remove(observer)
+        if not traffic.observers:
+            traffic.close()
+            _traffic = None
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []

@@ -1,0 +1,242 @@
+"""Replicas from worker to worker, through the sub-buffers of one small reserved buffer (GEMINI, SOSP'23, section 5).
+
+The agents decide what travels, and when; two workers move the bytes, in a process group of their own: from the sender's slot,
+through a sub-buffer of the receiver's device, into the memory of the receiver's agent. While one sub-buffer is copied out, the next
+is received into. What cannot be delivered is reported, never retried: the agents then do without the workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gemini_ft.agent.lifecycle import yield_to_training
+from gemini_ft.config import TrafficConfig
+from gemini_ft.errors import AgentError
+from gemini_ft.state.copy_plan import Slot
+from gemini_ft.wire.messages import Collect, Collected, Dispatch, Dispatched, Message
+from gemini_ft.worker.collectives import unobserved
+
+_END_SECONDS = 1.0  # for threads that have nothing left to do
+
+Order = TypeVar("Order", bound=Dispatch | Collect)
+
+
+class Courier:
+    """One worker's part. Making it is collective over the default process group.
+
+    Args:
+        traffic: the user's wishes.
+        timeout: seconds that a transfer may take.
+        tell: sends a message to the agent.
+        slots: the slots of this worker's own shard, by index.
+        custody: descriptors of replicas that the agent has entrusted to this worker, by key.
+    """
+
+    def __init__(
+        self,
+        traffic: TrafficConfig,
+        timeout: float,
+        tell: Callable[[Message], None],
+        slots: Callable[[], Mapping[int, Slot]],
+        custody: Callable[[], Mapping[str, int]],
+    ) -> None:
+        self._tell, self._slots, self._custody = tell, slots, custody
+        self._timeout = timedelta(seconds=timeout)
+        on_cuda = "nccl" in dist.get_backend()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        # NCCL has no tags, and what two ranks send each other at a time must not wait for each other: a group for either direction.
+        self._groups = [dist.new_group(backend="nccl" if on_cuda else "gloo", timeout=self._timeout) for _ in range(1 + on_cuda)]
+        self._buffer = torch.empty(traffic.sub_buffers * traffic.piece_bytes, dtype=torch.uint8, device=self._device)
+        parts = list(torch.split(self._buffer, traffic.piece_bytes))
+        out = len(parts) // 2 if on_cuda else 0  # on a CPU what is sent needs no other place than its slot
+        self._free_in, self._free_out = _queue(parts[out:]), _queue(parts[:out])
+        self._replicas: dict[str, Slot] = {}  # key -> as this worker maps it
+        self._lock = threading.Lock()
+        self._sending: dict[int, _Lane[Dispatch]] = {}  # rank -> what goes there
+        self._receiving: dict[int, _Lane[Collect]] = {}
+        self._writing = threading.Lock()
+        self._era = 0  # of the agent; what an earlier one has ordered must not be written
+        self._closed = False
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes reserved on the device, whatever the size of the state."""
+        return self._buffer.nbytes
+
+    def dispatch(self, order: Dispatch) -> None:
+        """Send a piece of a slot; the agent is told when it has gone."""
+        with self._lock:
+            try:
+                if order.target not in self._sending:
+                    self._sending[order.target] = _Lane(self._send, self._sent, self._answer)
+                self._sending[order.target].put(order)
+            except AgentError as error:
+                self._answer(order, str(error))
+
+    def collect(self, order: Collect) -> None:
+        """Receive a piece of a replica; the agent is told when it is in its memory."""
+        with self._lock:
+            try:
+                if order.source not in self._receiving:
+                    self._receiving[order.source] = _Lane(self._receive, self._received, self._answer)
+                self._receiving[order.source].put(order)
+            except AgentError as error:
+                self._answer(order, str(error))
+
+    def forget(self) -> None:
+        """The agent has been restarted: what it waited for is written nowhere any more."""
+        with self._writing:
+            self._era += 1
+
+    def close(self) -> None:
+        """Give up what is under way; not collective."""
+        self._closed = True
+        for free in (self._free_in, self._free_out):
+            free.put(None)
+        for sending in self._sending.values():
+            sending.close()
+        for receiving in self._receiving.values():
+            receiving.close()
+        for slot in self._replicas.values():
+            slot.close()
+
+    # -- inside
+
+    def _group(self, source: int, target: int) -> Any:
+        return self._groups[source < target and len(self._groups) > 1]
+
+    def _send(self, order: Dispatch) -> tuple[Any, Any]:
+        slot = self._slots().get(order.slot)
+        if slot is None:
+            raise AgentError(f"slot {order.slot} is gone")
+        piece, place = slot.tensor[order.offset : order.offset + order.nbytes], None
+        if self._device.type == "cuda":
+            place = _take(self._free_out)
+            piece = place[: order.nbytes].copy_(piece, non_blocking=True)
+        return dist.isend(piece, order.target, self._group(dist.get_rank(), order.target), order.tag), place
+
+    def _sent(self, order: Dispatch, work: Any, place: Any) -> None:
+        self._wait(work)
+        if place is not None:
+            self._free_out.put(place)
+
+    def _receive(self, order: Collect) -> tuple[Any, Any]:
+        era, place = self._era, _take(self._free_in)
+        group = self._group(order.source, dist.get_rank())
+        return dist.irecv(place[: order.nbytes], order.source, group, order.tag), (era, place)
+
+    def _received(self, order: Collect, work: Any, taken: tuple[int, torch.Tensor]) -> None:
+        era, place = taken
+        try:
+            self._wait(work)
+            with self._writing:
+                if order.key and era == self._era:
+                    self._replica(order.key).tensor[order.position : order.position + order.nbytes].copy_(place[: order.nbytes])
+        finally:
+            self._free_in.put(place)
+
+    def _wait(self, work: Any) -> None:
+        work.wait(self._timeout)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def _replica(self, key: str) -> Slot:
+        held = self._custody()
+        for gone in self._replicas.keys() - held.keys():
+            self._replicas.pop(gone).close()
+        if key not in self._replicas:
+            if key not in held:
+                raise AgentError("this worker does not have the replica's memory")
+            fd = os.dup(held[key])
+            self._replicas[key] = Slot(fd, 0, os.fstat(fd).st_size, self._device.type == "cuda")
+        return self._replicas[key]
+
+    def _answer(self, order: Dispatch | Collect, error: str) -> None:
+        if self._closed:
+            return
+        answer: Message
+        if isinstance(order, Dispatch):
+            answer = Dispatched(tag=order.tag, error=error)
+        else:
+            answer = Collected(source=order.source, tag=order.tag, error=error)
+        with contextlib.suppress(AgentError):  # its death is noticed, and mended, elsewhere
+            self._tell(answer)
+
+
+class _Lane(Generic[Order]):
+    """Transfers with one peer: one thread begins them, another waits for their ends, both in order."""
+
+    def __init__(
+        self,
+        begin: Callable[[Order], tuple[Any, Any]],
+        end: Callable[[Order, Any, Any], None],
+        answer: Callable[[Order, str], None],
+    ) -> None:
+        self._begin, self._end, self._answer = begin, end, answer
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._begun: queue.SimpleQueue[tuple[Order, Any, Any] | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=run, name="gemini-courier", daemon=True) for run in (self._begin_all, self._end_all)]
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError as error:
+            self._orders.put(None)  # for the first of them, if it has begun
+            raise AgentError(f"no thread can be started for pieces of replicas ({error}); see `ulimit -u` and pids.max") from None
+
+    def put(self, order: Order) -> None:
+        self._orders.put(order)
+
+    def close(self) -> None:
+        """What is under way cannot be called back: its threads end when it does, or the process."""
+        self._orders.put(None)
+        self._begun.put(None)
+        for thread in self._threads:
+            thread.join(timeout=_END_SECONDS)
+
+    def _begin_all(self) -> None:
+        yield_to_training()
+        with unobserved():
+            while (order := self._orders.get()) is not None:
+                try:
+                    self._begun.put((order, *self._begin(order)))
+                except (RuntimeError, AgentError) as error:
+                    self._answer(order, _first_line(error))
+
+    def _end_all(self) -> None:
+        yield_to_training()
+        while (begun := self._begun.get()) is not None:
+            order, work, place = begun
+            error = ""
+            try:
+                self._end(order, work, place)
+            except (RuntimeError, AgentError) as failure:
+                error = _first_line(failure)
+            self._answer(order, error)
+
+
+def _queue(parts: list[torch.Tensor]) -> queue.SimpleQueue[torch.Tensor | None]:
+    free: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
+    for part in parts:
+        free.put(part)
+    return free
+
+
+def _take(free: queue.SimpleQueue[torch.Tensor | None]) -> torch.Tensor:
+    place = free.get()
+    if place is None:
+        free.put(None)  # for the next one who waits
+        raise AgentError("the session is over")
+    return place
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

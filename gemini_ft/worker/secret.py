@@ -1,0 +1,76 @@
+"""The run secret: where it comes from, and how the ranks agree on one without showing it to whoever reads the rendezvous."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography.hazmat.primitives import hpke
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+
+from gemini_ft.config import GeminiConfig
+from gemini_ft.errors import SecretError
+from gemini_ft.worker.choice import Introduction
+from gemini_ft.worker.rendezvous import exchange
+
+_SEALED = b"gemini-ft run secret"  # says what is sealed, so that nothing else is taken for it
+
+
+def read_secret(config: GeminiConfig) -> bytes:
+    """The run secret from the user: ``secret_file``, or GEMINI_SECRET; empty when there is none.
+
+    Raises:
+        SecretError: the file is missing, empty, or readable by others.
+    """
+    if config.secret_file is None:
+        return os.environ.get("GEMINI_SECRET", "").encode()
+    path = Path(config.secret_file)
+    try:
+        mode, secret = path.stat().st_mode, path.read_bytes().strip()
+    except OSError as error:
+        raise SecretError(f"secret_file={path}: {error.strerror}; create it with `umask 077; openssl rand -hex 32 > {path}`") from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise SecretError(f"secret_file={path} has mode {stat.S_IMODE(mode):04o} and may be read by others; `chmod 600 {path}`")
+    if not secret:
+        raise SecretError(f"secret_file={path} is empty; it must hold the run secret, the same on all hosts")
+    return secret
+
+
+def agree_on_secret(everyone: Sequence[Introduction], mine: bytes, rank: int, timeout: float) -> bytes:
+    """The secret of the run, the same on all ranks: collective.
+
+    It is that of the agent with the newest incarnation, under which older state was signed. Ranks whose agent has it already
+    take nothing from the network: they have it through their agent's Unix socket. The others are sent it sealed for a key
+    that each of them makes up on the spot, so that whoever reads the rendezvous store learns nothing.
+
+    Args:
+        everyone: introductions in rank order; of secrets they have fingerprints only.
+        mine: the secret that this rank's agent has.
+        rank: this rank.
+        timeout: seconds to wait for the other ranks.
+
+    Raises:
+        SecretError: the ranks were given different secrets.
+    """
+    given = {about.configured_secret: rank for rank, about in reversed(list(enumerate(everyone)))}
+    if len(given) > 1:
+        who = ", ".join(f"rank {rank} has {print_ or 'none'}" for print_, rank in given.items())
+        raise SecretError(
+            f"the ranks were given different run secrets (fingerprints: {who}); give all hosts the same GEMINI_SECRET_FILE, or none"
+        )
+    giver = max(range(len(everyone)), key=lambda one: everyone[one].welcome.info.known or (0, ""))
+    chosen = everyone[giver].welcome.info.fingerprint
+    lacking = {one for one, about in enumerate(everyone) if about.welcome.info.fingerprint != chosen}
+    if not lacking:
+        return mine
+    key = X25519PrivateKey.generate()
+    suite = hpke.Suite(hpke.KEM.X25519, hpke.KDF.HKDF_SHA256, hpke.AEAD.CHACHA20_POLY1305)
+    public = exchange(key.public_key().public_bytes_raw(), timeout)
+
+    def seal(one: int) -> bytes:
+        return suite.encrypt(mine, X25519PublicKey.from_public_bytes(public[one]), _SEALED)
+
+    sealed = exchange({one: seal(one) for one in lacking} if rank == giver else {}, timeout)
+    return suite.decrypt(sealed[giver][rank], key, _SEALED) if rank in lacking else mine

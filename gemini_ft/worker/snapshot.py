@@ -1,0 +1,345 @@
+"""From live tensors into a slot, in the background, while the next forward and backward run.
+
+Between two updates parameters and optimizer state are normally only read. "Normally" is checked: a tensor whose
+version counter or address changed during the copy makes the snapshot worthless, and it is discarded by name.
+What changes at other times (buffers, RNG, counters) is copied at once, before ``submit`` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from gemini_ft.agent.lifecycle import yield_to_training
+from gemini_ft.core.roots import checksum
+from gemini_ft.errors import AgentError, ConcurrentWriteError, GeminiError
+from gemini_ft.state.copy_plan import CopyPlan, Slot, same_bytes
+from gemini_ft.wire.messages import Chunk, Copied, GiveUp, Message, Request
+
+_GRANT_POLL = 0.25  # seconds between looks at whether the agent still lives
+_RETRY = 20.0  # seconds between attempts to start another
+
+
+class JobState(StrEnum):
+    """How far one snapshot has come."""
+
+    WAITING = "waiting"  # for a slot
+    COPYING = "copying"
+    ISSUED = "issued"  # CUDA: all copies are in the stream's queue
+    DONE = "done"  # copied, or given up
+
+
+@dataclass
+class Job:
+    """One snapshot on its way into its slot."""
+
+    iteration: int
+    extras: bytes
+    digest: Callable[[], str] | None  # computes the digest of the replicated state, where one is due
+    marks: list[tuple[int, int]]  # version counter and address of each source when the snapshot was taken
+    ready: Any = None  # CUDA event: the state is final from here on
+    copied: Any = None  # CUDA event: all copies have been made
+    state: JobState = JobState.WAITING
+    is_seen: bool = False  # by the snapshot thread, which tells the agent of it
+    slot: int | None = None
+    cancelled: str = ""
+    checksums: list[int] = field(default_factory=list)  # of the chunks that are in the slot
+    finished: bool = False  # verify: nobody declares it copied before it was compared
+    submitted: float = field(default_factory=time.perf_counter)
+
+
+class Snapshotter:
+    """Copies snapshots into slots on a thread of its own, one at a time.
+
+    Args:
+        owner: this rank.
+        root: forms the root of a copy that is whole.
+        tell: sends a message to the agent; raises AgentError when it is gone.
+        lost: whether the agent is gone.
+        recover: called on the thread when the agent is gone; brings a new one up, or raises GeminiError.
+        on_discard: called with iteration and reason when a snapshot is given up.
+        verify: compare each copy with the live state before the update, and declare it copied only then.
+        waits: whether an update waits for a snapshot that is late; else the snapshot is given up.
+        timeout: seconds a wait may take.
+        grant_timeout: seconds an update waits for a slot.
+    """
+
+    def __init__(
+        self,
+        owner: int,
+        root: Callable[[Job], str],
+        tell: Callable[[Message], None],
+        lost: Callable[[], bool],
+        recover: Callable[[], None],
+        on_discard: Callable[[int, str], None],
+        verify: bool,
+        waits: bool,
+        timeout: float,
+        grant_timeout: float | None = None,
+    ) -> None:
+        self._grant_timeout = timeout if grant_timeout is None else min(timeout, grant_timeout)
+        self._owner, self._root, self._tell, self._lost, self._recover, self._on_discard = owner, root, tell, lost, recover, on_discard
+        self._verify, self._waits, self._timeout = verify, waits, timeout
+        self.plan: CopyPlan | None = None
+        self.slots: dict[int, Slot] = {}
+        self.written: list[str] = []  # names of what was written during the last copy that was given up for that
+        self._job: Job | None = None
+        self._unseen: list[Job] = []  # given up before the thread came to them; all the same the agent must hear of each
+        self._condition = threading.Condition()
+        self._stop = False
+        self._next_try = 0.0  # when the agent may be brought back, after this has failed
+        self._impatient = False  # a slot has been waited for in vain: not again, until one is granted
+        self._broken: Exception | None = None  # what ended the thread: a fault of ours
+        self._stream: Any = None
+        self._thread = threading.Thread(target=self._run, name="gemini-snapshot", daemon=True)
+        self._thread.start()
+
+    # -- the training thread
+
+    def submit(self, job: Job) -> None:
+        """Start one snapshot; the one before must be over (``settle``)."""
+        assert self._job is None or self._job.state is JobState.DONE
+        self._raise_broken()
+        with self._condition:
+            self._job = job
+            self._condition.notify_all()
+
+    def before_update(self) -> None:
+        """The training thread is about to write: wait for the copy, or give it up when it could not begin.
+
+        Raises:
+            ConcurrentWriteError: ``verify`` found a difference.
+        """
+        job = self._job
+        if job is None:
+            return
+        on_cuda = job.ready is not None and job.digest is None and not self._verify
+        with self._condition:
+            if job.state is JobState.WAITING and (self._impatient or not self._waits):
+                self._forget(job, "the snapshot before was still uncommitted at the next update")
+                return
+            self._wait(job, (JobState.ISSUED, JobState.DONE) if on_cuda else (JobState.DONE,))
+        if on_cuda and job.copied is not None:
+            torch.cuda.current_stream().wait_event(job.copied)
+        else:
+            self._finish(job)
+
+    def settle(self) -> None:
+        """Wait until no copy is under way (before layouts change, or the process ends)."""
+        job = self._job
+        if job is not None:
+            with self._condition:
+                self._wait(job, (JobState.DONE,))
+            self._finish(job)
+
+    def _wait(self, job: Job, enough: tuple[JobState, ...]) -> None:
+        """Wait for the thread; a snapshot that has no slot after all this time is given up, and the job goes on.
+
+        Raises:
+            AgentError: the copy has begun, and does not end.
+        """
+        granted = (JobState.COPYING, *enough)
+        if not self._condition.wait_for(lambda: job.state in granted, self._grant_timeout):
+            self._impatient = True
+            self._forget(job, f"no slot became free for it within {self._grant_timeout:g} s")
+        elif not self._condition.wait_for(lambda: job.state in enough, self._timeout):
+            raise AgentError(f"iteration {job.iteration}: it was not copied within {self._timeout:g} s; is the agent stuck?")
+
+    def _forget(self, job: Job, reason: str) -> None:
+        job.cancelled = reason
+        self._job = None
+        if not job.is_seen:
+            self._unseen.append(job)
+        self._condition.notify_all()
+
+    def _finish(self, job: Job) -> None:
+        if self._verify and not job.cancelled and not job.finished:
+            self._compare(job)
+        self._raise_broken()
+
+    def _raise_broken(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    def granted(self, iteration: int, slot: int) -> None:
+        """From the agent."""
+        with self._condition:
+            self._impatient = False
+            if self._job is not None and self._job.iteration == iteration:
+                self._job.slot = slot
+                self._condition.notify_all()
+
+    def aborted(self, iteration: int) -> None:
+        """From the agent: another rank has no snapshot of this iteration."""
+        with self._condition:
+            if self._job is not None and self._job.iteration == iteration and self._job.state is JobState.WAITING:
+                self._job.cancelled = "aborted"
+                self._condition.notify_all()
+
+    def stop(self) -> None:
+        with self._condition:
+            self._stop = True
+            self._condition.notify_all()
+        self._thread.join(timeout=5)
+        if not self._thread.is_alive():
+            for slot in self.slots.values():
+                slot.close()
+            self.slots = {}
+
+    def _compare(self, job: Job) -> None:
+        """Compare the copy with the live state; only then is it declared copied."""
+        assert self.plan is not None
+        assert job.slot is not None
+        slot = self.slots[job.slot]
+        if slot.view.nbytes and (different := [c.name for c in self.plan.background if not same_bytes(slot, c)]):
+            text = f"iteration {job.iteration}: {', '.join(different[:5])} changed between the snapshot and the next update"
+            self._discard(job, text)
+            raise ConcurrentWriteError(f"{text}; write inside `with checkpointer.mutate():`")
+        self._declare(job)
+
+    # -- the snapshot thread
+
+    def _run(self) -> None:
+        yield_to_training()
+        while True:
+            with self._condition:
+                due = self._condition.wait_for(lambda: self._stop or self._has_work, _GRANT_POLL)
+                if self._stop:
+                    return
+                job = self._unseen.pop(0) if self._unseen else self._job
+                if job is not None:
+                    job.is_seen = True
+            if not due:
+                self._mend()
+                continue
+            assert job is not None
+            try:
+                self._take(job)
+            except GeminiError as error:
+                self._fail(job, error)
+            except Exception as error:
+                self._broken = error  # for the training thread
+                return
+            finally:
+                with self._condition:
+                    job.state = JobState.DONE
+                    self._condition.notify_all()
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._unseen) or (self._job is not None and self._job.state is JobState.WAITING)
+
+    def _mend(self) -> None:
+        """Bring an agent back that has died between two snapshots: the other hosts cannot commit without it."""
+        if self._lost() and self.slots:
+            with contextlib.suppress(GeminiError):
+                self._bring_back()
+
+    def _bring_back(self) -> None:
+        """Recover; where that fails it takes its time, and training shall not wait for that at every step."""
+        if time.monotonic() < self._next_try:
+            raise AgentError("this host has no agent; another try to start one follows")
+        self._next_try = time.monotonic() + _RETRY
+        self._recover()
+        self._next_try = 0.0
+
+    def _take(self, job: Job) -> None:
+        self._tell(Request(iteration=job.iteration))
+        with self._condition:
+            while not self._condition.wait_for(lambda: job.slot is not None or job.cancelled or self._stop, _GRANT_POLL):
+                if self._lost():
+                    raise AgentError("the agent ended")
+            if job.cancelled or self._stop or job.slot is None:
+                if job.cancelled != "aborted":
+                    self._discard(job, job.cancelled or "the process ends")
+                return
+            job.state = JobState.COPYING
+        if job.slot not in self.slots:
+            # The answer that says where it lies was lost. Unless this one is given up, the agent waits for it and grants no other.
+            self._discard(job, f"the agent granted slot {job.slot}, which this worker does not map; asking for its slots anew")
+            self._recover()
+            return
+        self._copy(job, self.slots[job.slot])
+        assert self.plan is not None
+        if changed := self.plan.changed(job.marks):
+            shown, self.written = ", ".join(changed[:5]), changed
+            self._discard(job, f"{shown} written during the copy (write inside `with checkpointer.mutate():`)")
+        elif not self._verify:
+            self._declare(job)
+
+    def _copy(self, job: Job, slot: Slot) -> None:
+        assert self.plan is not None
+        events = self._queue_cuda_copies(job, slot) if self.plan.on_cuda else []
+        step = self.plan.chunk_bytes
+        for number, batch in enumerate(self.plan.batches):
+            if events:
+                events[number].synchronize()
+            else:
+                slot.write(number, batch)
+            self._publish(job, number, slot, number * step, min(step, self.plan.nbytes - number * step))
+        self._copy_extras(job, slot)
+
+    def _queue_cuda_copies(self, job: Job, slot: Slot) -> list[Any]:
+        """Queue every copy on a side stream, after the state is final; the events say when each batch has arrived."""
+        assert self.plan is not None
+        if self._stream is None:
+            torch.cuda.set_device(self.plan.device)  # a thread begins on device 0, whatever the rank's is
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        events: list[Any] = []
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(job.ready)
+            for number, batch in enumerate(self.plan.batches):
+                slot.write(number, batch)
+                events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+                events[-1].record(self._stream)
+            job.copied = events[-1]
+        with self._condition:
+            job.state = JobState.ISSUED
+            self._condition.notify_all()
+        return events
+
+    def _copy_extras(self, job: Job, slot: Slot) -> None:
+        assert self.plan is not None
+        start, step = self.plan.nbytes, self.plan.chunk_bytes
+        slot.view[start : start + len(job.extras)] = job.extras
+        chunks = -(-start // step)
+        for number, offset in enumerate(range(start, start + len(job.extras), step)):
+            self._publish(job, chunks + number, slot, offset, min(step, start + len(job.extras) - offset))
+
+    def _publish(self, job: Job, index: int, slot: Slot, offset: int, nbytes: int) -> None:
+        digest = checksum(slot.view[offset : offset + nbytes])
+        job.checksums.append(digest)
+        self._tell(Chunk(owner=self._owner, iteration=job.iteration, index=index, offset=offset, nbytes=nbytes, digest=digest))
+
+    def _declare(self, job: Job) -> None:
+        job.finished = True
+        digest = job.digest() if job.digest is not None else ""
+        self._tell(Copied(iteration=job.iteration, extras_bytes=len(job.extras), digest=digest, root=self._root(job)))
+
+    def _discard(self, job: Job, reason: str) -> None:
+        job.cancelled = job.cancelled or reason
+        job.finished = True
+        self._on_discard(job.iteration, reason)
+        self._tell(GiveUp(iteration=job.iteration, reason=reason))
+
+    def _fail(self, job: Job, error: GeminiError) -> None:
+        """The agent went away in the middle: bring it back, and tell it that this one is lost."""
+        job.cancelled = str(error)
+        self._on_discard(job.iteration, str(error))
+        if self._stream is not None:
+            self._stream.synchronize()  # copies that are under way need their slots, which go when there is another agent
+        with self._condition:
+            job.state = JobState.DONE  # the update need not wait for another agent
+            self._condition.notify_all()
+        try:
+            self._bring_back()
+            self._tell(GiveUp(iteration=job.iteration, reason="this host's agent was restarted"))
+        except GeminiError as failure:
+            self._on_discard(job.iteration, f"training goes on without snapshots: {failure}")
