@@ -329,17 +329,17 @@ def test_the_census_of_a_trainer(fit: Callable[..., Case], tmp_path: Path) -> No
     callbacks = [Annealing, lambda: EarlyStopping("running", patience=9, check_on_train_epoch_end=True)]
     module = fit(Asked, Shards, "gemini", callbacks=callbacks, logger=CSVLogger(tmp_path), reload_dataloaders_every_n_epochs=1)
     expected = {
-        "model": ("captured", "12 tensors of Asked"),
-        "optim0": ("captured", "24 tensors of AdamW"),
+        "model": ("captured", "9 tensors of Asked"),
+        "optim0": ("captured", "18 tensors of AdamW"),
         "trainer": ("captured", "0 schedulers"),
         "train_dataloader[0]": ("captured", "ResumableDataLoader, by skip"),
         "extremes": ("captured", "MinMaxMetric"),
         "running": ("captured", "RunningMean"),
-        "tracker": ("captured", "MetricTracker"),
+        "tracker.1": ("captured", "MeanMetric"),
         "callback.0": ("derived", "Annealing"),
         "callback.1": ("captured", "EarlyStopping"),
         "logger.0": ("the user's", "CSVLogger"),
-        "flags": ("captured", "0 parameters frozen, 0 of 11 modules in eval mode"),
+        "flags": ("captured", "0 parameters frozen, 0 of 14 modules in eval mode"),
         "module.backbone.2.p": ("captured", "float"),
         "datamodule.asked": ("captured", "int"),
     }

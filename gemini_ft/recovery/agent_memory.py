@@ -21,7 +21,7 @@ from gemini_ft.wire.messages import Claims, SlotInfo, StreamInfo, Visit, Visited
 
 _TIMEOUT = 60.0  # seconds an agent may take for an answer while it is read
 _RENEWAL = 1.0  # seconds
-_ATTEMPTS = 5  # a running job moves on between the look at what there is and the reading
+_PATIENCE = 30.0  # seconds for which a job is followed that replaces its slots faster than they can be pinned
 
 
 @dataclass(frozen=True)
@@ -209,15 +209,18 @@ def open_newest(memory: Remembered, iteration: int | None) -> tuple[Version, lis
         RecoveryError: there is none, or a shard cannot be had; the text says why.
     """
     failure = RecoveryError(f"the agents of run {memory.run!r} hold no committed step yet")
-    for _ in range(_ATTEMPTS):
-        for version in memory.versions:
-            if iteration in (None, version.iteration):
-                try:
-                    return version, _open_all(memory, version)
-                except RecoveryError as error:
-                    failure = error
-        again = [other for other in remembered(memory.run) if other.stream == memory.stream]
-        memory = again[0] if again else memory
+    give_up = time.monotonic() + _PATIENCE
+    tried: list[Version] | None = None
+    while (versions := [version for version in memory.versions if iteration in (None, version.iteration)]) != tried:
+        for version in versions:
+            try:
+                return version, _open_all(memory, version)
+            except RecoveryError as error:
+                failure = error
+        if time.monotonic() > give_up:
+            break
+        tried = versions
+        memory = next((other for other in remembered(memory.run) if other.stream == memory.stream), memory)
     raise failure
 
 
