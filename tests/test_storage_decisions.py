@@ -332,6 +332,10 @@ class TestTheChoiceOfAHistory:
         assert "iteration 9 of incarnation 3 was reported as stored and is not there" in answer.why
         assert isinstance(decide(look, "2-b", found=True), Here)
 
+    def test_leaves_aside_what_cannot_be_read_just_now(self) -> None:
+        hidden = replace(self.RIGHT, condition="damaged", descent=Descent())
+        assert left_aside(Look((self.FIRST, self.LEFT, hidden)), "2-b") == {self.RIGHT.version.incarnation}
+
     def test_leaves_what_is_aside_as_it_is_for_ever(self) -> None:
         """Nothing that goes on from the chosen line deletes it, although it has the same beginning."""
         look = Look((self.FIRST, self.LEFT, self.RIGHT))

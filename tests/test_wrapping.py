@@ -61,6 +61,14 @@ def test_a_cold_worker(program: list[str], folder: Path) -> None:
     assert rest == f"initialize True SourceFileLoader {[name, '--lr', '1']}"
 
 
+def test_a_worker_runs_the_package_that_has_started_it(tmp_path: Path) -> None:
+    """Also where it is not installed, and without its own modules in the way of others."""
+    (tmp_path / "script.py").write_text("import importlib.util\nprint(importlib.util.find_spec('lightning'))\n")
+    command = [sys.executable, "-S", *starter("gemini_ft.launch.cold"), str(os.getpid()), "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
+
+
 @pytest.mark.parametrize("before", ["import deepspeed", "from gemini_ft import wrapping; wrapping.install(); wrapping.install()"])
 def test_once_whatever_comes_first(before: str, folder: Path) -> None:
     (folder / "script.py").write_text(SCRIPT.format(f"{before}\nfrom gemini_ft import wrapping\nwrapping.install()\nwrapping.install()"))

@@ -45,7 +45,10 @@ class Identity:
         raw = os.pread(fd, os.fstat(fd).st_size, 0)
         if len(raw) < 4:
             return Past()
-        secret, known, origins = msgpack.unpackb(raw[4 : 4 + int.from_bytes(raw[:4], "big")])
+        try:
+            secret, known, origins = msgpack.unpackb(raw[4 : 4 + int.from_bytes(raw[:4], "big")])
+        except ValueError:  # that was killed while it wrote, or is of another release: what the slots repeat is known all the same
+            return Past()
         return Past(secret, Incarnation(*known) if known is not None else None, {stream: _origin(*of) for stream, of in origins.items()})
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Protocol
 
 from gemini_ft.core import ledger
@@ -40,6 +41,7 @@ from gemini_ft.wire.messages import (
 )
 from gemini_ft.wire.tcp import Address, Connection
 
+_REMEMBERED = 16  # commits whose roots are kept for readers: the job has moved on when they ask
 _TICK = 0.25  # seconds between looks at who is late
 _HEARTBEAT = 1.0  # seconds
 _SILENCE = 2.5  # seconds after which a host of which nothing is heard may be lost
@@ -86,6 +88,7 @@ class Leader:
         self._paced: Paced | None = None  # the last change
         self._newest = 0  # iteration that was spoken of
         self._upload: tuple[Version | None, float] = (None, 0.0)  # under way, since (or when that was last said)
+        self._roots: deque[tuple[Version, Mapping[int, str]]] = deque(maxlen=_REMEMBERED)
         self._tasks: set[asyncio.Task[None]] = set()
         self._spawn(self._tick())
         if book.obstacle:
@@ -96,6 +99,12 @@ class Leader:
             task.cancel()
         for member in list(self._members):
             member.abort("the session is over")
+
+    def committed_roots(self, version: Version) -> Mapping[int, str]:
+        """Owner -> root of its shard, of a version that was committed not long ago."""
+        if self.book.committed == version:
+            return self.book.roots
+        return next((roots for known, roots in self._roots if known == version), {})
 
     def join(self, connection: Connection, host: str) -> MemberPort:
         self._members[connection] = host
@@ -190,6 +199,8 @@ class Leader:
             if isinstance(decision, ledger.Manifest):
                 self._spawn(self._manifest(decision))
             else:
+                if isinstance(decision, ledger.Commit):
+                    self._roots.append((decision.version, decision.roots))
                 self._tell(_announcement(decision))
 
     async def _manifest(self, decision: ledger.Manifest) -> None:

@@ -298,8 +298,10 @@ class Stream:
         return Version(self.spec.incarnation, iteration)
 
     def committed_roots(self, version: Version) -> Mapping[int, str]:
-        book = self._leader.book if self._leader is not None else self.host
-        return book.roots if book.committed == version else {}
+        """Owner -> root of its shard; the leader knows all, of the last few commits."""
+        if self._leader is not None:
+            return self._leader.committed_roots(version)
+        return self.host.roots if self.host.committed == version else {}
 
     def on_request(self, worker: WorkerPort, message: Request) -> None:
         self.perform(self.host.request(worker.rank, self.version(message.iteration)))

@@ -30,6 +30,7 @@ from gemini_ft.storage.shard import Committed, ShardRecord, StoredShard, write_s
 from gemini_ft.wire.messages import SessionSpec
 
 _T = TypeVar("_T")
+_HOME_SECONDS = 5.0  # for what this host remembers in its home folder, which may hang
 _ATTEMPTS = 4
 _DELETING = "deleting old checkpoints"
 _UPLOADS = "an upload"
@@ -126,7 +127,7 @@ class Uploader:
     def _recall(self) -> None:
         """Learn of what was stored before this session."""
         if self._newest is None and (mark := recall_on_host(self.config.url, self._run, self._spec.stream)) is not None:
-            self._newest = (mark.version, mark.at)
+            self._newest = self._newest or (mark.version, mark.at)
 
     def _stake(self) -> str:
         if self._newest is None:
@@ -266,7 +267,8 @@ class Uploader:
         try:
             await asyncio.to_thread(self._retention.tidy, this)
         except Exception as error:  # a fault of ours must not leave storage unused for ever without a word
-            await asyncio.to_thread(self._recall)
+            with contextlib.suppress(TimeoutError):  # a home may hang
+                await asyncio.wait_for(asyncio.to_thread(self._recall), _HOME_SECONDS)
             begins = _DELETING not in self._failures
             self._failures[_DELETING] = (self._failures.get(_DELETING, (time.time(), ""))[0], str(error))
             told = f"storage: what is there cannot be looked through, and what is old deleted: {error}; nothing more is stored until it can"

@@ -25,6 +25,7 @@ import types
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import gemini_ft
 from gemini_ft.launch import deepspeed_hook as wrapping
 
 _STARTERS = (
@@ -44,7 +45,7 @@ def starter(module: str) -> tuple[str, str]:
     Not ``-m``, which looks in the working directory first, even for the standard library: that may be a folder like /tmp,
     and ``python script.py`` would not look there. The script's own folder is put in front by ``main``.
     """
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    root = os.path.dirname(os.path.dirname(os.path.abspath(gemini_ft.__file__)))
     find = f"sys.path.append({root!r}); import {module} as starter; sys.path.pop()"
     return "-c", f"import sys; sys.flags.safe_path or sys.path.pop(0); {find}; starter.main()"
 

@@ -85,7 +85,7 @@ def restore(trainer: Any, package: str, extras: Mapping[str, Any]) -> None:
     for name, state in extras["collections"].items():
         if name in collections:
             compat.set_metric_groups(collections[name], state)
-    compat.set_tickets(trainer, extras["tickets"])
+    compat.set_tickets(trainer, extras.get("tickets", {}))
     compat.set_loops(trainer, extras["checkpoint"]["loops"]["fit_loop"])
     compat.set_loop_extras(trainer, extras["loops"])
     compat.set_logging_state(trainer, package, extras["logging"], metrics)

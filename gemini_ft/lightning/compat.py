@@ -18,6 +18,7 @@ from gemini_ft.lightning.loader import bookmark_of, is_position
 from gemini_ft.state.modes import Modes, not_users
 
 _SUPPORTED = "2.6"
+_PRUNING = {("lightning", "ModelPruning"), ("pytorch_lightning", "ModelPruning")}
 
 
 def check_lightning(package: str) -> None:
@@ -513,13 +514,21 @@ def _tickets(trainer: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """The trained weight and the first one, for every parameter that a ModelPruning callback may reset."""
     found = {}
     for index, callback in enumerate(trainer.callbacks):
-        for layer in (getattr(callback, "_original_layers", None) or {}).values():
+        is_pruning = any(
+            base.__name__ == "ModelPruning" and base.__module__.startswith(("lightning.", "pytorch_lightning."))
+            for base in type(callback).__mro__
+        )
+        for layer in (callback._original_layers or {}).values() if is_pruning else ():
             for number, name in layer["names"]:
                 trained = callback._parameters_to_prune[number][0]._parameters
                 now, first = trained.get(f"{name}_orig", trained.get(name)), getattr(layer["data"], name)
                 if now is not None and first is not None:
                     found[f"callback.{index}.{number}"] = now, first
     return found
+
+
+def _is_pruning(callback: Any) -> bool:
+    return any((base.__module__.partition(".")[0], base.__name__) in _PRUNING for base in type(callback).__mro__)
 
 
 def metric_groups(collection: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from gemini_ft.agent import lifecycle
+from gemini_ft.core.layout import Layout
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, GeminiError, PeerError, RecoveryError
 from gemini_ft.recovery.readers import PeerShard, committed_roots, genuine
@@ -21,6 +22,8 @@ from gemini_ft.wire.messages import Claims, SlotInfo, StreamInfo, Visit, Visited
 
 _TIMEOUT = 60.0  # seconds an agent may take for an answer while it is read
 _RENEWAL = 1.0  # seconds
+_STILL = 1.0  # seconds without a new version after which none is expected
+_LOOK = 0.05  # seconds between two looks
 _PATIENCE = 30.0  # seconds for which a job is followed that replaces its slots faster than they can be pinned
 
 
@@ -127,11 +130,21 @@ class RememberedShard:
         self._places = _places(memory, owner, version)
         self._failures: list[str] = []
         self._shard = self._next()
+        self._root = root or self._shard.root  # all that is read is of one copy, or of equal ones
         _keep(self)
-        self.layout, self.where = self._shard.layout, self._shard.where
+
+    @property
+    def layout(self) -> Layout:
+        """Of the copy that is read."""
+        return self._shard.layout
+
+    @property
+    def where(self) -> str:
+        """Whose memory is read."""
+        return self._shard.where
 
     def expect(self, root: str) -> None:
-        """Take no copy with another root than this."""
+        """Take no copy with another root than this; before anything is read."""
         self._root = root
         if self._shard.root != root:
             self._give_up(CorruptDataError(f"{self.where}: its root is {self._shard.root}, should be {root}"))
@@ -164,7 +177,8 @@ class RememberedShard:
 
     def close(self) -> None:
         """Let go of the copy."""
-        _kept.discard(self)
+        with _keeping:
+            _kept.discard(self)
         self._shard.close()
 
     def _give_up(self, error: Exception) -> None:
@@ -185,19 +199,28 @@ class RememberedShard:
 
 
 _kept: weakref.WeakSet[RememberedShard] = weakref.WeakSet()
+_keeping = threading.Lock()
+_keeper: threading.Thread | None = None
 
 
 def _keep(shard: RememberedShard) -> None:
-    if not _kept:
-        threading.Thread(target=_renew_all, name="gemini-leases", daemon=True).start()
-    _kept.add(shard)
+    global _keeper
+    with _keeping:
+        _kept.add(shard)
+        if _keeper is None:
+            _keeper = threading.Thread(target=_renew_all, name="gemini-leases", daemon=True)
+            _keeper.start()
 
 
 def _renew_all() -> None:
+    global _keeper
     while True:
         time.sleep(_RENEWAL)
-        if not (shards := list(_kept)):
-            return
+        with _keeping:
+            shards = list(_kept)
+            if not shards:
+                _keeper = None
+                return
         for shard in shards:
             shard.renew()
 
@@ -209,19 +232,22 @@ def open_newest(memory: Remembered, iteration: int | None) -> tuple[Version, lis
         RecoveryError: there is none, or a shard cannot be had; the text says why.
     """
     failure = RecoveryError(f"the agents of run {memory.run!r} hold no committed step yet")
-    give_up = time.monotonic() + _PATIENCE
-    tried: list[Version] | None = None
-    while (versions := [version for version in memory.versions if iteration in (None, version.iteration)]) != tried:
-        for version in versions:
-            try:
-                return version, _open_all(memory, version)
-            except RecoveryError as error:
-                failure = error
-        if time.monotonic() > give_up:
-            break
-        tried = versions
+    begin = changed = time.monotonic()
+    seen: list[Version] = []
+    while True:
+        for version in memory.versions:
+            if iteration in (None, version.iteration):
+                try:
+                    return version, _open_all(memory, version)
+                except RecoveryError as error:
+                    failure = error
+        now = time.monotonic()
+        if memory.versions != seen:
+            seen, changed = memory.versions, now
+        if now - changed > _STILL or now - begin > _PATIENCE:
+            raise failure
+        time.sleep(_LOOK)
         memory = next((other for other in remembered(memory.run) if other.stream == memory.stream), memory)
-    raise failure
 
 
 def _open_all(memory: Remembered, version: Version) -> list[RememberedShard]:
@@ -233,8 +259,10 @@ def _open_all(memory: Remembered, version: Version) -> list[RememberedShard]:
             for owner in range(world_size)
         ]
         if len(roots) < world_size:  # only now: a running job moves on
-            for owner, root in memory.roots_of_leader(version).items():
-                shards[owner].expect(root)
+            committed = memory.roots_of_leader(version)
+            for owner, shard in enumerate(shards):
+                if owner in committed:
+                    shard.expect(committed[owner])
         opened.pop_all()
     return shards
 

@@ -197,8 +197,12 @@ def require(plan: Plan) -> None:
 class ShardReader(Protocol):
     """One owner's shard of the resumed version, wherever it is."""
 
-    where: str  # "own memory", "peer <host>" or "storage"
-    layout: Layout
+    @property
+    def where(self) -> str:
+        """``own memory``, ``peer HOST`` or ``storage``."""
+
+    @property
+    def layout(self) -> Layout: ...
 
     def extras(self) -> bytes: ...
 

@@ -141,13 +141,25 @@ class PlainState:
         return saved
 
     def _present_changes(self, live: Sequence[Live]) -> Changes:
-        """Changes since the script built it; looked at again when names, shapes or groups are others."""
-        groups = [(id(optimizer), len(optimizer.param_groups)) for optimizer in every_optimizer(self.optimizers).values()]
-        outline = groups, [(item.name, item.tensor.shape) for item in live if item.role is not Role.STATE]
+        """Changes since the script built it; looked at again when names, shapes, modules or groups are others."""
+        groups = [
+            (id(optimizer), [tuple(map(id, group["params"])) for group in optimizer.param_groups])
+            for optimizer in every_optimizer(self.optimizers).values()
+        ]
+        tensors = [
+            (item.name, item.tensor.shape, id(item.tensor) if item.role is Role.PARAMETER else 0)
+            for item in live
+            if item.role is not Role.STATE
+        ]
+        modules = self._tree.modules()
+        outline = groups, tensors, self._tree.walks
         if outline != self._outline:
-            changes = difference(self._born, describe_all(self.models, self.optimizers))
+            now = describe_all(self.models, self.optimizers)
+            if self._outline is None:
+                self._born = self._born.with_newcomers(now)
+            changes = difference(self._born, now)
             if not self._can_rebuild:
-                refuse(changes, self._tree.modules())
+                refuse(changes, modules)
             self._changes, self._outline = changes, outline
         return self._changes
 

@@ -68,7 +68,7 @@ class Modes:
         self._others = dict(others or {})
         self._attributes = Attributes({**modules, **self._others}, leave, caches=False)
         self._generators = self._search(modules)
-        self._modules = dict(modules)
+        self._seen: Modules | None = None
         self._trained = _trained(modules)
         self._named: set[str] = set()
 
@@ -108,9 +108,10 @@ class Modes:
         self._follow(modules)
         self._attributes.give_back(state["attributes"])
         set_generator_states(self._generators, state["generators"])
-        for path, value in state["masked"].items():
+        for path, value in state.get("masked", {}).items():
             name, _, key = path.rpartition(".")
-            vars(modules[name])[key] = value.clone()
+            if name in modules and f"{key}_orig" in modules[name]._parameters:
+                vars(modules[name])[key] = value.clone()
         for name, module in modules.items():
             for key, param in module._parameters.items():
                 flag = state["trained"].get(f"{name}.{key}", self._trained.get((name, key)))
@@ -135,10 +136,10 @@ class Modes:
                 yield _HOOK.found(name, note=", ".join(hooks))
 
     def _follow(self, modules: Modules) -> None:
-        if modules != self._modules:
+        if modules is not self._seen:  # a `ModuleTree` gives another mapping when there are other modules
             self._attributes.follow(modules)
             self._generators = self._search(modules)
-            self._modules = dict(modules)
+            self._seen = modules
 
     def _search(self, modules: Modules) -> dict[str, Any]:
         inside = {
@@ -163,7 +164,7 @@ def _masked(modules: Modules) -> dict[str, torch.Tensor]:
     """What torch.nn.utils.prune has made of the parameters when the last forward pass began."""
     found = {}
     for name, module in modules.items():
-        for key in module._parameters:
+        for key, _ in module._parameters.items():  # a scripted module's cannot be iterated
             if key.endswith("_orig") and isinstance(value := vars(module).get(key.removesuffix("_orig")), torch.Tensor):
                 found[f"{name}.{key.removesuffix('_orig')}"] = value
     return found

@@ -9,7 +9,7 @@ script can build (new layers, other optimizers) is refused at the moment when it
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ declare(
     "a new layout, committed like any other; a fresh process builds what is missing from the snapshot's description",
 )
 declare(
-    "layers that are added or removed while training, optimizers that are replaced",
+    "layers that are added, removed or replaced while training, optimizers that are replaced",
     Fate.REFUSED,
     "when it happens, unless `rebuild=` is given",
 )
@@ -51,13 +51,19 @@ class Description:
         tensors: name of each parameter and buffer -> its kind, shape, dtype, and whether it is persistent.
         groups: name of each optimizer -> for each of its groups the names of its parameters.
         classes: name of each optimizer -> its class.
-        order: name of each module -> its parameters and buffers, one after the other.
+        order: name of each module -> its parameters, buffers and modules, one after the other.
+        modules: name of each module -> its class.
     """
 
     tensors: dict[str, Entry] = field(default_factory=dict)
     groups: dict[str, list[list[str]]] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
     order: dict[str, list[str]] = field(default_factory=dict)
+    modules: dict[str, str] = field(default_factory=dict)
+
+    def with_newcomers(self, now: Description) -> Description:
+        """Modules that a first iteration has made are of the script too: a fresh process makes them again."""
+        return replace(self, modules={**now.modules, **self.modules})
 
 
 @dataclass(frozen=True)
@@ -68,16 +74,19 @@ class Changes:
         tensors: name -> entries of a `Description`; None where there was, or is, no such tensor.
         groups: name of an optimizer -> its groups.
         classes: name of an optimizer -> its class; None where there was, or is, no such optimizer.
-        order: name of a module -> its parameters and buffers; sums over all of a model's depend on their order.
+        order: name of a module -> its parameters, buffers and modules; sums over all of a model's depend on their order.
+        modules: name of a module -> its class; None where there was, or is, no such module.
     """
 
     tensors: dict[str, list[Entry | None]] = field(default_factory=dict)
     groups: dict[str, list[list[list[str]]]] = field(default_factory=dict)
     classes: dict[str, list[str | None]] = field(default_factory=dict)
     order: dict[str, list[list[str] | None]] = field(default_factory=dict)
+    modules: dict[str, list[str | None]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.tensors or self.groups or self.classes)
+        moved = any(then is not None and now is not None for then, now in self.order.values())
+        return bool(self.tensors or self.groups or self.classes or self.modules or moved)
 
 
 def modules_of(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -98,15 +107,22 @@ class ModuleTree:
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self._models = models
-        self._children: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
+        self._children: list[tuple[nn.Module, tuple[Any, ...]]] = []  # of wrappers too
         self._found: dict[str, nn.Module] = {}
+        self.walks = 0  # how often there were other modules than before, or in another order
 
     def modules(self) -> Modules:
         """See `modules_of`; the very same mapping, as long as nothing has changed."""
-        if not self._found or any(module._modules != children for module, children in self._children):
+        if not self.walks or any(_children(module) != children for module, children in self._children):
             self._found = modules_of(self._models)
-            self._children = [(module, dict(module._modules)) for module in self._found.values()]
+            self._children = [(module, _children(module)) for root in self._models.values() for module in root.modules()]
+            self.walks += 1
         return self._found
+
+
+def _children(module: nn.Module) -> tuple[Any, ...]:
+    """Names and identities: modules may compare equal that are not the same."""
+    return (*module._modules.keys(), *map(id, module._modules.values()))
 
 
 def describe(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> Description:
@@ -126,12 +142,13 @@ def describe(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> Desc
         for name, optimizer in found.items()
     }
     classes = {name: type(optimizer).__qualname__ for name, optimizer in found.items()}
-    return Description(tensors, groups, classes, {path: [*part._parameters, *part._buffers] for path, part in modules.items()})
+    order = {path: [*part._parameters.keys(), *part._buffers.keys(), *part._modules.keys()] for path, part in modules.items()}
+    return Description(tensors, groups, classes, order, {path: _kind(part) for path, part in modules.items()})
 
 
 def difference(then: Description, now: Description) -> Changes:
     """The changes."""
-    parts = ("tensors", "groups", "classes", "order")
+    parts = ("tensors", "groups", "classes", "order", "modules")
     return Changes(**{part: _changed(getattr(then, part), getattr(now, part)) for part in parts})
 
 
@@ -161,10 +178,11 @@ def build(models: Mapping[str, nn.Module], optimizers: Sequence[Any], changes: C
             _build_tensor(modules_of(models), parent, key, now, changes)
     modules = modules_of(models)
     for path, (_, keys) in changes.order.items():
-        for tensors in (modules[path]._parameters, modules[path]._buffers) if path in modules else ():
+        part = modules.get(path)
+        for entries in (part._parameters, part._buffers, part._modules) if part is not None else ():
             for key in keys or ():
-                if key in tensors:
-                    tensors[key] = tensors.pop(key)  # type: ignore[assignment]
+                if key in entries:
+                    entries[key] = entries.pop(key)  # type: ignore[assignment]
     fresh_groups = describe(models, optimizers).groups
     for name, (groups_then, groups_now) in changes.groups.items():
         if (have := fresh_groups.get(name)) != groups_now:
@@ -178,6 +196,9 @@ def _reasons(changes: Changes, modules: Modules) -> Iterator[str]:
     for name, classes in changes.classes.items():
         was, is_now = (f"a {kind}" if kind else "not there" for kind in classes)
         yield f"{name} was {was} and is {is_now} now"
+    for name, kinds in changes.modules.items():
+        was, is_now = (f"a {kind}" if kind else "not there" for kind in kinds)
+        yield f"the module {name} was {was} and is {is_now} now"
     for name, (then, now) in changes.tensors.items():
         parent, _, key = name.rpartition(".")
         is_parameter = "parameter" in ((then or now or [""])[0], (now or then or [""])[0])
@@ -255,7 +276,13 @@ def _can_become(have: list[list[str]], then: list[list[str]], now: list[list[str
         return [[label.removesuffix("_orig") for label in labels] for labels in groups]
 
     made = len(then)
-    return plain(have[:made]) == plain(then) and all(group in plain(now) for group in plain(have[made:]))
+    return bool(have) and plain(have[:made]) == plain(then) and all(group in plain(now) for group in plain(have[made:]))
+
+
+def _kind(module: nn.Module) -> str:
+    """The class, or what a lazy module becomes. Metrics come and go: whoever tracks them builds them again."""
+    kind = type(module)
+    return "" if kind.__module__.startswith("torchmetrics") else (getattr(kind, "cls_to_become", None) or kind).__qualname__
 
 
 def _same(a: Entry | None, b: Entry | None) -> bool:

@@ -174,11 +174,11 @@ def gives_way(memory: Version, told: Iterable[tuple[Incarnation, Descent]], foun
         found: what storage would resume.
         history: what the user has chosen.
     """
-    told = [(one, descent) for one, descent in told if memory.incarnation in (one, *(v.incarnation for v in descent.lineage or ()))]
+    told = _told_of(memory, told)
     this = Sighting("", memory, "whole", continued(memory, told))
     if found.knows(memory.incarnation):
         return False
-    if history is not None and told and not _went_through(this, history):
+    if history is not None and not is_of(memory, told, history):
         return True
     if this.knows(found.version.incarnation):
         return False
@@ -187,6 +187,12 @@ def gives_way(memory: Version, told: Iterable[tuple[Incarnation, Descent]], foun
         f"{'descends from the other' if told else 'is known to descend from the other'}",
         contested=True,
     )
+
+
+def is_of(memory: Version, told: Iterable[tuple[Incarnation, Descent]], history: str) -> bool:
+    """Whether memory went through the incarnation that the user has named, or nobody knows where it comes from."""
+    told = _told_of(memory, told)
+    return not told or _went_through(Sighting("", memory, "whole", continued(memory, told)), history)
 
 
 def newest_of_each(sightings: Iterable[Sighting]) -> list[Sighting]:
@@ -262,11 +268,15 @@ def continued(version: Version, told: Iterable[tuple[Incarnation, Descent]]) -> 
 
 
 def left_aside(look: Look, history: str | None) -> frozenset[Incarnation]:
-    """Incarnations that have not gone through the one that the user has chosen, and those they come from."""
+    """Incarnations that are not of the line that the user has chosen, also where they cannot be read just now."""
     if history is None:
         return frozenset()
-    others = [one for one in look.sightings if one.readable and not _went_through(one, history)]
-    return frozenset(one for other in others for one in (other.version.incarnation, *(v.incarnation for v in other.descent.lineage or ())))
+
+    def line(sightings: Iterable[Sighting]) -> set[Incarnation]:
+        return {i for one in sightings for i in (one.version.incarnation, *(v.incarnation for v in one.descent.lineage or ()))}
+
+    chosen = [one for one in look.sightings if one.readable and _went_through(one, history)]
+    return frozenset(line(look.sightings) - line(chosen))
 
 
 def describe(sighting: Sighting) -> str:
@@ -288,6 +298,11 @@ def _same_history(one: Sighting, other: Sighting) -> bool:
         lineage = other.descent.lineage
         return lineage is None or one.version.incarnation in {other.version.incarnation, *(version.incarnation for version in lineage)}
     return None in (one.history, other.history) or one.history == other.history
+
+
+def _told_of(memory: Version, told: Iterable[tuple[Incarnation, Descent]]) -> list[tuple[Incarnation, Descent]]:
+    """What is told of incarnations that memory is of, or that come from it."""
+    return [(one, descent) for one, descent in told if memory.incarnation in (one, *(v.incarnation for v in descent.lineage or ()))]
 
 
 def _went_through(sighting: Sighting, incarnation: str) -> bool:

@@ -88,7 +88,8 @@ class Retention:
         if tip is not None:
             others = [one for one in every if one.folder != tip.folder]
             doomed |= {one.folder: one for one in superseded_by(others, tip, self._sound, keep_last, self._keep_every)}
-        return self._delete_all(storage, sorted(doomed.values(), key=lambda one: one.version))
+        free = [one for one in doomed.values() if one.version.incarnation not in this.descent.aside]
+        return self._delete_all(storage, sorted(free, key=lambda one: one.version))
 
     def _look(self, storage: Storage) -> list[Sighting]:
         """Everything that is there.

@@ -16,7 +16,7 @@ from gemini_ft.faults.inject import Orders
 from gemini_ft.recovery.readers import Holding, Plan, plan_recovery, require
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import Manifest
-from gemini_ft.storage.decisions import Descent, Here, Look, Sighting, Unclear, continued, decide, describe, gives_way, left_aside
+from gemini_ft.storage.decisions import Descent, Here, Look, Sighting, Unclear, continued, decide, describe, gives_way, is_of, left_aside
 from gemini_ft.storage.lookout import Lookout, within
 from gemini_ft.storage.retention import reading
 from gemini_ft.wire.messages import Inventory, Stage, Staged, Verified, Verify, Welcome
@@ -137,7 +137,8 @@ class Chooser:
         """Plan, check the copies the plan needs against their checksums, and plan again without those that are damaged."""
         while True:
             memory = self._best_in_memory(refused)
-            stored = self._stored = self._look(refused, insist=memory is None)
+            turned_down = memory is not None and self._is_turned_down(memory)
+            stored = self._stored = self._look(refused, insist=memory is None or turned_down)
             if stored.unclear and memory is not None:
                 self._warn("storage cannot say what there is (%s); memory is whole and is resumed from without it", stored.unclear)
             if memory is not None and self._gives_way(memory, stored):
@@ -257,6 +258,11 @@ class Chooser:
                 "gives up what is in memory"
             )
         return answer
+
+    def _is_turned_down(self, memory: Version) -> bool:
+        """Whether memory is of another line than the one that the user has chosen, so that storage must be heard."""
+        settings = self._config.storage
+        return settings is not None and settings.history is not None and not is_of(memory, self._told_by_sessions(), settings.history)
 
     def _told_by_sessions(self) -> Told:
         welcomes = [about.welcome for about in self._everyone]
