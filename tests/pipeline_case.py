@@ -622,38 +622,45 @@ def disagreements() -> list[str]:
     return said
 
 
-class Broken(Exception):
-    """What a compressor raises in a test."""
+class Broken(RuntimeError):
+    """Raised by a compressor; of the type that errors of a collective have, too."""
 
 
 def failing(how: str, *cases: tuple[bool, bool]) -> list[list[str]]:
     """Makes rank 0 fail in the third step, with or without DDP and compression.
 
     Args:
-        how: "raises" or "killed": while it compresses or lays out; "killed between steps": after it, before it has said where it is.
+        how: "raises" or "killed": while it compresses or lays out; "killed between steps": after it, before it has said where it is;
+            "killed while planning": after it, when the others begin to plan.
         *cases: whether with DDP, and whether with compression.
 
     Returns:
-        For each case what this rank was told in that step and in the one after.
+        For each case what this rank was told in that step, in the one after, and if rank 0 is killed when it loads a state then.
     """
     rank = join().rank()
     said = []
     for ddp, is_compressed in cases:
-        loop = Loop(rule(fusion="layer-wise", **({"compress": compress("topk")} if is_compressed else {})), ddp)
+        fusion = "cupcake" if how == "killed while planning" else "layer-wise"
+        loop = Loop(rule(fusion=fusion, **({"compress": compress("topk")} if is_compressed else {})), ddp, profile_steps=3)
         for step in range(2):
             loop.step(own(step))
         if rank == 0:
             _break(loop, how, is_compressed)
         loop.synchronizer.summary()
+        state = loop.synchronizer.state_dict()
         said.append([error_of(partial(loop.step, own(step))) for step in (2, 3)])
+        if how != "raises":
+            said[-1].append(error_of(partial(loop.synchronizer.load_state_dict, state)))
         _until_all_have_failed(rank, len(said))
     return said
 
 
 def _break(loop: Loop, how: str, is_compressed: bool) -> None:
-    averager = loop.synchronizer.averager
+    averager, fail = loop.synchronizer.averager, _raise if how == "raises" else _die
+    if how == "killed while planning":
+        loop.synchronizer._tuner._plan = fail  # type: ignore[method-assign]
+        return
     route: Any = averager.routes.of(averager.plan.groups[2])
-    fail = _raise if how == "raises" else _die
     if how == "killed between steps":
         loop.synchronizer._drift.begin = fail  # type: ignore[method-assign]
         loop.step(own(2))

@@ -154,14 +154,15 @@ def test_a_rank_that_fails_hangs_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "ddp", "is_compressed"), [("killed", False, True), ("killed", True, False), ("killed between steps", False, True)]
+    ("how", "ddp", "is_compressed"),
+    [("killed", False, True), ("killed", True, False), ("killed between steps", False, True), ("killed while planning", False, True)],
 )
 def test_a_rank_that_is_killed_is_named_by_the_others(how: str, ddp: bool, is_compressed: bool, tmp_path: Path) -> None:
     with World(tmp_path, 3) as world:
         first, *others = world.outcome(pipeline_case.failing, how, (ddp, is_compressed))
     assert isinstance(first, Failed)
     named = f"{NAMED}its process has ended without a word, as one does that is killed"
-    assert others == [[["" if "between" in how else named, named]]] * 2
+    assert others == [[["" if "between" in how else named, named, named]]] * 2
 
 
 def test_one_process_without_a_group() -> None:

@@ -251,8 +251,16 @@ class Averager:
     def _anxious(self) -> BaseException | None:
         return self._failures.heard(self._completed)
 
-    def _broken(self, error: BaseException) -> BaseException:
-        found = self._failures.resolved(error, self._completed)
+    def broken(self, error: BaseException) -> BaseException:
+        """Ends averaging for good, after a collective of the training thread has failed in which others may wait for this rank.
+
+        Returns:
+            What is to be raised, as for `failed`.
+        """
+        return self._lanes.fail(error)
+
+    def _broken(self, error: BaseException, is_computing: bool) -> BaseException:
+        found = self._failures.resolved(error, self._completed, is_computing)
         self._failures.abort()
         return found
 

@@ -70,12 +70,14 @@ class Body:
         self.averager.step_over(self._watch.begun)
         self._watch.step_over()
         self._untuned = True
-        self._drift.begin()
+        with self._explaining():
+            self._drift.begin()
 
     def _tune(self) -> None:
         if self._untuned:
             self._untuned = False
-            self._tuner.step_over()
+            with self._explaining():
+                self._tuner.step_over()
 
     def _common(self) -> dict[str, Any]:
         """State that is the same on all ranks as long as nothing is wrong."""
@@ -91,6 +93,16 @@ class Body:
             yield
         except BaseException as error:
             if (found := self.averager.failed(error)) is not error:
+                raise found from error
+            raise
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Between averages: a collective that breaks raises what the rank that has failed has told, or that it has been killed."""
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            if (found := self.averager.broken(error)) is not error:
                 raise found from error
             raise
 
@@ -128,14 +140,15 @@ class Body:
             StateError: it is of other parameters or rules.
             RecoveryError: it is of another step, or of other choices, than on other ranks.
         """
-        self._settle()
-        self._drift.drop()
-        self._end_pending()
-        self.averager.load_state_dict(state["averager"])
-        self._tuner.load_state_dict(state["tuner"])
-        self._watch.step_over()
-        self._untuned = bool(state.get("untuned", False))
-        self._drift.begin_anew()
+        with self._explaining():
+            self._settle()
+            self._drift.drop()
+            self._end_pending()
+            self.averager.load_state_dict(state["averager"])
+            self._tuner.load_state_dict(state["tuner"])
+            self._watch.step_over()
+            self._untuned = bool(state.get("untuned", False))
+            self._drift.begin_anew()
 
     def _end_pending(self) -> None:
         """Brings to an end what is under way, without counting it. Collective."""

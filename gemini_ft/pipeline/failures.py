@@ -34,42 +34,52 @@ class Failures:
         self._group, self._control, self._rank = group, control, rank
         self._resolved: BaseException | None = None
 
-    def resolved(self, error: BaseException, step: int) -> BaseException:
+    def resolved(self, error: BaseException, step: int, is_computing: bool = False) -> BaseException:
         """The error to be raised here: this one, of which the others are told, or one that names the rank that was the first to fail.
 
         Args:
             error: no average can be made any more.
             step: in which it happened, as all ranks count.
+            is_computing: whether it happened between collectives, so that no other rank can be its cause.
         """
         if self._group is None or error is self._resolved:
             return error
-        is_own = isinstance(error, GeminiError) or not isinstance(error, RuntimeError | OSError)  # not of a collective that failed
+        is_own = is_computing or isinstance(error, GeminiError) or not isinstance(error, RuntimeError | OSError)
         cause = self.heard(step) if is_own else self._cause(step)
-        if cause is None:
-            self._tell(self._rank, f"{type(error).__name__}: {error}", step)
+        said = f"{type(error).__name__}: {error}"
+        if cause is None and is_own:
+            self._tell(self._rank, _failed(self._rank, said), step)
+        elif cause is None:
+            self._tell(None, _unexplained(self._rank, said), step)
         elif not is_own:
             cause.__cause__ = error
         self._resolved = error if is_own or cause is None else cause
         return self._resolved
 
-    def _tell(self, rank: int, text: str, step: int) -> None:
+    def _tell(self, rank: int | None, error: StateError, step: int) -> None:
+        """Leaves word for the others; ``rank`` is the one that has failed, if it is known, and is not told."""
         with contextlib.suppress(Exception):  # the store may have gone with the rank that had it
-            self._group.get_group_store().set(_KEY, json.dumps([rank, step, text[:2000]]))
+            self._group.get_group_store().set(_KEY, json.dumps([rank, step, str(error)[:2000]]))
 
     def _cause(self, step: int) -> StateError | None:
         """The error of the rank that was the first to fail, whether it has told of it or not; None: all live, and none has."""
         end = time.monotonic() + _PATIENCE
-        while (heard := self.heard(step)) is None:
-            if gone := self._gone():
-                first, *others = gone
-                text = "its process has ended without a word, as one does that is killed"
-                text += f"; so have those of ranks {', '.join(map(str, others))}" if others else ""
-                self._tell(first, text, step)
-                return _failed(first, text)
+        while True:
+            gone, is_answered = self._gone(), True  # before the store is asked: a rank that ends because of a failure has told of it
+            try:
+                if (told := self._told(step)) is not None:
+                    return told
+            except Exception:
+                is_answered = False
+            if gone and not is_answered:
+                return _ended(gone)
+            if gone:
+                found = _killed(gone)
+                self._tell(gone[0], found, step)
+                return found
             if time.monotonic() > end:
                 return None
             time.sleep(_LOOK)
-        return heard
 
     def _gone(self) -> list[int]:
         """Ranks whose processes have ended: nothing can be sent to them, whatever the living ones are doing."""
@@ -84,16 +94,15 @@ class Failures:
 
     def heard(self, step: int) -> StateError | None:
         """Another rank's error in this step, as an error for this rank; None: there is none."""
-        if self._group is None:
-            return None
-        try:
-            store = self._group.get_group_store()
-            rank, when, text = json.loads(store.get(_KEY)) if store.check([_KEY]) else (self._rank, step, "")
-        except Exception:
-            return None
-        if rank == self._rank or when != step:
-            return None
-        return _failed(rank, text)
+        with contextlib.suppress(Exception):
+            return self._told(step) if self._group is not None else None
+        return None
+
+    def _told(self, step: int) -> StateError | None:
+        """The same; raises an error of the store where that does not answer."""
+        store = self._group.get_group_store()
+        rank, when, text = json.loads(store.get(_KEY)) if store.check([_KEY]) else (self._rank, step, "")
+        return None if rank == self._rank or when != step else StateError(text)
 
     def abort(self) -> None:
         """Ends the connections, so that the others, which may wait for this rank, look at what it has said."""
@@ -109,3 +118,25 @@ class Failures:
 
 def _failed(rank: int, text: str) -> StateError:
     return StateError(f"rank {rank} has failed, and averages no gradients any more: {text}")
+
+
+def _killed(gone: list[int]) -> StateError:
+    """None of them has left word."""
+    first, *others = gone
+    text = "its process has ended without a word, as one does that is killed"
+    return _failed(first, text + (f"; so have those of ranks {', '.join(map(str, others))}" if others else ""))
+
+
+def _ended(gone: list[int]) -> StateError:
+    """Whether they have left word is not known: the store may have gone with the host of the first."""
+    return StateError(
+        f"gradients are averaged no more: the processes of these ranks have ended, one of them first: {', '.join(map(str, gone))}; the "
+        "process group's store, which may know more, does not answer, as when it has gone with the host that was lost"
+    )
+
+
+def _unexplained(rank: int, text: str) -> StateError:
+    return StateError(
+        f"gradients are averaged no more: a collective failed on rank {rank}, and no rank is known to have failed; a host may be lost, or "
+        f"the network between two: {text}"
+    )

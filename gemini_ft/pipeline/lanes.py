@@ -116,10 +116,11 @@ class Lanes:
 
     Args:
         device: of the gradients. On CUDA the work is queued on a stream of its own, after what the job waits for.
-        broken: called once, with the first error, on the thread where it happens; gives the error that everything raises from then on.
+        broken: called once, with the first error and whether it is one of computing, not of a collective, on the thread where it happens;
+            gives the error that everything raises from then on.
     """
 
-    def __init__(self, device: torch.device, broken: Callable[[BaseException], BaseException]) -> None:
+    def __init__(self, device: torch.device, broken: Callable[[BaseException, bool], BaseException]) -> None:
         self._computing: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._communicating: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._broken: BaseException | None = None
@@ -168,11 +169,11 @@ class Lanes:
             self.fail(error)
         self._advance(job)
 
-    def fail(self, error: BaseException) -> BaseException:
+    def fail(self, error: BaseException, is_computing: bool = False) -> BaseException:
         """From now on nothing can be averaged any more; the error that says why."""
         with self._breaking:
             if self._broken is None:
-                self._broken = self._on_broken(error)
+                self._broken = self._on_broken(error, is_computing)
             return self._broken
 
     def check(self) -> None:
@@ -219,7 +220,7 @@ class Lanes:
                 job.finished = self._stream.record_event() if self._stream is not None else None
                 job.end()
         except BaseException as error:
-            job.end(self.fail(error))
+            job.end(self.fail(error, is_computing=True))
 
     def _compute(self) -> None:
         with self._on_stream():
