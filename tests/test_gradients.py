@@ -72,8 +72,11 @@ class Shards:
         self.plan = SimpleNamespace(world_size=len(shards))
         self.extras = {owner: codec.decode(shard.extras())["tensors"] for owner, shard in enumerate(shards)}
 
-    def read(self, owner: int, rank: int, use: Callable[[Shard], Any]) -> Any:
+    def read(self, owner: int, rank: int, use: Callable[[Shard], Any], keep: bool = False) -> Any:
         return use(self._shards[owner])
+
+    def close(self) -> None:
+        pass
 
 
 def plain(seed: int = 0) -> PlainState:

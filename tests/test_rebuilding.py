@@ -34,7 +34,9 @@ class Branches(nn.Module):
 def job() -> tuple[Branches, torch.optim.Optimizer, PlainState]:
     torch.manual_seed(0)
     model = Branches()
-    optimizer = torch.optim.SGD([{"params": model.branches.parameters()}, {"params": [*model.backbone.parameters()][:1]}], 0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [{"params": model.branches.parameters()}, {"params": [*model.backbone.parameters()][:1]}], 0.1, momentum=0.9
+    )
     return model, optimizer, PlainState.of(model, optimizer, None)
 
 
@@ -103,7 +105,7 @@ def test_a_module_that_the_first_iteration_makes_is_the_scripts() -> None:
     update(model, optimizer)
     take(state)
     model.add_module("noise", nn.Dropout())
-    with pytest.raises(UnsupportedStateError, match="the module model.noise was not there and is a Dropout now"):
+    with pytest.raises(UnsupportedStateError, match=r"the module model\.noise was not there and is a Dropout now"):
         take(state)
 
 

@@ -69,9 +69,13 @@ def test_a_worker_runs_the_package_that_has_started_it(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
 
 
-@pytest.mark.parametrize("before", ["import deepspeed", "from gemini_ft import wrapping; wrapping.install(); wrapping.install()"])
+@pytest.mark.parametrize(
+    "before", ["import deepspeed", "from gemini_ft.launch import deepspeed_hook as wrapping; wrapping.install(); wrapping.install()"]
+)
 def test_once_whatever_comes_first(before: str, folder: Path) -> None:
-    (folder / "script.py").write_text(SCRIPT.format(f"{before}\nfrom gemini_ft import wrapping\nwrapping.install()\nwrapping.install()"))
+    (folder / "script.py").write_text(
+        SCRIPT.format(f"from gemini_ft.launch import deepspeed_hook as hook\n{before}\nhook.install()\nhook.install()")
+    )
     assert run(folder, "script.py")[0] == ATTACHED
 
 
