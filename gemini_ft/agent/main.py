@@ -79,6 +79,7 @@ from gemini_ft.wire.trust import fingerprint
 
 _PARTING = 5.0  # seconds for the leader's word that all have finished
 _TICK = 0.2  # seconds between looks at hangs and at whether to leave
+_VERDICT = 20.0  # seconds for which a launcher may ask what was not stored, after the last worker has gone
 
 
 class Agent:
@@ -140,6 +141,8 @@ class Agent:
         finished = bool(self.streams) and all(stream.finished for stream in self.streams.values())
         if any(stream.finishing for stream in self.streams.values()) and now < self._waits_until:
             return False  # the leader's word on the last upload is still to come
+        if any(stream.unstored for stream in self.streams.values()) and not self._asked_to_leave and now - self._idle_since < _VERDICT:
+            return False  # a launcher, if there is one, will ask how it has ended
         return (self._asked_to_leave or bool(self._interrupted) or finished) and not self._uploading()
 
     def _uploading(self) -> bool:
