@@ -143,7 +143,8 @@ def describe(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> Desc
     }
     classes = {name: type(optimizer).__qualname__ for name, optimizer in found.items()}
     order = {path: [*part._parameters.keys(), *part._buffers.keys(), *part._modules.keys()] for path, part in modules.items()}
-    return Description(tensors, groups, classes, order, {path: _kind(part) for path, part in modules.items()})
+    kinds = {path: kind for path, part in modules.items() if (kind := _kind(part))}
+    return Description(tensors, groups, classes, order, kinds)
 
 
 def difference(then: Description, now: Description) -> Changes:
