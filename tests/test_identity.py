@@ -27,8 +27,10 @@ from gemini_ft.hosts import host_id
 from gemini_ft.recovery.agent_memory import RememberedShard, open_newest, remembered
 from gemini_ft.recovery.readers import LocalShard, PeerShard, Plan, Sources
 from gemini_ft.wire.handshake import listen
-from gemini_ft.wire.messages import Begin, Claims, Describe, Fetch, Message, Offer, Ready, Reserve
+from gemini_ft.wire.messages import Message
+from gemini_ft.wire.peer_messages import Begin, Claims, Describe, Fetch, Offer, Ready
 from gemini_ft.wire.tcp import Connection
+from gemini_ft.wire.worker_messages import Reserve
 
 SECRET = b"s" * 16  # of the kit's ranks
 
@@ -270,7 +272,7 @@ class TestRoots:
         ranks[1].copy(2, slice(0, 99))
         ranks[1].finish_copy(2, root="0" * 32)
         for rank in ranks:
-            rank.wait_for("aborted", iteration=2)
+            rank.wait_for("abort", iteration=2)
         assert "is not the one that its owner made" in ranks[1].wait_for("notice").text
         job.commit(ranks, 3)
 

@@ -21,7 +21,7 @@ from gemini_ft.config import TrafficConfig
 from gemini_ft.errors import PeerError
 from gemini_ft.recovery.readers import PeerShard
 from gemini_ft.wire.lane import ID_BYTES, MARK
-from gemini_ft.wire.messages import Claims
+from gemini_ft.wire.peer_messages import Claims
 
 SECRET = b"s" * 16  # of the kit's ranks
 

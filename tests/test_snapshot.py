@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from agent_kit import eventually
 
-from gemini_ft.wire.messages import GiveUp, Message, Request
+from gemini_ft.wire.worker_messages import GiveUp, Request, ToAgent
 from gemini_ft.worker.snapshot import Job, Snapshotter
 
 
 def test_the_agent_hears_of_a_snapshot_that_is_given_up_before_the_thread_has_seen_it() -> None:
     """Training steps may be shorter than it takes until a thread runs on a busy host; who closes then waits for the snapshot's fate."""
-    told: list[Message] = []
+    told: list[ToAgent] = []
     discarded: list[int] = []
     snapshotter = Snapshotter(
         0, lambda job: "", told.append, lambda: False, lambda: None, lambda iteration, _: discarded.append(iteration), False, False, 60.0

@@ -86,7 +86,7 @@ def test_a_pause_in_a_snapshot_costs_at_most_that_snapshot(job: Job, moment: str
         mend(job, rank, 3)
     if not for_good:
         for rank in ranks:
-            rank.wait_for("committed", iteration=3)
+            rank.wait_for("commit", iteration=3)
     job.commit(ranks, 4, 5)
     print(f"{moment}, {'leader' if victim == 0 else 'member'}, {'for good' if for_good else 'short'}: {time.monotonic() - begin:.2f} s")
     has_same_bytes(job, ranks, 5)

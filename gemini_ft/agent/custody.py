@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.agent.ports import WorkerPort
 from gemini_ft.errors import AgentError
-from gemini_ft.wire.messages import Custody
+from gemini_ft.wire.worker_messages import Custody
 
 
 class Custodians:

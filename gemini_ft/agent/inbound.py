@@ -8,12 +8,14 @@ from gemini_ft.agent.ports import AgentServices, Home, WorkerPort
 from gemini_ft.agent.receiving import Receiver
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import PeerError
-from gemini_ft.wire.messages import Collect, Collected, End, Offer, Parcel, Reserve
+from gemini_ft.wire.messages import ShardLayout
+from gemini_ft.wire.peer_messages import End, Parcel
+from gemini_ft.wire.worker_messages import Collect, Collected
 
 REPLICA_SLOTS = 2  # one complete, one in progress
 
 
-def shape_of(home: Home, agent: AgentServices, owner: int, wanted: Offer | Reserve) -> SlotShape:
+def shape_of(home: Home, agent: AgentServices, owner: int, wanted: ShardLayout) -> SlotShape:
     """What a slot for a shard must be made for."""
     spec = home.spec
     assert spec is not None
@@ -66,12 +68,12 @@ class Inbound:
     def log(self, text: str) -> None:
         self._home.log(text)
 
-    async def make_room(self, offer: Offer) -> None:
+    async def make_room(self, owner: int, wanted: ShardLayout) -> None:
         """Have slots for a peer's shard, their pages already faulted in."""
-        owner, vault = offer.owner, self._home.vault
+        vault = self._home.vault
         before = {memory for (of, _), memory in vault.memory.items() if of == owner}
         reuse = not (may_be_written_by_another(self._home, owner) or self._is_kept_by_stranger(owner))
-        indices = vault.ensure(owner, shape_of(self._home, self._agent, owner, offer), REPLICA_SLOTS, reuse)
+        indices = vault.ensure(owner, shape_of(self._home, self._agent, owner, wanted), REPLICA_SLOTS, reuse)
         fresh = [index for index in indices if vault.memory[owner, index] not in before]  # a number may be that of a slot just freed
         await vault.prefault(owner, fresh)
         for index in fresh:

@@ -32,11 +32,12 @@ from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, SecretEr
 from gemini_ft.hosts import machine_id
 from gemini_ft.wire.control_page import ControlPage
 from gemini_ft.wire.handshake import Listener, listen
-from gemini_ft.wire.messages import (
-    PROTOCOL_VERSION,
+from gemini_ft.wire.messages import PROTOCOL_VERSION, Chunk, kind_of
+from gemini_ft.wire.peer_messages import Claims
+from gemini_ft.wire.tcp import Connection, Handler
+from gemini_ft.wire.trust import fingerprint
+from gemini_ft.wire.worker_messages import (
     Adopt,
-    Chunk,
-    Claims,
     Collected,
     Copied,
     Dispatched,
@@ -54,7 +55,6 @@ from gemini_ft.wire.messages import (
     Left,
     Map,
     Mapped,
-    Message,
     Observed,
     Opened,
     OpenSession,
@@ -67,6 +67,7 @@ from gemini_ft.wire.messages import (
     Staged,
     Status,
     StreamInfo,
+    ToAgent,
     Verified,
     Verify,
     Visit,
@@ -74,8 +75,6 @@ from gemini_ft.wire.messages import (
     Watch,
     Welcome,
 )
-from gemini_ft.wire.tcp import Connection, Handler
-from gemini_ft.wire.trust import fingerprint
 
 _PARTING = 5.0  # seconds for the leader's word that all have finished
 _TICK = 0.2  # seconds between looks at hangs and at whether to leave
@@ -169,7 +168,7 @@ class Agent:
 
     # -- Office
 
-    def on_worker_message(self, worker: WorkerConnection, message: Message, fds: list[int]) -> None:
+    def on_worker_message(self, worker: WorkerConnection, message: ToAgent, fds: list[int]) -> None:
         """One message from a worker, in order."""
         if worker in self._hangs and not isinstance(message, Ping):  # which a thread sends that never hangs
             self._hangs[worker].heard(time.monotonic())
@@ -193,7 +192,7 @@ class Agent:
             case Adopt(shared=shared):
                 self.adopt(fds, shared, Giver(worker, message.incarnation) if worker.stream else None)
             case _ if not worker.stream:
-                raise AgentError(f"{message.kind!r} before hello")
+                raise AgentError(f"{kind_of(message)!r} before hello")
             case GetInventory():
                 stream = self._stream(worker)
                 stream.seal(worker)
@@ -226,7 +225,7 @@ class Agent:
             raise SupersededError(f"incarnation {worker.incarnation} is over, {current} has taken over; this process must stop")
         return stream
 
-    def _session_message(self, worker: WorkerConnection, message: Message) -> None:
+    def _session_message(self, worker: WorkerConnection, message: ToAgent) -> None:
         stream = self._current(worker)
         match message:
             case Reserve():
@@ -255,7 +254,7 @@ class Agent:
             case Inject():
                 stream.inject(message)
             case _:
-                raise AgentError(f"{message.kind!r} is not for an agent")
+                raise AgentError(f"{kind_of(message)!r} is not for an agent")
 
     def _sign_of_life(self, worker: WorkerConnection, suspended: bool | None) -> None:
         if worker in self._hangs:
@@ -313,7 +312,7 @@ class Agent:
         await self._stream(worker).stage(order)
         worker.send(Staged(call=order.call, owner=order.owner, version=order.version))
 
-    async def _answer(self, worker: WorkerConnection, message: Message, work: Coroutine[None, None, None]) -> None:
+    async def _answer(self, worker: WorkerConnection, message: ToAgent, work: Coroutine[None, None, None]) -> None:
         """An answer that takes time; whatever goes wrong meanwhile is the answer then."""
         try:
             await work
@@ -321,7 +320,7 @@ class Agent:
             worker.refuse(message, error)
         except Exception as error:
             self.log(traceback.format_exc())
-            worker.refuse(message, AgentError(f"the agent failed at {message.kind!r}: {type(error).__name__}: {error}"))
+            worker.refuse(message, AgentError(f"the agent failed at {kind_of(message)!r}: {type(error).__name__}: {error}"))
 
     def _hello(self, worker: WorkerConnection, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION:

@@ -14,8 +14,10 @@ from gemini_ft.agent.sending import Link, Outgoing
 from gemini_ft.core.traffic import Profile
 from gemini_ft.core.versions import Version
 from gemini_ft.wire.control_page import ControlPage
-from gemini_ft.wire.messages import Dispatch, Dispatched, End, Failed, Message, Notice, SessionSpec
+from gemini_ft.wire.messages import Failed, Notice
+from gemini_ft.wire.peer_messages import End, PeerMessage
 from gemini_ft.wire.tcp import Meter
+from gemini_ft.wire.worker_messages import Dispatch, Dispatched, SessionSpec
 
 _SLOW = 100e6  # bytes per second; a gigabit network is faster
 
@@ -76,7 +78,7 @@ class Outbound:
         self._pacing.left_out(owner, peer)
 
     @property
-    def needs(self) -> list[Message]:
+    def needs(self) -> list[PeerMessage]:
         """What the leader was told last."""
         return [self._pacing.need] if self._pacing.need is not None else []
 

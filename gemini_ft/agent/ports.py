@@ -9,7 +9,8 @@ from gemini_ft.agent.memory import Budget
 from gemini_ft.agent.vault import Vault
 from gemini_ft.core.protocol import Effect, Host
 from gemini_ft.core.versions import Incarnation, Version
-from gemini_ft.wire.messages import Claims, Message, SessionSpec
+from gemini_ft.wire.peer_messages import Claims, PeerMessage
+from gemini_ft.wire.worker_messages import SessionSpec, ToWorker
 
 
 class WorkerPort(Protocol):
@@ -21,7 +22,7 @@ class WorkerPort(Protocol):
     @property
     def alive(self) -> bool: ...
 
-    def send(self, message: Message, fds: Sequence[int] = ()) -> None: ...
+    def send(self, message: ToWorker, fds: Sequence[int] = ()) -> None: ...
 
 
 class AgentServices(Protocol):
@@ -48,12 +49,12 @@ class Home(Protocol):
     def perform(self, effects: list[Effect]) -> None:
         """Carry out what the protocol decided."""
 
-    def tell_workers(self, message: Message) -> None: ...
+    def tell_workers(self, message: ToWorker) -> None: ...
 
     def notify(self, text: str) -> None:
         """Tell the workers, for the user."""
 
-    def report(self, message: Message) -> None:
+    def report(self, message: PeerMessage) -> None:
         """Tell the leader."""
 
     def claims(self, role: str, to: str) -> Claims:

@@ -12,7 +12,8 @@ from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.core.roots import checksum
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError
-from gemini_ft.wire.messages import Ack, Astray, Begin, Chunk, Drop, End, Message, Offer, Parcel, Ready, Refused, Resend, Unchanged
+from gemini_ft.wire.messages import Chunk, ShardLayout, kind_of
+from gemini_ft.wire.peer_messages import Ack, Astray, Begin, Drop, End, Offer, Parcel, PeerMessage, Ready, Refused, Resend, Unchanged
 from gemini_ft.wire.tcp import Connection
 
 _FULL = 0.05  # seconds after which a sender may try again, when there is no slot
@@ -21,7 +22,7 @@ _FULL = 0.05  # seconds after which a sender may try again, when there is no slo
 class ReceiverOwner(Protocol):
     """What a receiver asks of its stream."""
 
-    async def make_room(self, offer: Offer) -> None: ...
+    async def make_room(self, owner: int, wanted: ShardLayout) -> None: ...
 
     def begin_receive(self, owner: int, iteration: int, committed: Version | None) -> SlotMemory | None: ...
 
@@ -88,7 +89,7 @@ class Receiver:
 
     # -- Handler
 
-    def on_message(self, message: Message) -> memoryview | None:
+    def on_message(self, message: PeerMessage) -> memoryview | None:
         if isinstance(message, Chunk):
             return self._target(message)
         if isinstance(message, Parcel):
@@ -107,10 +108,10 @@ class Receiver:
             self._abandon(message.owner, message.iteration)
             self._connection.send(Ack(owner=message.owner, iteration=message.iteration, ok=False))
         else:
-            raise PeerError(f"host {self.host} sent {message.kind!r} on a replication connection")
+            raise PeerError(f"host {self.host} sent {kind_of(message)!r} on a replication connection")
         return None
 
-    def on_bytes(self, message: Message) -> None:
+    def on_bytes(self, message: PeerMessage) -> None:
         assert isinstance(message, Chunk)
         self._whole(message)
 
@@ -140,7 +141,7 @@ class Receiver:
 
     async def _answer(self, offer: Offer) -> None:
         try:
-            await self._owner.make_room(offer)
+            await self._owner.make_room(offer.owner, offer)
         except GeminiError as error:
             self._connection.send(Refused(call=offer.call, owner=offer.owner, text=str(error)))
         else:

@@ -23,24 +23,10 @@ from gemini_ft.config import TrafficConfig
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.handshake import dial
-from gemini_ft.wire.messages import (
-    Ack,
-    Astray,
-    Begin,
-    Chunk,
-    Claims,
-    Dispatch,
-    Drop,
-    End,
-    Message,
-    Offer,
-    Ready,
-    Refused,
-    Resend,
-    SpanUse,
-    Unchanged,
-)
+from gemini_ft.wire.messages import Chunk, kind_of
+from gemini_ft.wire.peer_messages import Ack, Astray, Begin, Claims, Drop, End, Offer, PeerMessage, Ready, Refused, Resend, Unchanged
 from gemini_ft.wire.tcp import Address, Connection, Meter
+from gemini_ft.wire.worker_messages import Dispatch, SpanUse
 
 _IN_FLIGHT = 4  # chunks handed to the kernel's queue ahead of the wire
 _MEASURABLE = 4 * 2**20  # bytes below which a shard says nothing about the network's speed
@@ -188,7 +174,7 @@ class Link:
 
     # -- Handler
 
-    def on_message(self, message: Message) -> memoryview | None:
+    def on_message(self, message: PeerMessage) -> memoryview | None:
         if isinstance(message, Ready | Refused) and self._rooms.get(message.owner, (None, 0))[1] != message.call:
             self._owner.late_answer(f"host {self.peer} answered an offer of rank {message.owner}'s shard that has been replaced")
         elif isinstance(message, Ready):
@@ -207,11 +193,11 @@ class Link:
             for out in [o for o in self._active if (o.owner, o.version.iteration) == (message.owner, message.iteration)]:
                 self._answered(out, message)
         else:
-            raise PeerError(f"host {self.peer} sent {message.kind!r} on a replication connection")
+            raise PeerError(f"host {self.peer} sent {kind_of(message)!r} on a replication connection")
         self._wake.set()
         return None
 
-    def on_bytes(self, message: Message) -> None:
+    def on_bytes(self, message: PeerMessage) -> None:
         raise PeerError(f"host {self.peer} sent raw bytes on a connection that only sends")
 
     def astray(self, text: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from gemini_ft.agent.custody import Custodians
 from gemini_ft.agent.identity import Origin
 from gemini_ft.agent.inbound import REPLICA_SLOTS, Inbound, may_be_written_by_another, shape_of
-from gemini_ft.agent.leadership import Leader, MemberLink, as_message
+from gemini_ft.agent.leadership import Leader, MemberLink
 from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.agent.outbound import Outbound
 from gemini_ft.agent.ports import AgentServices, WorkerPort
@@ -21,37 +21,14 @@ from gemini_ft.agent.staging import StoredCopy
 from gemini_ft.agent.uploads import Uploader
 from gemini_ft.agent.vault import Giver, Vault
 from gemini_ft.config import StorageConfig
-from gemini_ft.core.ledger import Cadence, Ledger
+from gemini_ft.core.ledger import Abort, Cadence, Commit, Fatal, Holders, Ledger, Thaw
 from gemini_ft.core.protocol import CancelSend, Damaged, Effect, Free, Grant, Host, Send, Tell, Upload, Withdraw
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, CorruptDataError, PeerError, RecoveryError, SupersededError
-from gemini_ft.wire.messages import (
-    Aborted,
-    AllFinished,
-    Claims,
-    Committed,
-    Copied,
-    End,
-    Failed,
-    GiveUp,
-    Granted,
-    HoldersChanged,
-    Inject,
-    Message,
-    Notice,
-    Paced,
-    Rejoin,
-    ReportFinished,
-    ReportUploaded,
-    Request,
-    Reserve,
-    Reserved,
-    Room,
-    SessionSpec,
-    Stage,
-    Thawed,
-)
+from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of
+from gemini_ft.wire.peer_messages import AllFinished, Claims, End, PeerMessage, Rejoin, ReportFinished, ReportUploaded
 from gemini_ft.wire.tcp import Connection, Handler
+from gemini_ft.wire.worker_messages import Copied, GiveUp, Granted, Inject, Request, Reserve, Reserved, Room, SessionSpec, Stage, ToWorker
 
 
 class Stream:
@@ -86,7 +63,7 @@ class Stream:
         self._leader: Leader | None = None
         self._member: MemberLink | None = None
         self._uploader: Uploader | None = None
-        self._said_of_uploads: list[Message] = []  # until the upload is over, in case the leader has not heard
+        self._said_of_uploads: list[PeerMessage] = []  # until the upload is over, in case the leader has not heard
         self._rebuilding: asyncio.Task[None] | None = None
         self._stagings: dict[tuple[int, Version], asyncio.Task[None]] = {}  # (owner, version) -> its reading from storage
 
@@ -240,7 +217,7 @@ class Stream:
     def _repeat_reports(self) -> None:
         """What was complete here and not committed yet: the ledger may have forgotten it, or never heard of it."""
         for report in self.host.reports():
-            self.report(as_message(report))
+            self.report(report)
 
     def claims(self, role: str, to: str) -> Claims:
         """What this host says of itself when it dials a peer."""
@@ -358,7 +335,7 @@ class Stream:
         assert self._outbound is not None
         return self._outbound
 
-    def tell_workers(self, message: Message) -> None:
+    def tell_workers(self, message: ToWorker) -> None:
         for worker in self.workers.values():
             if self.spec is not None and worker.incarnation == self.spec.incarnation:
                 worker.send(message)
@@ -379,10 +356,10 @@ class Stream:
                 case CancelSend(owner, version, peer):
                     self.outbound.cancel(owner, version, peer)
                 case Tell(report):
-                    self.report(as_message(report))
+                    self.report(report)
                 case Withdraw(owner, version):
                     if owner in self.workers:
-                        self.workers[owner].send(Aborted(iteration=version.iteration, reason="withdrawn"))
+                        self.workers[owner].send(Abort(version, "withdrawn"))
                 case Upload(owner, slot, version):
                     self._upload(owner, slot, version)
                 case Free(owner, slot):
@@ -401,7 +378,7 @@ class Stream:
             elif owner in self.workers:
                 self.workers[owner].send(Room())
 
-    def report(self, message: Message) -> None:
+    def report(self, message: PeerMessage) -> None:
         if self._leader is not None:
             self._leader.take(message)
         elif self._member is not None:
@@ -429,23 +406,21 @@ class Stream:
 
     # -- decisions
 
-    def on_decision(self, message: Message) -> None:
+    def on_decision(self, message: PeerMessage) -> None:
         """The leader has decided."""
         match message:
-            case Committed(iteration=iteration, freeze=freeze, roots=roots):
-                version = self.version(iteration)
+            case Commit(version, freeze, roots=roots):
                 self.counters["committed"] += 1
                 self._progressed = True
                 self.perform(self.host.on_commit(version, freeze, roots))
                 self.tell_workers(message)
-            case Aborted(iteration=iteration):
-                version = self.version(iteration)
+            case Abort(version):
                 self.counters["aborted"] += version not in self.host.aborted  # it is repeated for those who may not have heard
                 self.perform(self.host.on_abort(version))
                 self.tell_workers(message)
-            case HoldersChanged(epoch=epoch, excluded=excluded, newly=newly):
-                self._holders_changed(epoch, excluded, newly)
-            case Thawed(version=version, error=error):
+            case Holders(epoch, excluded, newly):
+                self._holders_changed(epoch, sorted(excluded), sorted(newly))
+            case Thaw(version, error):
                 self.counters["failed_uploads" if error else "uploads"] += 1
                 told = self._uploader.over(version, error) if self._uploader is not None else ""
                 if told or not error:
@@ -457,7 +432,10 @@ class Stream:
                 self.outbound.paced(interval)
                 self.log(f"a snapshot every {interval} steps: {why}")
                 self.tell_workers(message)
-            case Failed(text=text) | Notice(text=text):
+            case Fatal(error, text):
+                self.log(text)
+                self.tell_workers(Failed(error=error, text=text, fatal=True))
+            case Notice(text=text):
                 self.log(text)
                 self.tell_workers(message)
             case AllFinished(unstored=unstored):
@@ -467,7 +445,7 @@ class Stream:
                     self.log(f"the job has finished, and its last upload has not: {unstored}")
                 self.perform(self.host.finish())
             case _:
-                raise PeerError(f"{message.kind!r} is not a decision")
+                raise PeerError(f"{kind_of(message)!r} is not a decision")
 
     def _holders_changed(self, epoch: int, excluded: list[tuple[int, str]], newly: list[tuple[int, str]]) -> None:
         self.excluded = excluded
@@ -483,11 +461,10 @@ class Stream:
         self.counters["damaged"] += 1
         self.notify(f"host {self.host.name}'s copy of rank {owner}'s shard of {version} is not the one that its owner made: discarded")
 
-    def rejoin_reports(self) -> list[Message]:
+    def rejoin_reports(self) -> list[PeerMessage]:
         uploading = self._uploader.version if self._uploader is not None else None
-        reports = map(as_message, self.host.reports())
         rejoin = Rejoin(committed=self.host.committed, uploading=uploading, roots=self.host.heard_roots)
-        return [rejoin, *reports, *self._said_of_uploads, *self.outbound.needs]
+        return [rejoin, *self.host.reports(), *self._said_of_uploads, *self.outbound.needs]
 
     async def write_manifest(self, version: Version, records: dict[int, str]) -> None:
         assert self._uploader is not None

@@ -14,7 +14,7 @@ from gemini_ft.core.protocol import Free, Host
 from gemini_ft.core.slots import SlotState
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import MemoryBudgetError
-from gemini_ft.wire.messages import SlotInfo
+from gemini_ft.wire.worker_messages import SlotInfo
 
 
 @dataclass(frozen=True)

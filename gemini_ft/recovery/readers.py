@@ -22,22 +22,9 @@ from gemini_ft.core.roots import checksum, layout_digest, shard_root
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, PeerError, RecoveryError, WorldSizeError
 from gemini_ft.wire.frames import BlockingWire
-from gemini_ft.wire.messages import (
-    Claims,
-    Data,
-    Describe,
-    Description,
-    Failed,
-    Fetch,
-    GetRoots,
-    Heartbeat,
-    Map,
-    Mapped,
-    Message,
-    Roots,
-    SlotInfo,
-    check_answer,
-)
+from gemini_ft.wire.messages import Failed, check_answer, kind_of
+from gemini_ft.wire.peer_messages import Claims, Data, Describe, Description, Fetch, GetRoots, Heartbeat, PeerMessage, Roots
+from gemini_ft.wire.worker_messages import Map, Mapped, SlotInfo
 
 T = TypeVar("T")
 _KEPT = 16  # shards that a reader keeps open: each is a connection, and in a large job all ranks read
@@ -296,7 +283,7 @@ class PeerShard:
         self._wire.send(asked)
         about = self._answer(asked)
         if not isinstance(about, Description):
-            raise PeerError(f"host {host}: {about.text if isinstance(about, Failed) else about.kind}")
+            raise PeerError(f"host {host}: {about.text if isinstance(about, Failed) else kind_of(about)}")
         return about
 
     def _check_root(self, root: str | None) -> None:
@@ -307,7 +294,7 @@ class PeerShard:
         if found != (root or about.root):
             raise _wrong_root(f"rank {self._owner}'s shard of {self._version} from {self.where}", found, root or about.root)
 
-    def _answer(self, asked: Describe | Fetch) -> Message:
+    def _answer(self, asked: Describe | Fetch) -> PeerMessage:
         """The next message that answers this call; whatever is left of the answer to an earlier one is dropped."""
         while True:
             message = self._wire.receive()
@@ -354,7 +341,7 @@ class PeerShard:
         while at < stop:
             head = self._answer(asked)
             if not isinstance(head, Data) or head.offset != at or not 0 < head.nbytes <= stop - at:
-                raise PeerError(f"{self.where} sent {head.kind!r} where bytes from {at} were due")
+                raise PeerError(f"{self.where} sent {kind_of(head)!r} where bytes from {at} were due")
             if len(buffer) != head.nbytes:
                 buffer = bytearray(head.nbytes)
             self._wire.receive_payload(memoryview(buffer))
@@ -383,7 +370,7 @@ def committed_roots(
         answer = wire.receive()
         check_answer(asked, answer)
         if not isinstance(answer, Roots):
-            raise PeerError(f"host {host} sent {answer.kind!r} where roots were due")
+            raise PeerError(f"host {host} sent {kind_of(answer)!r} where roots were due")
         return answer.roots
 
 

@@ -22,7 +22,7 @@ from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.config import TrafficConfig
 from gemini_ft.errors import AgentError
 from gemini_ft.state.copy_plan import Slot
-from gemini_ft.wire.messages import Collect, Collected, Dispatch, Dispatched, Message
+from gemini_ft.wire.worker_messages import Collect, Collected, Dispatch, Dispatched, ToAgent
 from gemini_ft.worker.collectives import unobserved
 
 _END_SECONDS = 1.0  # for threads that have nothing left to do
@@ -45,7 +45,7 @@ class Courier:
         self,
         traffic: TrafficConfig,
         timeout: float,
-        tell: Callable[[Message], None],
+        tell: Callable[[ToAgent], None],
         slots: Callable[[], Mapping[int, Slot]],
         custody: Callable[[], Mapping[str, int]],
     ) -> None:
@@ -163,7 +163,7 @@ class Courier:
     def _answer(self, order: Dispatch | Collect, error: str) -> None:
         if self._closed:
             return
-        answer: Message
+        answer: ToAgent
         if isinstance(order, Dispatch):
             answer = Dispatched(tag=order.tag, error=error)
         else:

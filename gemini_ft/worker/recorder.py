@@ -20,6 +20,7 @@ from gemini_ft.agent.client import AgentClient, as_error
 from gemini_ft.agent.memory import SlotShape, extras_room
 from gemini_ft.config import GeminiConfig
 from gemini_ft.core.layout import Layout, TensorSpec, build_layout
+from gemini_ft.core.ledger import Abort, Commit
 from gemini_ft.core.roots import layout_digest, shard_root
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, GeminiError, MemoryBudgetError
@@ -32,25 +33,21 @@ from gemini_ft.state.copy_plan import CopyPlan, Slot, map_slots
 from gemini_ft.state.divergence import check_replicas, replicated_digest
 from gemini_ft.state.tensors import Source, fingerprint
 from gemini_ft.state.writes import WriteWatch
-from gemini_ft.wire.messages import (
-    Aborted,
+from gemini_ft.wire.messages import Failed, Notice, Paced
+from gemini_ft.wire.worker_messages import (
     Adopt,
     Collect,
-    Committed,
     Dispatch,
     Excuse,
-    Failed,
     Goodbye,
     Granted,
-    Message,
-    Notice,
     Opened,
     OpenSession,
-    Paced,
     Progress,
     Reserve,
     Reserved,
     Room,
+    ToWorker,
     Travelled,
 )
 from gemini_ft.worker.courier import Courier
@@ -423,14 +420,14 @@ class Recorder:
 
     # -- other threads
 
-    def _on_event(self, message: Message) -> None:
+    def _on_event(self, message: ToWorker) -> None:
         """From the agent, on the client's thread."""
         match message:
             case Room():
                 self._has_room = True
             case Granted(iteration=iteration, slot=slot):
                 self._copying.granted(iteration, slot)
-            case Committed(iteration=iteration, digest_at=digest_at):
+            case Commit(Version(iteration=iteration), digest_at=digest_at):
                 self._stats.committed = iteration
                 self._digest_at = digest_at
                 self.events.write("committed", iteration=iteration)
@@ -444,14 +441,14 @@ class Recorder:
                 self._courier.collect(message)
             case Travelled():
                 self._stats.note_travelled(message)
-                self.events.write("travelled", **message.model_dump(exclude={"kind"}))
+                self.events.write("travelled", **message.model_dump())
             case Paced(start=start, interval=interval, why=why):
                 if (start, interval) != self._paces[-1]:
                     current = next(at for at, _ in reversed(self._paces) if at <= self._at or at == self._paces[0][0])
                     self._paces = [*(pace for pace in self._paces if pace[0] >= current), (start, interval)]
                     self.events.write("paced", iteration=start, interval=interval)
                     _log.warning("from iteration %d on, a snapshot every %d steps: %s", start, interval, why)
-            case Aborted(iteration=iteration):
+            case Abort(Version(iteration=iteration)):
                 self._given_up(iteration)
                 self._copying.aborted(iteration)
             case Failed():

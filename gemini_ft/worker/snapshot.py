@@ -21,7 +21,8 @@ from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.core.roots import checksum
 from gemini_ft.errors import AgentError, ConcurrentWriteError, GeminiError
 from gemini_ft.state.copy_plan import CopyPlan, Slot, same_bytes
-from gemini_ft.wire.messages import Chunk, Copied, GiveUp, Message, Request
+from gemini_ft.wire.messages import Chunk
+from gemini_ft.wire.worker_messages import Copied, GiveUp, Request, ToAgent
 
 _GRANT_POLL = 0.25  # seconds between looks at whether the agent still lives
 _RETRY = 20.0  # seconds between attempts to start another
@@ -75,7 +76,7 @@ class Snapshotter:
         self,
         owner: int,
         root: Callable[[Job], str],
-        tell: Callable[[Message], None],
+        tell: Callable[[ToAgent], None],
         lost: Callable[[], bool],
         recover: Callable[[], None],
         on_discard: Callable[[int, str], None],
