@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal, Protocol, TypeVar
 
 from gemini_ft.agent.client import AgentClient
@@ -394,13 +393,14 @@ class Sources:
     claims: Claims
     secret: bytes
     timeout: float
-    _kept: dict[int, LocalShard | PeerShard] = field(default_factory=dict, init=False)
+    _kept: dict[int, tuple[str, LocalShard | PeerShard]] = field(default_factory=dict, init=False)
+    _silent: set[str] = field(default_factory=set, init=False)  # hosts that did not answer; they are asked after all others
 
     def candidates(self, owner: int, reader: int) -> list[str]:
         """Hosts to ask for ``owner``'s shard; readers are spread over them."""
         hosts = list(self.plan.sources.get(owner, ()))
         turn = reader % len(hosts) if hosts else 0
-        return sorted(hosts[turn:] + hosts[:turn], key=lambda host: host != self.host)
+        return sorted(hosts[turn:] + hosts[:turn], key=lambda host: (host in self._silent, host != self.host))
 
     def open(self, owner: int, host: str) -> LocalShard | PeerShard:
         """Open one copy. Raises GeminiError when it cannot be had."""
@@ -420,23 +420,27 @@ class Sources:
             RecoveryError: no copy could be read; the text says why each failed.
         """
         failures: list[str] = []
-        ways: list[Callable[[], LocalShard | PeerShard]] = [partial(self.open, owner, host) for host in self.candidates(owner, reader)]
-        if owner in self._kept:
-            ways.insert(0, partial(self._kept.pop, owner))
-        for way in ways:
+        hosts = self.candidates(owner, reader)
+        host, shard = self._kept.pop(owner, ("", None))
+        if shard is not None:  # its host is dialled anew only after all others: it may be that host which is gone
+            hosts = [host, *sorted(hosts, key=lambda each: each == host)]
+        for host in hosts:
             try:
                 with contextlib.ExitStack() as opened:
-                    shard = opened.enter_context(contextlib.closing(way()))
+                    shard = opened.enter_context(contextlib.closing(shard or self.open(owner, host)))
                     result = use(shard)
                     if keep and len(self._kept) < _KEPT:
                         opened.pop_all()
-                        self._kept[owner] = shard
+                        self._kept[owner] = host, shard
                     return result
             except (PeerError, CorruptDataError, AgentError, OSError) as error:
                 failures.append(str(error))
+                if not isinstance(error, CorruptDataError):
+                    self._silent.add(host)
+            shard = None
         raise RecoveryError(f"no copy of rank {owner}'s shard of {self.plan.version} could be read: {'; '.join(failures)}")
 
     def close(self) -> None:
         """Let go of what is kept open."""
         while self._kept:
-            self._kept.popitem()[1].close()
+            self._kept.popitem()[1][1].close()
