@@ -43,7 +43,7 @@ class AdaQ(Compressor):
         return [(picked + at, view.index_select(0, picked).sum() / max(1, picked.numel())) for picked in (above, below)]
 
     def _border(self, sample: Tensor) -> float:
-        """What ``ratio`` of the sample's positive elements reach."""
+        """The magnitude that ``ratio`` of the sample's positive elements reach."""
         positive = kept(int((sample > 0).sum()), self.ratio)
         return max(_LEAST, float(sample.topk(positive).values[-1])) if positive else _LEAST
 

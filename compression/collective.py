@@ -42,10 +42,9 @@ class Groups:
 
     @classmethod
     def of(cls, ranks_per_machine: int, group: ProcessGroup | None = None, timeout: timedelta | None = None) -> Groups:
-        """Those of machines with so many ranks each, neighbours in ``group`` (None: the default group). Collective.
+        """Makes the process groups of machines with ``ranks_per_machine`` ranks each, neighbours in ``group``. Collective.
 
         Args:
-            ranks_per_machine: as it says.
             group: of all ranks.
             timeout: of collectives; None: torch's default.
 
@@ -84,7 +83,7 @@ def reduce(method: Reducer, gradients: Mapping[str, Tensor], step: int, group: A
 
 
 def turn(step: int, group: Among = None, lr: float | None = None) -> Turn:
-    """This rank's turn in ``group``."""
+    """The turn of this rank in ``group`` at ``step``."""
     if not dist.is_initialized():
         return Turn(step, lr=lr)
     flat = _group_of(Scope.FLAT, group)
@@ -98,7 +97,7 @@ def slowest(seconds: float, group: ProcessGroup | None = None) -> float:
 
 
 def run(exchange: Exchange, group: Among = None) -> Bundle:
-    """What the exchange comes to over ``group`` (None: the default group, or one rank where there is none). Collective."""
+    """Runs an exchange over ``group`` (None: the default group, or one rank where there is none) and returns its result. Collective."""
     try:
         request = next(exchange)
         while True:
@@ -109,7 +108,7 @@ def run(exchange: Exchange, group: Among = None) -> Bundle:
 
 
 def simulate(exchanges: Sequence[Exchange], topology: Topology | None = None) -> list[Bundle]:
-    """What the exchanges of all ranks come to, in rank order; the same values that `run` gives.
+    """Runs the exchanges of all ranks in this process and returns their results in rank order, equal to those of `run`.
 
     Args:
         exchanges: of all ranks, in their order.
@@ -196,7 +195,7 @@ def _check_members(request: Request, world: int) -> None:
 
 
 def _answers(requests: Sequence[Request]) -> list[list[Tensor]]:
-    """What each rank is answered when all have asked."""
+    """The answer for each rank, once all ranks have asked."""
     tensors = [request.tensor for request in requests]
     match requests[0].kind:
         case "all_to_all":
@@ -246,7 +245,7 @@ def _sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _reduce(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
-    """As `_sum`, so that the first rank gets its bits: a rank sends as many bytes as ``tensor`` has."""
+    """The sum with the bits of `_sum`, on the first rank only: each rank sends as many bytes as ``tensor`` has."""
     if tensor.nbytes <= _SMALL:
         return [added(rows)] if (rows := _to_first(tensor, group)) else []
     rows = _to_first(_share_of_sum(tensor, group), group)
@@ -292,5 +291,5 @@ def _rows(table: Tensor) -> list[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """What only travels need not be a dtype that the backend knows."""
+    """The tensor as bytes: what is only sent need not have a dtype that the backend knows."""
     return tensor.contiguous().view(torch.uint8)

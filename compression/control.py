@@ -62,11 +62,11 @@ class Link:
         return max(0.0, self.seconds - self.beta * self.nbytes)
 
     def predict(self, nbytes: float) -> float:
-        """Seconds for so many bytes."""
+        """Seconds that ``nbytes`` bytes take."""
         return self.alpha + self.beta * nbytes
 
     def carries(self, seconds: float) -> float:
-        """Bytes that so many seconds are enough for."""
+        """Bytes that can be sent in ``seconds``."""
         return max(0.0, seconds - self.alpha) / self.beta if self.beta else 0.0
 
     def observe(self, nbytes: float, seconds: float) -> bool:

@@ -43,7 +43,7 @@ class OptionExecutor(Reducer):
         inner: a compressor with payloads of one length (`Primitive.ALL_GATHER`), or one whose payloads could be added up
             (`Primitive.ALL_REDUCE`); they are gathered as well.
         options: one for all tensors, or by tensor name. Tensors of one bundle that have the same travel together.
-        topology: who takes part.
+        topology: the machines and ranks that take part.
         error_feedback: keep what compressions leave out.
     """
 
@@ -114,7 +114,7 @@ class OptionExecutor(Reducer):
         return total
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
-        """Those of rank 0, which hands over the most; ``world`` is the topology's."""
+        """Bytes that rank 0 hands over, which are the most; ``world`` is the topology's."""
         total = 0
         for option, numbers in self._by_option(layout).items():
             held = Held(self.inner.wire_bytes, [selection(layout, numbers).layout], self.topology, 0)
@@ -141,7 +141,7 @@ class OptionExecutor(Reducer):
 
 
 class _Course:
-    """One rank's way through an option."""
+    """The way of one rank's tensors through an option."""
 
     def __init__(self, executor: OptionExecutor, option: Option, bundle: Bundle, turn: Turn) -> None:
         self.executor, self.option, self.turn = executor, option, turn
@@ -150,7 +150,7 @@ class _Course:
         self.cells: Cells = [[bundle.flat]]
 
     def sum(self) -> Generator[Request, list[Tensor], Tensor]:
-        """Over all ranks, float32 (layout.total,); may be the bundle's buffer."""
+        """The sum over all ranks, float32 (layout.total,); it may be the bundle's buffer."""
         for number, operation in enumerate(self.option.operations):
             worlds = self.held.divisions(self.option.operations[number:])
             if isinstance(operation, Collective):
@@ -270,5 +270,5 @@ class _Course:
 
 
 def _suffix(stage: int) -> str:
-    """Of names at a compression: each has random numbers and residuals of its own."""
+    """The suffix of tensors' names at a compression, so that each compression has its own random numbers and residuals."""
     return f"#{stage}" if stage else ""

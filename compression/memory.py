@@ -57,7 +57,7 @@ class Memory:
         return fresh
 
     def state_dict(self) -> State:
-        """By name, float32 (elements,); not copied."""
+        """The tensors by name, float32 (elements,); not copied."""
         state: State = dict(self._waiting)
         for layout, flat in self._flat.values():
             state.update(zip(layout.names, layout.views(flat), strict=True))

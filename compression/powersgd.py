@@ -200,7 +200,7 @@ class _Stacks:
         self.rest = torch.empty(rest, device=device)
 
     def average(self, turn: Turn) -> Generator[Request, list[Tensor], None]:
-        """Over ranks."""
+        """Averages the factors and the rest over all ranks."""
         (total,) = yield Request("sum", torch.cat([part.reshape(-1) for part in (*self.parts, self.rest)]))
         total = total.div_(turn.world) if turn.world > 1 else total
         *means, self.rest = total.split_with_sizes([part.numel() for part in (*self.parts, self.rest)])
@@ -257,5 +257,5 @@ def orthonormalise(stacks: Sequence[Tensor]) -> None:
 
 
 def _norms(rows: Tensor) -> Tensor:
-    """Of each row, one by one: (rows,) for (..., m)."""
+    """The norm of each row, computed one by one: (rows,) for (..., m)."""
     return torch.stack(torch._foreach_norm(list(rows.reshape(-1, rows.shape[-1]).unbind())))

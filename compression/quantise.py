@@ -16,7 +16,7 @@ def magnitudes(bundle: Bundle) -> Tensor:
 
 
 def inverse(scales: Tensor, levels: float = 1.0) -> Tensor:
-    """``levels / scales``; 0 where that is not finite: of zeros, of what is nearly as small, and of what is not finite itself."""
+    """``levels / scales``, or 0 where that is not finite: for scales that are zero, nearly zero, or not finite themselves."""
     return (levels / scales).nan_to_num_(0.0, 0.0, 0.0)
 
 
@@ -62,10 +62,10 @@ class QSGD(Compressor):
 
 
 class TernGrad(Compressor):
-    """-1, 0 or 1 times the largest magnitude of each tensor, in 2 bits. Wen et al., NeurIPS 2017.
+    """Rounds each element to -1, 0 or 1 times its tensor's largest magnitude, in 2 bits. Wen et al., NeurIPS 2017.
 
     Args:
-        clip: magnitudes above so many standard deviations of the tensor are clipped to that, which bounds the variance and is
+        clip: magnitudes above this many standard deviations of the tensor are clipped to it, which bounds the variance and is
             a bias. None: unbiased.
         seed: of the rounding.
     """

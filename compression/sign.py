@@ -1,4 +1,4 @@
-"""One bit an element."""
+"""Compressors that send one bit per element."""
 
 from __future__ import annotations
 

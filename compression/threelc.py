@@ -53,7 +53,7 @@ class ThreeLC(Compressor):
         return Bundle(layout, flat)
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
-        """Here ``selected`` is the number of bytes that runs have come down to."""
+        """Bytes of the payload, where ``selected`` is the number of bytes left after runs of zeros are shortened."""
         if selected is None:
             raise ValueError("3LC: how long runs of zeros are depends on the data; give selected=")
         return 4 * len(layout.names) + selected

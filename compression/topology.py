@@ -33,7 +33,7 @@ class Topology:
 
     @classmethod
     def of(cls, world: int, ranks_per_machine: int) -> Topology:
-        """The topology of so many ranks.
+        """The topology of ``world`` ranks, ``ranks_per_machine`` on each machine.
 
         Raises:
             ValueError: they do not fill machines.
@@ -44,7 +44,7 @@ class Topology:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return self.machines * self.ranks
 
     @property
@@ -57,7 +57,7 @@ class Topology:
         return {Scope.FLAT: self.world, Scope.INTRA: self.ranks, Scope.INTER: self.machines}[scope]
 
     def place(self, rank: int, scope: Scope) -> int:
-        """Which of the members a rank is, from 0."""
+        """The position of a rank among the members of a scope, from 0."""
         return {Scope.FLAT: rank, Scope.INTRA: rank % self.ranks, Scope.INTER: rank // self.ranks}[scope]
 
     def group(self, rank: int, scope: Scope) -> range:

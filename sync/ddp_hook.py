@@ -17,7 +17,7 @@ from .zen import Zen
 
 @dataclass
 class HookState:
-    """What the hook does with the two kinds of buckets.
+    """The schemes that the hook applies to the two kinds of buckets.
 
     Attributes:
         sparse: for the gradients of modules with ``sparse=True``, each of which is a bucket of its own.

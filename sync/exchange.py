@@ -1,4 +1,4 @@
-"""How messages of unknown size travel between the ranks of a group."""
+"""Messages of unknown size between the ranks of a group."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Exchange(ABC):
         return [held[(rank - self.rank) % self.size] for rank in range(self.size)]
 
     def _differences(self) -> str:
-        """What each rank was given. Collective, once all know that they differ."""
+        """A text with the gradients that each rank was given. Collective, once all know that they differ."""
         text = self._text.encode()
         own = wire.new(len(text), self.device)
         wire.payload(own).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))

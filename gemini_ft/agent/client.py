@@ -60,12 +60,12 @@ def as_error(failed: Failed) -> GeminiError:
 
 
 class AgentClient:
-    """Talks to the agent; a thread of its own listens, and replaces an agent of which nothing is heard for ``hello.agent_timeout`` seconds.
+    """A connection to the agent; its own thread listens, and replaces an agent that is silent for ``hello.agent_timeout`` seconds.
 
     Args:
         run: run id.
         host: host id.
-        hello: who this worker is.
+        hello: this worker's introduction.
         on_event: called on the listening thread with Granted, Committed, Aborted, Notice and fatal Failed messages.
         timeout: seconds to wait for an answer.
 
@@ -122,7 +122,7 @@ class AgentClient:
             raise self._gone(str(error)) from None
 
     def offer(self, message: Message) -> bool:
-        """Send without ever waiting, what nobody needs: whether it has been sent, or the agent is behind with reading, or gone."""
+        """Sends a message that no one needs, without ever waiting; False if the agent is slow to read, or gone."""
         frame = pack(message)
         if self.lost or len(frame) > _OFFERED or not self._send_lock.acquire(blocking=False):
             return False
@@ -200,7 +200,7 @@ class AgentClient:
 
     @property
     def log(self) -> str:
-        """Where the agent writes."""
+        """The path of the agent's log."""
         return str(lifecycle.log_path(self._run, self._host))
 
     def _gone(self, why: str) -> AgentError:
@@ -212,7 +212,7 @@ class AgentClient:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def forget(self) -> None:
-        """Close without a word, in a forked child: the connection, and what is kept for the agent, are the parent's."""
+        """Closes without a message, in a forked child: the connection, and all that is kept for the agent, are the parent's."""
         self._socket.close()
         for fd in self.custody.values():
             os.close(fd)

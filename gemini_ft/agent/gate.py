@@ -1,7 +1,7 @@
-"""Where replicas wait until the training's own network is idle.
+"""Holds replicas back until the training's own network is idle.
 
 Every byte that leaves this host for a peer passes here, a slice at a time: while no local worker communicates and the span that
-began then is long enough (`gemini_ft.core.traffic.room`). What has waited for too long goes anyway, and is counted.
+began then is long enough (`gemini_ft.core.traffic.room`). A slice that has waited for too long goes anyway, and is counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OVERDUE = 0.05  # seconds between looks at whether a collective that was to com
 
 @dataclass(frozen=True)
 class Pass:
-    """Leave to send: so many bytes, in which span (step, collectives begun); ``outside`` of any, because it was late."""
+    """Permission to send ``nbytes`` in a span (step, collectives begun); ``outside`` of any, because the bytes were late."""
 
     nbytes: int
     span: tuple[int, int] | None = None
@@ -37,7 +37,7 @@ class Pass:
 
 
 class Way(Protocol):
-    """What bytes leave on."""
+    """A carrier of bytes."""
 
     @property
     def unacknowledged(self) -> int:
@@ -45,7 +45,7 @@ class Way(Protocol):
 
 
 class Gate:
-    """One per stream and host."""
+    """The gate of one stream on one host."""
 
     def __init__(self, traffic: TrafficConfig) -> None:
         self._traffic = traffic
@@ -82,7 +82,7 @@ class Gate:
     # -- who sends
 
     def register(self, sender: object, way: Way) -> None:
-        """What this sender has under way counts."""
+        """Counts the bytes that this sender has under way."""
         self._ways[sender] = way
 
     def release(self, sender: object) -> None:
@@ -90,7 +90,7 @@ class Gate:
 
     @property
     def step_seconds(self) -> float | None:
-        """How long a step takes; None: not known yet."""
+        """Seconds of a step; None: not known yet."""
         return max((profile.seconds for profile in self.profiles.values()), default=None)
 
     @property

@@ -31,7 +31,7 @@ class HangDetector:
         self.last, self._stepping, self._steps = now, True, _FIRST_STEPS
 
     def heard(self, now: float) -> None:
-        """It has said something."""
+        """Takes note of a sign of life."""
         if not self._stepping:
             self.last = now
 
@@ -58,7 +58,7 @@ class HangDetector:
 
     @property
     def reason(self) -> str:
-        """Which option decides, and what it is."""
+        """The option that decides, and its value."""
         return f"{'start' if self.starting else 'hang'}_timeout {self.patience:.1f} s"
 
     def hangs(self, now: float) -> float | None:

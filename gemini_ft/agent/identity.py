@@ -21,7 +21,7 @@ class Origin(NamedTuple):
 
 
 class Past(NamedTuple):
-    """All that an agent leaves to its successor beside the slots."""
+    """Everything that an agent leaves to its successor beside the slots."""
 
     secret: bytes = b""
     known: Incarnation | None = None

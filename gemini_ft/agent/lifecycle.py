@@ -85,7 +85,7 @@ def timeval(seconds: float) -> bytes:
 
 
 def is_listening(run: str, host: str) -> bool:
-    """Whether there is an agent, be it one that hangs."""
+    """Whether there is an agent, even one that hangs."""
     if (sock := try_connect(run, host)) is not None:
         sock.close()
     return sock is not None
@@ -112,7 +112,7 @@ def spawn(run: str, host: str, fds: Sequence[int] = (), arguments: Sequence[str]
 
 
 def _open_log(run: str, host: str) -> IO[bytes]:
-    """Where an agent writes; nowhere if the disk is full, as without an agent there would be no snapshots either."""
+    """The open log of an agent; a null file if the disk is full, as without an agent there would be no snapshots either."""
     try:
         return open(open_log(log_path(run, host)), "ab")
     except OSError as error:
@@ -123,8 +123,7 @@ def _open_log(run: str, host: str) -> IO[bytes]:
 
 
 def shares_fate(pid: int) -> bool:
-    """Whether a process is in this one's cgroup, although that is one of its own (a job step, a container):
-    whoever ends the cgroup ends both."""
+    """Whether ending this process's cgroup (a job step, a container) would end the other process, too."""
     mine, theirs = Path("/proc/self/cgroup").read_text(), Path(f"/proc/{pid}/cgroup").read_text()
     return mine == theirs and any(word in mine for word in ("slurm", "step_", "kubepods", "docker", ".service"))
 
@@ -141,20 +140,20 @@ def write_stacks_on_request(run: str, host: str) -> None:
 
 
 def set_oom_score(score: int) -> None:
-    """When memory runs out, the kernel shall end a worker (500) and not the agent that keeps its state (0)."""
+    """Makes the kernel, when memory runs out, end a worker (500) and not the agent that keeps its state (0)."""
     with contextlib.suppress(OSError):  # lowering below what root has set is not allowed
         Path("/proc/self/oom_score_adj").write_text(str(score))
 
 
 def raise_descriptor_limit() -> None:
-    """As many descriptors as this process is allowed at most: every slot, worker and peer takes one."""
+    """Raises the limit of open descriptors as far as allowed: every slot, worker and peer takes one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # infinity, where the kernel has a lower bound of its own
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def yield_to_training() -> None:
-    """This thread, and those it starts, shall not interrupt who computes when they wake up; their share of the processor stays."""
+    """Keeps this thread, and those it starts, from interrupting computation when they wake up; their share of the CPU stays."""
     with contextlib.suppress(AttributeError, OSError):  # a kernel, or a sandbox, without scheduling classes
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
@@ -177,7 +176,7 @@ def ask(run: str, host: str, message: Message, timeout: float = 5.0) -> Message 
 
 
 def ask_at(address: bytes, message: Message, timeout: float = 5.0) -> Message | None:
-    """As `ask`, for the agent at ``address``. Raises TimeoutError."""
+    """Asks the agent at ``address``, as `ask` does. Raises TimeoutError."""
     if (sock := _try_connect(address)) is None:
         return None
     with sock:
@@ -190,7 +189,7 @@ def ask_at(address: bytes, message: Message, timeout: float = 5.0) -> Message | 
 
 
 def addresses() -> list[bytes]:
-    """Where the agents of this user on this machine listen, whatever their runs."""
+    """The addresses at which agents of this user listen on this machine, whatever their runs."""
     mark = rb" @(gemini-ft-%d-[0-9a-f]{24})$" % os.getuid()  # other users choose other names, of any bytes
     return sorted({b"\0" + name for name in re.findall(mark, Path("/proc/net/unix").read_bytes(), re.MULTILINE)})
 

@@ -51,7 +51,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 @dataclass(frozen=True)
 class SlotShape:
-    """What a slot was made for. Sizes in bytes."""
+    """The shard that a slot was made for. Sizes in bytes."""
 
     run: str
     stream: str
@@ -100,7 +100,7 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def address_of(memory: mmap.mmap) -> int:
-    """Where a writable mapping starts."""
+    """The address at which a writable mapping starts."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
@@ -120,7 +120,7 @@ def keep_from_children(memory: mmap.mmap) -> None:
 
 
 class SlotMemory:
-    """One slot's memfd, mapped."""
+    """The memfd of one slot, mapped."""
 
     def __init__(self, shape: SlotShape, fd: int) -> None:
         self.shape = shape
@@ -205,7 +205,7 @@ class SlotMemory:
         return self._view[start : start + nbytes]
 
     def clear(self) -> None:
-        """What is in the slot is worth nothing (from now on, and after a crash as well)."""
+        """Declares the slot's bytes worthless, from now on and after a crash as well."""
         self.version, self.root, self.extras_bytes, self.chunks, self.unchanged = None, "", 0, {}, set()
         self._write_header()
 
@@ -247,7 +247,7 @@ class SlotMemory:
         return self.chunks.keys() >= set(range(len(cuts))) and all(self.chunks[i][:2] == cut for i, cut in enumerate(cuts))
 
     def finish(self, version: Version, extras_bytes: int, root: str | None) -> bool:
-        """Give the slot its identity, if every chunk is there, and together they come to ``root`` (None: nobody has one to compare)."""
+        """Gives the slot its identity, if every chunk is there and they amount to ``root`` (None: there is none to compare with)."""
         if not self.is_whole(extras_bytes):
             return False
         checksums = [self.chunks[i][2] for i in range(len(self.cuts(extras_bytes)))]
@@ -287,7 +287,7 @@ class SlotMemory:
 
     @property
     def inode(self) -> int:
-        """What two descriptors of the same memory have in common."""
+        """The inode, which two descriptors of the same memory have in common."""
         return os.fstat(self.fd).st_ino
 
     @property
@@ -324,7 +324,7 @@ def available_memory() -> int:
 
 
 def _cgroup_headroom() -> list[int]:
-    """What each cgroup around this process still allows; a limit anywhere above counts as well."""
+    """The bytes that each cgroup around this process still allows; a limit anywhere above counts as well."""
     found = []
     for folder, limit_name, used_name in _cgroup_folders():
         for place in (folder, *folder.parents):
@@ -348,7 +348,7 @@ def _cgroup_folders() -> list[tuple[Path, str, str]]:
 
 
 class Budget:
-    """How many bytes of slots this host may hold. One owner: the agent."""
+    """The bytes of slots that this host may hold. One owner: the agent."""
 
     _PART = 0.6  # of the available memory, where the user has stated no limit
 

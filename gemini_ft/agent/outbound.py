@@ -77,7 +77,7 @@ class Outbound:
 
     @property
     def needs(self) -> list[Message]:
-        """What the leader was told last."""
+        """The need that the leader was told last."""
         return [self._pacing.need] if self._pacing.need is not None else []
 
     def status(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""One host's traffic: the gate, what sending costs, and how many steps a snapshot needs.
+"""The traffic of one host: the gate, the cost of sending, and the number of steps that a snapshot needs.
 
 The workers say what their steps look like, the kernel how fast the links are, the last snapshot how much there is to send.
 From these follows how many steps of idle network carry one snapshot (`gemini_ft.core.schedule`); the leader takes the most that any
@@ -23,7 +23,7 @@ _MEASURABLE = 2**16  # bytes below which one says nothing
 
 
 class Pacing:
-    """Of one stream on one host, for one session.
+    """The pacing of one stream on one host, for one session.
 
     Args:
         host: id of this host.
@@ -91,7 +91,7 @@ class Pacing:
         self._gate.interval = interval
 
     def status(self) -> dict[str, object]:
-        """What ``gemini status`` shows."""
+        """The figures that ``gemini status`` shows."""
         link, profile = self._gate.link, self._profile
         return {
             "interval": self._gate.interval,
@@ -115,7 +115,7 @@ class Pacing:
 
     @property
     def _profile(self) -> Profile | None:
-        """Of this host; None: its workers have none."""
+        """The network profile of this host; None: its workers have none."""
         profiles = list(self._gate.profiles.values())
         return common(profiles) if profiles else None
 
@@ -132,7 +132,7 @@ class Pacing:
         return arrival(profile.begins, profile.gaps, profile.seconds, self._transfer, link)
 
     def _judge(self) -> None:
-        """Whether the idle network carries a snapshot per step; if not, how many steps it takes."""
+        """Decides whether the idle network carries a snapshot per step and, if not, how many steps it takes."""
         link, profile, transfer = self._gate.link, self._profile, self._transfer
         if link is None or profile is None or not self._nbytes:
             return

@@ -1,4 +1,4 @@
-"""What the parts of a stream ask of each other: the vocabulary that keeps their modules apart."""
+"""The interfaces by which the parts of a stream know each other, so that their modules stay apart."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WorkerPort(Protocol):
 
 
 class AgentServices(Protocol):
-    """What a stream asks of its agent."""
+    """The services that a stream asks of its agent."""
 
     run: str
     host: str
@@ -57,10 +57,10 @@ class Home(Protocol):
         """Tell the leader."""
 
     def claims(self, role: str, to: str) -> Claims:
-        """What this host says of itself when it dials a peer."""
+        """This host's introduction when it dials a peer."""
 
     def version(self, iteration: int) -> Version:
-        """Of the present incarnation."""
+        """The version of an iteration in the present incarnation."""
 
     def committed_roots(self, version: Version) -> Mapping[int, str]:
         """Owner -> root of its shard of a committed version: all of them at the leader, at other hosts those of what they hold."""

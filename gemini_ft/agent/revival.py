@@ -1,8 +1,8 @@
 """A host's agent that hangs: noticed by its silence, killed, and started again with the memory it had.
 
-Whoever waits for it notices: its workers, the launcher, a worker that wants to join. Its memory is not lost with it: the
-kernel shows the descriptors of every process of the same user under /proc, so they are taken over first. Of all who notice
-at the same time one acts, and until its agent listens nobody starts another: an agent is never seen without its memory.
+Every process that waits for it notices: its workers, the launcher, a worker that wants to join. Its memory is not lost with
+it: the kernel shows the descriptors of every process of the same user under /proc, so they are taken over first. Of all that
+notice at the same time one acts, and none starts another agent until that one listens: an agent is never seen without its memory.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Estate:
 
     @property
     def arguments(self) -> list[str]:
-        """How an agent hears of what it inherits."""
+        """The command-line arguments that tell an agent what it inherits."""
         slots = ",".join(f"{fd}{'!' * shared}" for fd, shared in zip(self.slots, self.shared, strict=True))
         return ["--inherit", slots, "--identity", str(self.identity)] if self.fds else []
 
@@ -149,7 +149,7 @@ def _sole_starter(run: str, host: str) -> Iterator[bool]:
 
 
 def _is_foreign(name: bytes) -> bool:
-    """Whether another user's process has taken the address: that stops nobody."""
+    """Whether another user's process has taken the address; that stops nothing."""
     kind = socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
     with socket.socket(socket.AF_UNIX, kind) as holder, contextlib.suppress(OSError):  # let go of just now, or many ask
         holder.connect(name)
@@ -190,7 +190,7 @@ def connect(run: str, host: str, patience: float = 0.0) -> socket.socket:
 
 
 def _asked(sock: socket.socket, pulse: Pulse) -> bool | None:
-    """Whether the agent answers on this connection; False: it hung up, as one of another version does; None: it says nothing."""
+    """Whether the agent answers on this connection; False: it hung up, as one of another version does; None: it is silent."""
     sock.settimeout(pulse.tick)
     inbox = bytearray()
     try:
@@ -251,14 +251,14 @@ def replace(run: str, host: str, listener: Listener, why: str) -> bool:
 
 @dataclass
 class Pulse:
-    """Counts the looks in which nothing was heard of an agent, and not the time: whoever looks may have been stopped itself."""
+    """Counts looks without a sign of life from an agent, rather than time: the process that looks may have been stopped itself."""
 
     timeout: float  # seconds of silence after which the agent hangs; 0: never
     silent: int = 0
 
     @property
     def tick(self) -> float | None:
-        """Seconds between looks; None: nobody looks."""
+        """Seconds between looks; None: hangs are not looked for."""
         return min(1.0, self.timeout / _LOOKS) if self.timeout else None
 
     @property
@@ -273,7 +273,7 @@ class Pulse:
 
 
 class Watchman(threading.Thread):
-    """The launcher's look at its host's agent: workers, who look too, may all be dead or hang themselves.
+    """The launcher's look at its host's agent: the workers, which look too, may all be dead or hang themselves.
 
     Args:
         run: run id.
@@ -303,7 +303,7 @@ class Watchman(threading.Thread):
                     _log.warning("the agent of host %s could not be watched: %s", self._host, said)
 
     def _look(self, sock: socket.socket, listener: Listener) -> None:
-        """Until the agent ends, is replaced, or the watch is over."""
+        """Watches until the agent ends, is replaced, or the watch is over."""
         self._pulse.heard()
         inbox = bytearray()
         while not self._over.wait(self._pulse.tick or 1.0):

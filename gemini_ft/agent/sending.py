@@ -50,7 +50,7 @@ _PATIENCE = 2.0  # seconds a peer may take to let go of a shard that was given u
 
 @dataclass
 class Outgoing:
-    """One shard on its way to one peer."""
+    """A shard on its way to one peer."""
 
     owner: int
     version: Version
@@ -78,7 +78,7 @@ class Outgoing:
         return self.sent_bytes - self.sent_before
 
     def went(self, leave: Pass) -> None:
-        """So much of it was let go, just now."""
+        """Counts bytes that the gate has just let go."""
         self.outside += leave.nbytes * leave.outside
         if leave.span is not None:
             now = time.monotonic()
@@ -93,12 +93,12 @@ class Outgoing:
 
 
 class LinkOwner(Protocol):
-    """What a link asks of its stream."""
+    """The services that a link asks of its stream."""
 
     def committed_of(self, owner: int) -> Version | None: ...
 
     def send_over(self, out: Outgoing, peer: str) -> None:
-        """Nothing refers to ``out``'s slot any more."""
+        """Takes note that nothing refers to ``out``'s slot any more."""
 
     def peer_refused(self, peer: str, text: str) -> None: ...
 
@@ -117,13 +117,13 @@ class LinkOwner(Protocol):
         """The peer has acknowledged a shard; ``meter`` has the connection's counters now."""
 
     def late_answer(self, text: str) -> None:
-        """An answer came that nobody waits for any more; it is dropped."""
+        """Takes note of an answer that came too late and is dropped."""
 
     def log(self, text: str) -> None: ...
 
 
 class Link:
-    """Everything this host sends to one peer, over one connection that is dialled for as long as there is something to send."""
+    """Sends everything for one peer, over one connection that is dialled for as long as there is something to send."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class Link:
             out.end_sent = False
 
     def _measure(self, out: Outgoing) -> None:
-        """How fast the replica got there, verified and acknowledged; said once per link."""
+        """Logs, once per link, how fast a replica travelled, was verified and acknowledged."""
         if self._way is None or out.busy_before is None:
             return
         now = self._way.meter()
@@ -369,7 +369,7 @@ class Link:
         return True
 
     async def _allowed(self, out: Outgoing, nbytes: int) -> int:
-        """Wait until some of a chunk's bytes may go. What was given up goes at once: whoever waits for its slot waits longer."""
+        """Waits until some of a chunk's bytes may go. A shard that was given up goes at once: others wait longer for its slot."""
         leave = await self._gate.leave(nbytes, lambda: 0.0 if out.cancelled else out.begun_at + self._gate.patience)
         out.went(leave)
         return leave.nbytes

@@ -1,4 +1,4 @@
-"""From committed memory to storage, while training goes on."""
+"""Uploads committed memory to storage, while training goes on."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Uploader:
         self._failures: dict[str, tuple[float, str]] = {}  # what -> since when (on the system's clock) it fails, and why
 
     def status(self) -> dict[str, object]:
-        """What ``gemini status`` shows: what is under way, how far it is, what is wrong and since when."""
+        """The figures that ``gemini status`` shows: the upload under way, its progress, any failure and since when it lasts."""
         transfers = list(self._transfers.values()) if self.version is not None else []
         since, error = min(self._failures.values(), default=(None, ""))
         return {
@@ -256,10 +256,10 @@ class Uploader:
         return True
 
     async def tidy(self) -> tuple[str, str]:
-        """On the leader's host: delete what is old, and what earlier uploads have left.
+        """Deletes, on the leader's host, old checkpoints and the leftovers of earlier uploads.
 
         Returns:
-            What to tell the user; and why nothing more may be uploaded until it has been tried again: storage would fill up.
+            A text for the user; and the reason why nothing more may be uploaded until a later try: storage would fill up.
         """
         spec = self._spec
         newest = Version(spec.incarnation, sys.maxsize)
@@ -280,7 +280,7 @@ class Uploader:
         return f"storage: what is old is deleted again after {time.time() - since:.0f} s; uploads go on" if since else "", ""
 
     def _delete_manifest(self, manifest: Manifest) -> None:
-        """It may be there although it could not be written: its shards go next."""
+        """Deletes a manifest, which may exist although writing it failed: its shards go next."""
         with contextlib.suppress(StorageError):
             self._storage.delete(f"{manifest.folder}/{MANIFEST}")
 
@@ -306,7 +306,7 @@ class Uploader:
 
 
 def _versions() -> dict[str, str]:
-    """Of the software that a manifest names; the agent itself does not import it."""
+    """The versions of the software that a manifest names; the agent itself does not import it."""
     found = {"python": platform.python_version()}
     for name in ("gemini-ft", "torch", "lightning", "deepspeed"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""One stream's memory on one host: the memfds behind the protocol's slots, kept in step with it."""
+"""The memory of one stream on one host: the memfds behind the protocol's slots, kept in step with it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Vault:
             shared: a process may still write to it that has not given it to us: it can be read, and is not granted.
             giver: who hands it back.
 
-        Returns whether that brought a complete copy which was not here.
+        Returns whether that brought a complete copy that was not here.
         """
         owner = memory.shape.owner
         slots = self._host.slots(owner)
@@ -155,7 +155,7 @@ class Vault:
                     memory.close()
 
     def _drop_empty(self, owner: int, keep: int) -> None:
-        """Free slots in which there is nothing and which nobody looks at, until ``keep`` are left."""
+        """Frees empty slots that have no readers, until ``keep`` are left."""
         slots = self._host.slots(owner)
         for index in [index for index, slot in slots.slots.items() if slot.state is SlotState.EMPTY and not slot.readers]:
             if len(slots.slots) > keep:
@@ -163,7 +163,7 @@ class Vault:
                 self.free(owner, index)
 
     def ensure(self, owner: int, shape: SlotShape, count: int, reuse: bool) -> list[int]:
-        """Have ``count`` slots of ``shape`` in rotation; fresh ones where the present ones do not fit or must not be reused.
+        """Keeps ``count`` slots of ``shape`` in rotation; new ones where the present ones do not fit or must not be reused.
 
         Where there is no room for one of them beside what is still needed, there is one less until then (`short`).
 
@@ -204,7 +204,7 @@ class Vault:
             return made
 
     def _create(self, shape: SlotShape, number: int, what: str) -> list[SlotMemory]:
-        """All, or none."""
+        """Creates all of the slots, or none."""
         self._budget.take(number * shape.total, what)
         made: list[SlotMemory] = []
         try:
@@ -229,7 +229,7 @@ class Vault:
         return [owner for owner, shape in lacking if shape.total <= room]
 
     def top_up(self, owner: int) -> None:
-        """Have the slots that there was no room for."""
+        """Makes the slots that there was no room for before."""
         with contextlib.suppress(MemoryBudgetError):
             self.ensure(owner, *self._wanted[owner], reuse=True)
 
@@ -254,7 +254,7 @@ class Vault:
         return self.memory[owner, slot.index] if slot is not None and slot.state is SlotState.WRITING else None
 
     def forget(self) -> None:
-        """Who writes to a slot may change: what is in it is not known any more, where the protocol does not say so."""
+        """Forgets which bytes are in the slots, as their writers may change, except where the protocol knows them."""
         for memory in self.memory.values():
             memory.forget()
 

@@ -1,4 +1,4 @@
-"""The Unix socket that workers of this host talk to: messages, descriptors, and proof of who lives.
+"""The Unix socket that workers of this host talk to: messages, descriptors, and proof of life.
 
 The socket is abstract (nothing to clean up; the first agent to bind it wins). A peer of another uid is turned away.
 A worker's death is known by its pidfd: an orphaned data loader may keep its socket open.
@@ -31,7 +31,7 @@ STACKS_SECONDS = 1.0  # for a worker to write down where its threads are
 
 
 class Office(Protocol):
-    """Who answers the workers."""
+    """The answering side of the workers' desk."""
 
     def on_worker_message(self, worker: WorkerConnection, message: Message, fds: list[int]) -> None: ...
 
@@ -85,7 +85,7 @@ class WorkerConnection:
             self._writable()
 
     def refuse(self, message: Message, error: GeminiError) -> None:
-        """Answer ``message`` with what is wrong."""
+        """Answers ``message`` with an error."""
         self.send(Failed(call=getattr(message, "call", 0), error=type(error).__name__, text=str(error), fatal=True))
 
     def ask_for_stacks(self) -> None:
@@ -191,7 +191,7 @@ class WorkerConnection:
 
 
 def _duplicates(fds: Sequence[int]) -> list[int]:
-    """All, or none."""
+    """Duplicates all descriptors, or none."""
     copies: list[int] = []
     try:
         for fd in fds:
@@ -239,7 +239,7 @@ class Desk:
                 self._pause(error)
 
     def _pause(self, error: OSError) -> None:
-        """Accept nobody for a second: nothing can be done before descriptors or memory are given back."""
+        """Accepts no worker for a second: nothing can be done before descriptors or memory are given back."""
         self._office.log(f"no worker can be accepted for {_PAUSE:g} s: {error.strerror} (ulimit -Hn)")
         self._loop.remove_reader(self._listener)
         self._loop.call_later(_PAUSE, self._resume)

@@ -43,7 +43,7 @@ class Rule:
     how: str
 
     def found(self, where: str, nbytes: int = 0, note: str = "") -> Finding:
-        """One thing of this kind.
+        """A finding of this kind.
 
         Args:
             where: its name in the job, such as ``optim0.base_optimizer``.
@@ -82,7 +82,7 @@ def rules() -> list[Rule]:
 
 
 class Census:
-    """The parts of one job's state, each with somebody who can walk it.
+    """The parts of one job's state, each with a function that walks it.
 
     Args:
         ignore: patterns (as for files) of names that are the user's.
@@ -109,7 +109,7 @@ class Census:
         return any(fnmatchcase(where, pattern) for pattern in self._ignore)
 
     def is_due(self) -> bool:
-        """Whether it must be taken, for the first time or again. Whoever asks takes it."""
+        """Whether the census must be taken, for the first time or again; a caller that gets True takes it."""
         now = tuple(fingerprint() for _, fingerprint in self._parts.values())
         changed, self._seen = now != self._seen, now
         return changed

@@ -1,4 +1,4 @@
-"""Which hosts hold whose shards, and how likely every shard survives the loss of some of them.
+"""Decides which hosts hold whose shards, and computes how likely every shard survives the loss of some of them.
 
 Implements Algorithm 1 ("mixed") of GEMINI (Wang et al., SOSP 2023) and, beyond the paper, failure
 domains such as racks. Hosts are placed, not ranks: all ranks of a host share its holders. Pure.
@@ -189,7 +189,7 @@ def _add(ways: dict[frozenset[int], list[int]], key: frozenset[int], counts: lis
 
 
 def _walk(hosts: Sequence[str], fatal: Sequence[frozenset[str]], containing: Mapping[str, frozenset[int]]) -> Iterator[str]:
-    """All hosts, so that a fatal set that was begun is finished soon: few are open at a time."""
+    """Orders all hosts so that every fatal set that is begun is finished soon: few are open at a time."""
     left = dict.fromkeys(hosts)
     remaining = {i: set(members) for i, members in enumerate(fatal)}
     begun: dict[int, None] = {}
@@ -221,7 +221,7 @@ def _hosts(count: int) -> str:
 
 
 def _chance(probability: Fraction) -> str:
-    """Per cent with one decimal, cut and not rounded: what is not certain never reads 100 %."""
+    """Per cent with one decimal, cut and not rounded, so that only a certainty reads 100 %."""
     tenths = int(probability * 1000)
     return f"with {tenths // 10}.{tenths % 10} %" if probability else "never"
 

@@ -1,4 +1,4 @@
-"""The slots one host keeps for one shard: pure state, no memory, no clock.
+"""The slots that one host keeps for one shard: pure state, no memory, no clock.
 
     EMPTY -> WRITING -> COMPLETE      ``begin``, ``complete``
              WRITING -> TORN          ``discard``: given up, but its writer may still lay bytes down
@@ -19,7 +19,7 @@ from gemini_ft.core.versions import Incarnation, Version
 
 
 class SlotState(StrEnum):
-    """What a slot's bytes are worth."""
+    """The value of a slot's bytes."""
 
     EMPTY = "empty"
     WRITING = "writing"
@@ -118,7 +118,7 @@ class SlotSet:
                 self.abort(slot.version)
 
     def complete(self, version: Version, root: str = "") -> bool:
-        """All bytes are there; False when that comes too late (the slot is free again then): given up, or sealed."""
+        """Marks a slot as complete; returns False when that comes too late (it was given up, or sealed): the slot is free then."""
         slot = self.find(version)
         if slot is None or slot.state is not SlotState.WRITING or self.sealed:
             self.let_go(version)
@@ -177,7 +177,7 @@ class SlotSet:
                 slot.past = slot.version != self.committed and slot.version.incarnation < incarnation
 
     def drop_past(self) -> None:
-        """The present incarnation has come about: somebody trains, so all hosts have opened it. Nothing goes while sealed."""
+        """Drops slots of the past once the new incarnation trains, so that all hosts have opened it. Nothing goes while sealed."""
         for slot in self.slots.values():
             if slot.past and not self.sealed:
                 slot.past = False

@@ -1,4 +1,4 @@
-"""Names of what is replicated: which incarnation of the job, and which iteration of it."""
+"""Names for the replicated state: the incarnation of the job, and its iteration."""
 
 from __future__ import annotations
 

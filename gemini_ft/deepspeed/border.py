@@ -1,7 +1,7 @@
-"""Where an iteration of a script's own loop ends: at the end of ``engine.step()``, or later, if the script does more than that.
+"""Finds where an iteration of a script's own loop ends: with ``engine.step()``, or later if the script writes state after it.
 
 A snapshot at the end of ``step()`` lacks what the script does afterwards (an average of weights), which a restart would not do again. So
-what is captured is compared when the next forward pass begins. Where the script has written tensors in between, snapshots are taken then
+the captured state is compared when the next forward pass begins. Where the script has written tensors in between, snapshots are taken then
 from there on, with the random generators as they were at the end of ``step()``, since the next batch may have been drawn already.
 """
 

@@ -88,7 +88,7 @@ class Protection:
             self.checkpointer.alive(self._iteration)
 
     def stepped(self) -> None:
-        """All that DeepSpeed does in a step is done, counters included."""
+        """Takes note that DeepSpeed's step is over, counters included."""
         if not self.deferred:
             self._border.stepped()
 
@@ -145,7 +145,7 @@ def bound_collectives(engine: Any, hang_timeout: float | None) -> None:
 
 
 class _Protected:
-    """What an engine's class is extended by."""
+    """The mixin that extends a protected engine's class."""
 
     gemini: Protection
 

@@ -42,7 +42,7 @@ _SCALERS = ("loss_scaler", "loss_scale_config")
 
 
 class EngineState:
-    """See `gemini_ft.state.base.TrainingState`.
+    """Implements `gemini_ft.state.base.TrainingState` for an engine of DeepSpeed.
 
     Args:
         engine: as ``deepspeed.initialize`` returned it.
@@ -125,7 +125,7 @@ class EngineState:
         return None
 
     def check(self, extras: dict[str, Any]) -> None:
-        """See `TrainingState.check`; where what lies in the partitions differs, their sizes need not.
+        """Implements `TrainingState.check`; partitions need not have the sizes that they had.
 
         Raises:
             LayoutMismatchError: the snapshot is of another optimizer, scheduler or configuration.
@@ -250,7 +250,7 @@ def _per_rank(words: str) -> str:
 
 
 def _whole(layout: Layout, owner: int, item: Live) -> Read:
-    """What to read to fill a buffer."""
+    """The read that fills a whole buffer."""
     piece, shape = layout.piece(item.name), tuple(item.tensor.shape)
     if piece is None or piece.shape != shape:
         then = "is missing from the snapshot" if piece is None else f"has shape {shape} now and {piece.shape} in the snapshot"
@@ -283,7 +283,7 @@ def _check(engine: Any) -> None:
 
 
 def _unsupported(engine: Any) -> Iterator[tuple[bool, str]]:
-    """Whether a setting is there, and why it is refused."""
+    """The reason why an engine's setting is refused, or None."""
     for name, settings in (("offload_optimizer", engine.zero_offload_optimizer()), ("offload_param", engine.zero_offload_param())):
         nvme = settings is not None and settings.device == "nvme"
         yield nvme, f"zero_optimization.{name}.device='nvme': state on disk cannot be captured; use 'cpu'"

@@ -139,13 +139,13 @@ def _runs(indices: torch.Tensor) -> list[tuple[int, int, int]]:
 
 
 def _share(indices: torch.Tensor, parts: int, at: int, factor: int) -> torch.Tensor:
-    """Indices of part ``at``; with a factor above 1 the dimension was cut into so many before, on an axis further right."""
+    """The indices of part ``at``; the dimension may have been cut before, into ``factor`` runs, on an axis further right."""
     cuts = [_chunks(run, parts)[at] for run in _chunks(indices, factor)]
     return torch.cat(cuts)
 
 
 def _chunks(indices: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """As torch.chunk, which DTensor follows, with empty ones for those that get nothing."""
+    """Cuts as torch.chunk does, which DTensor follows, with empty chunks for parts that get nothing."""
     chunks = list(torch.chunk(indices, parts)) if len(indices) else []
     return chunks + [indices[:0]] * (parts - len(chunks))
 

@@ -40,7 +40,7 @@ class _Writer(FileSystemWriter):
     """Writes files whose names no earlier export has, so that both can lie in one place until the metadata are exchanged."""
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """See torch; it keeps the beginning of the names in the plans."""
+        """Extends torch's method: the plans keep the beginning of the files' names."""
         nonce = secrets.token_hex(4)
         planned = super().prepare_global_plan(plans)
         return [replace(plan, storage_data=replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{nonce}_")) for plan in planned]

@@ -75,7 +75,7 @@ class _Writer:
             raise StorageError(f"{name}: torch cannot write it: {str(error).partition(chr(10))[0]}; is there room?") from None
 
     def _placeholders(self, weights: Iterable[str]) -> dict[str, torch.Tensor]:
-        """At stage 3 the module has no weights between steps; they are in the optimizer's partitions."""
+        """Empty weights, as the module has them between steps at stage 3: they are in the optimizer's partitions."""
         return {name: torch.empty(0, dtype=getattr(torch, self._about["params"][name][1])) for name in weights}
 
     def _model_states(self, tensors: dict[str, torch.Tensor], held: dict[str, torch.Tensor], optimizer: Any = None) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class _Writer:
         }
 
     def _whole_optimizer(self, params: dict[str, dict[str, torch.Tensor]]) -> dict[str, Any]:
-        """As torch's ``Optimizer.state_dict`` numbers it."""
+        """The state of the whole optimizer, numbered as torch's ``Optimizer.state_dict`` does it."""
         groups = self._about["groups"]
         state = [{key: value for key, value in params[name].items() if key} | self._value(0, f"param.{name}") for g in groups for name in g]
         return _state_dict(state, [len(group) for group in groups], self._extras[0]["groups"])
@@ -117,7 +117,7 @@ class _Writer:
         return dict(self._extras[rank]["values"].get(master, {}))
 
     def _optimizer_states(self, rank: int, partition: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """What the engine's optimizer says of one rank."""
+        """The state that the engine's optimizer would save for one rank."""
         masters = list(self._about["masters"])
         state = []
         for name in masters:

@@ -44,7 +44,7 @@ def write(checkpoint: Checkpoint, folder: Path, name: str) -> None:
 
 
 def _state_dict(optimizer: OptimizerState) -> dict[str, Any]:
-    """As ``torch.optim.Optimizer.state_dict`` numbers it."""
+    """The state of one optimizer, numbered as ``torch.optim.Optimizer.state_dict`` does it."""
     numbers = {name: number for number, name in enumerate(optimizer.names)}
     spans = pairwise(accumulate(optimizer.sizes, initial=0))
     groups = [{**hyper, "params": list(range(*span))} for hyper, span in zip(optimizer.groups, spans, strict=True)]

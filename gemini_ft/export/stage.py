@@ -1,8 +1,8 @@
-"""A folder to write an export into, beside the place where it will be; what killed exports have left is found and removed.
+"""A folder beside the target to write an export into; leftovers of killed exports are found and removed.
 
 .gemini-export-<writer>       a lock, held while the export runs; named as `gemini_ft.storage.partials` has it
-.gemini-export-<writer>.new   what is being written
-.gemini-export-<writer>.old   what was there before, where a file system cannot exchange two folders in one go
+.gemini-export-<writer>.new   the files that are being written
+.gemini-export-<writer>.old   the former target, where a file system cannot exchange two folders in one go
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _remove(lock: Path) -> None:
 
 
 def _written(lock: Path) -> float:
-    """When an export has last written something."""
+    """The time at which an export last wrote something."""
     newest = partials.last_byte(lock)
     for path in _beside(lock)[0].rglob("*"):
         with suppress(FileNotFoundError):

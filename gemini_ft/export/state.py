@@ -24,7 +24,7 @@ _OPTIMIZER = re.compile(r"optim\d+\.")
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """One optimizer.
+    """The state of one optimizer.
 
     Attributes:
         names: its parameters, in its own order, as in the model's state dict.

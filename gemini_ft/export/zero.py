@@ -27,7 +27,7 @@ def is_engine(checkpoint: Checkpoint) -> bool:
 
 
 class Engine:
-    """What all ranks of an engine had in one checkpoint.
+    """The state of all ranks of an engine in one checkpoint.
 
     Args:
         checkpoint: where to read; it stays open.

@@ -1,4 +1,4 @@
-"""Failures on purpose: GEMINI_FAULTS says which, and the Checkpointer lets them happen.
+"""Failures on purpose: GEMINI_FAULTS names them, and the Checkpointer makes them happen.
 
     GEMINI_FAULTS="step=20:rank=1:sigkill; step=40:host=2:kill" gemini run ... train.py
 
@@ -52,7 +52,7 @@ _FILLER = ".gemini-fault-filler"
 
 
 class InjectedFault(RuntimeError):
-    """What a worker raises for a fault of kind ``exception``."""
+    """The error that a worker raises for a fault of kind ``exception``."""
 
 
 def from_environment() -> tuple[Fault, ...]:
@@ -65,7 +65,7 @@ def from_environment() -> tuple[Fault, ...]:
 
 
 def at_step(iteration: int, moment: str = "end_of_step") -> None:
-    """Let happen what is due at this moment of this iteration. Without GEMINI_FAULTS this is one comparison.
+    """Carries out the faults that are due at this moment of this iteration. Without GEMINI_FAULTS this is one comparison.
 
     Args:
         iteration: iterations done.
@@ -83,7 +83,7 @@ def at_step(iteration: int, moment: str = "end_of_step") -> None:
 
 @dataclass(frozen=True)
 class Orders:
-    """What one rank knows of the faults; the ranks tell each other when they join."""
+    """All that one rank knows of the faults; the ranks tell each other when they join."""
 
     text: str
     happened: frozenset[str] = frozenset()
@@ -91,7 +91,7 @@ class Orders:
 
     @classmethod
     def read(cls, run: str) -> Orders:
-        """From this process's environment and this host's disk.
+        """Reads the orders from this process's environment and this host's disk.
 
         Raises:
             ConfigError: GEMINI_FAULTS cannot be understood.
@@ -119,7 +119,7 @@ class Orders:
 
 @dataclass(frozen=True)
 class Scene:
-    """One worker's view of the job that the faults happen to."""
+    """The job that the faults happen to, as one worker sees it."""
 
     run: str
     has_past: bool  # there are copies, or were; without, a run forgets what an earlier one of its name has left behind
@@ -186,7 +186,7 @@ class Drill:
         self._faults, self._happened, self._folder, self._scene = faults, happened, folder, scene
 
     def at(self, iteration: int, moment: str) -> None:
-        """Carry out what is due, in the order of the list."""
+        """Carries out the faults that are due, in the order of the list."""
         for fault in self._faults:
             self._end(fault, iteration)
             name = fault.occurrence(iteration)
@@ -255,9 +255,9 @@ def _do(fault: Fault, scene: Scene) -> None:
 
 
 def _kill_host(agent: int) -> None:
-    """The launcher goes before its workers: it must not see them die, nor say goodbye for them.
+    """Kills the launcher before its workers: it must not see them die, nor sign them off.
 
-    Under `gemini run` this process dies with it, torchrun's workers do not. The agent goes first, because nobody else would kill it.
+    Under `gemini run` this process dies with it, torchrun's workers do not. The agent goes first, because no other process would kill it.
     """
     launcher = _launcher()
     family = [launcher, *launcher.children(recursive=True)] if launcher is not None else []
@@ -290,7 +290,7 @@ def _kill(pids: Iterable[int], signum: int = signal.SIGKILL) -> None:
 
 
 def _storage_folder(url: str | None) -> Path:
-    """Where the checkpoints are.
+    """The local folder that holds the checkpoints.
 
     Raises:
         ConfigError: there is no storage, or not a local one.

@@ -1,4 +1,4 @@
-"""What goes wrong, when and to whom: the language of GEMINI_FAULTS. Pure; `gemini_ft.faults.inject` carries it out.
+"""The language of GEMINI_FAULTS: failures, their times and their targets. Pure; `gemini_ft.faults.inject` carries them out.
 
     step=20:rank=1:sigkill; step=40:host=2:kill; step=60:group=0:kill; probability=0.001:seed=7:sigkill
 
@@ -47,7 +47,7 @@ MOMENTS = {
 
 @dataclass(frozen=True)
 class World:
-    """Who is where, as far as faults need to know."""
+    """The ranks and hosts of the job, as far as faults need to know them."""
 
     hosts: Sequence[str]  # host of each rank
     holders: Mapping[int, Sequence[str]] = field(default_factory=dict)  # rank -> hosts that hold copies of its shard
@@ -60,7 +60,7 @@ class World:
 
 @dataclass(frozen=True)
 class Fault:
-    """One entry. Steps are counts of finished iterations."""
+    """One entry of GEMINI_FAULTS. Steps are counts of finished iterations."""
 
     kind: str
     text: str  # as given
@@ -82,7 +82,7 @@ class Fault:
         return self.name if self.probability is None else f"{self.name}-{iteration}"
 
     def is_due(self, iteration: int, moment: str) -> bool:
-        """Whether it happens now, unless it has before.
+        """Whether the fault happens now, unless it has happened before.
 
         A scheduled fault is due at its step or the first such moment after it: an iteration may be without a snapshot, and
         validation may come every hundred steps.
@@ -194,7 +194,7 @@ def _value(text: str, key: str, value: str) -> Any:
 
 
 def _check_relations(fault: Fault) -> None:
-    """Everything that two words of an entry have to do with each other."""
+    """Checks everything that two words of an entry have to do with each other."""
     targets = [fault.rank is not None, fault.everyone, fault.host is not None, fault.group is not None].count(True)
     is_random = fault.probability is not None
     problem = None

@@ -1,4 +1,4 @@
-"""How a worker tells its launcher that the job's state can be loaded by the same number of ranks only. Standard library only."""
+"""Tells the launcher that only the same number of ranks can load the job's state. Standard library only."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def _see_off(forked: Mapping[int, int]) -> None:
 
 
 def _kill_session(pid: int, worker: int) -> None:
-    """Kill a worker and what it has started, and nobody who has been given its number since it ended."""
+    """Kills a worker and all it has started, but no process that was given its number after it ended."""
     try:
         signal.pidfd_send_signal(worker, signal.SIGKILL, None, _SIGNAL_GROUP)
     except OSError as error:

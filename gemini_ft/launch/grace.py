@@ -1,4 +1,4 @@
-"""How the launcher's worker processes are signalled and waited for: every one once, at once, and never a process that is not theirs.
+"""Signals and awaits the launcher's worker processes: each one once, at once, and never a process of another launcher.
 
 Torch's launcher turns a signal into an exception in its main thread. That may be in the middle of a bookkeeping step here, or wait for
 minutes in a call that asks an unreachable store. So a thread passes the signal on to all workers the moment it arrives, and the
@@ -44,13 +44,13 @@ class Process:
             return self.look()
 
     def look(self) -> int | None:
-        """As :meth:`poll`, for a caller that is undisturbed already."""
+        """Does what :meth:`poll` does, for a caller that is undisturbed already."""
         if self.returncode is None:
             self.returncode = self._reap()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """As Popen's: wait for the end; TimeoutExpired after ``timeout`` seconds."""
+        """Waits for the end, as Popen's method does; TimeoutExpired after ``timeout`` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         while (status := self.poll()) is None:
             if end is not None and time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""Something to be done right after a module has been imported, whoever imports it. Standard library only."""
+"""Runs a function right after a module has been imported, whatever imports it. Standard library only."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _workers(options: argparse.Namespace, program: Sequence[str], copy: Path | N
 
 
 def _not_forkable(options: argparse.Namespace, copy: Path | None) -> str:
-    """Why the program of this command is one for Python itself; empty if it is not."""
+    """The reason why this command's program cannot be forked; empty if it can."""
     if options.no_python or options.run_path:
         return "only what 'python SCRIPT' and 'python -m MODULE' run can be forked"
     if os.environ.get("PYTHON_EXEC", sys.executable) != sys.executable:

@@ -66,7 +66,7 @@ def whole_rounds() -> Iterator[None]:
 
 
 def _places(handler: Any) -> tuple[int, dict[Any, int]]:
-    """The round that this host is in, and who has which place in it."""
+    """The round that this host is in, and the place of each host in it."""
     state = handler._state_holder.state
     places: dict[Any, int] = dict(state.participants)
     if not state.complete or handler._this_node not in places:

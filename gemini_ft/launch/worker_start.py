@@ -1,4 +1,4 @@
-"""How the launcher starts workers: forked from a server that has imported what they need, or cold."""
+"""Starts the launcher's workers: forked from a server that has imported what they need, or cold."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ForkServerError(GeminiError):
 
 
 def modules_to_preload(program: Sequence[str], extra: Sequence[str] = (), copy: Path | None = None) -> list[str]:
-    """What the fork server imports for ``program``: torch, this package, and what the script's source says it needs of the rest.
+    """Lists the modules that the fork server imports for ``program``: torch, this package, and those that the script imports.
 
     Args:
         program: script and arguments, or ``-m``, module name and arguments.
@@ -93,7 +93,7 @@ def _sources(program: Sequence[str]) -> list[Path]:
 
 
 def _text(source: Path) -> str:
-    """What is in the file; nothing if it cannot be read."""
+    """The text of the file, or an empty string if it cannot be read."""
     try:
         return source.read_text(errors="replace") if source.is_file() else ""
     except OSError:
@@ -265,7 +265,7 @@ def _handed_over() -> Iterator[None]:
 
 
 class WarmStart:
-    """Where the workers come from: the fork server, a new one if that has died, or none once it has refused."""
+    """The source of forked workers: a fork server, a new one if that has died, or none once it has refused."""
 
     def __init__(self, start_server: Callable[[], ForkServer]) -> None:
         """Start the server, which imports in the background."""
@@ -316,7 +316,7 @@ class _Handler(SubprocessHandler):
             return self._workers.adopt(process.pid, process.poll)
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """As torch's own, but a worker that has had the signal does not get it again."""
+        """Closes as torch's own does, but does not signal a worker again that has had the signal."""
         self._workers.send(self.proc, death_sig or signal.SIGTERM)  # type: ignore[arg-type]  # see _popen
         for file in (self._stdout, self._stderr):
             if file:

@@ -29,7 +29,7 @@ _PATIENCE = 30.0  # seconds for which a job is followed that replaces its slots 
 
 @dataclass(frozen=True)
 class Remembered:
-    """One stream of one run, as the agents of this machine have it.
+    """A stream of one run, as the agents of this machine have it.
 
     Attributes:
         run: run id.
@@ -81,7 +81,7 @@ class Remembered:
 
     @property
     def claims(self) -> Claims:
-        """What a reader says of itself to the agents of other hosts."""
+        """A reader's introduction to the agents of other hosts."""
         return Claims(run=self.run, stream=self.stream, host="visitor", to="", role="fetch", incarnation=None)
 
     @property
@@ -97,7 +97,7 @@ class Remembered:
 
     @property
     def versions(self) -> list[Version]:
-        """What can be asked for, newest first: committed, and whole here or perhaps with the help of other hosts."""
+        """The versions that can be asked for, newest first: committed, and whole here or perhaps with other hosts' help."""
         committed = self.committed
         known = [version for version in self.copies if committed is None or version <= committed]
         return [version for version in known if version == committed or not self.missing(version)]
@@ -116,7 +116,7 @@ def remembered(run: str | None = None) -> list[Remembered]:
 
 
 class RememberedShard:
-    """One rank's shard, from the first copy that can be read. It is pinned where it is until this is closed.
+    """One rank's shard, from the first copy that can be read; it stays pinned there until this is closed.
 
     Agents of this machine are asked first, then the other hosts of the job. A copy that fails in the middle, or has another root
     than the one that was committed, is left for the next one.
@@ -135,12 +135,12 @@ class RememberedShard:
 
     @property
     def layout(self) -> Layout:
-        """Of the copy that is read."""
+        """The layout of the copy that is read."""
         return self._shard.layout
 
     @property
     def where(self) -> str:
-        """Whose memory is read."""
+        """The memory that is read, in words."""
         return self._shard.where
 
     def expect(self, root: str) -> None:
@@ -150,7 +150,7 @@ class RememberedShard:
             self._give_up(CorruptDataError(f"{self.where}: its root is {self._shard.root}, should be {root}"))
 
     def extras(self) -> bytes:
-        """As of a `gemini_ft.recovery.readers.ShardReader`."""
+        """Implements `gemini_ft.recovery.readers.ShardReader.extras`; goes on with another copy if one fails."""
         while True:
             try:
                 return self._shard.extras()
@@ -158,7 +158,7 @@ class RememberedShard:
                 self._give_up(error)
 
     def chunks(self) -> Iterator[tuple[int, memoryview]]:
-        """As of a `gemini_ft.recovery.readers.ShardReader`."""
+        """Implements `gemini_ft.recovery.readers.ShardReader.chunks`; goes on with another copy if one fails."""
         done = 0
         while True:
             try:

@@ -61,7 +61,7 @@ def _turn(owners: Iterable[int], rank: int) -> list[int]:
 def _prepare(
     sources: Sources, state: TrainingState, extras: Mapping[int, Any], rank: int, world_size: int
 ) -> tuple[Sequence[Read], Mapping[str, torch.Tensor], Any]:
-    """What to read, by owner and ascending offset; what to fill, by name; this rank's extras."""
+    """The reads, by owner and ascending offset; the tensors to fill, by name; this rank's extras."""
     then = sources.plan.world_size
     state.check(extras[rank % then])
     if then == world_size:
