@@ -1,4 +1,4 @@
-"""Everything one host sends to its peers in one session: the links, what they wait for, and how often there is something to send."""
+"""Sends everything of one host to its peers in one session: the links, and how often there is something to send."""
 
 from __future__ import annotations
 

@@ -28,10 +28,10 @@ class Pacing:
     Args:
         host: id of this host.
         traffic: the user's wishes.
-        gate: what the links pass.
+        gate: the gate of the links.
         fixed: steps between snapshots, where the user says so.
-        report: takes what is for the leader.
-        tell: takes what is for the workers.
+        report: takes messages for the leader.
+        tell: takes messages for the workers.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class AgentServices(Protocol):
 
 
 class Home(Protocol):
-    """A stream, to those who send, receive and serve its shards."""
+    """A stream, as the parts that send, receive and serve its shards see it."""
 
     name: str
     host: Host

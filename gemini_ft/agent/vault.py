@@ -97,8 +97,8 @@ class Vault:
 
         Args:
             memory: the slot.
-            shared: a process may still write to it that has not given it to us: it can be read, and is not granted.
-            giver: who hands it back.
+            shared: a process that has not handed it back may still write to it: it can be read, and is not granted.
+            giver: the worker that hands it back.
 
         Returns whether that brought a complete copy that was not here.
         """

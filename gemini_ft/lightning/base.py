@@ -1,4 +1,4 @@
-"""What the strategies for the Trainer and for Fabric have in common.
+"""The common part of the strategies for the Trainer and for Fabric.
 
 They are subclasses of Lightning's, because Lightning chooses precision plugin, samplers and the synchronisation of
 gradients by ``isinstance``. They are made per package, because ``lightning`` and ``pytorch_lightning`` have classes of
@@ -53,7 +53,7 @@ class Gemini:
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: inherited from DDPStrategy this would register "ddp" a second time."""
+        """Does nothing: inherited from DDPStrategy this would register "ddp" a second time."""
 
 
 def join_group(strategy: Any) -> None:

@@ -23,7 +23,7 @@ Way = Literal["skip", "replay", "own"]
 
 
 class Bookmark:
-    """Where one loader stands, and how its next iteration gets there.
+    """The position of one loader, and the way in which its next iteration gets there.
 
     Args:
         loader: the loader.
@@ -294,7 +294,7 @@ class Bookmark:
 
     @property
     def way(self) -> Way:
-        """How the next iteration gets to the position; see `gemini_ft.lightning.loader`."""
+        """The way in which the next iteration gets to the position; see `gemini_ft.lightning.loader`."""
         return self._way
 
     def changed(self) -> tuple[list[str], list[str]]:

@@ -1,4 +1,4 @@
-"""What a Trainer holds besides parameters, buffers and optimizer state; taken between two batches, and put back.
+"""Captures a Trainer's state beside parameters, buffers and optimizer state, between two batches, and puts it back.
 
 Lightning's own checkpoint is the greater part: loops, callbacks, schedulers, precision plugin, datamodule, loaders and
 whatever the user's ``on_save_checkpoint`` hooks add. Its tensors of the model are not copied: they are replaced by
@@ -59,7 +59,7 @@ def complete(trainer: Any, checkpoint: dict[str, Any], live: Tensors) -> None:
 
 
 def file_checkpoint(checkpoint: dict[str, Any], state_dict: Mapping[str, Any], optimizer_states: Sequence[Any]) -> dict[str, Any]:
-    """What Lightning would have saved, for a Trainer without gemini-ft. Hyperparameters are not in it: snapshots lack them.
+    """The checkpoint that Lightning would have saved for a Trainer without gemini-ft, but without hyperparameters.
 
     Args:
         checkpoint: the part of a snapshot's extras, see :func:`checkpoint_of`; it is changed.

@@ -89,7 +89,7 @@ def dump_checkpoint(trainer: Any) -> dict[str, Any]:
 
 
 def is_checkpoint_seen(trainer: Any) -> bool:
-    """Whether a hook looks at checkpoints while they are made. One that nobody overrode belongs to a base class."""
+    """Whether a hook looks at checkpoints while they are made. A hook that was not overridden belongs to a base class."""
     hooks = [type(holder).on_save_checkpoint for holder in (trainer.lightning_module, trainer.precision_plugin, *trainer.callbacks)]
     return not all(hook.__qualname__.partition(".")[0] in ("CheckpointHooks", "Precision", "Callback") for hook in hooks)
 
@@ -114,7 +114,7 @@ def hyper_parameters(trainer: Any) -> dict[str, Any]:
 
 
 def without_hyper_parameters(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """They may hold whole modules, and the script makes them anew anyway."""
+    """The checkpoint without hyperparameters: they may hold whole modules, and the script makes them anew anyway."""
     keys: set[str] = set()
     for holder in (trainer.lightning_module, trainer.datamodule):
         if holder is not None:
@@ -189,7 +189,7 @@ def step_to_log(trainer: Any) -> int | None:
 
 
 def read_deepspeed_config(strategy: Any, config: Any) -> dict[str, Any] | None:
-    """What a DeepSpeedStrategy would take for ``config``: a mapping, a path, or None for what PL_DEEPSPEED_CONFIG_PATH names."""
+    """The configuration that a DeepSpeedStrategy would read: a mapping, a path, or None for the path in PL_DEEPSPEED_CONFIG_PATH."""
     found: dict[str, Any] | None = strategy._load_config(config)
     return found
 
@@ -319,7 +319,7 @@ def set_loops(trainer: Any, state: dict[str, Any]) -> None:
 
 
 def loop_extras(trainer: Any) -> dict[str, Any]:
-    """What the loops and the Trainer hold besides their checkpoint. Times are seconds until now."""
+    """The state of the loops and the Trainer that is not in their checkpoint. Times are seconds until now."""
     fit_loop, combined = trainer.fit_loop, trainer.fit_loop._combined_loader._iterator
     now = time.monotonic()
     return {
@@ -358,7 +358,7 @@ def _validation_loaders(trainer: Any) -> list[Any]:
 
 
 def logging_state(trainer: Any, metrics: Mapping[int, str]) -> dict[str, Any]:
-    """What ``self.log`` has gathered since the epoch began, and what was logged last.
+    """The values that ``self.log`` has gathered since the epoch began, and those that were logged last.
 
     Args:
         trainer: the Trainer.
@@ -479,7 +479,7 @@ def modules_beside(trainer: Any) -> dict[str, Any]:
 
 
 def tracked(trainer: Any) -> dict[str, int]:
-    """How often each MetricTracker has begun to track anew; each time it has grown by a copy of its metric."""
+    """The number of times that each MetricTracker has begun anew; each time it grew by a copy of its metric."""
     from torchmetrics import MetricTracker
 
     modules = modules_beside(trainer) | dict(trainer.lightning_module.named_modules())
@@ -532,7 +532,7 @@ def _is_pruning(callback: Any) -> bool:
 
 
 def metric_groups(collection: Any) -> dict[str, Any]:
-    """Which metrics of a MetricCollection share one state: only the first of them is updated."""
+    """The groups of metrics in a MetricCollection that share one state: only the first of each is updated."""
     return {"groups": dict(collection._groups), "checked": collection._groups_checked, "copied": collection._state_is_copy}
 
 

@@ -60,7 +60,7 @@ class EngineFit(Fit):
 
 
 class EnginesOnCpu(_DeepSpeedStrategy):
-    """Before DeepSpeedStrategy, which takes CUDA devices only, although DeepSpeed itself runs on CPUs too."""
+    """A mixin over DeepSpeedStrategy, which takes CUDA devices only, although DeepSpeed itself runs on CPUs too."""
 
     def setup_environment(self) -> None:
         _check_accelerator(self.root_device.type)
@@ -96,7 +96,7 @@ class EnginesOnCpu(_DeepSpeedStrategy):
 
 
 class GeminiDeepSpeedMixin(GeminiMixin, EnginesOnCpu):
-    """Before DeepSpeedStrategy. Options may also come from the sections "gemini" and "gradient_pipeline" of its configuration."""
+    """A mixin over DeepSpeedStrategy, whose configuration may have the sections "gemini" and "gradient_pipeline"."""
 
     _gemini_fit_kind = EngineFit
 
@@ -117,7 +117,7 @@ class GeminiDeepSpeedMixin(GeminiMixin, EnginesOnCpu):
         return engine, optimizer
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """For a file. For a snapshot nothing: the engine's optimizer would copy its partitions."""
+        """The optimizer's state for a file; empty for a snapshot, as the engine's optimizer would copy its partitions."""
         if self._gemini_fit is not None and self._gemini_fit.live is not None:
             return {}
         return super().optimizer_state(optimizer)

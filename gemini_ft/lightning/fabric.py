@@ -80,7 +80,7 @@ def by_class(name: str, package: str) -> Any:
 
 
 class GeminiFabricMixin(Gemini, _Strategy):
-    """Before a strategy of Fabric."""
+    """A mixin over a strategy of Fabric."""
 
     _gemini_replicated: ClassVar[bool] = True
     _gemini_checkpointer: Checkpointer | None = None
@@ -203,7 +203,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
 
 
 class GeminiFabricShardedMixin(GeminiFabricMixin):
-    """Before ModelParallelStrategy: every rank holds parameters of its own. Without sizes all ranks are data parallel."""
+    """A mixin over ModelParallelStrategy: every rank holds its own parameters. Without sizes all ranks are data parallel."""
 
     _gemini_replicated = False
     _gemini_shards = True

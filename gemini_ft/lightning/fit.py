@@ -72,7 +72,7 @@ class Fit:
 
     @property
     def checkpoint(self) -> dict[str, Any]:
-        """What Lightning is to restore from, while resuming."""
+        """The checkpoint that Lightning is to restore from, while resuming."""
         assert self._found is not None
         return checkpoint_of(self._found)
 
@@ -115,7 +115,7 @@ class Fit:
         self.checkpointer.load_tensors()
 
     def newer_of(self, path: Any, load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What the user's ``ckpt_path`` holds, or what was found: whichever has more steps.
+        """The checkpoint at the user's ``ckpt_path`` or the snapshot that was found, whichever has more steps.
 
         Args:
             path: the path.

@@ -39,7 +39,7 @@ class FiguresLog:
 
     Args:
         trainer: the Trainer.
-        gradients: what has figures; those of the step as a whole are under "step", with its number.
+        gradients: the source of figures; those of the step as a whole are under "step", with its number.
     """
 
     def __init__(self, trainer: Any, gradients: GradientState) -> None:

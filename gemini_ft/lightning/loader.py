@@ -67,7 +67,7 @@ def bookmark_of(loader: Any) -> Bookmark | None:
 
 
 class ResumableIterable:
-    """Any iterable of batches that is no DataLoader; gets back to a position by replay."""
+    """An iterable of batches that is not a DataLoader; it gets back to a position by replay."""
 
     def __init__(self, iterable: Iterable[Any], bookmark: Bookmark) -> None:
         self.iterable = iterable

@@ -75,7 +75,7 @@ def _register(module_name: str) -> None:
 
 
 def _factory(name: str, package: str) -> Callable[..., Any]:
-    """What Lightning calls for ``strategy=name``: the class is imported only then."""
+    """The function that Lightning calls for ``strategy=name``: it imports the class only then."""
 
     def create(**options: Any) -> Any:
         if name in _REFUSED:

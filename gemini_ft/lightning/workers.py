@@ -42,7 +42,7 @@ class StampingCollate:
         self._drew: bool | None = None
 
     def begin(self, dataset: Any, state: State | None) -> None:
-        """In the worker, before its first sample: go on in ``state``."""
+        """Restores ``state`` in the worker, before its first sample."""
         self._roots = {"dataset": dataset, "collate": self._collate}
         self._generators = set(private_generators(**self._roots))
         self._attributes = Attributes(self._roots)

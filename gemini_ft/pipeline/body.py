@@ -62,7 +62,7 @@ class Body:
         self._untuned = False  # a step has been counted, and the tuner, which is collective, has not heard of it yet
 
     def step_over(self) -> None:
-        """Everything has been averaged. Collective at some steps."""
+        """Takes note that everything has been averaged. Collective at some steps."""
         self._count()
         self._tune()
 
@@ -98,7 +98,7 @@ class Body:
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Between averages: a collective that breaks raises what the rank that has failed has told, or that it has been killed."""
+        """Raises, in place of a broken collective's error, the one that the failed rank has told, or that it was killed."""
         try:
             yield
         except (RuntimeError, OSError) as error:
@@ -125,10 +125,10 @@ class Body:
         return self.averager.telemetry.summary()
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals and all else that the next step depends on, between two steps; tensors are not copied. Ranks have different ones.
+        """Residuals and all else that the next step depends on, between two steps; tensors are not copied. It differs between ranks.
 
-        Waits for nobody: whether the ranks were together at this step is known before the next average, and seen again when the state
-        is loaded.
+        Does not wait for other ranks: whether they were together at this step is known before the next average, and seen again when
+        the state is loaded.
         """
         self._settle()
         return {"averager": self.averager.state_dict(), "tuner": self._tuner.state_dict(), "untuned": self._untuned}
@@ -151,7 +151,7 @@ class Body:
             self._drift.begin_anew()
 
     def _end_pending(self) -> None:
-        """Brings to an end what is under way, without counting it. Collective."""
+        """Ends the averages that are under way, without counting them. Collective."""
         self.averager.drop()
 
     def forget(self, parameters: Iterable[torch.Tensor | str] | None = None) -> None:

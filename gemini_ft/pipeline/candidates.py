@@ -28,7 +28,7 @@ _EVEN = (1, 4, 16)  # groups of about as many tensors each, that the planner's g
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to do one rule.
+    """A way to do one rule.
 
     Attributes:
         label: what users are told.
@@ -43,7 +43,7 @@ class Candidate:
     error: float
 
     def pack(self) -> list[Any]:
-        """As plain data."""
+        """The candidate as plain data."""
         return [self.label, [[group.rule, list(group.names), group.way] for group in self.groups], self.predicted, self.error]
 
     @classmethod
@@ -71,7 +71,7 @@ class Candidates:
         self._forward, self._ready = forward, ready
 
     def of(self, number: int) -> list[Candidate]:
-        """Those of one rule, the best predicted one first. Collective."""
+        """The candidates of one rule, the best predicted one first. Collective."""
         rule = self._averager.rules[number]
         own = [tensor for tensor in self._tensors if tensor.rule == number and not tensor.sparse]
         found: list[Candidate] = []
@@ -146,7 +146,7 @@ class Candidates:
         return Backward(tuple(tensor.nbytes for tensor in tensors), seconds, self._forward)
 
     def _shared(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Those of rank 0, so that not even rounding can part the ranks. Collective."""
+        """The candidates of rank 0, so that not even rounding can part the ranks. Collective."""
         if self._averager.group is None:
             return candidates
         everything: list[Any] = [candidates]
@@ -156,7 +156,7 @@ class Candidates:
 
 
 def processors(device: torch.device) -> tuple[Processor, ...]:
-    """Who could compress gradients that lie on a device; on CPUs there is nobody else."""
+    """The processors that could compress gradients on a device; on CPUs there are no others."""
     return (Processor.GPU, Processor.CPU) if device.type == "cuda" else (Processor.GPU,)
 
 
@@ -167,7 +167,7 @@ def _gathered(processor: Processor) -> Option:
 
 
 def _message(all_reduce: Fit, ranks: int) -> Affine:
-    """One message between two ranks, if an all-reduce of so many is a ring: 2 (n - 1) messages of a n-th each."""
+    """The cost of a message between two ranks, if an all-reduce is a ring of 2 (n - 1) messages of a n-th each."""
     if ranks == 1:
         return Affine(0.0, 0.0)
     start, slope = all_reduce.cost(0), max(0.0, (all_reduce.cost(2**24) - all_reduce.cost(2**20)) / (2**24 - 2**20))

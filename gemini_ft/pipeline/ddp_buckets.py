@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def communication_hook(state: "DdpBuckets", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # DDP compares the annotations
-    """For ``DistributedDataParallel.register_comm_hook``."""
+    """The hook for ``DistributedDataParallel.register_comm_hook``."""
     return state.ready(bucket)
 
 
@@ -95,7 +95,7 @@ class DdpBuckets:
                 self._will_end = True
 
     def _backward_ends(self) -> None:
-        """Raises another rank's error before DDP waits for its buckets, where nobody would hear of it."""
+        """Raises another rank's error before DDP waits for its buckets, where it would be lost."""
         self._will_end = False
         if self._error is None:
             try:
@@ -114,7 +114,7 @@ class DdpBuckets:
 
 
 def _queue_callback(call: Callable[[], None]) -> None:
-    """At the end of the backward pass that is under way, after what has been queued before.
+    """Queues a call for the end of the current backward pass, after all that was queued before.
 
     Raises:
         RuntimeError: none is.

@@ -54,7 +54,7 @@ class Drift:
             )
 
     def begin_anew(self) -> None:
-        """All ranks have loaded another state: whether they are together in it. Collective.
+        """Checks, after all ranks have loaded another state, whether they are together in it. Collective.
 
         Raises:
             RecoveryError: it was made by ranks that had drifted apart. On all ranks.

@@ -1,6 +1,6 @@
 """A rank that cannot go on tells the others, which would wait for its gradients until the group's time limit.
 
-A rank that is killed tells nobody. The first one whose collective breaks looks whose connections have ended, and tells the others.
+A rank that is killed cannot tell. The first rank whose collective breaks looks for ended connections, and tells the others.
 """
 
 from __future__ import annotations

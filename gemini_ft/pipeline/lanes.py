@@ -1,10 +1,10 @@
 """Two threads beside the backward pass: one computes (compress, decompress), one communicates.
 
 Groups pass through both in the order in which they are submitted, the same on all ranks. While one group is on the network, the
-next one is compressed and the one before decompressed; nobody else uses the process group.
+next one is compressed and the one before decompressed; nothing else uses the process group.
 
-Where there is next to nothing to compute, threads of Python cost more than they hide. Then a group goes directly: what comes before
-its collective is done by who submits it, the rest by the thread of the backend that has carried the collective out.
+Where there is next to nothing to compute, threads of Python cost more than they hide. Then a group goes directly: the thread that
+submits it does the work before its collective, and the backend's thread that has carried out the collective does the rest.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Work: TypeAlias = Generator[Call, Any, dict[str, Tensor]]
 
 @dataclass
 class Figures:
-    """What one group has cost: seconds, bytes of its gradients, and bytes handed to collectives."""
+    """The cost of one group: seconds, bytes of its gradients, and bytes handed to collectives."""
 
     dense: int = 0
     encode: float = 0.0
@@ -61,11 +61,11 @@ class Figures:
 
 
 def _done(averages: dict[str, Tensor]) -> None:
-    """They have been taken."""
+    """Does nothing: the averages have been taken."""
 
 
 class Job:
-    """One group on its way.
+    """A group on its way.
 
     Args:
         work: what there is to do.
@@ -102,7 +102,7 @@ class Job:
         return False
 
     def end(self, error: BaseException | None = None) -> None:
-        """Say so to those who wait."""
+        """Tells those that wait that the averages are there, or why they are not."""
         self.ended = time.perf_counter()
         if error is not None:
             self.done.set_exception(error)
@@ -161,7 +161,7 @@ class Lanes:
             job.end(self.fail(error))
 
     def _answered(self, job: Job, begin: float, future: torch.futures.Future[Any]) -> None:
-        """On a thread of the backend, of which there are several."""
+        """Takes the result of a collective, on one of the backend's threads."""
         job.figures.communicate += time.perf_counter() - begin
         try:
             future.value()
@@ -170,7 +170,7 @@ class Lanes:
         self._advance(job)
 
     def fail(self, error: BaseException, is_computing: bool = False) -> BaseException:
-        """From now on nothing can be averaged any more; the error that says why."""
+        """Stops all averaging from now on; returns the error that says why."""
         with self._breaking:
             if self._broken is None:
                 self._broken = self._on_broken(error, is_computing)
@@ -182,7 +182,7 @@ class Lanes:
             raise self._broken
 
     def wait(self, job: Job, anxious: Callable[[], BaseException | None]) -> None:
-        """Return when the averages are there; raise what went wrong.
+        """Returns when the averages are there; raises the error that prevents them.
 
         Args:
             job: that has been submitted.

@@ -1,4 +1,4 @@
-"""What a user writes: a list of rules, of which the first that matches a parameter's name decides how its gradient travels.
+"""The user's rules: a list, of which the first that matches a parameter's name decides how its gradient travels.
 
 gradient_pipeline:
   - {params: "*embed*", sync: zen}
@@ -40,13 +40,13 @@ class _Model(BaseModel):
 
 
 class Buckets(_Model):
-    """Groups of so many bytes, as those of DDP."""
+    """Groups of a given number of bytes, as those of DDP."""
 
     bucket: Bytes = Field(description="Dense bytes at which a group is closed.")
 
 
 class Groups(_Model):
-    """So many groups of about as many tensors each."""
+    """A given number of groups of about as many tensors each."""
 
     groups: int = Field(ge=1, description="Groups; fewer where there are fewer tensors.")
 
@@ -119,7 +119,7 @@ def _named(key: str) -> BeforeValidator:
 
 
 class Rule(_Model):
-    """How the gradients of some parameters travel."""
+    """A rule for the gradients of some parameters."""
 
     params: Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)] = Field(
         description="Glob, or globs, on the names of parameters (as in model.named_parameters())."
@@ -209,7 +209,7 @@ def load_rules(source: str | Path | Sequence[Any] | Mapping[str, Any] | None) ->
 
 
 def check_world(rules: Rules, world: int) -> None:
-    """Whether rules can be used by so many ranks.
+    """Checks whether ``world`` ranks can use the rules.
 
     Raises:
         ConfigError: names the rule, and says which numbers of ranks are possible.

@@ -1,4 +1,4 @@
-"""When gradients become ready: what the planners need to know of a backward pass."""
+"""Watches when gradients become ready, for the planners' picture of a backward pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEPT = 16  # steps
 
 @dataclass(frozen=True)
 class Ready:
-    """One backward pass, in seconds.
+    """The times of one backward pass, in seconds.
 
     Attributes:
         forward: of the forward pass before it.
@@ -71,6 +71,6 @@ class Watch:
         return [statistics.median([step.forward for step in found] or [0.0]), *ready]
 
     def close(self) -> None:
-        """Leave the model alone."""
+        """Removes all hooks from the model."""
         for handle in self._handles:
             handle.remove()
