@@ -1,4 +1,4 @@
-"""What happens to a run, one JSON object per line, appended to the file that GEMINI_EVENTS names.
+"""The events of a run, one JSON object per line, appended to the file that GEMINI_EVENTS names.
 
 For drills, tests and dashboards; without the variable nothing is written. Every line has ``event``, ``at`` (seconds of the
 system's clock), ``pid``, ``host``, ``rank`` and ``stream``, and besides:
@@ -26,7 +26,7 @@ _log = logging.getLogger("gemini_ft")
 
 
 class EventLog:
-    """Where one worker's part of a stream writes its events; does nothing without GEMINI_EVENTS."""
+    """The events of one worker's part of a stream; writes nothing without GEMINI_EVENTS."""
 
     def __init__(self, **who: Any) -> None:
         path = os.environ.get("GEMINI_EVENTS")
@@ -57,7 +57,7 @@ class EventLog:
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:
-    """All events so far, whole lines only; none while there is no file."""
+    """Reads all events so far, whole lines only; none while there is no file."""
     try:
         text = Path(path).read_text()
     except FileNotFoundError:

@@ -129,7 +129,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         return prepared
 
     def run_epoch(self, run: Callable[..., None], named: dict[str, Any]) -> None:
-        """One epoch: what is left of it."""
+        """Runs one epoch, or the rest of it."""
         if self._protection is None:
             return run(**named)
         trainer, epoch, found = self._trainer, named["epoch"], self._found

@@ -5,8 +5,8 @@
     Return({name: tensor, ...}).give(current, saved, "optim0")
 
 A reference to a tensor that is captured elsewhere stays a reference. Containers are rebuilt; objects, generators and tensors that exist are
-filled where they are, so that whoever else refers to them sees the change. Code, process groups, locks and the like belong to the process.
-What cannot be taken apart is refused by name.
+filled where they are, so that all other references to them see the change. Code, process groups, locks and the like belong to the process.
+A value that cannot be taken apart is refused by name.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Return:
         return made
 
     def attributes(self, owner: Any, saved: Mapping[str, Saved], where: str) -> None:
-        """Put back attributes of one object; those that it has got since are removed by whoever knows which these are."""
+        """Puts back attributes of one object; the caller removes those that have been added since."""
         for name, value in saved.items():
             current = getattr(owner, name, None)
             given = self.give(current, value, f"{where}.{name}")

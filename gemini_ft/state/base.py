@@ -1,4 +1,4 @@
-"""What a checkpointer captures and puts back: torch modules and optimizers, or what an engine has made of them."""
+"""The state that a checkpointer captures and puts back: torch modules and optimizers, or an engine around them."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class TrainingState(Protocol):
     """The state of one rank; all calls come from the training thread."""
 
     def survey(self) -> list[Live]:
-        """Where each tensor is now; cheap enough for every step."""
+        """Finds each tensor where it is now; cheap enough for every step."""
         ...
 
     def describe(self, live: Sequence[Live], rank: int, world_size: int) -> list[Source]:
-        """What to capture of it; raises UnsupportedStateError for what cannot be captured exactly."""
+        """Describes what to capture; raises UnsupportedStateError for state that cannot be captured exactly."""
         ...
 
     def extras(self, live: Sequence[Live]) -> Extras:
-        """What is no tensor; it may hold live objects. ``live`` is of the survey just made."""
+        """The state that is no tensor; it may hold live objects. ``live`` is of the survey just made."""
         ...
 
     def check(self, extras: Extras) -> None:
-        """Before anything is changed: raise LayoutMismatchError if what ``extras`` gave belongs to another kind of state."""
+        """Raises LayoutMismatchError, before anything is changed, if ``extras`` belong to another kind of state."""
         ...
 
     def destinations(self, stored: Iterable[TensorSpec], rank: int, world_size: int) -> list[Source]:
@@ -111,7 +111,7 @@ class PlainState:
             self.inherit(before)
 
     def remember(self) -> None:
-        """Everything is now as the script makes it, before any training."""
+        """Takes the present state as the one that the script builds, before any training."""
         self._born, self._outline = describe_all(self.models, self.optimizers), None
         self._modes = Modes(self._tree.modules()) if self._has_modes else None
 

@@ -46,7 +46,7 @@ _Path = tuple[Any, ...]  # () at the top, else (path of the container, key)
 
 @dataclass(frozen=True)
 class _Kind:
-    """How one type is taken apart; ``take`` gives None for a value that must be pickled after all."""
+    """A type that is taken apart; ``take`` gives None for a value that must be pickled after all."""
 
     code: int
     take: Callable[[Any], tuple[Any, ...] | None]

@@ -135,7 +135,7 @@ def _shaped(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _once(target: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both narrowed so that no element of ``target`` is written twice: torch refuses to write an expanded dimension."""
+    """Narrows both so that no element of ``target`` is written twice: torch refuses to write an expanded dimension."""
     for dim, (stride, size) in enumerate(zip(target.stride(), target.shape, strict=True)):
         if stride == 0 and size > 1:
             target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)

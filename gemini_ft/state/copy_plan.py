@@ -102,14 +102,14 @@ def _cudart() -> Any:
 
 
 class CopyPlan:
-    """Which bytes go where; made once per layout, used for every snapshot of it.
+    """The copies from live tensors into a slot; planned once per layout, used for every snapshot of it.
 
     There is one batch of copies per chunk. A copy that crosses the end of a chunk belongs to the batch in which it begins,
     so a chunk is whole when its own batch and all before it have been laid down.
 
     Args:
         sources: this rank's tensors.
-        layout: where they go.
+        layout: of the slot.
         chunk_bytes: see `gemini_ft.config.GeminiConfig`.
         at_step: copy everything at once when the step ends, into memory of this process; from there it goes to the slot.
     """
@@ -166,7 +166,7 @@ def _is_plain_memory(source: torch.Tensor) -> bool:
 
 
 def same_bytes(slot: Slot, copy: Copy) -> bool:
-    """Whether the slot holds what is live now; bytes, not values: NaN equals itself."""
+    """Whether the slot holds the live bytes; bytes, not values: NaN equals itself."""
     copied = slot.tensor[copy.offset : copy.offset + copy.nbytes]
     live = copy.view.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     return bool(torch.equal(copied, live))

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel remembers beside parameters and buffers, without which a restart changes the bits.
+"""Captures what DistributedDataParallel remembers beside parameters and buffers: else a restart would change the bits.
 
 After its first backward DDP sorts the gradients into other buckets, by the order in which they became ready. The sum
 over three or more ranks depends, in its last bits, on where in a bucket a value lies: a restarted DDP, whose first
@@ -146,7 +146,7 @@ def _rebuild(model: Any, buckets: list[list[int]]) -> None:
 
 @contextmanager
 def _assigning(buckets: Sequence[Sequence[int]], limit: int) -> Iterator[None]:
-    """Inside, DDP's own assignment of parameters to buckets gives ``buckets``. It is reversed by whoever asks."""
+    """Makes DDP's own assignment of parameters to buckets give ``buckets`` inside; the caller of that reverses it."""
     assign = functions._compute_bucket_assignment_by_size
 
     def assigned(*args: Any, **kwargs: Any) -> tuple[list[list[int]], list[int]]:

@@ -53,7 +53,7 @@ def private_generators(**roots: Any) -> dict[str, Any]:
 
 
 def _parts(item: Any) -> list[tuple[Any, Any]]:
-    """What ``item`` is made of, as far as generators may be among it. The first 64 of a collection stand for all."""
+    """The parts of ``item``, as far as generators may be among them. The first 64 of a collection stand for all."""
     if isinstance(item, (str, bytes, int, float, type, torch.Tensor, np.ndarray)):
         return []
     if isinstance(item, functools.partial):

@@ -37,7 +37,7 @@ _log = logging.getLogger("gemini_ft")
 
 
 class GradientState(Protocol):
-    """What synchronises gradients and remembers something from step to step."""
+    """An object that synchronises gradients and remembers something from step to step."""
 
     def state_dict(self) -> dict[str, Any]:
         """Nested dicts with keys that are strings; in them dense tensors (live, not copied), numbers, strings, lists of these.
@@ -69,7 +69,7 @@ def announce(gradients: GradientState, parameters: Iterable[torch.Tensor]) -> No
 
 
 def withdraw(gradients: GradientState) -> None:
-    """It synchronises them no more."""
+    """Takes back an announcement: the object synchronises gradients no more."""
     _announced[:] = [each for each in _announced if each[0]() is not None and each[0]() is not gradients]
 
 
@@ -105,7 +105,7 @@ class WithGradients:
 
     Args:
         inner: models and optimizers, or an engine.
-        gradients: what is added.
+        gradients: the state that is added.
     """
 
     def __init__(self, inner: TrainingState, gradients: GradientState) -> None:
@@ -267,17 +267,17 @@ def _unless_new(name: str, tensor: torch.Tensor, before: tuple[_Place, torch.Ten
 
 
 def _divided(live: Sequence[Live]) -> tuple[list[Live], list[Live]]:
-    """What is not of the gradients, and what is."""
+    """The tensors that are not the gradients', and those that are."""
     return [item for item in live if not is_gradient(item.name)], [item for item in live if is_gradient(item.name)]
 
 
 def _placed(source: Source) -> Source:
-    """With the kind of device in its words, for `_device`."""
+    """The source with the kind of its device in its words, for `_device`."""
     return replace(source, spec=replace(source.spec, logical=f"{PER_RANK} {source.tensor.device.type}"))
 
 
 def _device(spec: TensorSpec) -> torch.device:
-    """As for tensors in the extras (`gemini_ft.state.codec.decode`): the accelerator's current device, if it was on such a one."""
+    """The device to load to, as in `gemini_ft.state.codec.decode`: the accelerator's current one if the tensor was on one."""
     kind, accelerator = spec.logical.removeprefix(PER_RANK).strip(), torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != kind:
         return torch.device("cpu")
@@ -285,5 +285,5 @@ def _device(spec: TensorSpec) -> torch.device:
 
 
 def _finite(summary: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """As JSON can have it: a figure that is no number is left out."""
+    """The summary as JSON can have it: figures that are not finite are left out."""
     return {rule: {name: float(value) for name, value in figures.items() if math.isfinite(value)} for rule, figures in summary.items()}

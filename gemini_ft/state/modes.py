@@ -119,7 +119,7 @@ class Modes:
                     param.requires_grad_(flag)
 
     def findings(self, modules: Modules) -> Iterator[Finding]:
-        """For the census."""
+        """Lists flags and attributes of modules for the census."""
         self._follow(modules)
         frozen = sum(not flag for flag in _trained(modules).values())
         resting = sum(not module.training for module in modules.values())
@@ -161,7 +161,7 @@ def _trained(modules: Modules) -> dict[tuple[str, str], bool]:
 
 
 def _masked(modules: Modules) -> dict[str, torch.Tensor]:
-    """What torch.nn.utils.prune has made of the parameters when the last forward pass began."""
+    """The parameters as torch.nn.utils.prune had made them when the last forward pass began."""
     found = {}
     for name, module in modules.items():
         for key, _ in module._parameters.items():  # a scripted module's cannot be iterated

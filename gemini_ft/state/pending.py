@@ -1,6 +1,6 @@
 """Gradients that wait for an update when a snapshot is taken: of an optimizer that accumulates while another one steps.
 
-An optimizer's step uses its gradients up. Whatever has been written to a gradient since then is needed by the next update, so it is kept
+An optimizer's step uses its gradients up. The next update needs all that has been written to a gradient since then, so it is kept
 with the snapshot, each rank's own. Gradients that were used up, or are zero, are given back as zeros, because an optimizer treats a
 parameter without gradient otherwise. A loop that uses a gradient again after the step (scales it down in place of zeroing it)
 finds zeros after a restart. A parameter of no optimizer keeps its gradient too, since it may get one; freeze what is not trained.
@@ -32,7 +32,7 @@ _Mark = tuple[weakref.ref[torch.Tensor], int]  # a gradient and its version coun
 
 
 class PendingGradients:
-    """Which gradients have been written since the optimizers of their parameters have stepped."""
+    """The gradients that have been written since the optimizers of their parameters stepped."""
 
     def __init__(self) -> None:
         self._used: dict[int, _Mark] = {}  # by the id of its parameter; a mark of one that is gone matches no gradient

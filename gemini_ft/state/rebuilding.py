@@ -45,7 +45,7 @@ declare(
 
 @dataclass(frozen=True)
 class Description:
-    """How modules and optimizers are built.
+    """The structure of modules and optimizers.
 
     Attributes:
         tensors: name of each parameter and buffer -> its kind, shape, dtype, and whether it is persistent.
@@ -112,7 +112,7 @@ class ModuleTree:
         self.walks = 0  # how often there were other modules than before, or in another order
 
     def modules(self) -> Modules:
-        """See `modules_of`; the very same mapping, as long as nothing has changed."""
+        """The mapping of `modules_of`; the very same object, as long as nothing has changed."""
         if not self.walks or any(_children(module) != children for module, children in self._children):
             self._found = modules_of(self._models)
             self._children = [(module, _children(module)) for root in self._models.values() for module in root.modules()]
@@ -126,7 +126,7 @@ def _children(module: nn.Module) -> tuple[Any, ...]:
 
 
 def describe(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> Description:
-    """How everything is built now."""
+    """Describes how everything is built now."""
     tensors, names, modules = dict[str, Entry](), dict[int, str](), modules_of(models)
     for path, module in modules.items():
         for key, param in module._parameters.items():
@@ -164,7 +164,7 @@ def refuse(changes: Changes, modules: Modules) -> None:
 
 
 def build(models: Mapping[str, nn.Module], optimizers: Sequence[Any], changes: Changes) -> None:
-    """Follow in a fresh process; what is so already is left as it is.
+    """Builds the changes in a fresh process; parts that are so already are left as they are.
 
     Raises:
         LayoutMismatchError: it was neither as the script made it then, nor as it is to be.
@@ -281,7 +281,7 @@ def _can_become(have: list[list[str]], then: list[list[str]], now: list[list[str
 
 
 def _kind(module: nn.Module) -> str:
-    """The class, or what a lazy module becomes. Metrics come and go: whoever tracks them builds them again."""
+    """The class, or what a lazy module becomes. Metrics come and go: their trackers build them again."""
     kind = type(module)
     return "" if kind.__module__.startswith("torchmetrics") else (getattr(kind, "cls_to_become", None) or kind).__qualname__
 

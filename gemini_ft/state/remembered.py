@@ -41,7 +41,7 @@ _FOREIGN = frozenset(
 
 
 class Changes(NamedTuple):
-    """How attributes differ from those at the mark.
+    """The differences between attributes now and at the mark.
 
     Attributes:
         kept: new values of those that are plain.

@@ -1,4 +1,4 @@
-"""What the slow tier must be able to do: put, get, list and delete objects under a prefix.
+"""The operations of the slow tier: put, get, list and delete objects under a prefix.
 
 All calls block; the agent makes them in threads, several at once on one `Storage`.
 
@@ -27,7 +27,7 @@ SMALL = 256 * 2**20  # bytes; no object that is read in one piece, a manifest or
 
 
 def check_small(where: str, nbytes: int) -> None:
-    """Sees to it that an object may be read in one piece: whoever can write to the storage could take all memory else.
+    """Checks that an object may be read in one piece: else any writer to the storage could take all memory.
 
     Raises:
         CorruptDataError: it is larger than any that this package writes.
@@ -37,7 +37,7 @@ def check_small(where: str, nbytes: int) -> None:
 
 
 def ignore(nbytes: int) -> None:
-    """Where nobody wants to know how far a transfer is."""
+    """Ignores the progress of a transfer."""
 
 
 class Storage(Protocol):
@@ -67,10 +67,10 @@ class Storage(Protocol):
         """
 
     def list(self, prefix: str = "") -> Sequence[str]:
-        """Return all keys that begin with ``prefix``, sorted. Whatever else lies there, under names that are no keys, is left out.
+        """Return all keys that begin with ``prefix``, sorted. Objects whose names are no keys are left out.
 
         Raises:
-            StorageError: nothing can be said of what is there; never is that taken for an empty listing.
+            StorageError: the storage cannot be listed, which is never taken for an empty listing.
         """
         ...
 

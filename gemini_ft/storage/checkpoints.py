@@ -51,7 +51,7 @@ def shard_key(folder: str, owner: int) -> str:
 
 
 class Manifest(BaseModel):
-    """All there is to know about one checkpoint; every rank has a shard, be it empty."""
+    """The description of one checkpoint; every rank has a shard, even an empty one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -71,7 +71,7 @@ class Manifest(BaseModel):
 
     @property
     def version(self) -> Version:
-        """Which state this is."""
+        """The version of the state."""
         return Version(self.incarnation, self.iteration)
 
     @property
@@ -81,7 +81,7 @@ class Manifest(BaseModel):
 
     @property
     def descent(self) -> Descent:
-        """Where it comes from."""
+        """The descent of the state's incarnation."""
         return Descent(self.lineage, frozenset(self.overtaken), frozenset(self.aside))
 
     @model_validator(mode="after")

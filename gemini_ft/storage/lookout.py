@@ -49,7 +49,7 @@ class Lookout:
         self.manifests: dict[str, Manifest] = {}  # folder -> what was read of it
 
     def look(self, passed: Collection[str] = ()) -> Look:
-        """Looks at what is there. Of every incarnation the newest manifest that is sound is read, the others only if it comes to them.
+        """Looks at the storage. Of each incarnation the newest sound manifest is read, the others only when they are needed.
 
         Args:
             passed: folders of checkpoints whose shards turned out to be damaged or gone when they were read.
@@ -147,7 +147,7 @@ class Lookout:
         return [key for key in missing if not _is_there(storage, key)]
 
     def _twice(self, storage: Storage, read: Callable[[Storage], _T]) -> _T:
-        """Calls ``read``; what is damaged, or gone, is asked for again on a new connection before it is believed."""
+        """Calls ``read``; an object that is damaged or gone is read again on a new connection before that is believed."""
         try:
             return read(storage)
         except CorruptDataError as error:

@@ -1,6 +1,6 @@
 """Temporary files of writers: named after host, process and time, and cleared away once their writer is certainly dead.
 
-A lock proves that a writer lives, wherever it is. That nobody has locked a file proves its writer dead only where both
+A lock proves that a writer lives, wherever it is. A file without a lock proves its writer dead only where both
 would see the same lock: on NFS with ``nolock`` and on Lustre with ``localflock`` every host has locks of its own. A file
 therefore names its lock domain: the kernel (by its boot) and the mounted file system (by its device). In another domain
 only age counts, by the file system's own clock.
@@ -24,7 +24,7 @@ _NAME = re.compile(r"[A-Za-z0-9-]+\.(?P<domain>[0-9a-f]+-[0-9a-f]+)\.\d+\.\d+\.[
 
 
 def last_byte(path: Path) -> float:
-    """When a file was last written to, by the clock of the file system."""
+    """The time when a file was last written to, by the clock of the file system."""
     return path.lstat().st_mtime
 
 
@@ -90,7 +90,7 @@ def _name(folder: Path) -> str:
 
 
 def _domain(folder: Path) -> str:
-    """Where locks are the same: this boot of this kernel, on this mounted file system."""
+    """The domain in which locks are the same: this boot of this kernel, on this mounted file system."""
     return f"{_boot()}-{folder.stat().st_dev:x}"
 
 

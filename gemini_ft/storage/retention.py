@@ -66,7 +66,7 @@ class Retention:
         return self._known[newest.folder]
 
     def tidy(self, this: Sighting) -> list[str]:
-        """Delete what is old, and what uploads of earlier incarnations have left: on a full disk nothing else could be stored.
+        """Deletes old checkpoints, and leftovers of earlier incarnations' uploads: on a full disk nothing else could be stored.
 
         Args:
             this: newest state of the incarnation that this process is of, or one that it will store; only what it knows is touched.
@@ -75,7 +75,7 @@ class Retention:
             Folders deleted, oldest first. A manifest goes before its shards, so that nothing half deleted is a checkpoint.
 
         Raises:
-            StorageError: the storage failed, or something could not be deleted; what could be has been.
+            StorageError: the storage failed, or something could not be deleted; all else has been deleted.
         """
         keep_last = self._keep_last
         if keep_last is None:
@@ -92,7 +92,7 @@ class Retention:
         return self._delete_all(storage, sorted(free, key=lambda one: one.version))
 
     def _look(self, storage: Storage) -> list[Sighting]:
-        """Everything that is there.
+        """Lists everything that is there.
 
         Raises:
             StorageError: that cannot be told now, or a listing is not true: what is old could stay, unseen, for ever.
@@ -180,7 +180,7 @@ def reading(storage: Storage, run: str, stream: str, version: Version) -> Iterat
 
 
 def held_by_readers(storage: Storage, run: str, stream: str) -> set[str]:
-    """Folders that somebody reads; what dead readers have left is cleared away.
+    """The folders that readers hold; leftovers of dead readers are cleared away.
 
     Raises:
         StorageError: the storage failed.

@@ -74,7 +74,7 @@ class S3Storage:
                 raise ConfigError(f"storage.endpoint_url={endpoint_url!r}: {error}; it must begin with http:// or https://") from None
 
     def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
-        """See `Storage.put`. Up to one part goes in one request, more in a multipart upload that is aborted when it fails.
+        """Implements `Storage.put`. Up to one part goes in one request, more in a multipart upload that is aborted when it fails.
 
         Afterwards the store is asked what it has kept: the size, and the CRC-32 of the whole where it keeps that.
         """
@@ -94,28 +94,28 @@ class S3Storage:
             self._confirm(key, size, checksum)
 
     def get(self, key: str) -> bytes:
-        """See `Storage.get`."""
+        """Implements `Storage.get`."""
         return self._insist(lambda: self._get(key))
 
     def get_range(self, key: str, offset: int, out: memoryview) -> None:
-        """See `Storage.get_range`. A body that breaks is taken up where it broke, however often, while it makes progress."""
+        """Implements `Storage.get_range`. A body that breaks is resumed where it broke, however often, while it makes progress."""
         while out.nbytes:
             got = self._insist(partial(self._read_into, key, offset, out))
             offset, out = offset + got, out[got:]
 
     def list(self, prefix: str = "") -> Sequence[str]:
-        """See `Storage.list`."""
+        """Implements `Storage.list`."""
         return self._insist(lambda: self._list(prefix))
 
     def delete(self, key: str) -> None:
-        """See `Storage.delete`."""
+        """Implements `Storage.delete`."""
         if not self._deletes:
             return
         with self._explain(f"cannot delete {key}"):
             self._client.delete_object(Bucket=self._bucket, Key=self._prefix + check_key(key))
 
     def check(self) -> None:
-        """See `Storage.check`. Multipart uploads that were abandoned under the prefix are aborted: they cost money unseen."""
+        """Implements `Storage.check`. Abandoned multipart uploads under the prefix are aborted: they cost money unseen."""
         round_trip(self)
         with suppress(StorageError), self._explain("cannot list unfinished uploads"):
             for page in self._reader.get_paginator("list_multipart_uploads").paginate(Bucket=self._bucket, Prefix=self._prefix):
@@ -323,7 +323,7 @@ class S3Storage:
 
     @contextmanager
     def _unbroken(self, what: str) -> Iterator[None]:
-        """Turn whatever happens to an answer's body into a `_BrokenError`: it is worth another connection."""
+        """Turns any failure of an answer's body into a `_BrokenError`: it is worth another connection."""
         try:
             with self._explain(what):
                 yield
@@ -353,7 +353,7 @@ class _Whole:
 
 
 class _Pace:
-    """Lets callers through at so many bytes per second, all threads together."""
+    """A limit of bytes per second that lets callers through, all threads together."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit

@@ -57,7 +57,7 @@ class Span(_Record):
 
 
 class ShardRecord(_Record):
-    """What a manifest says of one shard's object. Checksums are XXH3-64 in 16 hex digits, as ``xxhsum -H3`` prints them."""
+    """The manifest's record of one shard's object. Checksums are XXH3-64 in 16 hex digits, as ``xxhsum -H3`` prints them."""
 
     key: str
     nbytes: int = Field(ge=0, le=LARGEST)
@@ -80,10 +80,10 @@ class Committed:
     chunk_bytes: int
 
     def check(self, key: str, layout: bytes, checksums: Sequence[int], nbytes: int, extras: memoryview | bytes) -> None:
-        """Form the root of what is there, and compare.
+        """Forms the root of a shard, and compares it with the committed one.
 
         Raises:
-            CorruptDataError: it is another one.
+            CorruptDataError: they differ.
         """
         view, step = memoryview(extras), self.chunk_bytes
         every = [*checksums, *(checksum(view[at : at + step]) for at in range(0, len(view), step))]
@@ -146,7 +146,7 @@ def write_shard(
 
 
 class StoredShard:
-    """One shard's object, read in parts that are each checked; what was read of the small ones is kept.
+    """The object of one shard, read in parts that are each checked; small ones are kept.
 
     Its methods may be called from several threads at once. They raise `CorruptDataError`, which names the object, where
     bytes do not match their checksum, and `StorageError` where the storage fails.
@@ -302,7 +302,7 @@ def _tensors(layout: Layout, spans: Mapping[str, Span]) -> Iterator[tuple[str, s
 
 
 def _metadata(layout: Layout) -> dict[str, str]:
-    """For human eyes and other readers of safetensors; recovery reads `Layout`."""
+    """The header's text for human eyes and other readers of safetensors; recovery reads `Layout`."""
     as_bytes = {piece.label: piece.dtype for piece in layout.pieces if piece.dtype not in CODES}
     return {
         "format": "pt",

@@ -111,7 +111,7 @@ class EmulatedHosts:
         return self._launchers[host].pid
 
     def kill(self, host: str) -> None:
-        """Everything of a host dies at once: launcher, workers, agent."""
+        """Kills all processes of a host at once: launcher, workers, agent."""
         launcher = self._launchers[host]
         launcher.kill()
         self._end([f"GEMINI_HOST_ID={host}"])
@@ -146,7 +146,7 @@ class EmulatedHosts:
         return [name for name, launcher in self._launchers.items() if launcher.poll() == -signal.SIGKILL]
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
-        """What the workers have reported so far; of these kinds, or all."""
+        """The events that workers have reported so far, of these kinds, or all."""
         return [event for event in read_events(self.folder / "events") if not kinds or event["event"] in kinds]
 
     def wait_for(self, reached: Callable[[], T], timeout: float = 120.0) -> T:
@@ -248,7 +248,7 @@ def _environments() -> Iterator[tuple[int, set[bytes]]]:
 
 
 def first_difference(one: Any, other: Any, name: str = "") -> str | None:
-    """Where two nested states differ first, in hexadecimal: ``model.0.weight[3, 1]: 0x3f800000 and 0x3f800001``.
+    """The first difference of two nested states, in hexadecimal: ``model.0.weight[3, 1]: 0x3f800000 and 0x3f800001``.
 
     Dicts (in whatever order), lists and tuples are walked; tensors, arrays and floats are compared by their bytes, so that
     NaN equals itself and 0.0 does not equal -0.0. None: there is no difference.
@@ -303,7 +303,7 @@ def _feed(take: Callable[[bytes], None], value: Any) -> None:
 
 
 def _array(value: Any) -> np.ndarray[Any, Any]:
-    """As unsigned integers of the same width: numpy knows no bfloat16, and compares floats by value."""
+    """The value as unsigned integers of the same width: numpy knows no bfloat16, and compares floats by value."""
     if isinstance(value, torch.Tensor):
         plain = value.detach().cpu().contiguous()
         return plain.view(-1).view(torch.uint8).numpy().reshape(*plain.shape, plain.element_size())

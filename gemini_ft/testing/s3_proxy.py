@@ -125,10 +125,10 @@ class S3Proxy(ThreadingHTTPServer):
     Args:
         upstream: URL of the server, or its port on loopback.
         rate: bytes per second of all bodies together, both ways; None: no limit.
-        seed: of what is left to chance.
+        seed: of the random choices.
 
     Attributes:
-        faults: what goes wrong; the first that fits a request is taken, one that is used up is removed.
+        faults: to inject; the first that fits a request is taken, one that is used up is removed.
         requests: everything that has come in so far.
         met: the kind of each fault that has met a request, in their order.
         moved: bytes of bodies so far.

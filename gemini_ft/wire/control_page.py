@@ -1,6 +1,6 @@
-"""What a worker does on the network right now, in a page of memory that it shares with its host's agent.
+"""A page of memory in which a worker shows its host's agent its present use of the network.
 
-The worker writes, the agent reads; nobody waits for the other. An agent that waits for the network to fall idle says so in
+The worker writes, the agent reads; neither waits for the other. An agent that waits for the network to fall idle says so in
 the page, and only then does the worker ring its bell (an eventfd).
 """
 
@@ -25,7 +25,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class ControlPage:
-    """One worker's page and bell; either side makes one of the descriptors that it is given, and owns these."""
+    """The page and bell of one worker; either side makes one of the descriptors that it is given, and owns these."""
 
     def __init__(self, page: int, bell: int) -> None:
         self.page, self.bell = page, bell
@@ -45,7 +45,7 @@ class ControlPage:
         """The agent's side; owns the descriptors from here on, whatever they are.
 
         Raises:
-            AgentError: they are no page and bell; one that can be truncated would kill whoever maps it.
+            AgentError: they are no page and bell; a page that can be truncated would kill every process that maps it.
         """
         try:
             is_page = fcntl.fcntl(page, fcntl.F_GET_SEALS) & _SEALS == _SEALS and os.fstat(page).st_size == _SIZE

@@ -43,16 +43,16 @@ def receive_fds(sock: socket.socket, into: memoryview, most: int) -> tuple[memor
 
 
 class BlockingWire:
-    """A blocking, authenticated connection to a peer's agent; what workers read replicas through.
+    """A blocking, authenticated connection to a peer's agent, through which workers read replicas.
 
     Args:
         address: of the agent.
-        claims: what this side wants, and of which host.
+        claims: this side's introduction.
         secret: the run's.
         timeout: seconds to wait for each answer.
 
     Raises:
-        PeerError: nobody answers, or the peer refuses.
+        PeerError: there is no answer, or the peer refuses.
         SecretError: the peer does not know the secret.
     """
 

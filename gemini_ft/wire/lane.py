@@ -68,7 +68,7 @@ def keys(key: bytes, dialled: bool) -> tuple[bytes, bytes]:
 
 
 class Lane:
-    """One end of a lane, on the event loop. At most one payload is sent, and one received, at a time."""
+    """An end of a lane, on the event loop. At most one payload is sent, and one received, at a time."""
 
     def __init__(self, sock: socket.socket, key: bytes, dialled: bool, peer: str) -> None:
         self.socket, self.peer = sock, peer
@@ -121,7 +121,7 @@ class Lane:
         self._loop.add_reader(self.socket, _Receiving(self, target, nbytes, done).on_readable)
 
     def stop_receiving(self) -> None:
-        """Nothing is read until the next payload is due."""
+        """Stops reading until the next payload is due."""
         self._loop.remove_reader(self.socket)
 
     def stop(self) -> None:
@@ -139,7 +139,7 @@ class Lane:
 
 
 class _Receiving:
-    """One payload on its way in."""
+    """A payload on its way in."""
 
     def __init__(self, lane: Lane, target: memoryview, nbytes: int, done: Callable[[Exception | None], None]) -> None:
         self._lane, self._target, self._left, self._done = lane, target, nbytes, done

@@ -1,4 +1,4 @@
-"""Which of a host's networks replicas travel on: chosen by the user, or the route to the job's master."""
+"""Chooses the network of a host that replicas travel on: the user's choice, or the route to the job's master."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 def runtime_folder() -> Path:
-    """This user's own folder for logs and the like, made with mode 0700.
+    """The folder of this user for logs and the like, made with mode 0700.
 
     It is ``gemini-ft`` in XDG_RUNTIME_DIR where there is one, else ``gemini-ft-UID`` in the temporary directory.
 

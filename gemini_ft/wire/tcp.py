@@ -34,7 +34,7 @@ _SCRATCH = bytearray(256 * 1024)  # where unwanted bytes go
 
 
 class Handler(Protocol):
-    """Who a connection talks to."""
+    """The receiver of a connection's messages."""
 
     def on_message(self, message: Message) -> memoryview | None:
         """A message came. For one that raw bytes follow: where to put them (None: throw them away)."""
@@ -48,7 +48,7 @@ class Handler(Protocol):
 
 @dataclass(frozen=True)
 class Meter:
-    """What the kernel has counted on a connection."""
+    """The kernel's counts for a connection."""
 
     acked: int  # bytes that the peer's kernel has acknowledged
     busy: float  # seconds in which there was something to send
@@ -207,7 +207,7 @@ class Connection(asyncio.BufferedProtocol):
     # -- sending
 
     def send(self, message: Message, payload: memoryview | None = None, valve: Valve | None = None) -> None:
-        """Queue a message, and after it the raw bytes of ``payload``, which must not change until they are acknowledged.
+        """Queues a message, and after it the raw bytes of ``payload``, which must not change until they are acknowledged.
 
         Args:
             message: at once, or after what is queued already.
@@ -219,7 +219,7 @@ class Connection(asyncio.BufferedProtocol):
             self._wake.set()
 
     def shape(self, hold_back: bool, max_rate: int | None, low_priority: bool) -> None:
-        """How the kernel treats what is sent.
+        """Sets the kernel's treatment of the bytes that are sent.
 
         Args:
             hold_back: it takes in little ahead of the wire; for payloads with a valve, which else would have no effect.

@@ -33,7 +33,7 @@ Told = tuple[tuple[Incarnation, Descent], ...]  # incarnations, and where they c
 
 @dataclass(frozen=True)
 class Introduction:
-    """What a rank tells the others of itself and its host."""
+    """A rank's account of itself and its host for the other ranks."""
 
     run: str
     welcome: Welcome
@@ -46,7 +46,7 @@ class Introduction:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the ranks have agreed to resume."""
+    """The decision of the ranks on what to resume."""
 
     plan: Plan
     given_up: frozenset[Version]
@@ -184,7 +184,7 @@ class Chooser:
         return self._config.storage.patience if self._config.storage is not None else 0.0
 
     def _ask(self, refused: frozenset[Version], patience: float, insist: bool) -> Stored:
-        """On rank 0: ask until there is an answer, or ``patience`` seconds have passed since there was none for the first time."""
+        """On rank 0, asks until there is an answer, or until ``patience`` seconds have passed since there was first none."""
         if self._lookout is None:
             return Stored()
         pause = _FIRST_PAUSE
@@ -277,7 +277,7 @@ class Chooser:
         return (*self._told_by_sessions(), *((incarnation, Descent()) for incarnation in known if incarnation is not None))
 
     def _descent(self, resumed: Version | None) -> Descent:
-        """Where the incarnation comes from that is about to begin."""
+        """The descent of the incarnation that is about to begin."""
         told = (*self._told_by_hosts(), *self._stored.told)
         if resumed is not None:
             descent = continued(resumed, told)
@@ -288,7 +288,7 @@ class Chooser:
         return Descent((), frozenset(known))
 
     def _staged(self, plan: Plan, manifest: Manifest) -> Plan | None:
-        """As `_stage_all`; meanwhile the checkpoint is not deleted by another job of this run, or what is left of one."""
+        """Stages as `_stage_all` does, and keeps other jobs of this run from deleting the checkpoint meanwhile."""
         if self._rank != 0 or self._reopen is None:
             return self._stage_all(plan, manifest)
         with reading(self._reopen(), self._everyone[0].run, self._stream, manifest.version):

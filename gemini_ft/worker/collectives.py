@@ -30,7 +30,7 @@ _private = threading.local()
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """What this thread sends meanwhile is not the training's."""
+    """Hides, inside, this thread's collectives from the observers: they are not the training's."""
     before, _private.on = getattr(_private, "on", False), True
     try:
         yield
@@ -49,7 +49,7 @@ class _Flight:
 
 
 class Observer:
-    """One user's view of this process's collectives, with steps of its own; made by `observe`.
+    """One user's view of this process's collectives, with its own steps; made by `observe`.
 
     Attributes:
         page: shows what is in flight.
@@ -142,12 +142,12 @@ class _Traffic:
             observer.close()
 
     def forget(self, before: float) -> None:
-        """What has begun before that time and is not over is not waited for any more."""
+        """Forgets collectives that began before that time and are not over: they are not waited for any more."""
         for flight in [each for each in self.in_flight if each.begin < before]:
             self._over(flight)
 
     def close(self) -> None:
-        """Listen no more; what is in flight ends as ever."""
+        """Stops listening; collectives in flight end as usual."""
         self._library._destroy()
         self._watch.close()
 
@@ -288,7 +288,7 @@ _traffic: _Traffic | None = None
 
 @contextlib.contextmanager
 def observe() -> Iterator[Observer]:
-    """See this process's collectives. Whoever observes has steps of its own; collectives are listened to while anybody does."""
+    """Observes this process's collectives. Each observer has its own steps; with the last one, listening ends."""
     global _traffic
     if _traffic is None:
         _traffic = _Traffic()

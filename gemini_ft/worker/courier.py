@@ -31,7 +31,7 @@ Order = TypeVar("Order", bound=Dispatch | Collect)
 
 
 class Courier:
-    """One worker's part. Making it is collective over the default process group.
+    """The courier of one worker. Making it is collective over the default process group.
 
     Args:
         traffic: the user's wishes.
@@ -98,7 +98,7 @@ class Courier:
             self._era += 1
 
     def close(self) -> None:
-        """Give up what is under way; not collective."""
+        """Gives up the transfers under way; not collective."""
         self._closed = True
         for free in (self._free_in, self._free_out):
             free.put(None)
@@ -196,7 +196,7 @@ class _Lane(Generic[Order]):
         self._orders.put(order)
 
     def close(self) -> None:
-        """What is under way cannot be called back: its threads end when it does, or the process."""
+        """Ends the lane. Collectives under way cannot be called back: the threads end when they do, or with the process."""
         self._orders.put(None)
         self._begun.put(None)
         for thread in self._threads:

@@ -11,7 +11,7 @@ from gemini_ft.worker.collectives import observe
 
 
 class Observation:
-    """Of this process, for one session.
+    """The observation of this process's traffic, for one session.
 
     Args:
         tell: sends a message, and descriptors beside it, to the agent; raises AgentError when it is gone.
@@ -25,7 +25,7 @@ class Observation:
         self._observer = self._stack.enter_context(observe())
 
     def introduce(self) -> None:
-        """To an agent that knows nothing of this yet."""
+        """Introduces itself to an agent that knows nothing of this yet."""
         page = self._observer.page
         self._tell(Watch(), (page.page, page.bell))
         self._report()

@@ -75,7 +75,7 @@ def _fresh_store(rank: int, world_size: int, timeout: timedelta) -> Store:
 
     Every rank but 0 says hello under a name made up for this attempt. Rank 0 numbers the attempt, answers each name
     with the number, and waits until all ranks have acknowledged it. A hello that a dead predecessor left behind is
-    answered too, but nobody acknowledges for it.
+    answered too, but never acknowledged.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
@@ -149,7 +149,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 @dataclass
 class _Board:
-    """Where the ranks of one process group say that they have arrived, before they enter a collective together.
+    """The board on which ranks of one process group note that they have arrived, before they enter a collective together.
 
     The collective itself could only time out, after the group's 30 minutes, and not say who was missing.
     """

@@ -55,7 +55,7 @@ _CHECK_SECONDS = 20.0  # for one small object to be written, read and deleted
 
 @dataclass
 class Session:
-    """This rank's part in one incarnation."""
+    """The part of this rank in one incarnation."""
 
     rank: int
     world_size: int
@@ -72,7 +72,7 @@ class Session:
 
     @property
     def sources(self) -> Sources:
-        """Where the resumed version can be read."""
+        """The places where the resumed version can be read."""
         claims = Claims(run=self.run, stream=self.spec.stream, host=self.host, to="", role="fetch", incarnation=None)
         return Sources(
             self.client,
@@ -155,7 +155,7 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: s
 
 
 def _agree(config: GeminiConfig, client: AgentClient, hello: Hello, everyone: list[Introduction], rank: int, resizable: bool) -> Session:
-    """Everything that all ranks must see alike, and the opening of the incarnation."""
+    """Agrees on everything that all ranks must see alike, and opens the incarnation."""
     run, stream = hello.run, hello.stream
     secret = agree_on_secret(everyone, client.welcome.secret, rank, config.timeout)
     _agree_on_config(everyone)
@@ -248,7 +248,7 @@ def _check_storage(config: GeminiConfig, reopen: Callable[[], Storage], choice: 
 
 
 def _make_room(config: GeminiConfig, reopen: Callable[[], Storage], run: str, stream: str, rank: int, choice: Choice) -> None:
-    """On rank 0, delete from storage what is old and what earlier uploads have left."""
+    """Deletes from storage, on rank 0, old checkpoints and leftovers of earlier uploads."""
     if rank != 0:
         return
     settings = config.storage

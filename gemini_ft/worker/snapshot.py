@@ -1,8 +1,8 @@
-"""From live tensors into a slot, in the background, while the next forward and backward run.
+"""Copies live tensors into a slot, in the background, while the next forward and backward run.
 
 Between two updates parameters and optimizer state are normally only read. "Normally" is checked: a tensor whose
 version counter or address changed during the copy makes the snapshot worthless, and it is discarded by name.
-What changes at other times (buffers, RNG, counters) is copied at once, before ``submit`` returns.
+State that changes at other times (buffers, RNG, counters) is copied at once, before ``submit`` returns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RETRY = 20.0  # seconds between attempts to start another
 
 
 class JobState(StrEnum):
-    """How far one snapshot has come."""
+    """The progress of one snapshot."""
 
     WAITING = "waiting"  # for a slot
     COPYING = "copying"
@@ -38,7 +38,7 @@ class JobState(StrEnum):
 
 @dataclass
 class Job:
-    """One snapshot on its way into its slot."""
+    """A snapshot on its way into its slot."""
 
     iteration: int
     extras: bytes
@@ -169,7 +169,7 @@ class Snapshotter:
             raise self._broken
 
     def granted(self, iteration: int, slot: int) -> None:
-        """From the agent."""
+        """Takes the agent's grant of a slot."""
         with self._condition:
             self._impatient = False
             if self._job is not None and self._job.iteration == iteration:
@@ -177,7 +177,7 @@ class Snapshotter:
                 self._condition.notify_all()
 
     def aborted(self, iteration: int) -> None:
-        """From the agent: another rank has no snapshot of this iteration."""
+        """Takes the agent's word that another rank has no snapshot of this iteration."""
         with self._condition:
             if self._job is not None and self._job.iteration == iteration and self._job.state is JobState.WAITING:
                 self._job.cancelled = "aborted"
