@@ -153,7 +153,7 @@ class Layout:
         return self._segments[device]
 
     def clear_padding(self, flat: Tensor) -> Tensor:
-        """Make zero what lies between tensors; returns ``flat``."""
+        """Sets the elements between tensors to zero; returns ``flat``."""
         if self.total == sum(self.sizes):
             return flat
         if flat.device not in self._padding:
@@ -181,7 +181,7 @@ class Bundle:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], align: int = 8) -> Bundle:
-        """Lay tensors out one after the other.
+        """Lays tensors out one after the other.
 
         Args:
             tensors: float32, float16 or bfloat16, of any shapes and strides, on one device. They are only read; a single float32
@@ -257,7 +257,7 @@ class Reducer(ABC):
 
     @abstractmethod
     def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
-        """Average over ranks: ask for collectives, return the mean, the same bits on all ranks. One call per group and step."""
+        """Averages over ranks: asks for collectives, returns the mean, the same bits on all ranks. One call per group and step."""
 
     @abstractmethod
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
@@ -281,11 +281,11 @@ class Reducer(ABC):
         return  # most methods have no tensors to keep, or write them in place anyway
 
     def forget(self, names: Collection[str]) -> None:
-        """Make zero what residuals and momenta keep of the tensors of these names."""
+        """Sets to zero all that residuals and momenta keep of the tensors of these names."""
         return  # most methods keep nothing
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there as if never interrupted; tensors are copied."""
+        """Restores a `state_dict`, to go on as if never interrupted; tensors are copied."""
         if state:
             raise ValueError(f"{type(self).__name__} has no state; given {sorted(state)}: was it another method's?")
 
@@ -345,7 +345,7 @@ def join(*parts: Tensor) -> Tensor:
 
 
 def cut(data: Tensor, *parts: tuple[torch.dtype, int]) -> list[Tensor]:
-    """Undo `join`: the dtype and the number of elements of each part."""
+    """Undoes `join`, given the dtype and the number of elements of each part."""
     found, at = [], 0
     for dtype, count in parts:
         nbytes = count * dtype.itemsize

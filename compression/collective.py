@@ -152,7 +152,7 @@ def _ready(waiting: Mapping[int, Request], topology: Topology) -> range:
 
 
 def answer(request: Request, group: Among) -> list[Tensor]:
-    """Carry out one collective; see `Request`."""
+    """Carries out one collective, as `Request` describes it."""
     members = _group_of(request.scope, group)
     world = dist.get_world_size(members) if dist.is_initialized() else 1
     _check_members(request, world)

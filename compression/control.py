@@ -70,7 +70,7 @@ class Link:
         return max(0.0, seconds - self.alpha) / self.beta if self.beta else 0.0
 
     def observe(self, nbytes: float, seconds: float) -> bool:
-        """Take in one measurement; whether the network is another one than before. A lone outlier changes nothing."""
+        """Takes in one measurement; returns whether the network has changed. A lone outlier changes nothing."""
         residual = seconds - self.predict(nbytes)
         if self._is_outlier(residual):
             self.strange += 1
@@ -176,6 +176,6 @@ class DelayControl:
         return {"link": asdict(self.link), "ratio": self.ratio, "wanted": self._wanted, "delays": list(self._delays)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restores a `state_dict`."""
         self.link = Link(**{**state["link"], "residuals": list(state["link"]["residuals"])})
         self.ratio, self._wanted, self._delays = state["ratio"], state["wanted"], list(state["delays"])

@@ -140,7 +140,7 @@ class _Group:
         self._count = count
 
     def improve(self) -> bool:
-        """Take the best number; whether that made F less."""
+        """Takes the best number of tensors; returns whether that made F less."""
         before = self._count
         best, count = self._exchange.seconds(), before
         for tried in range(len(self.tensors) + 1):

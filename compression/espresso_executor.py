@@ -255,7 +255,7 @@ class _Course:
         return torch.empty(0, dtype=torch.uint8 if self.held.compressed else DENSE, device=self.device)
 
     def _receive(self, answers: Sequence[Tensor], lengths: Sequence[int]) -> None:
-        """Hold what all have sent, in rank order."""
+        """Takes in what all have sent, in rank order."""
         messages = [self._cut(data, lengths) for data in answers]
         self.cells = [[tensor for cell in cells for tensor in cell] for cells in zip(*messages, strict=True)]
 

@@ -55,7 +55,7 @@ class Step(Enum):
 
 @dataclass(frozen=True)
 class Codec:
-    """Compress, or decompress, on a processor."""
+    """Compression or decompression on a processor."""
 
     compress: bool
     processor: Processor

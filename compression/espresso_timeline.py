@@ -130,7 +130,7 @@ class Exchange:
         return tuple(self.table.options[number] for number in self.numbers)
 
     def assign(self, tensor: int, number: int) -> None:
-        """Give one tensor the option of this number in the table."""
+        """Gives one tensor the option of this number in the table."""
         totals = self._sizes[tensor].totals
         self._totals = self._totals + totals[number] - totals[self.numbers[tensor]]
         self.numbers[tensor] = number

@@ -79,6 +79,6 @@ def shorten(quartic: Tensor) -> Tensor:
 
 
 def lengthen(runs: Tensor) -> Tensor:
-    """Undo `shorten`."""
+    """Undoes `shorten`."""
     lengths = (runs.int() - (_RUN - 2)).clamp_(min=1)
     return torch.repeat_interleave(runs.clamp(max=_RUN).masked_fill_(runs >= _RUN, _ZEROS), lengths)

@@ -21,7 +21,7 @@ _UNITS |= {"tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def parse_bytes(value: object) -> object:
-    """Turn ``"8GiB"`` or ``"500 MB"`` into bytes; anything else is passed through for pydantic to judge."""
+    """Turns ``"8GiB"`` or ``"500 MB"`` into bytes; anything else is passed through for pydantic to judge."""
     if not isinstance(value, str):
         return value
     text = value.strip().lower()
@@ -220,7 +220,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def load_config(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> GeminiConfig:
-    """Merge defaults, file, environment and ``overrides`` into one checked configuration.
+    """Merges defaults, file, environment and ``overrides`` into one checked configuration.
 
     Raises:
         ConfigError: an option is unknown or has a wrong value; all faults are listed at once.

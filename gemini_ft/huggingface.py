@@ -69,7 +69,7 @@ _NO_FOLDER = "/dev/null/gemini"  # the Trainer skips batches only if it resumes 
 
 
 class GeminiCallback(TrainerCallback):  # type: ignore[misc]
-    """Put one into the Trainer's ``callbacks``. Without a "gemini" section in the DeepSpeed configuration it does nothing.
+    """A callback for the Trainer's ``callbacks``. Without a "gemini" section in the DeepSpeed configuration it does nothing.
 
     Raises:
         ConfigError: this version of transformers is not known; when training begins: the Trainer does not use DeepSpeed.
@@ -282,7 +282,7 @@ def _of(trainer: Any) -> GeminiCallback | None:
 
 
 def _extend_trainer() -> None:
-    """Let Trainers that have a `GeminiCallback` ask it; callbacks alone cannot move the position in the data.
+    """Lets Trainers that have a `GeminiCallback` ask it; callbacks alone cannot move the position in the data.
 
     Raises:
         ConfigError: the Trainer of this version has other methods.

@@ -97,7 +97,7 @@ class _Coming:
         self._work = self._receive(self._message)
 
     def ask(self) -> None:
-        """Wait for the header, and ask for the rest of a long message."""
+        """Waits for the header, and asks for the rest of a long message."""
         self._work.wait()
         length = wire.length(self._message)
         if length <= ROOM:

@@ -32,7 +32,7 @@ class HookState:
 
 
 def hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over all ranks, in the background of the backward pass."""
+    """Averages a bucket over all ranks, in the background of the backward pass."""
     gradient = bucket.buffer()
     gradient.div_(dist.get_world_size(state.group))  # before the sum, as DDP does: in 16 bits the sum may be too large
     scheme = state.sparse if gradient.layout == torch.sparse_coo else state.dense

@@ -37,7 +37,7 @@ class Grouping:
 
 
 def hierarchical_hash(indices: torch.Tensor, parts: torch.Tensor, count: int, seed: int = 0, slots: int | None = None) -> Grouping:
-    """Group ``indices`` by ``parts``.
+    """Groups ``indices`` by ``parts``.
 
     Args:
         indices: int64 [n], unique, not negative.

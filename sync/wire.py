@@ -33,7 +33,7 @@ def _new(payload: int, number: int, count: int, device: torch.device | None) -> 
 
 
 def stamp(message: torch.Tensor, digest: int, total: int) -> None:
-    """Write the sender's digest and the bytes of all that it sends."""
+    """Writes the sender's digest and the bytes of all that it sends."""
     _words(message)[:2] = torch.tensor([digest, total])
 
 

@@ -34,10 +34,10 @@ class Way(Protocol):
         """Sends a message after every chunk that was sent before it."""
 
     def send_chunk(self, chunk: Chunk, slot: int, payload: memoryview, valve: Valve) -> None:
-        """Queue a chunk of a slot; ``payload`` are its bytes."""
+        """Queues a chunk of a slot; ``payload`` are its bytes."""
 
     async def flushed(self, below: int) -> None:
-        """Wait until fewer than ``below`` things are queued, or the connection is closed."""
+        """Waits until fewer than ``below`` things are queued, or the connection is closed."""
 
     def close(self) -> None:
         """The connection is closed."""

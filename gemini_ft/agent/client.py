@@ -102,7 +102,7 @@ class AgentClient:
         _clients.add(self)
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send without waiting for an answer.
+        """Sends a message without waiting for an answer.
 
         Raises:
             AgentError: the agent is gone.
@@ -140,7 +140,7 @@ class AgentClient:
         return True
 
     def call(self, message: Message, answer: type[M], timeout: float | None = None) -> tuple[M, list[int]]:
-        """Send, and wait ``timeout`` seconds (default: the client's) for the answer and the descriptors beside it.
+        """Sends a message, and waits ``timeout`` seconds (default: the client's) for the answer and the descriptors beside it.
 
         Raises:
             AgentTimeoutError: there is none; should it come later, it is dropped.
@@ -184,7 +184,7 @@ class AgentClient:
                 self._drop(answers.get())
 
     def _answered(self, message: Message, fds: list[int]) -> None:
-        """Hand an answer to the call it belongs to, if that is still waited for."""
+        """Hands an answer to its call, if that still waits for it."""
         with self._calls_lock:
             waiting = self._calls.pop(message.call, None)  # type: ignore[union-attr]
             if waiting is not None:
@@ -258,7 +258,7 @@ class AgentClient:
                     waiting.put(None)
 
     def _await_data(self) -> bool:
-        """Wait for something to read; False: nothing will come, because the agent hung and has been replaced."""
+        """Waits for something to read; False: nothing will come, because the agent hung and has been replaced."""
         readable = select.poll()
         readable.register(self._socket.fileno(), select.POLLIN)
         while not readable.poll(self._pulse.tick and 1000 * self._pulse.tick):
@@ -273,7 +273,7 @@ class AgentClient:
         return True
 
     def _route(self, message: Message, fds: list[int]) -> list[int]:
-        """Hand a message on; returns the descriptors that belong to a later one."""
+        """Hands a message on; returns the descriptors that belong to a later one."""
         if isinstance(message, Custody):
             if (old := self.custody.pop(message.key, None)) is not None:
                 os.close(old)

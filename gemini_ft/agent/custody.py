@@ -22,7 +22,7 @@ class Custodians:
         self._keepers: dict[int, WorkerPort] = {}  # id of a replica's memory -> the worker that keeps its descriptor
 
     def entrust(self, memory: SlotMemory) -> None:
-        """Let a local worker keep a replica's descriptor, unless one does: those of an owner always the same, of many owners many."""
+        """Lets a local worker keep a replica's descriptor, unless one does: one worker per owner, spread over many owners."""
         keeper = self._keepers.get(id(memory))
         workers = sorted((worker for worker in self._workers() if worker.alive), key=lambda worker: worker.rank)
         if workers and (keeper is None or keeper not in workers):

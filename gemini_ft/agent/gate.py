@@ -60,14 +60,14 @@ class Gate:
     # -- who communicates
 
     def watch(self, rank: int, page: ControlPage) -> None:
-        """Wait for this worker too; the page is the gate's from here on."""
+        """Makes the gate wait for this worker too; it owns the page from here on."""
         self.forget(rank)
         self._pages[rank] = page
         page.listen(self._waiting > 0)
         asyncio.get_running_loop().add_reader(page.bell, self._rung, page)
 
     def forget(self, rank: int) -> None:
-        """Wait for this worker no more: it is gone."""
+        """Ends waiting for this worker: it is gone."""
         page = self._pages.pop(rank, None)
         self.profiles.pop(rank, None)
         if page is not None:
@@ -103,7 +103,7 @@ class Gate:
         self._changed.set()
 
     async def leave(self, nbytes: int, late_at: Callable[[], float]) -> Pass:
-        """Wait until some of ``nbytes`` may be sent.
+        """Waits until some of ``nbytes`` may be sent.
 
         Args:
             nbytes: that are ready.

@@ -39,7 +39,7 @@ class Identity:
         os.pwrite(self._fd, len(body).to_bytes(4, "big") + body, 0)
 
     def take_over(self, fd: int) -> Past:
-        """Go on with a predecessor's; what it says. Nothing, if that died before it knew anything."""
+        """Continues a predecessor's identity; returns what it left, or nothing if it died before it knew anything."""
         os.close(self._fd)
         self._fd = fd
         raw = os.pread(fd, os.fstat(fd).st_size, 0)

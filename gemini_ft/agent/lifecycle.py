@@ -50,7 +50,7 @@ def log_path(run: str, host: str) -> Path:
 
 
 def try_connect(run: str, host: str) -> socket.socket | None:
-    """Connect to the agent, if there is one.
+    """Connects to the agent, if there is one.
 
     Raises:
         AgentTimeoutError: it takes in no connections.
@@ -92,7 +92,7 @@ def is_listening(run: str, host: str) -> bool:
 
 
 def spawn(run: str, host: str, fds: Sequence[int] = (), arguments: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-    """Start an agent in a session of its own: signals to the worker's group do not reach it. It inherits ``fds``, and nothing else."""
+    """Starts an agent in its own session: signals to the worker's group do not reach it. It inherits only ``fds``."""
     _children[:] = [child for child in _children if child.poll() is None]
     with _open_log(run, host) as log:
         command = [sys.executable, "-m", "gemini_ft.agent.main", "--run", run, "--host", host, *arguments]
@@ -129,7 +129,7 @@ def shares_fate(pid: int) -> bool:
 
 
 def write_stacks_on_request(run: str, host: str) -> None:
-    """Let this process write to the agent's log where its threads are, before the agent kills it because it hangs."""
+    """Lets this process write its threads' stacks to the agent's log, before a hang makes the agent kill it."""
     if signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
         return  # the script's own
     with contextlib.suppress(OSError):
@@ -168,7 +168,7 @@ def _agent_environment() -> dict[str, str]:
 
 
 def ask(run: str, host: str, message: Message, timeout: float = 5.0) -> Message | None:
-    """Send one message to the agent and return its answer; None when there is no agent, or it just hung up."""
+    """Sends one message to the agent and returns its answer; None when there is no agent, or it just hung up."""
     try:
         return ask_at(socket_name(run, host), message, timeout)
     except TimeoutError:
@@ -213,7 +213,7 @@ def status(run: str, host: str | None = None) -> str | None:
 
 
 def leave(run: str, host: str | None = None) -> None:
-    """Tell the agent of ``run`` on this host to go, if there is one. Uploads under way are finished first."""
+    """Tells the agent of ``run`` on this host to go, if there is one. Uploads under way are finished first."""
     with contextlib.suppress(AgentError, ConnectionError):
         ask(run, host or host_id(), Leave(run=run))
 

@@ -138,7 +138,7 @@ class SlotMemory:
 
     @classmethod
     def create(cls, shape: SlotShape) -> SlotMemory:
-        """Make a sealed memfd: a client that truncated it would kill every process that maps it."""
+        """Makes a sealed memfd: a client that truncated it would kill every process that maps it."""
         fd = os.memfd_create(f"gemini:{shape.stream}:{shape.owner}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, shape.total)
@@ -153,7 +153,7 @@ class SlotMemory:
 
     @classmethod
     def adopt(cls, fd: int) -> SlotMemory:
-        """Take over a memfd another agent made.
+        """Takes over a memfd another agent made.
 
         Raises:
             CorruptDataError: the header is not whole, or of another format; or layout and checksums are not those of the version it names.
@@ -229,7 +229,7 @@ class SlotMemory:
         struct.pack_into("<Q", self._view, _HEADER_BYTES + 8 * index, digest)
 
     def keep(self, index: int, offset: int, nbytes: int, digest: int) -> bool:
-        """Let a chunk of the version before be one of the next, if it is still there and the same.
+        """Lets a chunk of the version before be one of the next, if it is still there and the same.
 
         Its bytes are checked: memory that is never written again would collect what fails in it.
         """
@@ -259,7 +259,7 @@ class SlotMemory:
         return True
 
     def damaged(self) -> list[int]:
-        """Check every chunk against its digest; returns the indices that do not match."""
+        """Checks every chunk against its digest; returns the indices that do not match."""
         return [i for i, (at, n, digest) in self.chunks.items() if checksum(self.data(at, n)) != digest]
 
     def _write_header(self) -> None:
@@ -358,7 +358,7 @@ class Budget:
         self.used = 0
 
     def take(self, nbytes: int, what: str) -> None:
-        """Count ``nbytes`` in.
+        """Counts ``nbytes`` as used.
 
         Raises:
             MemoryBudgetError: they do not fit; the text has the numbers and the way out.
@@ -376,7 +376,7 @@ class Budget:
         self.used += nbytes
 
     def take_over(self, nbytes: int) -> None:
-        """Count in what an agent before has taken: it was not available when this one started, and would be without it."""
+        """Counts memory that a former agent took: it was not available when this one started, and would be without it."""
         self.used += nbytes
         if not self.stated:
             self.limit += int(self._PART * nbytes)

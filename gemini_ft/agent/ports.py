@@ -46,15 +46,15 @@ class Home(Protocol):
     counters: dict[str, int]
 
     def perform(self, effects: list[Effect]) -> None:
-        """Carry out what the protocol decided."""
+        """Carries out the protocol's decisions."""
 
     def tell_workers(self, message: Message) -> None: ...
 
     def notify(self, text: str) -> None:
-        """Tell the workers, for the user."""
+        """Tells the workers something for the user."""
 
     def report(self, message: Message) -> None:
-        """Tell the leader."""
+        """Tells the leader."""
 
     def claims(self, role: str, to: str) -> Claims:
         """This host's introduction when it dials a peer."""

@@ -41,6 +41,6 @@ class Transfer:
         return (self.total - self.done) / speed if speed else float("inf")
 
     def finish(self) -> None:
-        """Say what it took."""
+        """Logs the time that the transfer took."""
         seconds = time.monotonic() - self._began
         self._log(f"{self.what}: {self.total:,} bytes in {seconds:.1f} s ({self.total / max(1e-9, seconds) / 1e6:,.0f} MB/s)")

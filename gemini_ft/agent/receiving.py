@@ -38,7 +38,7 @@ class ReceiverOwner(Protocol):
         """Rank of the local worker that keeps the memory of a replica."""
 
     def collect(self, parcel: Parcel, memory: SlotMemory | None, receiver: Receiver) -> None:
-        """Let that worker receive a piece; ``receiver`` is told (``collected``)."""
+        """Lets that worker receive a piece; ``receiver`` is told (``collected``)."""
 
     @property
     def host_name(self) -> str: ...
@@ -60,7 +60,7 @@ class _Parcels:
         return self._waiting.pop((source, tag), None)
 
     def completes(self, parcel: Parcel) -> bool:
-        """Count a piece that has come; whether its chunk is whole now."""
+        """Counts a piece that has come; returns whether its chunk is whole now."""
         chunk = parcel.chunk
         key = chunk.owner, chunk.iteration, chunk.index
         self._landed[key] = self._landed.get(key, 0) + parcel.nbytes

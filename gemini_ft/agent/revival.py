@@ -72,7 +72,7 @@ class Estate:
 
     @classmethod
     def of(cls, pid: int) -> Estate:
-        """Take over the memory of a process of this user. What cannot be taken over is said."""
+        """Takes over the memory of a process of this user; logs memory that cannot be taken over."""
         estate, seen, failed = cls(), set[int](), 0
         mapped = _mapped_by_others(pid)
         try:
@@ -158,7 +158,7 @@ def _is_foreign(name: bytes) -> bool:
 
 
 def connect(run: str, host: str, patience: float = 0.0) -> socket.socket:
-    """Connect to the agent of ``run`` on this host; start it if there is none, and anew if it hangs.
+    """Connects to the agent of ``run`` on this host; starts it if there is none, and anew if it hangs.
 
     Args:
         run: run id.
@@ -211,7 +211,7 @@ def _asked(sock: socket.socket, pulse: Pulse) -> bool | None:
 
 
 def _start(run: str, host: str, estate: Estate, deadline: float) -> None:
-    """Start an agent with what another has left, and return when one listens."""
+    """Starts an agent with a former one's estate, and returns when it listens."""
     process = lifecycle.spawn(run, host, estate.fds, estate.arguments)
     while time.monotonic() < deadline and not lifecycle.is_listening(run, host):
         if process.poll() is not None and process.returncode != 0:
@@ -225,7 +225,7 @@ def _start(run: str, host: str, estate: Estate, deadline: float) -> None:
 
 
 def replace(run: str, host: str, listener: Listener, why: str) -> bool:
-    """Kill an agent that hangs and start another with its memory, unless another process has or does; whether the old one is dead.
+    """Kills an agent that hangs and starts another with its memory, or lets another process do so; returns whether the old one is dead.
 
     Returns when an agent listens again, or when it is clear that none will.
     """

@@ -106,12 +106,12 @@ class LinkOwner(Protocol):
         """The first sizeable shard has travelled, at ``rate`` bytes per second while it was under way."""
 
     def notify(self, text: str) -> None:
-        """Tell the workers, for the user."""
+        """Tells the workers something for the user."""
 
     tags: Iterator[int]  # for pieces that workers carry
 
     def order(self, owner: int, dispatch: Dispatch) -> None:
-        """Let the worker that owns a shard send a piece of it."""
+        """Lets the worker that owns a shard send a piece of it."""
 
     def arrived(self, out: Outgoing, peer: str, meter: Meter) -> None:
         """The peer has acknowledged a shard; ``meter`` has the connection's counters now."""
@@ -164,7 +164,7 @@ class Link:
         self._wake.set()
 
     def cancel(self, owner: int, version: Version) -> None:
-        """Let go of a shard soon, whether the peer answers or not: its slot is needed."""
+        """Lets go of a shard soon, whether the peer answers or not: its slot is needed."""
         for out in [o for o in self._active if o.owner == owner and o.version == version]:
             out.cancelled = True
             self._gate.poke()
@@ -179,7 +179,7 @@ class Link:
             connection.abort("it does not answer")
 
     def close(self) -> None:
-        """Stop for good; every slot is let go."""
+        """Stops for good; every slot is released."""
         self._task.cancel()
         if self._connection is not None:
             self._connection.abort("the session is over")
@@ -319,7 +319,7 @@ class Link:
                 await self._wake.wait()
 
     def _advance(self, out: Outgoing, connection: Connection, way: Way) -> bool:
-        """Queue the next frame of one shard; False when it has to wait."""
+        """Queues the next frame of one shard; False when it has to wait."""
         shape = out.memory.shape
         if out.cancelled:
             return self._withdraw(out, connection)

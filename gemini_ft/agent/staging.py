@@ -47,7 +47,7 @@ class StoredCopy:
         )
 
     def fill(self, memory: SlotMemory) -> None:
-        """Lay the shard down by parallel ranged reads, each checked against its checksum, and give the slot its identity.
+        """Lays the shard down by parallel ranged reads, each checked against its checksum, and gives the slot its identity.
 
         Raises:
             CorruptDataError: a part does not match its checksum (the rest is not read any more), or the whole not the committed root.

@@ -79,7 +79,7 @@ class Uploader:
         }
 
     def start(self, owner: int, memory: SlotMemory, version: Version, done: Callable[[str, str], None]) -> None:
-        """Upload one shard in the background; ``done`` gets its record, or what went wrong."""
+        """Uploads one shard in the background; ``done`` gets its record, or the error."""
         if version != self.version:
             self._transfers.clear()
         self.version = version
@@ -125,7 +125,7 @@ class Uploader:
         )
 
     def _recall(self) -> None:
-        """Learn of what was stored before this session."""
+        """Finds out which checkpoints were stored before this session."""
         if self._newest is None and (mark := recall_on_host(self.config.url, self._run, self._spec.stream)) is not None:
             self._newest = self._newest or (mark.version, mark.at)
 
@@ -136,7 +136,7 @@ class Uploader:
         return f"the newest stored step is {stored.iteration}, {max(0.0, time.time() - at):.0f} s old"
 
     def _clear_away(self, version: Version) -> None:
-        """Delete, in the background, the shards that this host has written for an upload that failed."""
+        """Deletes, in the background, the shards that this host has written for an upload that failed."""
         if keys := self._written.pop(version, set()):
             with self._clearing:
                 self._leftovers |= keys
@@ -195,7 +195,7 @@ class Uploader:
         return record
 
     async def write_manifest(self, version: Version, records: dict[int, str]) -> None:
-        """Make the checkpoint exist. What it supersedes is deleted by `tidy`.
+        """Writes the manifest, which makes the checkpoint exist. Those that it supersedes are deleted by `tidy`.
 
         Raises:
             StorageError: the manifest could not be written, or another job has taken this one's run id over.
@@ -233,7 +233,7 @@ class Uploader:
         self._newest = (version, time.time())
 
     def _check_place(self) -> None:
-        """Make sure that this is where the run has stored before: an unmounted folder takes everything, and shows nothing.
+        """Makes sure that this is where the run has stored before: an unmounted folder takes everything, and shows nothing.
 
         Raises:
             StorageError: it is not.
@@ -285,7 +285,7 @@ class Uploader:
             self._storage.delete(f"{manifest.folder}/{MANIFEST}")
 
     async def _insist(self, what: str, work: Callable[[], _T]) -> _T:
-        """Try again after a storage error, a few times, ever slower."""
+        """Tries again after a storage error, a few times, ever slower."""
         for attempt in range(_ATTEMPTS):
             try:
                 result = await asyncio.to_thread(work)

@@ -66,7 +66,7 @@ class Vault:
         ]
 
     async def verify(self, version: Version) -> list[int]:
-        """Check all copies of ``version`` here; what does not match its checksums is discarded.
+        """Checks all copies of ``version`` here; those that do not match their checksums are discarded.
 
         Every local rank asks at about the same time: the bytes are read once for all of them.
 
@@ -93,7 +93,7 @@ class Vault:
         return sorted(sound)
 
     def adopt(self, memory: SlotMemory, shared: bool = False, giver: Giver | None = None) -> bool:
-        """Take over a slot from before this agent's own time; it counts, but is never refused: the memory is in use already.
+        """Takes over a slot from before this agent's own time; it counts, but is never refused: the memory is in use already.
 
         Args:
             memory: the slot.
@@ -122,7 +122,7 @@ class Vault:
         return [giver for (of, _), giver in self._givers.items() if of == owner and giver is not None]
 
     async def stage(self, copy: StoredCopy, version: Version, wanted: Callable[[], bool]) -> None:
-        """Lay a complete version down in a slot of its own, in the place of slots that hold nothing.
+        """Lays a complete version down in a slot of its own, in place of slots that hold nothing.
 
         Args:
             copy: what to lay down.
@@ -241,7 +241,7 @@ class Vault:
                     await asyncio.to_thread(populate, memory.memory, 0, memory.shape.total)
 
     def free(self, owner: int, slot: int) -> None:
-        """Give the memory back."""
+        """Gives the memory of a slot back."""
         memory = self.memory.pop((owner, slot))
         self._givers.pop((owner, slot), None)
         self._budget.give_back(memory.shape.total)

@@ -70,7 +70,7 @@ class WorkerConnection:
         return self._connected
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Queue a message; descriptors are duplicated now, so that the caller may close its own.
+        """Queues a message; descriptors are duplicated now, so that the caller may close its own.
 
         Raises:
             AgentError: this process has no free descriptors left.
@@ -89,7 +89,7 @@ class WorkerConnection:
         self.send(Failed(call=getattr(message, "call", 0), error=type(error).__name__, text=str(error), fatal=True))
 
     def ask_for_stacks(self) -> None:
-        """Let it write to the agent's log where its threads are, even if it is stopped."""
+        """Makes a worker write its threads' stacks to the agent's log, even if it is stopped."""
         with contextlib.suppress(OSError):  # it is dead already
             for number in (lifecycle.STACKS_SIGNAL, signal.SIGCONT):
                 signal.pidfd_send_signal(self._pidfd, number)

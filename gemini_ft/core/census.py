@@ -71,7 +71,7 @@ IGNORED = Rule("whatever the option `ignore` names", Fate.USERS, "it is not capt
 
 
 def declare(what: str, fate: Fate, how: str) -> Rule:
-    """Add a kind of state to the table. The same declaration may be made again."""
+    """Adds a kind of state to the table. The same declaration may be made again."""
     return _rules.setdefault(what, Rule(what, fate, how))
 
 
@@ -94,7 +94,7 @@ class Census:
         self._seen: tuple[object, ...] | None = None
 
     def register(self, part: str, walk: Walk, fingerprint: Callable[[], object] = lambda: None) -> None:
-        """Add a part of the state, or replace it.
+        """Adds a part of the state, or replaces it.
 
         Args:
             part: its name.

@@ -128,14 +128,14 @@ class Layout:
         return set().union(*self.groups)
 
     def to_bytes(self) -> bytes:
-        """Encode as msgpack; groups are stored once each."""
+        """Encodes as msgpack; groups are stored once each."""
         groups = {group: index for index, group in enumerate(self.groups)}
         rows = [(p.name, p.dtype, p.shape, p.start, p.stop, p.offset, groups[p.group], p.logical) for p in self.pieces]
         return bytes(msgpack.packb((FORMAT_VERSION, self.world_size, self.logical_hash, self.nbytes, self.groups, rows)))
 
     @staticmethod
     def from_bytes(blob: bytes) -> Layout:
-        """Decode and check what `to_bytes` made; safe on bytes from an untrusted source.
+        """Decodes and checks the bytes that `to_bytes` made; safe on bytes from an untrusted source.
 
         Raises:
             CorruptDataError: the bytes are not a layout, or contradict themselves.
@@ -168,7 +168,7 @@ class Read:
 
 
 def build_layout(specs: Sequence[TensorSpec], rank: int, world_size: int) -> Layout:
-    """Cut every group's bytes into equal stretches and lay out those that ``rank`` owns; frozen tensors first, cut apart.
+    """Cuts every group's bytes into equal stretches and lays out those that ``rank`` owns; frozen tensors first, cut apart.
 
     Two ranks of a group differ by less than one element per group in what they own of each kind; cuts fall on
     element boundaries. The order of ``specs`` does not matter.

@@ -20,7 +20,7 @@ Placement = dict[str, tuple[str, ...]]
 
 
 def place(hosts: Sequence[str], replicas: int, domains: Mapping[str, str] | None = None) -> Placement:
-    """Choose the holders of every host's shards.
+    """Chooses the holders of every host's shards.
 
     Args:
         hosts: ids, each once. Their order does not matter: ranks move between hosts at a restart,
@@ -124,7 +124,7 @@ def _check(hosts: Sequence[str], replicas: int, domains: Mapping[str, str]) -> N
 
 
 def _spread(hosts: Sequence[str], replicas: int, domains: Mapping[str, str]) -> list[str]:
-    """Order hosts so that `mixed` cuts them into parts that span as many domains as they can."""
+    """Orders hosts so that `mixed` cuts them into parts that span as many domains as they can."""
     sizes = part_sizes(len(hosts), replicas)
     parts: list[list[str]] = [[] for _ in sizes]
     present: list[Counter[str]] = [Counter() for _ in sizes]
@@ -138,7 +138,7 @@ def _spread(hosts: Sequence[str], replicas: int, domains: Mapping[str, str]) -> 
 
 
 def _apart(hosts: Sequence[str], domains: Mapping[str, str]) -> list[str]:
-    """Order a ring so that hosts of one domain stand far apart: neighbours hold each other's copies."""
+    """Orders a ring so that hosts of one domain stand far apart: neighbours hold each other's copies."""
     order: dict[int, str] = {}
     free = list(range(len(hosts)))
     for _, members in _by_domain(hosts, domains):

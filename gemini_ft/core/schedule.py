@@ -98,7 +98,7 @@ class Schedule:
 
 
 def schedule(spans: Sequence[float], transfer: Transfer, link: Link) -> Schedule:
-    """Put every byte of every copy into spans, in order (algorithm 2).
+    """Puts every byte of every copy into spans, in order (algorithm 2).
 
     Args:
         spans: seconds of each idle span, in the order of the step.

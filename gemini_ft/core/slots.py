@@ -53,20 +53,20 @@ class SlotSet:
         self.sealed = sealed  # a new incarnation is choosing what to resume: nothing becomes complete, nothing complete goes
 
     def add(self, count: int) -> list[Slot]:
-        """Put ``count`` fresh slots into the rotation."""
+        """Puts ``count`` fresh slots into the rotation."""
         first = max(self.slots, default=-1) + 1
         fresh = [Slot(index) for index in range(first, first + count)]
         self.slots.update((slot.index, slot) for slot in fresh)
         return fresh
 
     def adopt(self, index: int, version: Version | None, root: str = "") -> Slot:
-        """Take over a slot found in memory: COMPLETE with ``version``, or EMPTY."""
+        """Takes over a slot found in memory: COMPLETE with ``version``, or EMPTY."""
         slot = Slot(index, SlotState.COMPLETE if version else SlotState.EMPTY, version, root=root)
         self.slots[index] = slot
         return slot
 
     def retire(self) -> None:
-        """Take all present slots out of the rotation; they stay readable until ``reap``."""
+        """Takes all present slots out of the rotation; they stay readable until ``reap``."""
         for slot in self.slots.values():
             slot.retired = True
             if slot.state is SlotState.WRITING:
@@ -111,7 +111,7 @@ class SlotSet:
         return slot
 
     def supersede(self, version: Version, committed: Version | None) -> None:
-        """Learn from the owner, about to send ``version``, what is committed; everything between was aborted."""
+        """Learns from the owner, about to send ``version``, what is committed; everything between was aborted."""
         self.commit(committed)
         for slot in self.undecided():
             if slot.version is not None and slot.version < version:
@@ -127,7 +127,7 @@ class SlotSet:
         return True
 
     def discard(self, version: Version) -> None:
-        """Give ``version`` up. A slot that is being written stays out of reach until its writer is known to have stopped."""
+        """Gives ``version`` up. A slot that is being written stays out of reach until its writer is known to have stopped."""
         slot = self.find(version)
         if slot is not None and slot.state is SlotState.WRITING:
             slot.state = SlotState.TORN
@@ -152,7 +152,7 @@ class SlotSet:
             self.drop_past()
 
     def rewind(self, resumed: Version | None) -> None:
-        """Start a new incarnation from ``resumed``: every newer version belongs to a history that is over.
+        """Starts a new incarnation from ``resumed``: every newer version belongs to a history that is over.
 
         Complete ones stay until `drop_past`, and so does what was committed before. Some host may fail before it has opened this
         incarnation, which then has never been: those that go on with the former one need not keep ``resumed``, so what they have in
@@ -171,7 +171,7 @@ class SlotSet:
         self.committed = resumed
 
     def resume(self, incarnation: Incarnation) -> None:
-        """Go on with an incarnation, nobody knows in which state: as if it had begun just now, and all hosts might not have opened it."""
+        """Continues an incarnation in an unknown state: as if it had begun just now, and all hosts might not have opened it."""
         for slot in self.slots.values():
             if slot.version is not None and slot.state is SlotState.COMPLETE:
                 slot.past = slot.version != self.committed and slot.version.incarnation < incarnation
@@ -185,7 +185,7 @@ class SlotSet:
                     slot.clear()
 
     def reap(self) -> list[Slot]:
-        """Drop retired slots that nobody reads or writes and whose version will not be needed again."""
+        """Drops retired slots without readers or writers, whose version will not be needed again."""
         gone = [s for s in self.slots.values() if s.retired and not s.readers and not s.frozen and self._is_spent(s)]
         for slot in gone:
             del self.slots[slot.index]

@@ -124,7 +124,7 @@ class Profiler:
         self._fresh = 0  # steps since the last look
 
     def add(self, step: Step) -> bool:
-        """Take in a step; whether ``profile`` is another one now: after each window, and when it became void.
+        """Takes in a step; returns whether ``profile`` has changed: after each window, and when it became void.
 
         Single steps of another order (a logged value that is reduced now and then) are passed over. When they follow each
         other, the order has changed: the profile is void until the new order has been seen long enough.

@@ -76,7 +76,7 @@ class Border:
                 )
 
     def close(self) -> None:
-        """Look no more."""
+        """Stops looking."""
         self._handle.remove()
 
     def _look(self) -> dict[str, Any]:

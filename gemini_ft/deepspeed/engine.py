@@ -98,7 +98,7 @@ class Protection:
             self._border.passed()
 
     def save(self, rng: Any = None) -> None:
-        """Take a snapshot, if there was an update since the last one and the interval says so.
+        """Takes a snapshot, if there was an update since the last one and the interval says so.
 
         Args:
             rng: the random generators as they were when the iteration ended; default: as they are.
@@ -114,7 +114,7 @@ class Protection:
             self.checkpointer.alive(self._iteration)
 
     def close(self, finished: bool = True) -> None:
-        """Leave the run; after a finished one the agents leave too."""
+        """Leaves the run; after a finished one the agents leave too."""
         if not self._closed:
             if finished:
                 self._border.passed()
@@ -185,7 +185,7 @@ class _ProtectedPipeline(_Protected):
 
 
 def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
-    """Protect an engine, and resume it if there is something to resume; give it its gradient pipeline before. Collective.
+    """Protects an engine, with its gradient pipeline, and resumes it if there is something to resume. Collective.
 
     Args:
         engine: as ``deepspeed.initialize`` returned it, before its first step.

@@ -187,7 +187,7 @@ class EngineGradients(Body):
         return type(self._engine).destroy(self._engine)
 
     def close(self) -> None:
-        """Give the engine its own methods back, and end the threads."""
+        """Gives the engine its own methods back, and ends the threads."""
         for target, name in self._replaced:
             vars(target).pop(name, None)
         self._watch.close()
@@ -213,7 +213,7 @@ class EngineGradients(Body):
 
 
 def install(engine: Any, pipeline: Any) -> EngineGradients:
-    """Give an engine a gradient pipeline; the one that it has, if it has one. Collective.
+    """Gives an engine a gradient pipeline, unless it has one; returns it. Collective.
 
     Raises:
         ConfigError: see `EngineGradients`.

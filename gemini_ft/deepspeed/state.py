@@ -270,7 +270,7 @@ def _room(spec: TensorSpec, master: torch.Tensor) -> torch.Tensor:
 
 
 def _check(engine: Any) -> None:
-    """Refuse by name what cannot be captured exactly."""
+    """Refuses by name any state that cannot be captured exactly."""
     if not deepspeed.__version__.startswith(f"{_SUPPORTED}."):
         raise UnsupportedStateError(f"deepspeed {deepspeed.__version__} is not supported; install deepspeed>={_SUPPORTED}.8,<0.20")
     if engine.optimizer is None or isinstance(engine.optimizer, DummyOptim):

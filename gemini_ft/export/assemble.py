@@ -65,7 +65,7 @@ def _reads(owner: int, layout: Layout, wanted: Mapping[str, torch.Tensor]) -> li
 
 
 def _check_covered(pieces: Sequence[Piece]) -> None:
-    """Check that each tensor's pieces have as many elements as its shape; a shape that lies would make us allocate too much memory."""
+    """Checks that each tensor's pieces have as many elements as its shape; a shape that lies would make us allocate too much memory."""
     covered: dict[str, int] = {}
     for piece in pieces:
         covered[_key(piece)] = covered.get(_key(piece), 0) + piece.stop - piece.start
@@ -108,7 +108,7 @@ def _join(name: str, words: str, parts: Parts, world_size: int) -> torch.Tensor:
 
 
 def _put(name: str, whole: torch.Tensor, part: torch.Tensor, group: Group, placements: str, mesh: Group) -> None:
-    """Copy what the ranks of ``group`` hold to its place, if ranks fill the mesh in their order (as init_device_mesh has it)."""
+    """Copies the part that ``group``'s ranks hold to its place, if ranks fill the mesh in order (as with init_device_mesh)."""
     indices = [torch.arange(size) for size in whole.shape]
     coordinate = [int(i) for i in torch.unravel_index(torch.tensor(group[0]), mesh)]
     holders = torch.arange(math.prod(mesh)).reshape(mesh)

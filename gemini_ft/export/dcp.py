@@ -24,7 +24,7 @@ from gemini_ft.export.zero import read_states
 
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write into ``folder``. It can be loaded by any number of ranks."""
+    """Writes a checkpoint into ``folder`` that any number of ranks can load."""
     state = read_states(checkpoint, optimizers=True)
     document = {"model": state.model() | state.extra_state(), "optim": _merged(state.optimizers())}
     with warnings.catch_warnings():

@@ -22,7 +22,7 @@ _ZERO12, _ZERO3, _BF16 = "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage
 
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write ``folder/latest`` and ``folder/global_step<N>``.
+    """Writes ``folder/latest`` and ``folder/global_step<N>``.
 
     Raises:
         ConfigError: the checkpoint is not of a DeepSpeed engine, or DeepSpeed is not installed.

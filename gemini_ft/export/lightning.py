@@ -20,7 +20,7 @@ _log = logging.getLogger("gemini_ft")
 
 
 def write(checkpoint: Checkpoint, folder: Path, name: str) -> None:
-    """Write ``folder/name``.
+    """Writes ``folder/name``.
 
     Raises:
         ConfigError: the checkpoint is not of a Lightning Trainer.

@@ -19,7 +19,7 @@ from gemini_ft.storage.shard import CODES
 
 
 def write(checkpoint: Checkpoint, folder: Path, name: str) -> None:
-    """Write ``folder/name``.
+    """Writes ``folder/name``.
 
     Raises:
         UnsupportedStateError: a dtype is unknown to safetensors; the tensor is named.

@@ -93,7 +93,7 @@ class Checkpoint:
         return self.shards[0].extras()
 
     def close(self) -> None:
-        """Let go of the shards."""
+        """Releases the shards."""
         for shard in self.shards:
             shard.close()
         self.held.close()

@@ -38,7 +38,7 @@ class Stage:
         self._fd = fd
 
     def take_place(self, target: Path, own: Callable[[str], bool]) -> None:
-        """Let the folder take the place of ``target``, in one go where the file system can; ``target`` may be missing.
+        """Lets the folder take the place of ``target``, in one go where the file system can; ``target`` may be missing.
 
         Args:
             target: in the same folder as this one.
@@ -58,7 +58,7 @@ class Stage:
         before.rmdir()
 
     def _change_over(self, target: Path) -> Path:
-        """Do it in two steps; returns where the old content is now."""
+        """Takes the place of the target in two steps; returns where the old content is now."""
         os.write(self._fd, os.fsencode(target.name))  # whoever finds the old one without a new one puts it back
         os.fsync(self._fd)
         target.rename(self._old)
@@ -87,7 +87,7 @@ def stage(where: Path, mode: int = 0o777) -> Iterator[Stage]:
 
 
 def clear_leftovers(where: Path, now: float | None = None) -> None:
-    """Remove what dead exports have left in ``where``; ``now`` as for `gemini_ft.storage.partials.sweep`."""
+    """Removes leftovers of dead exports in ``where``; ``now`` as for `gemini_ft.storage.partials.sweep`."""
     partials.sweep(where, now, PREFIX, _written, _remove)
 
 
@@ -119,7 +119,7 @@ def _beside(lock: Path) -> tuple[Path, Path]:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders in one go; False: this file system or this kernel cannot."""
+    """Exchanges two folders in one go; False: this file system or this kernel cannot."""
     if not hasattr(_libc, "renameat2"):
         return False
     if _libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:

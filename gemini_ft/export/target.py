@@ -119,7 +119,7 @@ def _existing(found: Sequence[str], target: Target, to: str, overwrite: bool) ->
 
 
 def _upload(storage: Storage, folder: Path, target: Target, old: Sequence[str]) -> None:
-    """Put the new files beside the old ones, then the one that names them in place of the old one, and delete the old ones last."""
+    """Puts the new files beside the old ones, then the one that names them in place of the old one, and deletes the old ones last."""
     if target.tagged:
         _make_unlike(folder, target, old)
     files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
@@ -135,7 +135,7 @@ def _upload(storage: Storage, folder: Path, target: Target, old: Sequence[str]) 
 
 
 def _make_unlike(folder: Path, target: Target, old: Sequence[str]) -> None:
-    """Give the folder of an export another name if the old export has one of the same."""
+    """Renames the folder of an export if the old export has one of the same name."""
     tag = (folder / target.last).read_text()
     if any(key.startswith(f"{tag}/") for key in old):
         other = f"{tag}-{secrets.token_hex(4)}"

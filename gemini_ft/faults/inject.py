@@ -103,7 +103,7 @@ class Orders:
 
     @classmethod
     def agree(cls, everyone: Sequence[Orders]) -> Orders:
-        """Put together what the ranks know.
+        """Combines all that the ranks know.
 
         Raises:
             ConfigError: they were not given the same faults.
@@ -135,7 +135,7 @@ class Scene:
 
 
 def arm(orders: Orders, scene: Scene) -> None:
-    """Make ready for ``at_step``; the Checkpointer calls it once the ranks have come together.
+    """Prepares for ``at_step``; the Checkpointer calls it once the ranks have come together.
 
     Raises:
         ConfigError: a fault names what this job does not have, or would do harm.
@@ -170,7 +170,7 @@ def _files(folder: Path) -> Iterable[Path]:
 
 
 def _forget(folder: Path) -> None:
-    """Remove what earlier runs have noted; the folder is the user's, so everything else in it stays."""
+    """Removes the notes of earlier runs; the folder is the user's, so everything else in it stays."""
     for path in _files(folder):
         if OCCURRENCE.fullmatch(path.name) and (path.is_file() or path.is_symlink()):
             path.unlink(missing_ok=True)  # another rank of this host may have been quicker
@@ -211,7 +211,7 @@ class Drill:
 
 
 def _gather(name: str, rank: int, world_size: int, wait: bool) -> None:
-    """Say that this rank has come to a fault; ``wait`` for the others to say so too, for a short time.
+    """Announces that this rank has come to a fault; with ``wait``, waits a short time for the others to do so too.
 
     Not a collective: its last steps would fail on the ranks that are still in it when the first one dies.
     """
@@ -265,7 +265,7 @@ def _kill_host(agent: int) -> None:
 
 
 def _fill(path: Path) -> None:
-    """Take all the room of a file system, down to the last byte."""
+    """Takes all the room of a file system, down to the last byte."""
     with open(path, "ab", buffering=0) as filler:
         for size in (2**20, 2**12, 1):
             with contextlib.suppress(OSError):

@@ -109,7 +109,7 @@ class Fault:
         return sorted(rank for rank, hosts in world.holders.items() if host in hosts)
 
     def check(self, world: World) -> None:
-        """Raise ConfigError when it names a rank, host or group that this job does not have."""
+        """Raises ConfigError when it names a rank, host or group that this job does not have."""
         hosts = sorted(set(world.hosts))
         numbered = int(self.host) if self.host is not None and self.host.isdigit() and self.host not in hosts else None
         for key, value, count in (
@@ -152,7 +152,7 @@ def _host(given: str, world: World) -> str:
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """Read a list of faults.
+    """Reads a list of faults.
 
     Raises:
         ConfigError: an entry has an unknown word, a wrong value, or lacks something; it says what is allowed.

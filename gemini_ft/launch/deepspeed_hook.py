@@ -29,7 +29,7 @@ protected = False  # whether this process has a protected engine; `gemini_ft.dee
 
 
 def install() -> None:
-    """Replace ``deepspeed.initialize``: now if deepspeed is loaded, else as soon as it is. May be called any number of times."""
+    """Replaces ``deepspeed.initialize``: now if deepspeed is loaded, else as soon as it is. May be called any number of times."""
     if os.environ.get("GEMINI_WRAP") == "0":
         return
     if (module := sys.modules.get(_MODULE)) is not None:

@@ -58,7 +58,7 @@ def import_root(program: Sequence[str]) -> str:
 
 
 def die_with(launcher: int) -> None:
-    """Have the kernel kill this worker when its parent, the ``launcher``, dies: to the other hosts this one is lost then.
+    """Makes the kernel kill this worker when its parent, the ``launcher``, dies: to the other hosts this one is lost then.
 
     Not by SIGTERM, which scripts take for the end of the whole job: Lightning's rank 0 makes all ranks stop at it, with status 0.
     """
@@ -68,7 +68,7 @@ def die_with(launcher: int) -> None:
 
 
 def run(program: Sequence[str], copy: str | None = None) -> None:
-    """Run ``[-m] name arguments...`` as Python itself does, in a new ``__main__``; plus `gemini_ft.launch.deepspeed_hook`.
+    """Runs ``[-m] name arguments...`` as Python itself does, in a new ``__main__``; plus `gemini_ft.launch.deepspeed_hook`.
 
     Args:
         program: script and arguments, or ``-m``, module name and arguments; the script ``-`` came through standard input.
@@ -104,7 +104,7 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
 
 
 def _leave() -> None:
-    """End a finished process as Python does, but without taking the interpreter apart.
+    """Ends a finished process as Python does, but without taking the interpreter apart.
 
     With DeepSpeed's process groups that ends in ``terminate called without an active exception`` now and then, and torch's
     launcher takes it for a failure of the job.

@@ -122,7 +122,7 @@ class ForkServer:
         early: Mapping[str, str | None] | None = None,
         copy: Path | None = None,
     ) -> None:
-        """Start it; it imports in the background until :meth:`wait_ready`.
+        """Starts the server, which imports in the background until :meth:`wait_ready`.
 
         Args:
             program: script and arguments, or ``-m``, module name and arguments.
@@ -150,7 +150,7 @@ class ForkServer:
         return self._process.pid
 
     def wait_ready(self) -> str | None:
-        """Wait for the imports; return why no worker must be forked after them, or None if all is well.
+        """Waits for the imports; returns why no worker must be forked after them, or None if all is well.
 
         Raises:
             ForkServerError: the server has died or takes longer than 10 minutes.
@@ -160,7 +160,7 @@ class ForkServer:
         return self._refusal
 
     def fork(self, program: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]) -> Process:
-        """Start a worker that runs ``program`` with ``streams`` as its standard input, output and error.
+        """Starts a worker that runs ``program`` with ``streams`` as its standard input, output and error.
 
         Raises:
             ForkServerError: the server has died, has not answered in time, or could not fork. The worker will not run then, however
@@ -181,7 +181,7 @@ class ForkServer:
             return self._begin(answer["pid"], trigger)
 
     def _begin(self, pid: int, trigger: IO[bytes]) -> Process:
-        """Let the worker run, unless the job has been told to end in the meantime."""
+        """Lets the worker run, unless the job has been told to end in the meantime."""
         with self._workers.undisturbed():
             try:
                 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -194,7 +194,7 @@ class ForkServer:
         return process
 
     def close(self) -> None:
-        """End the server, which kills what its workers have left."""
+        """Ends the server, which kills the leftovers of its workers."""
         self._channel.close()
         if self._answered < 0:
             self._process.kill()  # in the midst of its imports
@@ -268,7 +268,7 @@ class WarmStart:
     """The source of forked workers: a fork server, a new one if that has died, or none once it has refused."""
 
     def __init__(self, start_server: Callable[[], ForkServer]) -> None:
-        """Start the server, which imports in the background."""
+        """Starts the server, which imports in the background."""
         self._start_server = start_server
         self._server: ForkServer | None = self._start_server()
 
@@ -290,7 +290,7 @@ class WarmStart:
             return None
 
     def close(self) -> None:
-        """End the server, as :meth:`ForkServer.close`."""
+        """Ends the server, as :meth:`ForkServer.close`."""
         if self._server is not None:
             self._server.close()
             self._server = None

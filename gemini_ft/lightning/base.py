@@ -57,7 +57,7 @@ class Gemini:
 
 
 def join_group(strategy: Any) -> None:
-    """Create the process group before Lightning does, where a restart by torchrun would make it hang.
+    """Creates the process group before Lightning does, where a restart by torchrun would make it hang.
 
     Lightning uses a group that exists. Elsewhere (SLURM, Lightning's own launcher) it creates the group itself.
     """

@@ -111,7 +111,7 @@ class Bookmark:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration start at the position ``state``; one that does not come from here is the loader's own."""
+        """Lets the next iteration start at the position ``state``; one that was not made here is passed to the loader."""
         if not is_position(state):
             self._base.load_state_dict(self._loader, state)
             return
@@ -320,12 +320,12 @@ class Bookmark:
         return self._workers.resting() if started and self._workers else None
 
     def revive_workers(self, states: dict[int, State]) -> None:
-        """Let the next iteration start workers in the place of those that were resting before a restart."""
+        """Lets the next iteration start workers in the place of those that were resting before a restart."""
         if self._workers:
             self._workers.revive(states)
 
     def _check(self, position: dict[str, Any]) -> None:
-        """Refuse a position in other data."""
+        """Refuses a position in other data."""
         then, now = position["facts"], facts(self._loader)
         if differing := [f"{name} was {then[name]} and is {now[name]}" for name in then if then[name] != now[name]]:
             raise StateError(

@@ -52,7 +52,7 @@ def checkpoint_of(extras: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def complete(trainer: Any, checkpoint: dict[str, Any], live: Tensors) -> None:
-    """Add what hooks expect to find: the model's tensors by reference, and the hyperparameters."""
+    """Adds the entries that hooks expect: the model's tensors by reference, and the hyperparameters."""
     resolved = _resolve_live(checkpoint, live)
     checkpoint.clear()
     checkpoint |= {"state_dict": dict(live), "optimizer_states": []} | compat.hyper_parameters(trainer) | resolved
@@ -73,7 +73,7 @@ def file_checkpoint(checkpoint: dict[str, Any], state_dict: Mapping[str, Any], o
 
 
 def restore(trainer: Any, package: str, extras: Mapping[str, Any]) -> None:
-    """Put back what Lightning does not restore; the Trainer is about to fetch the batch it was about to fetch.
+    """Puts back the state that Lightning does not restore; the Trainer is about to fetch the same batch as then.
 
     That late, because all that happens on the way draws random numbers, resets metrics, or counts.
     """

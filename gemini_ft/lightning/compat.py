@@ -22,7 +22,7 @@ _PRUNING = {("lightning", "ModelPruning"), ("pytorch_lightning", "ModelPruning")
 
 
 def check_lightning(package: str) -> None:
-    """Refuse a Lightning that this module was not written for.
+    """Refuses a Lightning that this module was not written for.
 
     Args:
         package: "lightning.pytorch", "pytorch_lightning", "lightning.fabric" or "lightning_fabric".
@@ -95,12 +95,12 @@ def is_checkpoint_seen(trainer: Any) -> bool:
 
 
 def offer_checkpoint(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Let the Trainer restore from ``checkpoint`` as if it had read it from a file."""
+    """Lets the Trainer restore from ``checkpoint`` as if it had read it from a file."""
     trainer._checkpoint_connector._loaded_checkpoint = checkpoint
 
 
 def withdraw_checkpoint(trainer: Any) -> None:
-    """Undo :func:`offer_checkpoint`."""
+    """Undoes :func:`offer_checkpoint`."""
     trainer._checkpoint_connector._loaded_checkpoint = {}
 
 
@@ -132,7 +132,7 @@ def pin_checkpoint_folders(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
 
 
 def drop_positions(checkpoint: Mapping[str, Any], loaders: Sequence[Any] = ()) -> None:
-    """Take the positions of loaders that were made resumable out of a checkpoint, and leave those that loaders have of their own.
+    """Removes positions of loaders that were made resumable from a checkpoint, and leaves those that loaders save themselves.
 
     Args:
         checkpoint: as Lightning made it, with a position for each of ``loaders``.
@@ -216,7 +216,7 @@ def training_loaders(trainer: Any) -> list[Any]:
 
 
 def before_each_batch(trainer: Any, hook: Callable[[], None]) -> Callable[[], None]:
-    """Call ``hook`` whenever the training loop is about to ask for its next batch; returns what ends that.
+    """Calls ``hook`` whenever the training loop is about to ask for its next batch; returns a function that ends that.
 
     Everything of the step before has happened by then: all hooks, its validation, the schedulers, the counters.
     ``on_train_batch_end`` would be too early: the module's own hook, validation and the end of an epoch come after it.
@@ -237,7 +237,7 @@ def before_each_batch(trainer: Any, hook: Callable[[], None]) -> Callable[[], No
 
 
 def before_loading(trainer: Any, hook: Callable[[], None]) -> None:
-    """Call ``hook`` whenever the fit is about to ask the user's ``train_dataloader()`` for loaders."""
+    """Calls ``hook`` whenever the fit is about to ask the user's ``train_dataloader()`` for loaders."""
     source = trainer.fit_loop._data_source
     dataloader = source.dataloader
 
@@ -255,7 +255,7 @@ def told_to_end(package: str) -> type[SystemExit]:
 
 
 def rerun_epoch_start(trainer: Any, package: str) -> None:
-    """Call the ``on_train_epoch_start`` hooks of a resumed epoch again, as soon as its loaders are there and before they are iterated."""
+    """Calls the ``on_train_epoch_start`` hooks of a resumed epoch again, as soon as its loaders are there and before they are iterated."""
     fit_loop, call = trainer.fit_loop, importlib.import_module(f"{package}.trainer.call")
     load = fit_loop._load_combined_loader_states
 
@@ -306,7 +306,7 @@ def epoch(trainer: Any) -> int:
 
 
 def set_loops(trainer: Any, state: dict[str, Any]) -> None:
-    """Put the loops exactly where they were, and end their own restart logic.
+    """Puts the loops exactly where they were, and ends their own restart logic.
 
     That logic is made for checkpoints taken inside a step: it would skip a validation that is due or count a step
     twice. It also leaves out plateau schedulers, because checkpoints of files lack the metrics.
@@ -376,7 +376,7 @@ def logging_state(trainer: Any, metrics: Mapping[int, str]) -> dict[str, Any]:
 
 
 def set_logging_state(trainer: Any, package: str, state: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-    """Put back what :func:`logging_state` gave.
+    """Puts back the result of :func:`logging_state`.
 
     Args:
         trainer: the Trainer.
@@ -487,7 +487,7 @@ def tracked(trainer: Any) -> dict[str, int]:
 
 
 def track(trainer: Any, times: Mapping[str, int]) -> None:
-    """Let MetricTrackers have as many metrics as they had when :func:`tracked` was asked."""
+    """Makes MetricTrackers have as many metrics as they had at :func:`tracked`."""
     parts = modules_beside(trainer) | dict(trainer.lightning_module.named_modules())
     for name, wanted in times.items():
         while name in parts and len(parts[name]) < wanted:
@@ -504,7 +504,7 @@ def tickets(trainer: Any) -> dict[str, torch.Tensor | None]:
 
 
 def set_tickets(trainer: Any, saved: Mapping[str, torch.Tensor | None]) -> None:
-    """Put back what :func:`tickets` gave, after the weights themselves."""
+    """Puts back the result of :func:`tickets`, after the weights themselves."""
     for name, (now, first) in _tickets(trainer).items():
         if name in saved:
             first.data = now.data if (value := saved[name]) is None else value.to(first.device)

@@ -187,7 +187,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
         return saved
 
     def _bind(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Give the Checkpointer the models and optimizers in ``state``; returns the rest of it."""
+        """Gives the Checkpointer the models and optimizers in ``state``; returns the rest of it."""
         models = {name: _inner(item) for name, item in state.items() if isinstance(item, nn.Module)}
         optimizers = {name: item for name, item in state.items() if isinstance(item, Optimizer)}
         if not models:

@@ -77,7 +77,7 @@ class Fit:
         return checkpoint_of(self._found)
 
     def open(self) -> None:
-        """Join the run; if something is found, make Lightning restore from it. Collective."""
+        """Joins the run; if something is found, makes Lightning restore from it. Collective."""
         refuse_callbacks(self._trainer.callbacks)
         found = self.checkpointer.open()
         if found is None:
@@ -111,7 +111,7 @@ class Fit:
                 compat.rerun_epoch_start(self._trainer, self._package)
 
     def load(self) -> None:
-        """Fill model and optimizers. Collective."""
+        """Fills model and optimizers. Collective."""
         self.checkpointer.load_tensors()
 
     def newer_of(self, path: Any, load: Callable[[], dict[str, Any]]) -> dict[str, Any]:

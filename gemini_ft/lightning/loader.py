@@ -34,7 +34,7 @@ def make_resumable(
     active: Callable[[], bool] | None = None,
     remade: bool = False,
 ) -> Any:
-    """Give ``loader`` the methods ``state_dict`` and ``load_state_dict``, and an iteration that heeds them.
+    """Gives ``loader`` the methods ``state_dict`` and ``load_state_dict``, and an iteration that heeds them.
 
     A DataLoader stays the same object: its class is exchanged for a subclass of it, so that all that Lightning and
     users ask of a DataLoader still holds. Any other iterable is wrapped. A state of its own that the loader has already

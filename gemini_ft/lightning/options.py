@@ -100,7 +100,7 @@ def section_of(strategy: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_platform(device_type: str) -> None:
-    """Raise ConfigError where the agent cannot run."""
+    """Raises ConfigError where the agent cannot run."""
     if sys.platform != "linux":
         raise ConfigError(f"strategy='gemini' needs Linux (memfd, abstract sockets), this is {sys.platform}; use strategy='ddp' here")
     if device_type == "mps":

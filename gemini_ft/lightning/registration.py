@@ -54,7 +54,7 @@ _REFUSED = {
 
 
 def install() -> None:
-    """Register into the registries that exist, and into the others as soon as they do. May be called any number of times."""
+    """Registers into the registries that exist, and into the others as soon as they do. May be called any number of times."""
     for name in _REGISTRIES:
         _register(name)
     after_import(_REGISTRIES, _register_loaded)

@@ -134,7 +134,7 @@ class Body:
         return {"averager": self.averager.state_dict(), "tuner": self._tuner.state_dict(), "untuned": self._untuned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there as if never interrupted. Collective; a step that is still pending is brought to its end first, and forgotten.
+        """Restores a `state_dict`, to go on as if never interrupted. Collective; a pending step is ended first, and forgotten.
 
         Raises:
             StateError: it is of other parameters or rules.

@@ -83,7 +83,7 @@ class Job:
         self.finished: Any = None  # CUDA event: the averages are
 
     def step(self, answer: Any) -> bool:
-        """Compute until the next collective is asked for, or until the end (True)."""
+        """Computes until the next collective is asked for, or until the end (True)."""
         begin = time.perf_counter()
         try:
             call = self.work.send(answer)
@@ -135,7 +135,7 @@ class Lanes:
             thread.start()
 
     def submit(self, job: Job) -> None:
-        """Put a group on its way; the same groups in the same order on all ranks."""
+        """Puts a group on its way; the same groups in the same order on all ranks."""
         self.check()
         if self._stream is not None:
             job.ready = torch.cuda.current_stream(self._device).record_event()
@@ -143,7 +143,7 @@ class Lanes:
         self._computing.put(partial(self._advance, job))
 
     def submit_directly(self, job: Job) -> None:
-        """Put a group on its way without the threads. While one is under way none may be submitted to them, or its order is lost.
+        """Puts a group on its way without the threads. While one is under way none may be submitted to them, or its order is lost.
 
         Args:
             job: asks for one collective only, which can `Call.begin`; on CPUs.
@@ -177,7 +177,7 @@ class Lanes:
             return self._broken
 
     def check(self) -> None:
-        """Raise what has gone wrong before, if anything has: nothing can be averaged any more."""
+        """Raises the error that has stopped all averaging, if there was one."""
         if self._broken is not None:
             raise self._broken
 
@@ -200,7 +200,7 @@ class Lanes:
             torch.cuda.current_stream(self._device).wait_event(job.finished)
 
     def close(self) -> None:
-        """End both threads, after what was submitted. Nothing can be averaged any more."""
+        """Ends both threads, after what was submitted. Nothing can be averaged any more."""
         self._communicating.put(None)  # first: it hands work to the other one
         self._threads[1].join()
         self._computing.put(None)

@@ -72,7 +72,7 @@ class Route(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restores a `state_dict`."""
         if state:
             raise StateError(f"a {type(self).__name__.lower()} route has no state; given {sorted(state)}: was it another rule's?")
 

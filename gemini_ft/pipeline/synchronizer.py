@@ -209,7 +209,7 @@ class GradientSynchronizer(Body):
         self._tune()
 
     def ready(self, name: str) -> None:
-        """Note that a gradient is final."""
+        """Takes note that a gradient is final."""
         self._watch.ready(name)
 
     def name_of(self, param: torch.Tensor) -> str:

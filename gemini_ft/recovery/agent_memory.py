@@ -144,7 +144,7 @@ class RememberedShard:
         return self._shard.where
 
     def expect(self, root: str) -> None:
-        """Take no copy with another root than this; before anything is read."""
+        """Makes copies with another root than this count as damaged; call it before anything is read."""
         self._root = root
         if self._shard.root != root:
             self._give_up(CorruptDataError(f"{self.where}: its root is {self._shard.root}, should be {root}"))
@@ -171,12 +171,12 @@ class RememberedShard:
                 self._give_up(error)
 
     def renew(self) -> None:
-        """Keep the copy while others are read, by a thread: an export that is stopped must not keep slots from the job."""
+        """Keeps the copy while others are read, by a thread: an export that is stopped must not keep slots from the job."""
         with contextlib.suppress(PeerError):  # whoever reads on will hear of it
             self._shard.renew()
 
     def close(self) -> None:
-        """Let go of the copy."""
+        """Releases the copy."""
         with _keeping:
             _kept.discard(self)
         self._shard.close()

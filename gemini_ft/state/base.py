@@ -45,7 +45,7 @@ class TrainingState(Protocol):
         ...
 
     def apply_extras(self, extras: Extras) -> None:
-        """Put back what ``extras`` gave, after the tensors have been filled on all ranks: it may be collective."""
+        """Puts back `extras`, after the tensors have been filled on all ranks: it may be collective."""
         ...
 
     def findings(self) -> Iterable[Finding]:
@@ -120,7 +120,7 @@ class PlainState:
         self._born, self._modes = before._born, before._modes
 
     def watch(self) -> list[Any]:
-        """Look at the optimizers' steps, so that gradients which wait for one are captured; returns the handles of the hooks."""
+        """Looks at the optimizers' steps, so that gradients which wait for one are captured; returns the handles of the hooks."""
         self._pending = PendingGradients()
         return self._pending.watch(every_optimizer(self.optimizers).values())
 
@@ -164,7 +164,7 @@ class PlainState:
         return self._changes
 
     def check(self, extras: Extras) -> None:
-        """Follow changes of the layout; whatever differs beside is found when it is put back."""
+        """Follows changes of the layout; any other difference is found when the state is put back."""
         self._strides = extras["strides"]
         if "changes" in extras:
             build(self.models, self.optimizers, Changes(**extras["changes"]))

@@ -54,7 +54,7 @@ class _Kind:
 
 
 def encode(obj: object, secret: bytes | None = None) -> bytes:
-    """Encode ``obj`` so that `decode` gives back an equal object of the same types.
+    """Encodes ``obj`` so that `decode` gives back an equal object of the same types.
 
     Args:
         obj: any nesting of the supported types; tensors are copied, wherever they are.
@@ -74,7 +74,7 @@ def encode(obj: object, secret: bytes | None = None) -> bytes:
 
 
 def decode(blob: bytes, secret: bytes | None = None, trust_pickle: bool = False, part: Sequence[str] = ()) -> Any:
-    """Decode what `encode` made.
+    """Decodes bytes that `encode` made.
 
     Tensors that lived on an accelerator return to its current device where there is one, else to the CPU.
 

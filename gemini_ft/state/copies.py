@@ -71,7 +71,7 @@ def plan_copies(sources: Iterable[Source], layout: Layout, limit: int | None = N
 
 
 def copy_into(destination: torch.Tensor, start: int, stop: int, source: Memory) -> None:
-    """Fill elements ``start:stop`` of a live tensor from ``source``: memory, or a flat uint8 tensor, of that many bytes."""
+    """Fills elements ``start:stop`` of a live tensor from ``source``: memory, or a flat uint8 tensor, of that many bytes."""
     memory, at = as_bytes(source), 0
     with torch.no_grad():
         for view in _views(destination, start, stop, None):

@@ -50,11 +50,11 @@ class Slot:
             torch.cuda.check_error(_cudart().cudaHostRegister(self.address, capacity, _PORTABLE))
 
     def prefault(self) -> None:
-        """Touch all pages, from this process: they come from its own NUMA node, and not during the first copy."""
+        """Touches all pages, from this process: they come from its own NUMA node, and not during the first copy."""
         populate(self.memory, 0, len(self.memory), lambda: not self._closed)
 
     def write(self, number: int, batch: Batch) -> None:
-        """Lay down one batch of a plan, always the same one; on CUDA, queue that on the current stream."""
+        """Lays down one batch of a plan, always the same one; on CUDA, queues that on the current stream."""
         if batch.small:
             if number not in self._targets:
                 self._targets[number] = [self._target(offset, source) for offset, source in batch.small]
@@ -78,7 +78,7 @@ class Slot:
 
 
 def map_slots(fds: Sequence[int], reserved: Reserved, pinned: bool) -> list[Slot]:
-    """Map all slots that the agent has handed over, or none; the descriptors are this function's.
+    """Maps all slots that the agent has handed over, or none; the descriptors are this function's.
 
     Raises:
         MemoryBudgetError: the kernel, or the CUDA driver, gives no memory for that.
@@ -143,7 +143,7 @@ class CopyPlan:
         return found
 
     def stage(self) -> None:
-        """Copy what may change before the next update."""
+        """Copies, at once, the tensors that may change before the next update."""
         for copy, target in zip(self._mutable, self._staged, strict=True):
             target.copy_(copy.view)
 

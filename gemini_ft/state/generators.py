@@ -73,7 +73,7 @@ def generator_states(generators: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_generator_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Set the states of those generators that are still at the same path."""
+    """Sets the states of those generators that are still at the same path."""
     for path in generators.keys() & states.keys():
         _set_state_of(generators[path], states[path])
 

@@ -47,7 +47,7 @@ class GradientState(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; tensors are copied. They are on the kind of device where they were, if there is one."""
+        """Restores a `state_dict`; tensors are copied. They are on the kind of device where they were, if there is one."""
         ...
 
     def summary(self) -> Mapping[str, Mapping[str, float]]:
@@ -64,7 +64,7 @@ _announced: list[tuple[weakref.ref[Any], list[weakref.ref[torch.Tensor]]]] = [] 
 
 
 def announce(gradients: GradientState, parameters: Iterable[torch.Tensor]) -> None:
-    """Let a `gemini_ft.Checkpointer` of these parameters' model find what synchronises their gradients."""
+    """Lets a `gemini_ft.Checkpointer` of these parameters' model find the object that synchronises their gradients."""
     _announced.append((weakref.ref(gradients), [weakref.ref(param) for param in parameters]))
 
 
@@ -208,7 +208,7 @@ def is_gradient(name: str) -> bool:
 
 
 def check_presence(extras: Extras, attached: bool) -> None:
-    """Compare what a snapshot has with what the job has.
+    """Compares the gradients' state in a snapshot with that of the job.
 
     Raises:
         LayoutMismatchError: one of them has a gradient pipeline, and the other has none.

@@ -73,7 +73,7 @@ class Modes:
         self._named: set[str] = set()
 
     def collect(self, modules: Modules) -> dict[str, Any]:
-        """Return, as plain data, the flags and attributes that training has changed.
+        """Returns, as plain data, the flags and attributes that training has changed.
 
         Changed attributes that cannot be kept are named in a warning, once each.
 
@@ -104,7 +104,7 @@ class Modes:
         }
 
     def restore(self, state: Mapping[str, Any], modules: Modules) -> None:
-        """Put back what `collect` gave; all else is as the script has made it. What is no longer there is passed over."""
+        """Puts back the result of `collect`; all else is as the script has made it. Modules that are gone are passed over."""
         self._follow(modules)
         self._attributes.give_back(state["attributes"])
         set_generator_states(self._generators, state["generators"])

@@ -162,7 +162,7 @@ def destinations(
 
 
 def apply_extras(models: Models, optimizers: Sequence[Any], extras: Extras) -> None:
-    """Put back what `collect_extras` gave, after the tensors.
+    """Puts back the result of `collect_extras`, after the tensors.
 
     Tensor hyperparameters (a learning rate on the device) are written in place, as graphs may hold them.
 

@@ -38,7 +38,7 @@ class PendingGradients:
         self._used: dict[int, _Mark] = {}  # by the id of its parameter; a mark of one that is gone matches no gradient
 
     def watch(self, optimizers: Iterable[Optimizer]) -> list[Any]:
-        """Look at every step from now on; returns the handles of the hooks."""
+        """Looks at every step from now on; returns the handles of the hooks."""
         return [optimizer.register_step_post_hook(self._stepped) for optimizer in optimizers]
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
@@ -72,7 +72,7 @@ class PendingGradients:
         return {"waiting": waiting, "present": True if len(present) == len(params) else present}
 
     def restore(self, saved: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> None:
-        """Give every parameter the gradient that it had, and none to the others.
+        """Gives every parameter the gradient that it had, and none to the others.
 
         Raises:
             LayoutMismatchError: there is no such parameter.

@@ -158,7 +158,7 @@ def _changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse(changes: Changes, modules: Modules) -> None:
-    """Raise UnsupportedStateError, with all reasons, if `build` could not follow in a fresh process."""
+    """Raises UnsupportedStateError, with all reasons, if `build` could not follow in a fresh process."""
     if reasons := list(_reasons(changes, modules)):
         raise UnsupportedStateError(f"the layout has changed while training: {'; '.join(reasons[:5])}: {_WAY_OUT}")
 

@@ -90,7 +90,7 @@ class Attributes:
         self.mark()
 
     def mark(self) -> None:
-        """Compare with the present values from now on."""
+        """Makes the present values those to compare with from now on."""
         self._objects = _find(self._roots)
         self._left = {path: self._names_to_leave(item) for path, item in self._objects.items()}
         self._watched.clear()
@@ -103,7 +103,7 @@ class Attributes:
                     self._elsewhere[path, name] = value, value._version
 
     def follow(self, roots: Mapping[str, Any]) -> None:
-        """Take in roots that came later, or came in place of others: all plain attributes of new ones are changes."""
+        """Takes in roots that came later, or came in place of others: all plain attributes of new ones are changes."""
         self._roots.update(roots)
         for path, item in _find(self._roots).items():
             if self._objects.get(path) is not item:
@@ -132,7 +132,7 @@ class Attributes:
         return Changes(kept, lost)
 
     def give_back(self, values: Values, below: str = "") -> None:
-        """Let all plain attributes be as they were at the mark, but for ``values``.
+        """Sets all plain attributes to their values at the mark, but for ``values``.
 
         Args:
             values: as :class:`Changes` has them.

@@ -295,7 +295,7 @@ def _module_tensors(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, torc
 
 
 def _reshard(modules: Iterable[nn.Module]) -> None:
-    """Let FSDP2 put its sharded parameters in place: after a forward without backward the root still shows whole ones."""
+    """Lets FSDP2 put its sharded parameters in place: after a forward without backward the root still shows whole ones."""
     if fsdp := sys.modules.get("torch.distributed.fsdp"):
         for part in modules:
             if isinstance(part, fsdp.FSDPModule):

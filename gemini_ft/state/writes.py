@@ -28,5 +28,5 @@ class WriteWatch:
             self.early = self._plan.changed(self._marks)
 
     def end(self) -> None:
-        """Look no more."""
+        """Stops looking."""
         self._handle.remove()

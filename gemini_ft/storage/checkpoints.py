@@ -109,7 +109,7 @@ class CheckpointInfo:
 
 
 def write_manifest(storage: Storage, manifest: Manifest) -> None:
-    """Make the checkpoint exist. Its shards must be there.
+    """Writes the manifest, which makes the checkpoint exist. Its shards must be there.
 
     Raises:
         StorageError: a shard is missing, or the storage failed.
@@ -122,7 +122,7 @@ def write_manifest(storage: Storage, manifest: Manifest) -> None:
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
-    """Read and check a checkpoint's manifest.
+    """Reads and checks a checkpoint's manifest.
 
     Raises:
         CorruptDataError: it is damaged.

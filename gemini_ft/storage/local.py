@@ -114,7 +114,7 @@ class LocalStorage:
     # -- inside
 
     def _confirm(self, key: str, target: Path, size: int) -> None:
-        """Make sure that the file system has kept what it was given."""
+        """Makes sure that the file system has kept what it was given."""
         kept = target.stat().st_size
         if kept != size:
             target.unlink()
@@ -162,7 +162,7 @@ class LocalStorage:
 
     @contextmanager
     def _explain(self, what: str) -> Iterator[None]:
-        """Turn an OSError into a StorageError that says where, why, and what to do about it."""
+        """Turns an OSError into a StorageError that says where, why, and what to do about it."""
         try:
             yield
         except OSError as error:
@@ -179,7 +179,7 @@ class LocalStorage:
 
 
 def _write(fd: int, part: memoryview) -> int:
-    """Write all of it; returns how much that is."""
+    """Writes all of the bytes; returns their number."""
     size = part.nbytes
     while part.nbytes:
         part = part[os.write(fd, part) :]
@@ -187,7 +187,7 @@ def _write(fd: int, part: memoryview) -> int:
 
 
 def _rename(partial: Path, target: Path) -> None:
-    """Give the file its name, durably. A `delete` elsewhere may at any time take the folder away while it is still empty."""
+    """Gives the file its name, durably. A `delete` elsewhere may remove the folder at any time while it is empty."""
     while True:
         try:
             _make_folder(target.parent)

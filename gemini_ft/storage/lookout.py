@@ -181,7 +181,7 @@ def newest_whole(storage: Storage, run: str, stream: str, passed: Collection[str
 
 
 def check_not_superseded(storage: Storage, manifest: Manifest) -> None:
-    """Make sure that no other job goes by the same run id: what it writes would be mixed with this one's.
+    """Makes sure that no other job has the same run id: its checkpoints would be mixed with this one's.
 
     Raises:
         SupersededError: an incarnation that this one knows nothing of has stored a checkpoint here.
@@ -203,7 +203,7 @@ def check_not_superseded(storage: Storage, manifest: Manifest) -> None:
 
 
 def within(seconds: float, what: str, work: Callable[[], _T]) -> _T:
-    """Call ``work`` in a thread and return its result; what takes longer is left to itself.
+    """Calls ``work`` in a thread and returns its result; a call that takes longer is left to itself.
 
     Raises:
         StorageError: it did not come to an end in time. Else whatever ``work`` raises.

@@ -85,7 +85,7 @@ def read_mark(storage: Storage, run: str, stream: str) -> Version | None:
 
 
 def note_on_host(url: str, run: str, stream: str, version: Version) -> None:
-    """Remember on this host that ``version`` was stored; a host where that cannot be written down says so and goes on."""
+    """Notes on this host that ``version`` was stored; if the note cannot be written, it warns and goes on."""
     path = note_path(url, run, stream)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

@@ -11,7 +11,7 @@ from gemini_ft.storage.local import LocalStorage
 
 
 def open_storage(url: str, endpoint_url: str | None = None, max_bandwidth: int | None = None, deletes: bool = True) -> Storage:
-    """Return the storage behind ``file:///folder`` or ``s3://bucket/prefix``; nothing is touched before it is used.
+    """Returns the storage behind ``file:///folder`` or ``s3://bucket/prefix``; nothing is touched before it is used.
 
     Args:
         url: of the storage.

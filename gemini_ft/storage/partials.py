@@ -29,7 +29,7 @@ def last_byte(path: Path) -> float:
 
 
 def create(folder: Path, prefix: str = "") -> tuple[Path, int]:
-    """Make an empty file in ``folder``, its name beginning with ``prefix``, locked by this process until its descriptor is closed."""
+    """Makes an empty file in ``folder``, its name beginning with ``prefix``, locked by this process until its descriptor is closed."""
     while True:
         path = folder / f"{prefix}{_name(folder)}"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -47,7 +47,7 @@ def sweep(
     written: Callable[[Path], float] = last_byte,
     remove: Callable[[Path], None] = Path.unlink,
 ) -> None:
-    """Remove what dead writers have left.
+    """Removes leftovers of dead writers.
 
     Args:
         folder: where; it may be missing. What has another kind of name, or is no plain file, is left alone.

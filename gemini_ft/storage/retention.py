@@ -20,7 +20,7 @@ READER_SECONDS = 6 * 3600.0  # after which a reader that has not said that it is
 
 
 def read_back(storage: Storage, manifest: Manifest) -> None:
-    """Make sure that a stored checkpoint is there: its manifest as it was written, every shard to its end, and samples of the bytes.
+    """Makes sure that a stored checkpoint is there: its manifest as it was written, every shard to its end, and samples of the bytes.
 
     Raises:
         CorruptDataError: something of it is not as it was written.
@@ -60,7 +60,7 @@ class Retention:
         self._storage: Storage | None = None
 
     def stored(self, newest: Manifest) -> Sighting:
-        """Learn of a checkpoint that this process has stored and read back."""
+        """Takes note of a checkpoint that this process has stored and read back."""
         self._sound.add(newest.folder)
         self._known[newest.folder] = Sighting(newest.folder, newest.version, "whole", newest.descent, newest.created)
         return self._known[newest.folder]
@@ -129,7 +129,7 @@ class Retention:
         return deleted
 
     def _examine(self, storage: Storage, this: Sighting, every: list[Sighting], keep_last: int) -> Sighting | None:
-        """Read back as many of the newest ancestors as are to be kept, each once; returns the newest that is sound.
+        """Reads back as many of the newest ancestors as are to be kept, each once; returns the newest that is sound.
 
         Where there are no more than that, none of them can go, and none is read.
         """

@@ -126,7 +126,7 @@ class S3Storage:
     # -- reading
 
     def _insist(self, read: Callable[[], _T]) -> _T:
-        """Read again, on a new connection, what broke or cannot be right; errors that the store states have been retried by boto3."""
+        """Repeats a read that broke, or gave an impossible answer, on a new connection; boto3 has retried errors of the store."""
         for attempt in range(1, _TRIES):
             try:
                 return read()
@@ -149,7 +149,7 @@ class S3Storage:
             return data
 
     def _read_into(self, key: str, offset: int, out: memoryview) -> int:
-        """Read as much as comes in one answer; at least one byte, or it is an error."""
+        """Reads as much as comes in one answer; at least one byte, or it is an error."""
         what, got = f"cannot read {key}", 0
         with self._explain(what):
             answer = self._open(key, offset, out.nbytes)
@@ -179,7 +179,7 @@ class S3Storage:
         return answer
 
     def _check_range(self, key: str, answer: Mapping[str, Any], offset: int, nbytes: int) -> None:
-        """Compare what the store says it sends with what was asked for.
+        """Compares the range that the store sends with the one that was asked for.
 
         Some stores say 200 in place of 206; all say in Content-Range where the bytes are from.
         """
@@ -216,7 +216,7 @@ class S3Storage:
     # -- writing
 
     def _call(self, operation: str, checksum: Mapping[str, str], **arguments: Any) -> dict[str, Any]:
-        """Call the store with a checksum, and without any from the time on that it refuses one."""
+        """Calls the store with a checksum, or without any once it has refused one."""
         call = getattr(self._client, operation)
         if self._checksums:
             try:
@@ -232,7 +232,7 @@ class S3Storage:
         return plain
 
     def _confirm(self, key: str, size: int, checksum: str) -> None:
-        """Make sure that the store has kept what it was given.
+        """Makes sure that the store has kept what it was given.
 
         Raises:
             StorageError: it has not; what it has kept is deleted.
@@ -256,7 +256,7 @@ class S3Storage:
         return head
 
     def _put_in_parts(self, name: str, bodies: Iterator[Piece], sent: Callable[[int], None]) -> tuple[int, str]:
-        """Upload it; returns bytes and checksum of the whole."""
+        """Uploads an object in parts; returns bytes and checksum of the whole."""
         begun = self._call("create_multipart_upload", {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"}, Key=name)
         where = {"Key": name, "UploadId": str(begun["UploadId"])}
         whole = _Whole()
@@ -270,7 +270,7 @@ class S3Storage:
         return whole.nbytes, whole.checksum
 
     def _complete(self, where: dict[str, str], parts: Sequence[dict[str, Any]], whole: _Whole, begun: datetime | None) -> None:
-        """Make the parts one object. Where the answer is lost, the object itself says whether that has happened."""
+        """Makes the parts one object. If the answer is lost, the object itself shows whether that has happened."""
         checksum = {"ChecksumCRC32": whole.checksum, "ChecksumType": "FULL_OBJECT"}
         try:
             self._call("complete_multipart_upload", checksum, **where, MultipartUpload={"Parts": parts})
@@ -284,7 +284,7 @@ class S3Storage:
             raise
 
     def _abort(self, *uploads: dict[str, str]) -> None:
-        """Give up multipart uploads; those for which this fails are tried again before the next object is written."""
+        """Gives up multipart uploads; those for which this fails are tried again before the next object is written."""
         for upload in uploads:
             try:
                 self._client.abort_multipart_upload(Bucket=self._bucket, **upload)
@@ -409,7 +409,7 @@ def _regroup(parts: Iterable[memoryview | bytes]) -> Iterator[bytearray]:
 
 
 def _when(room: threading.Semaphore, bodies: Iterator[Piece]) -> Iterator[Piece]:
-    """Ask for the next piece only when there is room for it."""
+    """Asks for the next piece only when there is room for it."""
     while True:
         room.acquire()
         body = next(bodies, None)

@@ -70,7 +70,7 @@ class GarbledError(StorageError):
 
 @contextmanager
 def explained(url: str, what: str, silence: float) -> Iterator[None]:
-    """Turn boto3's errors into StorageErrors.
+    """Turns boto3's errors into StorageErrors.
 
     Args:
         url: of the storage.
@@ -99,7 +99,7 @@ def explained(url: str, what: str, silence: float) -> Iterator[None]:
 
 
 def store_time(answer: Mapping[str, Any]) -> datetime | None:
-    """Return the store's clock as it was when it gave this answer, None where it did not say."""
+    """Returns the store's clock as it was when it gave this answer, None where it did not say."""
     try:
         return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).astimezone(UTC)
     except (KeyError, TypeError, ValueError):

@@ -94,7 +94,7 @@ class EmulatedHosts:
     # -- what can be done to them
 
     def add(self) -> str:
-        """Start one more host, with nothing in its memory; returns its id. It replaces a lost one, or waits as a spare."""
+        """Starts one more host, with nothing in its memory; returns its id. It replaces a lost one, or waits as a spare."""
         name = f"host{len(self._launchers)}"
         if self.network is not None and name not in self.network.hosts:
             self.network.add(name)
@@ -120,12 +120,12 @@ class EmulatedHosts:
         launcher.wait(_END_SECONDS)
 
     def replace(self, host: str) -> str:
-        """Kill a host and start another; returns the other's id."""
+        """Kills a host and starts another; returns the other's id."""
         self.kill(host)
         return self.add()
 
     def stop(self) -> None:
-        """Kill whatever is left of them, and the store."""
+        """Kills all that is left of the hosts, and the store."""
         for launcher in self._launchers.values():
             launcher.kill()
         self._store.kill()
@@ -150,7 +150,7 @@ class EmulatedHosts:
         return [event for event in read_events(self.folder / "events") if not kinds or event["event"] in kinds]
 
     def wait_for(self, reached: Callable[[], T], timeout: float = 120.0) -> T:
-        """Poll until ``reached`` returns something true, and return that.
+        """Polls until ``reached`` returns something true, and returns that.
 
         Raises:
             DrillError: it did not within ``timeout`` seconds, or no host is left.
@@ -165,7 +165,7 @@ class EmulatedHosts:
         return found
 
     def finish(self, timeout: float = 300.0) -> None:
-        """Wait until the job is done.
+        """Waits until the job is done.
 
         Raises:
             DrillError: a launcher ended with an error, or is still running after ``timeout`` seconds.
@@ -201,7 +201,7 @@ class EmulatedHosts:
         }
 
     def _end(self, marks: Sequence[str]) -> None:
-        """Kill all processes of this run that have ``marks`` in their environment, until none is left."""
+        """Kills all processes of this run that have ``marks`` in their environment, until none is left."""
         wanted = {mark.encode() for mark in [f"GEMINI_RUN_ID={self.run}", *marks]}
         until = time.monotonic() + _END_SECONDS
         while (pids := [pid for pid, environ in _environments() if wanted <= environ]) and time.monotonic() < until:
@@ -273,7 +273,7 @@ def first_difference(one: Any, other: Any, name: str = "") -> str | None:
 
 
 def assert_identical(one: Any, other: Any) -> None:
-    """Raise AssertionError with the first difference of two states."""
+    """Raises AssertionError with the first difference of two states."""
     difference = first_difference(one, other)
     assert difference is None, difference
 

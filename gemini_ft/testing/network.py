@@ -102,7 +102,7 @@ class Network:
         self.close()
 
     def close(self) -> None:
-        """Kill what runs on the hosts and on the hub; the kernel takes the network away."""
+        """Kills all processes on the hosts and on the hub; the kernel takes the network away."""
         _end(self._spaces.values())
         self._orders.close()
         self._guardian.wait(_END_SECONDS)
@@ -134,7 +134,7 @@ class Network:
         return str(_SUBNET[1 + self._number(host)])
 
     def run(self, host: str, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a process on a host, or on the hub; options are those of Popen."""
+        """Starts a process on a host, or on the hub; options are those of Popen."""
         with self.inside(host):
             return subprocess.Popen(command, **options)
 
@@ -159,11 +159,11 @@ class Network:
         self._ip(HUB, f"link set {self._port(host)} master {_NOWHERE}")
 
     def heal(self, host: str) -> None:
-        """Undo `cut`. Connections go on when TCP tries again: after as long again as they have stalled, or sooner."""
+        """Undoes `cut`. Connections go on when TCP tries again: after as long again as they have stalled, or sooner."""
         self._ip(HUB, f"link set {self._port(host)} master {_BRIDGE}")
 
     def set_rate(self, host: str, rate: str | None) -> None:
-        """Change the rate of a host's link, in both directions; see `Network` for its units. Packets in its queues are lost."""
+        """Changes the rate of a host's link, in both directions; `Network` names the units. Packets in its queues are lost."""
         self._set(host, _shape(rate))
 
     def kill(self, host: str) -> None:
@@ -253,7 +253,7 @@ def _new_space() -> int:
 
 
 def _end(spaces: Iterable[int]) -> None:
-    """Kill what runs in these namespaces, until nothing does."""
+    """Kills the processes in these namespaces, until there are none."""
     until = time.monotonic() + _END_SECONDS
     inodes = {os.fstat(space).st_ino for space in spaces}
     while (pids := [pid for pid, inode in _everybody() if inode in inodes]) and time.monotonic() < until:
@@ -295,7 +295,7 @@ def _start_guardian() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 def _guard(watched: int, orders: int) -> None:
-    """Take in namespaces until their maker closes the socket or is dead (forks of it may have the socket); then end all in them."""
+    """Takes in namespaces until their maker closes the socket or is dead (its forks may have the socket); then ends all in them."""
     spaces: list[int] = []
     with socket.socket(fileno=orders) as sock:
         sock.send(_ON_WATCH)

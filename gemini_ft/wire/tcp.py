@@ -246,7 +246,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._handing_over + self._transport.get_write_buffer_size() + in_kernel
 
     def meter(self) -> Meter:
-        """Read the kernel's counters; of a closed connection, what they were."""
+        """The kernel's counters; of a closed connection, the last ones."""
         with contextlib.suppress(OSError):
             info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
             rtt, acked, busy = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0"))
@@ -307,7 +307,7 @@ class Connection(asyncio.BufferedProtocol):
         self._unpaused.set()
 
     async def flushed(self, below: int) -> None:
-        """Wait until fewer than ``below`` messages are queued, or the connection is closed."""
+        """Waits until fewer than ``below`` messages are queued, or the connection is closed."""
         while self.backlog >= below and not self.closed.is_set():
             self._handed_over.clear()
             await self._handed_over.wait()
@@ -317,7 +317,7 @@ class Connection(asyncio.BufferedProtocol):
         self.abort(str(error))
 
     def abort(self, reason: str) -> None:
-        """Close now, and let the kernel forget what it still has to send."""
+        """Closes now, and lets the kernel forget what it still has to send."""
         transport = self._transport
         if transport is None or self._aborted or self.closed.is_set():
             return

@@ -134,7 +134,7 @@ class Chooser:
         return {welcome.resumed: welcome.attempts for welcome in welcomes if welcome.resumed is not None}
 
     def _find(self, refused: frozenset[Version]) -> Plan:
-        """Plan, check the copies the plan needs against their checksums, and plan again without those that are damaged."""
+        """Plans, checks the copies the plan needs against their checksums, and plans again without those that are damaged."""
         while True:
             memory = self._best_in_memory(refused)
             turned_down = memory is not None and self._is_turned_down(memory)
@@ -328,7 +328,7 @@ class Chooser:
         return self._since + self._patience - time.monotonic()
 
     def _stage(self, manifest: Manifest) -> bool:
-        """Get our part of the shards into our host's memory; False if one is damaged in storage, or has been deleted.
+        """Gets our part of the shards into our host's memory; False if one is damaged in storage, or has been deleted.
 
         That is the shard of our own number, unless the checkpoint was made by another number of ranks.
 

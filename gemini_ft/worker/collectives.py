@@ -186,7 +186,7 @@ class _Traffic:
         return flight
 
     def _follow(self, flight: _Flight, result: Any) -> Any:
-        """Notice the end of what has been started; returns what the caller gets."""
+        """Watches for the end of a collective that has started; returns the caller's result."""
         handle = result[-1] if isinstance(result, tuple) else result
         if not isinstance(handle, torch.ScriptObject):  # nothing to wait for: it is over
             self._over(flight)

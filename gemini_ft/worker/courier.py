@@ -73,7 +73,7 @@ class Courier:
         return self._buffer.nbytes
 
     def dispatch(self, order: Dispatch) -> None:
-        """Send a piece of a slot; the agent is told when it has gone."""
+        """Sends a piece of a slot; the agent is told when it has gone."""
         with self._lock:
             try:
                 if order.target not in self._sending:
@@ -83,7 +83,7 @@ class Courier:
                 self._answer(order, str(error))
 
     def collect(self, order: Collect) -> None:
-        """Receive a piece of a replica; the agent is told when it is in its memory."""
+        """Receives a piece of a replica; the agent is told when it is in its memory."""
         with self._lock:
             try:
                 if order.source not in self._receiving:

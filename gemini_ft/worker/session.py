@@ -102,7 +102,7 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def join(config: GeminiConfig, stream: str, on_event: Callable[[Message], None], resizable: bool = False) -> Session:
-    """Take part in the run: collective.
+    """Joins the run. Collective.
 
     Args:
         config: options.
@@ -211,7 +211,7 @@ def storage_opener(config: GeminiConfig) -> Callable[[], Storage] | None:
 
 
 def _check_storage(config: GeminiConfig, reopen: Callable[[], Storage], choice: Choice, make_room: Callable[[], None]) -> bool:
-    """Find out on every host whether storage can be written; False: it cannot, and the job goes on without.
+    """Finds out on every host whether storage can be written; if not, returns False, and the job goes on without it.
 
     Where it cannot, ``make_room`` is called before that is believed: storage may be full of what uploads of the past have left.
 
@@ -262,7 +262,7 @@ def _make_room(config: GeminiConfig, reopen: Callable[[], Storage], run: str, st
 
 
 def _check_shared(config: GeminiConfig, reopen: Callable[[], Storage], everyone: list[Introduction], rank: int) -> None:
-    """Let every rank read what the one before has written: a folder of the same name may be another one on each host.
+    """Makes every rank read what the one before has written: a folder of the same name may differ between hosts.
 
     Raises:
         ConfigError: it is; both hosts are named.

@@ -104,7 +104,7 @@ class Snapshotter:
     # -- the training thread
 
     def submit(self, job: Job) -> None:
-        """Start one snapshot; the one before must be over (``settle``)."""
+        """Starts one snapshot; the one before must be over (``settle``)."""
         assert self._job is None or self._job.state is JobState.DONE
         self._raise_broken()
         with self._condition:
@@ -132,7 +132,7 @@ class Snapshotter:
             self._finish(job)
 
     def settle(self) -> None:
-        """Wait until no copy is under way (before layouts change, or the process ends)."""
+        """Waits until no copy is under way (before layouts change, or the process ends)."""
         job = self._job
         if job is not None:
             with self._condition:
@@ -140,7 +140,7 @@ class Snapshotter:
             self._finish(job)
 
     def _wait(self, job: Job, enough: tuple[JobState, ...]) -> None:
-        """Wait for the thread; a snapshot that has no slot after all this time is given up, and the job goes on.
+        """Waits for the thread; a snapshot that has no slot after all this time is given up, and the job goes on.
 
         Raises:
             AgentError: the copy has begun, and does not end.
@@ -194,7 +194,7 @@ class Snapshotter:
             self.slots = {}
 
     def _compare(self, job: Job) -> None:
-        """Compare the copy with the live state; only then is it declared copied."""
+        """Compares the copy with the live state; only then is it declared copied."""
         assert self.plan is not None
         assert job.slot is not None
         slot = self.slots[job.slot]
@@ -237,7 +237,7 @@ class Snapshotter:
         return bool(self._unseen) or (self._job is not None and self._job.state is JobState.WAITING)
 
     def _mend(self) -> None:
-        """Bring an agent back that has died between two snapshots: the other hosts cannot commit without it."""
+        """Revives an agent that has died between two snapshots: the other hosts cannot commit without it."""
         if self._lost() and self.slots:
             with contextlib.suppress(GeminiError):
                 self._bring_back()
@@ -287,7 +287,7 @@ class Snapshotter:
         self._copy_extras(job, slot)
 
     def _queue_cuda_copies(self, job: Job, slot: Slot) -> list[Any]:
-        """Queue every copy on a side stream, after the state is final; the events say when each batch has arrived."""
+        """Queues every copy on a side stream, after the state is final; the events say when each batch has arrived."""
         assert self.plan is not None
         if self._stream is None:
             torch.cuda.set_device(self.plan.device)  # a thread begins on device 0, whatever the rank's is
