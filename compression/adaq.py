@@ -18,7 +18,7 @@ _LEAST = 2.0**-126  # the smallest normal float32: zeros and what is nearly zero
 
 
 class AdaQ(Compressor):
-    """About ``ratio`` of the positive and of the negative elements of each tensor, the largest, sent as their means.
+    """Sends about ``ratio`` of the positive and of the negative elements of each tensor, the largest, as their means.
 
     Two thresholds, because gradients need not be symmetric; large tensors are sampled for them. Biased: use it with error feedback.
     """

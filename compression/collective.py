@@ -253,7 +253,7 @@ def _reduce(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
 
 
 def _share_of_sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum over ranks of this rank's run of as many equal ones as there are ranks."""
+    """The sum over ranks of this rank's share: one of as many equal runs as there are ranks."""
     world = dist.get_world_size(group)
     part = -(-tensor.numel() // world)
     padded = tensor
@@ -264,7 +264,7 @@ def _share_of_sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _to_first(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
-    """Every rank's, on the first; nothing on the others."""
+    """The tensors of all ranks, on the first rank; nothing on the others."""
     first, rest = dist.get_rank(group) == 0, dist.get_world_size(group) - 1
     rows = _all_to_all(tensor, [tensor.numel()] + [0] * rest, tensor.numel() if first else 0, group)
     return rows if first else []
@@ -285,7 +285,7 @@ def _all_to_all(tensor: Tensor, lengths: Sequence[int], received: int, group: Pr
 
 
 def _rows(table: Tensor) -> list[Tensor]:
-    """Each rank's; what cannot be read as larger elements where it lies is copied."""
+    """The rows of a tensor, one per rank; a row whose address does not suit larger elements is copied."""
     aligned = table.shape[1] > 0 and table.shape[1] * table.element_size() % _LARGEST == 0
     return [row if aligned else row.clone() for row in table]
 

@@ -172,7 +172,7 @@ class DelayControl:
         return self._wanted >= min(1.0, _CLIMB * rung) and self.link.predict(self.nbytes(rung)) <= self.deadline
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers, and lists and dicts of them."""
+        """The state as plain data: numbers, and lists and dicts of them."""
         return {"link": asdict(self.link), "ratio": self.ratio, "wanted": self._wanted, "delays": list(self._delays)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

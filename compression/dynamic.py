@@ -18,7 +18,7 @@ _DECADES = 7
 
 
 class Dynamic8(Compressor):
-    """The largest magnitude of each tensor, and for each element the nearest of 256 fractions of it. Needs error feedback."""
+    """Sends each tensor's largest magnitude, and for each element the nearest of 256 fractions of it. Needs error feedback."""
 
     primitive = Primitive.ALL_GATHER
 

@@ -152,7 +152,7 @@ class _Group:
 
 
 def _counts(groups: Sequence[_Group]) -> Iterator[list[int]]:
-    """All combinations, each of which has been made when it is given."""
+    """All combinations of counts, each of which is in force when it is yielded."""
     if not groups:
         yield []
         return

@@ -90,7 +90,7 @@ class OptionExecutor(Reducer):
         return found
 
     def _agree(self, names: Sequence[str], chosen: Mapping[Option, Sequence[int]]) -> None:
-        """A residual belongs to its place in one option."""
+        """Refuses residuals of another option: each residual belongs to its place in one option."""
         if not self.error_feedback:
             return
         for option, numbers in chosen.items():
@@ -103,7 +103,7 @@ class OptionExecutor(Reducer):
                     )
 
     def decompressed(self, layout: Layout, payloads: Sequence[Tensor], turn: Turn) -> Tensor:
-        """The sum of what payloads, uint8, stand for: float32 (layout.total,)."""
+        """The sum of the tensors in payloads, uint8: float32 (layout.total,)."""
         shared = None
         if self._shares:  # the same on all ranks, but this one may have compressed other parts only
             shared = self.inner.compress(Bundle(layout, torch.zeros(layout.total, device=payloads[0].device)), turn).shared
@@ -209,7 +209,7 @@ class _Course:
             yield from self._send(operation)
 
     def _send(self, operation: Collective) -> Steps:
-        """Each rank its part, or the first rank all; the sum of dense values."""
+        """The parts that go to each rank, or everything to the first; dense values are summed."""
         held, place = self.held, self.held.topology.place(self.held.rank, operation.scope)
         if not held.compressed:
             layout = held.layouts[-1]
@@ -260,7 +260,7 @@ class _Course:
         self.cells = [[tensor for cell in cells for tensor in cell] for cells in zip(*messages, strict=True)]
 
     def _cut(self, data: Tensor, lengths: Sequence[int]) -> Cells:
-        """The parts of a message, from each source; what is left is padding."""
+        """Cuts a message into parts, by source; the rest of it is padding."""
         cells, at = [], 0
         for length in lengths:
             cell = [data[at + number * length : at + (number + 1) * length] for number in range(self.held.sources)]

@@ -79,7 +79,7 @@ class Held:
         return sum(lengths) * self.sources * (1 if self.compressed else DENSE.itemsize)
 
     def follow(self, operation: Operation, worlds: Worlds = ()) -> None:
-        """Become the shape after an operation; ``worlds``: `divisions`, for a compression."""
+        """Takes the shape after an operation; ``worlds``: `divisions`, for a compression."""
         if isinstance(operation, Codec):
             self.worlds, self.sources = worlds if operation.compress else (), 1
             self.compressed, self.stage = operation.compress, self.stage + operation.compress
@@ -106,6 +106,6 @@ def divides(operation: Collective) -> bool:
 
 
 def blocks(lengths: Sequence[int], members: int) -> list[Sequence[int]]:
-    """Parts, by the rank that owns them."""
+    """The parts, by the rank that owns them."""
     each = len(lengths) // members
     return [lengths[rank * each : (rank + 1) * each] for rank in range(members)]

@@ -15,7 +15,7 @@ _INFINITE = 127
 
 
 class Natural(Compressor):
-    """Sign and exponent: 9 bits. Infinities and NaN come out as infinities; above 2^127 there is no power to round up to."""
+    """Sends sign and exponent: 9 bits. Infinities and NaN come out as infinities, as do values above 2^127 that round up."""
 
     primitive = Primitive.ALL_GATHER
     unbiased = True

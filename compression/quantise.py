@@ -21,7 +21,7 @@ def inverse(scales: Tensor, levels: float = 1.0) -> Tensor:
 
 
 class QSGD(Compressor):
-    """Per bucket its L2 norm and, for each element, one of ``2 levels + 1`` multiples of a fraction of it. Alistarh et al., NeurIPS 2017.
+    """Sends each bucket's L2 norm and, per element, one of ``2 levels + 1`` multiples of a fraction of it. Alistarh et al., NeurIPS 2017.
 
     The variance is at most min(b / s^2, sqrt(b) / s) times the squared norm, for buckets of b elements and s levels. Finite values whose
     norm overflows float32 come out as NaN. Payload: norms (float32), then codes of 4 bits (up to 7 levels) or 8 (up to 127).

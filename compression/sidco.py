@@ -86,7 +86,7 @@ _FITS: dict[str, tuple[Fit, Fit]] = {  # of the first stage, and of the later on
 
 @dataclass
 class Stages:
-    """The controller of one tensor: how many stages, and what they have selected since the last decision.
+    """The controller of one tensor: the number of stages, and the shares they have selected since the last decision.
 
     Algorithm 1 (Adapt_Stages) takes a stage away where too much is selected and adds one where it is too little. That is the first
     move here. But whether more stages select more depends on the distribution, and one stage that selects too much cannot become
@@ -123,7 +123,7 @@ class Stages:
 
 
 class SIDCo(Sparsifier):
-    """About ``ratio`` of each tensor, above a threshold fitted in O(d).
+    """Sends about ``ratio`` of each tensor, above a threshold fitted in O(d).
 
     Args:
         ratio: the target.

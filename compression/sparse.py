@@ -99,7 +99,7 @@ def above(magnitudes: Tensor, threshold: float) -> Tensor:
 
 
 class TopK(Sparsifier):
-    """The k = max(1, floor(ratio d)) largest magnitudes of each tensor. Stich et al., NeurIPS 2018."""
+    """Sends the k = max(1, floor(ratio d)) largest magnitudes of each tensor. Stich et al., NeurIPS 2018."""
 
     primitive = Primitive.ALL_GATHER
 
@@ -141,7 +141,7 @@ class Threshold(Sparsifier):
 
 
 class RandomK(Summed):
-    """k = max(1, floor(ratio d)) elements of each tensor, drawn without replacement, the same on all ranks: indices do not travel.
+    """Sends k = max(1, floor(ratio d)) elements of each tensor, drawn alike on all ranks, so that indices do not travel.
 
     Args:
         ratio: part of each tensor that travels.

@@ -19,7 +19,7 @@ _WEIGHTS = torch.tensor([81, 27, 9, 3, 1])  # of the digits of a byte
 
 
 class ThreeLC(Compressor):
-    """The nearest of -M, 0 and M, where M is ``sparsity`` times the largest magnitude of each tensor. Needs error feedback.
+    """Sends the nearest of -M, 0 and M; M is ``sparsity`` times each tensor's largest magnitude. Needs error feedback.
 
     Payload: M of each tensor (float32), then the bytes.
 

@@ -88,7 +88,7 @@ class Grouping:
 
 
 def layer_wise(tensors: int) -> Grouping:
-    """Every tensor for itself."""
+    """The grouping in which every tensor is a group."""
     return Grouping(tuple(range(1, tensors + 1)))
 
 
@@ -144,7 +144,7 @@ class Timeline:
 
 
 def simulate(backward: Backward, costs: GroupCosts, grouping: Grouping) -> Timeline:
-    """Predict one iteration.
+    """Predicts one iteration.
 
     Raises:
         ValueError: ``grouping`` is one of another number of tensors.

@@ -1,4 +1,4 @@
-"""Machines with as many ranks each, and whom a collective connects. Pure.
+"""Machines with equal numbers of ranks, and the members of each collective. Pure.
 
 Ranks of a machine are neighbours: rank r is the (r mod ranks)-th of machine r div ranks.
 """
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Scope(Enum):
-    """Whom a collective connects: all ranks, those of one machine, or those of the same place in each machine."""
+    """The members of a collective: all ranks, those of one machine, or those of the same place in each machine."""
 
     FLAT = "flat"
     INTRA = "intra"

@@ -36,7 +36,7 @@ class EventLog:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644) if path else -1
 
     def write(self, event: str, **facts: Any) -> None:
-        """Append one line."""
+        """Appends one line."""
         if self._fd >= 0:
             line = {"event": event, "at": time.time(), **self._who, **facts}
             data = (json.dumps(line) + "\n").encode()

@@ -104,7 +104,7 @@ class Scheme(ABC):
 
 
 class SparseScheme(Scheme):
-    """A scheme of which only the way of the units is its own."""
+    """A scheme that only decides the way of the units."""
 
     @abstractmethod
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:

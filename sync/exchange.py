@@ -101,7 +101,7 @@ class Exchange(ABC):
         return ((rank, data) for rank, _, data in passed if data is not None)
 
     def relay(self, head: torch.Tensor, data: torch.Tensor, limit: int, length: Callable[[torch.Tensor], int]) -> Iterator[Passed]:
-        """The same, without a look at all lengths first, of data whose head goes ahead; after an `all_to_all`.
+        """Sends as `all_gather`, but without a look at all lengths first, data whose head goes ahead; after an `all_to_all`.
 
         Every rank has all heads before the last data, and time meanwhile to prepare a place for them.
 

@@ -19,7 +19,7 @@ def push(gradient: SparseRows, partition: Partition, exchange: Exchange) -> Spar
 class SparsePS(SparseScheme):
     """A sparse parameter server, colocated: contiguous parts; each worker pushes to and pulls from every server.
 
-    Whoever holds the part in which most units are sends and receives most of the bytes.
+    The holder of the part with most units sends and receives most of the bytes.
     """
 
     name = "sparse-ps"

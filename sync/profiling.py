@@ -84,7 +84,7 @@ def slowest(seconds: Sequence[float], exchange: Exchange) -> list[float]:
 
 
 def _seconds(call: Callable[[], object], exchange: Exchange) -> float:
-    """The shortest of some calls: whatever disturbs makes them longer."""
+    """The shortest time of some calls, as every disturbance makes them longer."""
     times = []
     for _ in range(_TRIES):
         exchange.agree()

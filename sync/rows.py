@@ -1,4 +1,4 @@
-"""A sparse gradient as all schemes see it: which units are present, and their values.
+"""A sparse gradient as all schemes see it: the units that are present, and their values.
 
 The unit is a row where the gradient has dense dimensions (an embedding: one index per row, not per value), else an element.
 """

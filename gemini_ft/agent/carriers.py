@@ -40,11 +40,11 @@ class Way(Protocol):
         """Waits until fewer than ``below`` things are queued, or the connection is closed."""
 
     def close(self) -> None:
-        """The connection is closed."""
+        """Takes note that the connection is closed."""
 
 
 class ByAgents:
-    """The bytes follow their message on the connection."""
+    """The way from agent to agent: the bytes follow their message on the connection."""
 
     def __init__(self, connection: Connection, traffic: TrafficConfig) -> None:
         self._connection = connection
@@ -71,7 +71,7 @@ class ByAgents:
 
 
 class ByWorkers:
-    """The connection carries words only; a chunk goes from worker to worker in pieces, several under way at a time.
+    """The way through workers: the connection carries messages only, chunks go from worker to worker in pieces, several at a time.
 
     Args:
         connection: to the peer's agent.

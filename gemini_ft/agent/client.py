@@ -54,7 +54,7 @@ _EVENTS = (Room, Granted, Committed, Aborted, Notice, Paced, Travelled, Dispatch
 
 
 def as_error(failed: Failed) -> GeminiError:
-    """The exception a refusal stands for."""
+    """The exception that a refusal stands for."""
     kind = getattr(errors, failed.error, AgentError)
     return kind(failed.text) if isinstance(kind, type) and issubclass(kind, GeminiError) else AgentError(failed.text)
 

@@ -34,7 +34,7 @@ class Custodians:
                 del self._keepers[id(memory)]
 
     def take_back(self, memory: SlotMemory) -> None:
-        """The memory is no replica any more."""
+        """Takes back memory that holds no replica any more."""
         if (keeper := self._keepers.pop(id(memory), None)) is not None:
             keeper.send(Custody(key=str(id(memory)), drop=True))
 

@@ -99,7 +99,7 @@ class Gate:
         return _PATIENCE if self.step_seconds is None else self.interval * self.step_seconds
 
     def poke(self) -> None:
-        """Whoever waits looks again."""
+        """Makes all that wait look again."""
         self._changed.set()
 
     async def leave(self, nbytes: int, late_at: Callable[[], float]) -> Pass:
@@ -140,7 +140,7 @@ class Gate:
         return Pass(min(nbytes, free), span=(moment.step, moment.begun))
 
     def _pause(self, left: float) -> float:
-        """Nobody rings when bytes arrive, nor when a collective does not come."""
+        """Seconds to wait at most: no bell rings when bytes arrive, nor when a collective does not come."""
         return min(left, _BREATH if self._under_way else _OVERDUE)
 
     @property

@@ -12,7 +12,7 @@ from gemini_ft.core.versions import Incarnation, Version
 
 
 class Origin(NamedTuple):
-    """The last incarnation of a stream on this host, and where it comes from; see `SessionSpec`."""
+    """The last incarnation of a stream on this host, and its descent; see `SessionSpec`."""
 
     incarnation: Incarnation
     lineage: list[Version]

@@ -38,7 +38,7 @@ class Inbound:
         self._collecting: dict[tuple[int, int], tuple[Receiver, int]] = {}  # (source, tag) of a piece -> for whom, by which rank
 
     def end_session(self) -> None:
-        """Nobody waits for pieces any more."""
+        """Drops the pieces that are awaited: the session is over."""
         self._collecting.clear()
 
     def entrust_all(self) -> None:
@@ -53,7 +53,7 @@ class Inbound:
             self.collected(Collected(source=source, tag=tag, error=f"rank {rank} is gone"))
 
     def collected(self, message: Collected) -> None:
-        """A worker has received a piece, or could not."""
+        """Takes a worker's report that it has received a piece, or could not."""
         if (waiting := self._collecting.pop((message.source, message.tag), None)) is not None:
             waiting[0].collected(message.source, message.tag, message.error)
 

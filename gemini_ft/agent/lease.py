@@ -27,11 +27,11 @@ class Lease:
         self._timer = self._schedule()
 
     def renew(self) -> None:
-        """The reader has said something."""
+        """Takes note of a sign of life."""
         self._idle = 0
 
     def end(self) -> None:
-        """The reader has gone."""
+        """Ends the lease: the reader has gone."""
         self._timer.cancel()
 
     def _schedule(self) -> asyncio.TimerHandle:

@@ -80,7 +80,7 @@ def _try_connect(address: bytes, what: str = "an agent") -> socket.socket | None
 
 
 def timeval(seconds: float) -> bytes:
-    """A time as socket options have it."""
+    """A time in seconds as socket options take it."""
     return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
@@ -159,7 +159,7 @@ def yield_to_training() -> None:
 
 
 def _agent_environment() -> dict[str, str]:
-    """The agent imports this very gemini_ft, wherever its working directory is."""
+    """The environment in which the agent imports this very gemini_ft, wherever its working directory is."""
     import gemini_ft
 
     paths = [str(Path(entry).resolve().parent) for entry in gemini_ft.__path__[:1]]
@@ -219,7 +219,7 @@ def leave(run: str, host: str | None = None) -> None:
 
 
 def job_finished(run: str) -> str:
-    """The launcher's word that the whole job has ended well; waits for the last upload, as long as the agent answers and waits itself.
+    """Tells the agent, for the launcher, that the job has ended well; waits for the last upload, as long as the agent answers.
 
     Returns:
         Why that failed for good; empty: it did not.
@@ -240,5 +240,5 @@ def job_finished(run: str) -> str:
 
 
 def job_interrupted(run: str) -> None:
-    """The launcher's word that the user stopped the job."""
+    """Tells the agent, for the launcher, that the user stopped the job."""
     leave(run)

@@ -74,7 +74,7 @@ class SlotShape:
 
     @cached_property
     def layout_digest(self) -> bytes:
-        """Its part of every root."""
+        """The layout's part in every root."""
         return layout_digest(self.layout)
 
     @property
@@ -91,7 +91,7 @@ class SlotShape:
 
 
 def extras_room(nbytes: int) -> int:
-    """Bytes to have ready for small state that takes ``nbytes`` now: it may grow, and slots made for it at other times be equal."""
+    """Bytes to reserve for small state that takes ``nbytes`` now: it may grow, and slots made at other times must be equal."""
     return max(EXTRAS_ROOM, 1 << (nbytes + nbytes // 4).bit_length())
 
 
@@ -105,7 +105,7 @@ def address_of(memory: mmap.mmap) -> int:
 
 
 def populate(memory: mmap.mmap, start: int, length: int, wanted: Callable[[], bool] = lambda: True) -> None:
-    """Fault pages in ahead of time (a fresh page costs 4-5x the copy into it), as long as they are ``wanted``; releases the GIL."""
+    """Faults pages in ahead of time (a fresh page costs 4-5x the copy into it), as long as they are ``wanted``; releases the GIL."""
     base = address_of(memory)
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
     for offset in range(first, start + length, 64 * 2**20):
@@ -115,7 +115,7 @@ def populate(memory: mmap.mmap, start: int, length: int, wanted: Callable[[], bo
 
 
 def keep_from_children(memory: mmap.mmap) -> None:
-    """A forked child (a data loader) must neither inherit nor copy the mapping."""
+    """Keeps a forked child (a data loader) from inheriting or copying the mapping."""
     _libc.madvise(address_of(memory), len(memory), _MADV_DONTFORK)
 
 
@@ -210,7 +210,7 @@ class SlotMemory:
         self._write_header()
 
     def forget(self, index: int | None = None) -> None:
-        """A chunk (None: all of them) is about to be overwritten: `keep` does not find it any more."""
+        """Takes note that a chunk (None: all of them) is about to be overwritten: `keep` does not find it any more."""
         if index is None:
             self._held.clear()
         else:
@@ -221,7 +221,7 @@ class SlotMemory:
         return 0 <= index < self.shape.max_chunks and offset >= 0 and nbytes > 0 and offset + nbytes <= self.shape.capacity
 
     def put_chunk(self, index: int, offset: int, nbytes: int, digest: int) -> None:
-        """A chunk has been laid down, and matches its digest."""
+        """Takes note of a chunk that has been laid down, and matches its digest."""
         self.chunks[index] = (offset, nbytes, digest)
         if self._held.get(index) == self.chunks[index]:
             self.unchanged.add(index)

@@ -52,7 +52,7 @@ class Pacing:
         self._totals = {"bytes": 0, "bytes_outside": 0, "spans": 0}
 
     def observed(self, rank: int, profile: Profile | None) -> None:
-        """A worker's steps have a profile, or have none any more."""
+        """Takes the profile of a worker's steps, or word that there is none any more."""
         if profile is None:
             self._gate.profiles.pop(rank, None)
         else:
@@ -61,7 +61,7 @@ class Pacing:
         self._judge()
 
     def arrived(self, out: Outgoing, peer: str, meter: Meter, seconds: float) -> None:
-        """A shard got to a peer, ``seconds`` after its first byte could be sent."""
+        """Takes note that a shard got to a peer, ``seconds`` after its first byte could be sent."""
         self._learn(out, meter)
         first = (out.owner, peer) not in self._nbytes
         self._nbytes[out.owner, peer] = out.sent
@@ -83,11 +83,11 @@ class Pacing:
             self._judge()
 
     def left_out(self, owner: int, peer: str) -> None:
-        """Nobody waits for this replica any more."""
+        """Takes note of a replica that is not waited for any more."""
         self._nbytes.pop((owner, peer), None)
 
     def paced(self, interval: int) -> None:
-        """The leader has decided."""
+        """Takes the leader's decision."""
         self._gate.interval = interval
 
     def status(self) -> dict[str, object]:
@@ -125,7 +125,7 @@ class Pacing:
         return Transfer(sum(self._nbytes.values()), 1, traffic.buffer_bytes, traffic.sub_buffers, traffic.gamma)
 
     def _expected(self) -> float | None:
-        """Seconds by the cost model until everything that a snapshot sends from here has arrived."""
+        """Seconds, by the cost model, until everything that a snapshot sends from here has arrived."""
         link, profile = self._gate.link, self._profile
         if link is None or profile is None:
             return None

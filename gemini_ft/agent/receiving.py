@@ -1,4 +1,4 @@
-"""Shards on their way from a peer: laid down where they belong, verified, acknowledged.
+"""Receives shards from a peer: lays them down where they belong, verifies and acknowledges them.
 
 A chunk's bytes follow its message on the connection, or come in pieces by way of a local worker (transport.collective).
 """
@@ -30,7 +30,7 @@ class ReceiverOwner(Protocol):
     def fail_receive(self, owner: int, iteration: int) -> None: ...
 
     def receives(self, owner: int, iteration: int) -> bool:
-        """Whether there still is a slot that it is laid down in."""
+        """Whether a receiver's shard still has a slot here."""
 
     def holds(self, owner: int, iteration: int) -> bool: ...
 
@@ -67,7 +67,7 @@ class _Parcels:
         return self._landed[key] >= chunk.nbytes and self._landed.pop(key) > 0
 
     def restart(self, owner: int) -> None:
-        """Its chunks come again, from the first byte on."""
+        """Forgets a shard's pieces: its chunks come again, from the first byte on."""
         self._landed = {key: nbytes for key, nbytes in self._landed.items() if key[0] != owner}
 
     def under_way(self, owner: int, iteration: int) -> bool:
@@ -120,7 +120,7 @@ class Receiver:
         self._open.clear()
 
     def collected(self, source: int, tag: int, error: str) -> None:
-        """A local worker has received a piece, or could not."""
+        """Takes a local worker's report that it has received a piece, or could not."""
         found = self._parcels.landed(source, tag)
         if found is None:
             return

@@ -47,11 +47,11 @@ class Listener:
         return cls(pid)
 
     def ended(self, seconds: float = 0.0) -> bool:
-        """Whether it is dead, or has died after that time."""
+        """Whether the process is dead, or dies within that time."""
         return self.pidfd < 0 or bool(select.select([self.pidfd], [], [], seconds)[0])
 
     def kill(self) -> bool:
-        """SIGKILL; whether it is dead then."""
+        """Sends SIGKILL; returns whether the process is dead then."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         return self.ended(_START_TIMEOUT / 4)
@@ -136,7 +136,7 @@ def _mapped_by_others(pid: int) -> set[int]:
 
 @contextlib.contextmanager
 def _sole_starter(run: str, host: str) -> Iterator[bool]:
-    """Whether this process may start the agent now; the kernel lets go of it should this process die."""
+    """Whether this process may start the agent now; the kernel releases that right if this process dies."""
     name = lifecycle.socket_name(run, host).replace(b"gemini-ft-", b"gemini-start-", 1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as lock:
         try:

@@ -1,4 +1,4 @@
-"""Shards on their way to a peer.
+"""Sends shards to a peer.
 
 A chunk is queued as soon as the worker has copied it, goes when the gate lets it (gemini_ft.agent.gate), and is verified on
 arrival; a damaged one is asked for again. A connection that breaks is dialled again and the newest version starts over.
@@ -103,7 +103,7 @@ class LinkOwner(Protocol):
     def peer_refused(self, peer: str, text: str) -> None: ...
 
     def measured(self, peer: str, address: str, rate: float) -> None:
-        """The first sizeable shard has travelled, at ``rate`` bytes per second while it was under way."""
+        """Takes note that the first sizeable shard has travelled, at ``rate`` bytes per second while it was under way."""
 
     def notify(self, text: str) -> None:
         """Tells the workers something for the user."""
@@ -114,7 +114,7 @@ class LinkOwner(Protocol):
         """Lets the worker that owns a shard send a piece of it."""
 
     def arrived(self, out: Outgoing, peer: str, meter: Meter) -> None:
-        """The peer has acknowledged a shard; ``meter`` has the connection's counters now."""
+        """Takes note that the peer has acknowledged a shard; ``meter`` has the connection's counters now."""
 
     def late_answer(self, text: str) -> None:
         """Takes note of an answer that came too late and is dropped."""
@@ -215,7 +215,7 @@ class Link:
         raise PeerError(f"host {self.peer} sent raw bytes on a connection that only sends")
 
     def astray(self, text: str) -> None:
-        """Workers cannot carry replicas to this peer: in this session its agent gets them from us."""
+        """Takes note that workers cannot carry replicas to this peer: in this session its agent gets them from us."""
         if self._by_workers:
             self._by_workers = False
             self._owner.notify(f"replicas to host {self.peer} travel from agent to agent from now on: {text}")
@@ -223,7 +223,7 @@ class Link:
                 self._connection.abort("its workers cannot receive")
 
     def dispatched(self, tag: int, error: str) -> None:
-        """A local worker has sent a piece, or could not; perhaps one of another link."""
+        """Takes a local worker's report that it has sent a piece, or could not; it may be one of another link."""
         if isinstance(self._way, ByWorkers):
             self._way.dispatched(tag, error)
 

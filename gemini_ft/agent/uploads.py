@@ -93,7 +93,7 @@ class Uploader:
         return bool(self._tasks)
 
     def over(self, version: Version, error: str) -> str:
-        """The upload has ended on all hosts.
+        """Takes note that the upload has ended on all hosts.
 
         Args:
             version: what was uploaded.
@@ -143,7 +143,7 @@ class Uploader:
             self._spawn(asyncio.to_thread(self._delete_leftovers))
 
     def _delete_leftovers(self) -> str:
-        """The reason why they could not be deleted; empty: they are gone."""
+        """Deletes leftovers; returns the reason if they could not be deleted, else an empty string."""
         with self._clearing:
             for key in sorted(self._leftovers):
                 try:

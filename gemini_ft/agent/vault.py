@@ -38,7 +38,7 @@ class Writer(Protocol):
 
 
 class Vault:
-    """Makes, finds and frees slot memory. What a slot's bytes are worth is the protocol's business (``host``)."""
+    """Makes, finds and frees slot memory. The protocol (``host``) decides what a slot's bytes are worth."""
 
     def __init__(self, host: Host, budget: Budget, log: Callable[[str], None], on_free: Callable[[SlotMemory], None]) -> None:
         self.memory: dict[tuple[int, int], SlotMemory] = {}  # (owner, slot) -> its memfd
@@ -234,7 +234,7 @@ class Vault:
             self.ensure(owner, *self._wanted[owner], reuse=True)
 
     async def prefault(self, owner: int, indices: list[int]) -> None:
-        """Fault pages in before the first bytes arrive, beside everything else the agent does."""
+        """Faults pages in before the first bytes arrive, beside everything else the agent does."""
         for index in indices:
             if (memory := self.memory.get((owner, index))) is not None:
                 with contextlib.suppress(RuntimeError):  # no thread can be started: the pages come with the first bytes
@@ -249,7 +249,7 @@ class Vault:
         memory.close()
 
     def writing(self, owner: int, version: Version) -> SlotMemory | None:
-        """The memory ``version`` is being laid down in."""
+        """The memory into which ``version`` is being written."""
         slot = self._host.slots(owner).find(version)
         return self.memory[owner, slot.index] if slot is not None and slot.state is SlotState.WRITING else None
 
@@ -259,14 +259,14 @@ class Vault:
             memory.forget()
 
     def sync_headers(self) -> None:
-        """A slot the protocol has cleared must say so in memory too, before anybody writes to it."""
+        """Clears in memory, too, the slots that the protocol has cleared, before anything is written to them."""
         for (owner, index), memory in self.memory.items():
             slot = self._host.slots(owner).slots.get(index)
             if memory.version is not None and (slot is None or slot.state is not SlotState.COMPLETE):
                 memory.clear()
 
     def damage(self, owner: int) -> int:
-        """Fault injection: flip a bit in every copy of a shard, as a failing memory module would. Returns how many."""
+        """Flips a bit in every copy of a shard, as a failing memory module would: fault injection. Returns how many."""
         copies = [m for (o, _), m in self.memory.items() if o == owner and m.version is not None and m.shape.data_bytes]
         for memory in copies:
             memory.data(0, 1)[0] ^= 1

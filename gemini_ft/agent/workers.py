@@ -95,7 +95,7 @@ class WorkerConnection:
                 signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:
-        """SIGKILL, without the risk of hitting another process that got the same pid."""
+        """Sends SIGKILL, without the risk of hitting another process that got the same pid."""
         with contextlib.suppress(OSError):  # it is dead already, and its pidfd closed
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
@@ -113,7 +113,7 @@ class WorkerConnection:
         self._office.on_worker_dead(self)
 
     def _hang_up(self) -> None:
-        """Whichever side ends the connection, the office hears of it: it would take silence for a hang, and kill."""
+        """Ends the connection and tells the office, whichever side ends it: the silence would look like a hang."""
         if self._connected:
             self._disconnect()
             self._office.on_worker_hung_up(self)

@@ -177,7 +177,7 @@ def _describe(document: dict[str, Any]) -> str:
 
 
 def _describe_gradients(gradients: dict[str, dict[str, dict[str, float]]]) -> list[str]:
-    """A line for each rule, of the first rank on this host."""
+    """A line for each rule, as the first rank on this host has it."""
     first = min(gradients, key=int, default=None)
     if first is None:
         return []

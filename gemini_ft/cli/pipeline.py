@@ -1,4 +1,4 @@
-"""``gemini pipeline``: which parameter gets what, and what each rule will cost, before anything is trained.
+"""``gemini pipeline``: the rule of each parameter, and the cost of each rule, before anything is trained.
 
 Seconds are those that bytes alone take at a given rate, by the textbook formulas of the collectives; compressing takes its own time,
 which a machine tells only when it is measured (fusion ``auto`` does that).

@@ -15,7 +15,7 @@ from gemini_ft.errors import ConfigError
 def open_store(host: str, port: int) -> TCPStore:
     """Serves a store on ``host:port`` from a thread of this process, for as long as the result is kept.
 
-    Whoever reaches the port can read and write: give an interface that only the training hosts reach.
+    Every process that reaches the port can read and write: give an interface that only the training hosts reach.
 
     Args:
         host: name or address of the interface to listen on; 0.0.0.0 or :: for all.

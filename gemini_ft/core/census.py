@@ -133,7 +133,7 @@ class Census:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Findings for people: what, where, fate, bytes and more, in columns."""
+    """Findings as a table for people: place, kind, fate, bytes and more."""
     rows = [("what", "where", "fate", "bytes", "how")]
     rows += [(item.rule.what, item.where, str(item.rule.fate), f"{item.nbytes:,}", item.note or item.rule.how) for item in findings]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -91,7 +91,7 @@ def fatal_domains(placement: Mapping[str, Iterable[str]], domains: Mapping[str, 
 
 
 def describe(placement: Mapping[str, Sequence[str]], domains: Mapping[str, str] | None = None) -> str:
-    """Word a placement made by `place`, and what it survives, in two or three short sentences."""
+    """Words for a placement made by `place`, and for what it survives, in two or three short sentences."""
     hosts = len(placement)
     if hosts == 1:
         return "1 host, 1 replica: a lost process is survived, a lost host is not, because no other host holds a copy."

@@ -1,4 +1,4 @@
-"""Idle spans of the training's own traffic -> which chunk of which copy travels when. Pure: no torch, no clock, no I/O.
+"""Plans which chunk of which copy travels in which idle span of the training's own traffic. Pure: no torch, no clock, no I/O.
 
 GEMINI (SOSP'23), section 5 and algorithm 2: a shard is cut into chunks that fit one of ``parts`` sub-buffers of a small reserved
 buffer; chunks are put into the spans between collectives, in order, as many as the span can carry with a safety factor.

@@ -95,7 +95,7 @@ class SlotSet:
         return slot.state is SlotState.EMPTY or (slot.state is SlotState.COMPLETE and slot.version != keep)
 
     def begin(self, version: Version) -> Slot | None:
-        """Grant a slot for writing ``version``, or None while none may be overwritten.
+        """Grants a slot for writing ``version``, or None while none may be overwritten.
 
         A complete version above the committed one still waits for its commit, so it is as untouchable as
         the committed one itself, retired or not; ``commit``, ``discard`` or ``supersede`` decide its fate first.
@@ -135,18 +135,18 @@ class SlotSet:
             slot.clear()
 
     def abort(self, version: Version) -> None:
-        """``version`` will never be committed. While sealed a complete copy stays all the same: an inventory may have promised it."""
+        """Takes note that ``version`` will never be committed. While sealed, a complete copy stays: an inventory may have promised it."""
         if not self.sealed or self.complete_version(version) is None:
             self.discard(version)
 
     def let_go(self, version: Version) -> None:
-        """The writer of ``version`` lays no more bytes down. Nothing happens to a complete version."""
+        """Takes note that the writer of ``version`` lays no more bytes down. A complete version stays as it is."""
         slot = self.find(version)
         if slot is not None and slot.state in (SlotState.WRITING, SlotState.TORN):
             slot.clear()
 
     def commit(self, version: Version | None) -> None:
-        """``version`` is complete everywhere; the committed version never moves back."""
+        """Takes note that ``version`` is complete everywhere; the committed version never moves back."""
         if version is not None and (self.committed is None or version > self.committed):
             self.committed = version
             self.drop_past()

@@ -249,7 +249,7 @@ def _unsupported_engine(engine: Any) -> Iterator[tuple[bool, str]]:
 
 
 def _unsupported_buckets(engine: Any, rules: Rules) -> Iterator[tuple[bool, str]]:
-    """The same where DeepSpeed hands over buckets."""
+    """The reason why the pipeline cannot take buckets from DeepSpeed, or None."""
     zero, stage = engine.config.get("zero_optimization", {}), engine.zero_optimization_stage()
     planned = next(((number, rule) for number, rule in enumerate(rules) if rule.fusion in PLANNED), None)
     if planned is not None:

@@ -104,7 +104,7 @@ class OldShards:
             places.append(Found(start, start + high - low, owner, offset, piece))
 
     def state_of(self, param: str) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
-        """Key -> what its tensor was: state of the master's shape, and state that every fragment of a master shares."""
+        """Key -> kind of its tensor: state of the master's shape, or state that every fragment of a master shares."""
         of_shape = {key: _spec(found[0].piece) for key, found in self._found.get(param, {}).items() if key}
         return of_shape, {key: _spec(found[0].piece) for key, found in self._scalars.get(param, {}).items()}
 

@@ -72,7 +72,7 @@ class EngineState:
         return found + [Live(f"frozen.{name}", getattr(param, "ds_tensor", param), Role.PARAMETER) for name, param in self._others.items()]
 
     def describe(self, live: Sequence[Live], rank: int, world_size: int) -> list[Source]:
-        """Whatever is the same on all data-parallel ranks is owned in equal parts, if these are all ranks of the job.
+        """Describes what to capture: equal bytes are owned in equal parts, if the data-parallel ranks are all ranks of the job.
 
         Where they are not (pipelines), ranks need not even have tensors of the same names.
         """
@@ -164,7 +164,7 @@ class EngineState:
     def resized(
         self, layouts: Mapping[int, Layout], extras: Mapping[int, dict[str, Any]], rank: int, world_size: int
     ) -> tuple[list[Read], dict[str, torch.Tensor], dict[str, Any]]:
-        """Masters and their state from whatever old ranks had parts of them; buffers are those of one old rank."""
+        """Fills masters and their state from the old ranks that had parts of them; buffers are those of one old rank."""
         owner = rank % len(layouts)
         release_gathered(self._engine)
         old = OldShards(layouts, {of: Cut.unpack(codec.decode(value["cut"])) for of, value in extras.items()})
@@ -206,7 +206,7 @@ class EngineState:
         return tensors, reads, own
 
     def apply_extras(self, extras: dict[str, Any]) -> None:
-        """Collective where weights are partitioned: they are rebuilt from the masters."""
+        """Puts back `extras`. Collective where weights are partitioned: they are rebuilt from the masters."""
         engine, base = self._engine, base_optimizer(self._engine.optimizer)
         for name, master in masters(engine):
             if values := extras["values"].get(name):
@@ -241,7 +241,7 @@ class EngineState:
 
 
 def _not_users(item: Any) -> frozenset[str]:
-    """Attributes that DeepSpeed gives to modules are not the user's."""
+    """The attributes that DeepSpeed gives to modules, which are not the user's."""
     return not_users(item) | {name for name in vars(item) if name.startswith(("ds_", "_ds_", "applied_pre_backward"))}
 
 

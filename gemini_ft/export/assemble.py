@@ -1,4 +1,4 @@
-"""Shards of all ranks -> whole tensors, on the CPU.
+"""Assembles whole tensors, on the CPU, from the shards of all ranks.
 
 Under DDP every rank owns a stretch of the one tensor all of them hold; under FSDP2 every rank has a part of its own,
 whose place in the whole tensor follows from shape, placements and mesh (`gemini_ft.state.tensors.placement_words`).

@@ -1,4 +1,4 @@
-"""Model and optimizers as a folder of torch.distributed.checkpoint, under the names that ``get_state_dict`` gives them.
+"""Writes model and optimizers as a folder of torch.distributed.checkpoint, under the names of ``get_state_dict``.
 
 {"model": {name: tensor}, "optim": {"state": {name: {key: value}}, "param_groups": [{..., "params": [name, ...]}]}}
 """

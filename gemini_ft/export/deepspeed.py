@@ -1,4 +1,4 @@
-"""A folder that ``engine.load_checkpoint`` continues from, without gemini-ft: what ``save_checkpoint`` would have written.
+"""Writes a folder that ``engine.load_checkpoint`` continues from, without gemini-ft, as ``save_checkpoint`` would have.
 
 With the number of ranks that wrote it; for others DeepSpeed's own ``ds_to_universal`` converts it.
 """
@@ -79,7 +79,7 @@ class _Writer:
         return {name: torch.empty(0, dtype=getattr(torch, self._about["params"][name][1])) for name in weights}
 
     def _model_states(self, tensors: dict[str, torch.Tensor], held: dict[str, torch.Tensor], optimizer: Any = None) -> dict[str, Any]:
-        """``held``: among others the frozen parameters, or this rank's partitions of them, as ``frozen.<name>``."""
+        """The model's states of one rank; ``held`` has frozen parameters, or partitions of them, as ``frozen.<name>``."""
         module = {key: tensors[name] for key, name in self._about["keys"].items()}
         trained = [{name: torch.Size(self._about["params"][name][0]) for name in group} for group in self._about["masters"].values()]
         trained_names = {name for group in self._about["masters"].values() for name in group}

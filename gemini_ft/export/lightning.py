@@ -1,4 +1,4 @@
-"""A Lightning ``.ckpt`` that ``Trainer.fit(ckpt_path=...)`` continues from, without gemini-ft."""
+"""Writes a Lightning ``.ckpt`` that ``Trainer.fit(ckpt_path=...)`` continues from, without gemini-ft."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Checkpoint:
         return codec.decode(self._extras, self.secret, self.trust_pickle, part)
 
     def extras_of(self, owner: int, *part: str) -> Any:
-        """The same, as another rank had it."""
+        """The `extras` as another rank had them."""
         return codec.decode(self.shards[owner].extras(), self.secret, self.trust_pickle, part)
 
     @cached_property

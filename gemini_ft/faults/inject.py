@@ -301,7 +301,7 @@ def _storage_folder(url: str | None) -> Path:
 
 
 def _check_room(url: str | None) -> None:
-    """Nobody wants a drill to write a terabyte, least of all into a file system that others need.
+    """Limits how much a drill may write: it must not write a terabyte, least of all into a shared file system.
 
     Raises:
         ConfigError: filling it would take more than the limit.

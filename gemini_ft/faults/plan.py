@@ -78,7 +78,7 @@ class Fault:
     code: int = 1
 
     def occurrence(self, iteration: int) -> str:
-        """Name of what happens at most once: a scheduled fault in a run, a random one in an iteration."""
+        """The name under which the fault happens at most once: a scheduled one in a run, a random one in an iteration."""
         return self.name if self.probability is None else f"{self.name}-{iteration}"
 
     def is_due(self, iteration: int, moment: str) -> bool:
@@ -94,14 +94,14 @@ class Fault:
         return iteration <= (self.until or iteration) and self._dice(iteration).random() < self.probability
 
     def doers(self, world: World, iteration: int) -> list[int]:
-        """The ranks that carry it out: all that are hit, or the first one on each host that is hit."""
+        """The ranks that carry the fault out: all that are hit, or the first one on each host that is hit."""
         hit = self._hit(world, iteration)
         if self.kind in RANK_KINDS:
             return hit
         return sorted({world.hosts.index(world.hosts[rank]) for rank in hit})
 
     def owners(self, world: World, host: str) -> list[int]:
-        """`corrupt`: the ranks whose shards are damaged on ``host``."""
+        """The ranks whose shards a `corrupt` fault damages on ``host``."""
         if self.owner is not None:
             return [self.owner]
         if self.rank is not None:
@@ -135,7 +135,7 @@ class Fault:
         return [rank for rank in ranks if world.hosts[rank] in hosts]
 
     def _dice(self, iteration: int) -> random.Random:
-        """The same on all ranks, and in a run that is repeated."""
+        """A random generator that is the same on all ranks, and in a run that is repeated."""
         return random.Random(f"{self.seed}/{self.name}/{iteration}")
 
     @property

@@ -1,4 +1,4 @@
-"""The process that has imported torch once, and from which ``gemini run`` forks the workers of every attempt.
+"""The process that imports torch once, and from which ``gemini run`` forks the workers of every attempt.
 
 Most of a restart is Python importing torch. A worker forked from here is ready in milliseconds, and in all that a
 script can see it is what ``python -u script.py`` would have been: a child of the launcher in a session of its own, standard
@@ -53,7 +53,7 @@ _NOT_MEANT_HERE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def main() -> None:
-    """Serve; in a forked child, run the script and end as it ends."""
+    """Serves requests; in a forked child, runs the script and ends as it ends."""
     dispositions: dict[int, Any] = {signum: signal.signal(signum, signal.SIG_IGN) for signum in _NOT_MEANT_HERE}
     modules, program = sys.argv[2].split(","), sys.argv[3:]
     if not sys.flags.safe_path:
@@ -176,7 +176,7 @@ def _serve(channel: socket.socket, refusal: str | None, dispositions: Mapping[in
 
 
 def _fork_worker(prepare: Callable[[], None]) -> int:
-    """Fork a worker that is the launcher's child and leads a session of its own; return its pid, 0 in itself.
+    """Forks a worker that is the launcher's child and leads its own session; returns its pid, 0 in the worker.
 
     It has called ``prepare`` when this returns in the server.
     """

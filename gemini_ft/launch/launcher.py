@@ -141,7 +141,7 @@ def _program(options: argparse.Namespace) -> list[str]:
 
 
 def _workers(options: argparse.Namespace, program: Sequence[str], copy: Path | None) -> AbstractContextManager[None]:
-    """The context in which torch's launcher starts workers in the way that this command needs; if that is not the user's wish, say why."""
+    """The context in which torch's launcher starts workers as this command needs; explains where that is not the user's wish."""
     if options.cold:
         return cold_workers(copy)
     if reason := _not_forkable(options, copy):
@@ -188,7 +188,7 @@ def _prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
 
 
 def _is_alone(options: argparse.Namespace) -> bool:
-    """Whether this is a job of one host that has said nothing of how it comes together.
+    """Whether this is a job of one host without any rendezvous options.
 
     Torchrun's default then is the static rendezvous, in which a restart hangs if the script makes its process group itself.
     """

@@ -167,7 +167,7 @@ def _show(show: Callable[..., object], kind: type[BaseException], error: BaseExc
 
 
 def _frames_of_script(frames: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback without what lies between the interpreter and the script."""
+    """The traceback without the frames between the interpreter and the script."""
     while frames is not None and frames.tb_frame.f_code.co_filename in _STARTERS:
         frames = frames.tb_next
     return frames

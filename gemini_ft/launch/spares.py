@@ -95,7 +95,7 @@ class PatientJoin:
         return _Action.KEEP_ALIVE if torch_rendezvous._should_keep_alive(ctx) else _Action.SYNC
 
     def _within(self, limit: int, ctx: Any) -> Any:
-        """The decision for a job whose state is made for ``limit`` hosts, where it is another than torch's; else None."""
+        """The decision for a job whose state is made for ``limit`` hosts, where torch would decide otherwise; else None."""
         state, here = ctx.state, ctx.node in ctx.state.participants
         if limit < ctx.settings.max_nodes and not here and len(state.participants) >= limit and not self._said:
             self._said = True

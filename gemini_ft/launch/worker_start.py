@@ -372,7 +372,7 @@ def _is_known() -> bool:
 
 @contextlib.contextmanager
 def _started_by(workers: Workers, warm: WarmStart | None, cold_start: ColdStart) -> Iterator[None]:
-    """Torch has no setting for the way a worker process is started, so its function for that is replaced."""
+    """Replaces torch's function that starts a worker process, as torch has no setting for it."""
     original = getattr(torch_api, _STARTER)
     setattr(torch_api, _STARTER, partial(_Handler, workers, warm, cold_start))
     try:

@@ -23,7 +23,7 @@ from gemini_ft.worker.rendezvous import init_process_group
 
 
 class Gemini:
-    """Comes before a strategy of Lightning in the list of bases.
+    """The first of a strategy's bases, before Lightning's own.
 
     Attributes:
         gemini_config: options.
@@ -70,7 +70,7 @@ def join_group(strategy: Any) -> None:
 
 
 def make_class(name: str, mixin: type, base: str, package: str, public: str, doc: str) -> Any:
-    """A strategy class.
+    """Makes a strategy class.
 
     Args:
         name: its name.

@@ -1,4 +1,4 @@
-"""The position in one loader: what must be known to go on with the batch that would have come next."""
+"""The position in one loader: all that is needed to continue with the batch that would have come next."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ class Bookmark:
         yield from batches
 
     def asked(self, sampler: Any) -> Iterator[Any]:
-        """The loader asks its sampler for an iterator; samplers that draw when they are asked must draw right here.
+        """Takes note that the loader asks its sampler for an iterator; samplers that draw when they are asked must draw right here.
 
         DataLoaders ask twice when they start, and use the second iterator; with persistent workers of an earlier epoch they
         ask once. Those are gone after a restart, so that there is one more question, which is answered like the first.
@@ -366,7 +366,7 @@ class Bookmark:
 
     @property
     def _is_iterator(self) -> bool:
-        """Whether the loader can be gone through only once; then each epoch takes the batches that follow."""
+        """Whether the loader can be iterated only once; then each epoch takes the batches that follow."""
         return self._way == "replay" and hasattr(self._base, "__next__")
 
     def _moment(self) -> dict[str, Any]:
@@ -448,7 +448,7 @@ def _way(loader: Any, base: Any, method: DataResume, generators: Iterable[str]) 
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """Whatever has a part in drawing indices."""
+    """The objects that take part in drawing indices."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     candidates = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     return [sampler for sampler in candidates if sampler is not None]

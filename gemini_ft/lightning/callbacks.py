@@ -1,4 +1,4 @@
-"""Lightning's own callbacks that no snapshot can resume: refused by name."""
+"""Refuses, by name, Lightning's own callbacks that no snapshot can resume."""
 
 from __future__ import annotations
 

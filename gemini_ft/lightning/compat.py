@@ -296,7 +296,7 @@ def is_accumulating(trainer: Any) -> bool:
 
 
 def batches_taken_in_advance(trainer: Any) -> int:
-    """Lightning fetches one batch ahead where a loader's length is unknown, to know which one is the last."""
+    """The number of batches that Lightning fetches ahead where a loader's length is unknown, to recognise the last one."""
     return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
 
 

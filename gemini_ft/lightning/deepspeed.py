@@ -32,7 +32,7 @@ class EngineFit(Fit):
     """
 
     def before_update(self) -> None:
-        """The engine is about to step; it updates the parameters only where enough gradients have been accumulated."""
+        """Waits, as the engine is about to step; it updates parameters only where enough gradients have been accumulated."""
         if self._engine.is_gradient_accumulation_boundary():
             super().before_update()
 
@@ -85,7 +85,7 @@ class EnginesOnCpu(_DeepSpeedStrategy):
 
     @contextlib.contextmanager
     def _numbered_devices(self) -> Iterator[None]:
-        """CPUs have numbers meanwhile, as CUDA devices always have: Lightning checks them, and gives this rank's to DeepSpeed."""
+        """Numbers the CPUs meanwhile, as CUDA devices are: Lightning checks numbers, and gives this rank's to DeepSpeed."""
         devices = self.parallel_devices
         assert devices is not None
         self.parallel_devices = [device if device.type != "cpu" else torch.device("cpu", i) for i, device in enumerate(devices)]

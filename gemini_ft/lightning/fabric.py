@@ -101,7 +101,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
         return self._gemini_checkpointer
 
     def close(self) -> None:
-        """The run has finished on all ranks: the agents may forget it, and the next start begins anew."""
+        """Ends the run, which has finished on all ranks: the agents may forget it, and the next start begins anew."""
         if self._gemini_checkpointer is not None:
             self.barrier("gemini: all ranks have finished")
             self._gemini_checkpointer.close(finished=True)

@@ -34,6 +34,6 @@ def findings(trainer: Any) -> Iterator[Finding]:
 
 
 def fingerprint(trainer: Any) -> object:
-    """Another value when the census has to be taken again; cheap enough for every step."""
+    """A value that changes when the census has to be taken again; cheap enough for every step."""
     loaders = [(id(loader), tuple(facts(loader).values())) for loader in compat.training_loaders(trainer)]
     return loaders, [id(callback) for callback in trainer.callbacks]

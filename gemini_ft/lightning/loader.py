@@ -1,4 +1,4 @@
-"""DataLoaders that go on, after a restart, with the batch that would have come next, bit for bit.
+"""Makes DataLoaders continue, after a restart, with the batch that would have come next, bit for bit.
 
 Lightning starts a resumed epoch at its first batch again. Three ways lead further, and each loader gets one of them:
 

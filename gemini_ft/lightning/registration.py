@@ -1,4 +1,4 @@
-"""Makes the strategy names known to Lightning: now where Lightning is loaded, else right after it gets loaded.
+"""Makes the strategy names known to Lightning: now where it is loaded, else right after it gets loaded.
 
 Standard library only, because ``import gemini_ft`` runs this: neither torch nor Lightning is imported for it, and a
 user of ``lightning`` does not get ``pytorch_lightning`` loaded as well. The two packages are always installed together

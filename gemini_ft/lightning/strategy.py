@@ -129,7 +129,7 @@ class GeminiMixin(Gemini, _Strategy):
         return self._gemini_fit is not None and self._gemini_fit.resuming
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """The user's ``ckpt_path``, unless the run has got further than that already."""
+        """Loads the user's ``ckpt_path``, unless the run has got further than that already."""
         fit = self._gemini_fit
         if fit is None or not fit.resuming:
             return super().load_checkpoint(checkpoint_path, weights_only)

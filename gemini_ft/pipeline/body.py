@@ -88,7 +88,7 @@ class Body:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """An error on this rank's training thread is told to the others, which would wait for its gradients."""
+        """Tells the other ranks of an error on this rank's training thread: they would wait for its gradients."""
         try:
             yield
         except BaseException as error:
@@ -110,7 +110,7 @@ class Body:
 
     @property
     def settled(self) -> bool:
-        """Whether the plan stays as it is: nothing is to be found out any more."""
+        """Whether the plan is final: nothing is to be found out any more."""
         return self._tuner.settled
 
     @property
@@ -120,7 +120,7 @@ class Body:
         return self.averager.telemetry.last
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """The same as plain data."""
+        """The costs of the last step as plain data."""
         self._settle()
         return self.averager.telemetry.summary()
 
@@ -155,7 +155,7 @@ class Body:
         self.averager.drop()
 
     def forget(self, parameters: Iterable[torch.Tensor | str] | None = None) -> None:
-        """Forgets what error feedback and momenta keep of past gradients, after a step whose averages are thrown away.
+        """Forgets all that error feedback and momenta keep of past gradients, after a step whose averages are thrown away.
 
         Plans, counters, and factors that all ranks have in common stay as they are.
 

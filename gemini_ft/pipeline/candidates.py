@@ -48,7 +48,7 @@ class Candidate:
 
     @classmethod
     def unpack(cls, packed: Sequence[Any]) -> Candidate:
-        """The inverse of `pack`."""
+        """Makes a candidate of the plain data that `pack` gave."""
         label, groups, predicted, error = packed
         return cls(label, tuple(Group(rule, tuple(names), way) for rule, names, way in groups), predicted, error)
 
@@ -101,7 +101,7 @@ class Candidates:
         ]
 
     def _by_espresso(self, number: int, own: Sequence[Tensor]) -> Candidate:
-        """Every tensor for itself, each by its own option."""
+        """The candidate in which every tensor is a group, with its own option."""
         topology, itemsize = self._averager.routes.topology, own[0].itemsize
         inner = payload_of_one_length(self._averager.rules[number].compress.make())  # type: ignore[union-attr]
         assert inner is not None
@@ -123,7 +123,7 @@ class Candidates:
         return Candidate(f"espresso, {len(groups)} groups", groups, best.seconds, max(costs.worst for costs in codecs.values()))
 
     def _links(self, topology: Topology, own: Sequence[Tensor]) -> tuple[Affine, Affine]:
-        """A message within a machine and between two: from what an all-reduce takes."""
+        """The costs of a message within a machine and between two, derived from those of an all-reduce."""
         scoped = self._averager.routes.scoped
         groups = {Scope.INTRA: scoped.intra, Scope.INTER: scoped.inter} if scoped is not None else {Scope.FLAT: self._averager.group}
         found = {

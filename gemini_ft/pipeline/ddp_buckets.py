@@ -45,7 +45,7 @@ class DdpBuckets:
         return _nothing, ()  # in a copy of the model, which averages as if it had no hook
 
     def ready(self, bucket: GradBucket) -> Future[Tensor]:
-        """A bucket's gradients are final.
+        """Takes a bucket whose gradients are final.
 
         DDP turns every error of a future into one of its own. So none is given to it: it gets the bucket as it is, and the error is
         raised where the backward pass ends.
@@ -107,7 +107,7 @@ class DdpBuckets:
             _queue_callback(partial(_raise, failed))  # when DDP has come to its own end
 
     def _fail(self, error: BaseException) -> None:
-        """DDP waits for every bucket: none may be forgotten."""
+        """Ends all buckets with an error: DDP waits for every one, so none may be forgotten."""
         self._error = error
         for waiting in list(self._waiting):
             waiting.give_up()
@@ -158,7 +158,7 @@ class _Bucket:
             self._end()
 
     def give_up(self) -> None:
-        """The bucket stays as it is."""
+        """Leaves the bucket as it is."""
         self._end()
 
     def _end(self) -> None:

@@ -112,7 +112,7 @@ class Job:
 
 
 class Lanes:
-    """The two threads.
+    """The two threads, and the groups on their way through them.
 
     Args:
         device: of the gradients. On CUDA the work is queued on a stream of its own, after what the job waits for.

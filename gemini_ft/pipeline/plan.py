@@ -87,7 +87,7 @@ class Plan:
 
 
 def rule_at(rules: Rules, number: int) -> Rule:
-    """The rule of that number, or what holds without one."""
+    """The rule of that number, or the default without one."""
     return PLAIN if number == NO_RULE else rules[number]
 
 
@@ -112,7 +112,7 @@ def _groups(number: int, rule: Rule, tensors: Sequence[Tensor]) -> list[Group]:
 
 
 def grouped(number: int, tensors: Sequence[Tensor], grouping: Grouping, way: str = "rule") -> list[Group]:
-    """The groups of consecutive tensors that a grouping says."""
+    """The groups of consecutive tensors that a grouping describes."""
     return [Group(number, tuple(tensors[index].name for index in indices), way) for indices in grouping.groups]
 
 

@@ -63,7 +63,7 @@ class Sync(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The scheme's own."""
+        """The scheme's own options."""
         return dict(self.model_extra or {})
 
     @model_validator(mode="after")
@@ -114,7 +114,7 @@ class Compression(BaseModel):
 
 
 def _named(key: str) -> BeforeValidator:
-    """``"zen"`` stands for ``{"scheme": "zen"}``."""
+    """A validator by which ``"zen"`` stands for ``{"scheme": "zen"}``."""
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 
@@ -161,7 +161,7 @@ class Rule(_Model):
 
     @property
     def is_plain(self) -> bool:
-        """Whether all it asks for is an all-reduce."""
+        """Whether an all-reduce is all that the rule asks for."""
         return self.compress is None and not self.is_sparse
 
     def matches(self, name: str) -> bool:
@@ -232,7 +232,7 @@ def sparsifier_of(reducer: Reducer) -> Sparsifier | None:
 
 
 def payload_of_one_length(reducer: Reducer) -> Compressor | None:
-    """The compressor inside a method, if its payloads can be made, sent and added by anybody: what Espresso's options need."""
+    """The compressor inside a method, if any rank can make, send and add its payloads: what Espresso's options need."""
     inner = getattr(reducer, "inner", reducer)
     return inner if isinstance(inner, Compressor) and inner.primitive.value in ("all-gather", "all-reduce") else None
 

@@ -137,7 +137,7 @@ class GradientSynchronizer(Body):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients are only accumulated inside: for all but the last backward of a step."""
+        """Only accumulates gradients inside: for all but the last backward of a step."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -146,7 +146,7 @@ class GradientSynchronizer(Body):
 
     @contextmanager
     def discarding(self, parameters: Iterable[torch.Tensor | str] | None = None) -> Iterator[None]:
-        """Gradients that a backward pass inside makes are not averaged, and error feedback and momenta do not see them.
+        """Discards the gradients of a backward pass inside: they are not averaged, and memories do not see them.
 
         For those that the script throws away: of a discriminator in the generator's backward pass, for example. Alike on all ranks.
 

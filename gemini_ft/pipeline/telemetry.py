@@ -65,7 +65,7 @@ class Telemetry:
         self.last: Step | None = None
 
     def add(self, number: int, seconds: float, blocked: float, groups: Sequence[tuple[Group, Figures]]) -> None:
-        """A step is over."""
+        """Adds a step that is over."""
         by_rule: dict[int, list[Figures]] = {}
         for group, figures in groups:
             by_rule.setdefault(group.rule, []).append(figures)
@@ -84,7 +84,7 @@ class Telemetry:
         )
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """The last step in the words of `gemini_ft.state.gradients.GradientState`, by rule; what belongs to no rule is under "step"."""
+        """The last step in the words of `gemini_ft.state.gradients.GradientState`, by rule; figures of no rule are under "step"."""
         if self.last is None:
             return {}
         step = {"number": self.last.number, "ms": 1e3 * self.last.seconds, "blocked_ms": 1e3 * self.last.blocked}

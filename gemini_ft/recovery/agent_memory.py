@@ -1,4 +1,4 @@
-"""Looking at the agents of this machine from outside of a job: what they hold, and reading it.
+"""Reads the memory of this machine's agents from outside of a job.
 
 A visitor is no worker: nothing changes at the agent, except that a shard which is being read stays until it has been
 read. A job that runs meanwhile may leave out the snapshots for which it then lacks a free slot.
@@ -86,7 +86,7 @@ class Remembered:
 
     @property
     def secret(self) -> bytes:
-        """The run's."""
+        """The secret of the run."""
         return next(iter(self.hosts.values())).secret
 
     def missing(self, version: Version) -> list[int]:

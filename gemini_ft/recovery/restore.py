@@ -1,4 +1,4 @@
-"""Filling a live training state from the shards of a snapshot, wherever they are."""
+"""Fills a live training state from the shards of a snapshot, wherever they are."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class TrainingState(Protocol):
         ...
 
     def destinations(self, stored: Iterable[TensorSpec], rank: int, world_size: int) -> list[Source]:
-        """Tensors to fill with what a snapshot has; those that do not exist yet are made."""
+        """The tensors to fill from a snapshot; those that do not exist yet are made."""
         ...
 
     def apply_extras(self, extras: Extras) -> None:
@@ -53,13 +53,13 @@ class TrainingState(Protocol):
         ...
 
     def structure(self) -> object:
-        """Another value when the census has to be taken again; cheap enough for every step."""
+        """A value that changes when the census has to be taken again; cheap enough for every step."""
         ...
 
     def resized(
         self, layouts: Mapping[int, Layout], extras: Mapping[int, Extras], rank: int, world_size: int
     ) -> tuple[Sequence[Read], Mapping[str, torch.Tensor], Extras]:
-        """Instead of ``destinations``, for a snapshot that another number of ranks has made.
+        """Does the work of ``destinations`` for a snapshot that another number of ranks has made.
 
         Args:
             layouts: rank of that job -> layout of its shard.
@@ -116,7 +116,7 @@ class PlainState:
         self._modes = Modes(self._tree.modules()) if self._has_modes else None
 
     def inherit(self, before: PlainState) -> None:
-        """Sees to it that the script has made what it had made for ``before``."""
+        """Takes over what the script had made for ``before``."""
         self._born, self._modes = before._born, before._modes
 
     def watch(self) -> list[Any]:
@@ -141,7 +141,7 @@ class PlainState:
         return saved
 
     def _present_changes(self, live: Sequence[Live]) -> Changes:
-        """Changes since the script built it; looked at again when names, shapes, modules or groups are others."""
+        """Changes since the script built it; computed again when names, shapes, modules or groups differ."""
         groups = [
             (id(optimizer), [tuple(map(id, group["params"])) for group in optimizer.param_groups])
             for optimizer in every_optimizer(self.optimizers).values()

@@ -119,7 +119,7 @@ def is_exact(obj: object) -> bool:
 
 
 class _NoSuchPart(KeyError):
-    """Told apart from the KeyErrors that damaged bytes lead to."""
+    """An error of its own, unlike the KeyErrors that damaged bytes lead to."""
 
 
 def _lower(obj: Any, path: _Path, secret: bytes | None) -> Any:
@@ -174,7 +174,7 @@ def _unpack(blob: bytes) -> Any:
 
 
 def _big_int(value: Any) -> Any:
-    """Called by msgpack for ints beyond 64 bits."""
+    """An int beyond 64 bits as msgpack's default hook packs it."""
     return msgpack.ExtType(_BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 
 

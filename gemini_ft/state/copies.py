@@ -1,4 +1,4 @@
-"""Copying between live tensors and shards, planned once and repeated without allocation.
+"""Copies between live tensors and shards, planned once and repeated without allocation.
 
 A shard holds the elements of a piece in logical (row-major) order. A contiguous tensor gives one flat
 view for that; of any other (channels_last, transposed, strided) a range of elements is cut into a few
@@ -25,7 +25,7 @@ Memory = bytes | bytearray | memoryview | mmap.mmap | torch.Tensor  # a tensor m
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Part of an owned piece: a live view, and where its bytes go.
+    """A part of an owned piece: a live view, and the place of its bytes.
 
     Attributes:
         name: the tensor's name.

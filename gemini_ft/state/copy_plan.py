@@ -1,4 +1,4 @@
-"""A slot as the worker maps it, and the plan of what goes where in it: made once, used for every snapshot."""
+"""A slot as the worker maps it, and the plan of the copies into it: made once, used for every snapshot."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LARGE = 64 * 1024  # bytes; from here on a copy of its own, below it one call f
 
 @dataclass(frozen=True)
 class Batch:
-    """Copies that begin in one chunk: (offset in the slot, source)."""
+    """The copies that begin in one chunk: (offset in the slot, source)."""
 
     small: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # and all that are not plain memory
     large: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # contiguous CPU memory
@@ -64,7 +64,7 @@ class Slot:
             _libc.memcpy(self.address + offset, source.data_ptr(), source.nbytes)
 
     def forget(self) -> None:
-        """Another plan follows."""
+        """Forgets the plan: another one follows."""
         self._targets.clear()
 
     def _target(self, offset: int, source: torch.Tensor) -> torch.Tensor:

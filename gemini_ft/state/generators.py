@@ -21,7 +21,7 @@ from gemini_ft.state.rng import randomness, set_randomness
 
 @contextmanager
 def unchanged_randomness() -> Iterator[None]:
-    """Whatever is drawn inside, the process's generators are as before afterwards."""
+    """Restores the process's generators afterwards, whatever is drawn inside."""
     before = randomness()
     try:
         yield

@@ -153,7 +153,7 @@ class WithGradients:
         return [*theirs, *(Source(spec, self._rooms[spec.name], mutable=True) for spec in ours)]
 
     def apply_extras(self, extras: Extras) -> None:
-        """Raises LayoutMismatchError if the pipeline cannot load what another one has saved."""
+        """Puts back `extras`. Raises LayoutMismatchError if the pipeline cannot load the state of another one."""
         self._inner.apply_extras(extras)
         rooms, self._rooms = self._rooms, {}
         if (saved := extras[KEY]) is None:  # made by another number of ranks
@@ -169,7 +169,7 @@ class WithGradients:
     def resized(
         self, layouts: Mapping[int, Layout], extras: Mapping[int, Extras], rank: int, world_size: int
     ) -> tuple[Sequence[Read], Mapping[str, torch.Tensor], Extras]:
-        """Gradients begin anew: what a rank has left out belongs to its own share of the data, and plans to the number of ranks."""
+        """Starts the gradients' state anew: residuals belong to a rank's share of the data, and plans to the number of ranks."""
         reads, tensors, own = self._inner.resized(layouts, extras, rank, world_size)
         if rank == 0:
             pieces = [piece for layout in layouts.values() for piece in layout.pieces if is_gradient(piece.name)]
@@ -197,7 +197,7 @@ class FiguresReporter:
         self._due = 0.0
 
     def step_over(self) -> None:
-        """A step has ended."""
+        """Takes note that a step has ended."""
         if time.monotonic() >= self._due and self._offer(Figures(figures=_finite(self._summary()))):
             self._due = time.monotonic() + _PAUSE
 
@@ -255,7 +255,7 @@ def _tree(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unless_new(name: str, tensor: torch.Tensor, before: tuple[_Place, torch.Tensor] | None) -> tuple[_Place, torch.Tensor]:
-    """The view that was found before, if this is another of the same memory: plans are made anew for other objects.
+    """The view that was found before, if this is another one of the same memory: else plans would be made anew.
 
     As long as ``before`` is kept, its memory cannot have been given to another tensor.
     """

@@ -356,7 +356,7 @@ def _apply_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> 
 
 
 def _replace_other(optimizer: Optimizer, other: Mapping[Any, Any]) -> None:
-    """Exactly the state that belongs to no parameter."""
+    """Replaces the state that belongs to no parameter."""
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for key in [key for key in optimizer.state if id(key) not in params]:
         del optimizer.state[key]

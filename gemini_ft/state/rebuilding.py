@@ -1,4 +1,4 @@
-"""A layout that changes while training: what has come, gone or grown since the script built its modules and optimizers, built again.
+"""Rebuilds a layout that has changed while training: state that has come, gone or grown since the script built it.
 
 The state is described when the script has made it (`describe`), and compared with that when it is another (`difference`). Each snapshot
 says what had changed by then, so that a fresh process, in which everything is as the script makes it, can follow (`build`): buffers are
@@ -62,7 +62,7 @@ class Description:
     modules: dict[str, str] = field(default_factory=dict)
 
     def with_newcomers(self, now: Description) -> Description:
-        """Modules that a first iteration has made are of the script too: a fresh process makes them again."""
+        """The description with modules that a first iteration has made: a fresh process makes them again."""
         return replace(self, modules={**now.modules, **self.modules})
 
 
@@ -248,7 +248,7 @@ def _build_tensor(modules: Modules, parent: str, key: str, now: Entry | None, ch
 
 
 def _build_groups(optimizer: Optimizer, have: list[list[str]], now: list[list[str]], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Groups are added where the first ones are as they were, else cut anew in place."""
+    """Adds groups where the first ones are unchanged; else cuts groups anew in place."""
     if absent := [label for labels in now for label in labels if label not in parameters]:
         raise LayoutMismatchError(f"{absent[0]} is in a group of the snapshot's optimizer and not in this model")
     wanted = [[parameters[label] for label in labels] for labels in now]

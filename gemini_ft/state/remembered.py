@@ -53,7 +53,7 @@ class Changes(NamedTuple):
 
 
 class _Opaque(NamedTuple):
-    """A value that is no plain one, as far as a change of it shows. It is held, so that its id stays its own."""
+    """A value that is not plain, as far as a change of it shows. It is held, so that its id stays its own."""
 
     value: Any
     size: int
@@ -112,7 +112,7 @@ class Attributes:
                 self._marked.setdefault(path, {})
 
     def changes(self) -> Changes:
-        """Values that differ from the mark. Objects that came into being since then are lost as a whole, if no `follow` took them in."""
+        """The values that differ from the mark. Objects that are new since then are lost as a whole, unless `follow` took them in."""
         kept: Values = {}
         lost: list[str] = []
         for path, item in self._objects.items():
@@ -156,7 +156,7 @@ class Attributes:
         return value is same and value._version == version
 
     def _is_root(self, value: Any) -> bool:
-        """Whether a value is a module that others see to, or one around it."""
+        """Whether a value is a module that is watched by others, or a wrapper around it."""
         if not isinstance(value, nn.Module):
             return False
         roots = set(map(id, self._roots.values()))

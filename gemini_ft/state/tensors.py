@@ -1,4 +1,4 @@
-"""Finding the live tensors of a training job, naming them, and saying which ranks hold the same bytes.
+"""Finds the live tensors of a training job, names them, and tells which ranks hold the same bytes.
 
     live = survey(models, optimizers)              every step: where each tensor is now (about 2 us per tensor)
     fingerprint(live)                              unchanged: the sources and copy plans made then are still right
@@ -194,7 +194,7 @@ def survey(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> list[L
 
 
 def fingerprint(live: Iterable[Live]) -> tuple[Any, ...]:
-    """Equal to an earlier one if and only if sources described then are still right.
+    """A value that equals an earlier one if and only if the sources described then are still right.
 
     Compare only while those sources are alive: their memory cannot then be given to another tensor.
     """

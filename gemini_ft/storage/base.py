@@ -78,7 +78,7 @@ class Storage(Protocol):
         """Removes an object; one that does not exist is already removed."""
 
     def check(self) -> None:
-        """Prove that objects can be written, read and deleted here, and clear away what dead writers have left."""
+        """Proves that objects can be written, read and deleted here, and clears away leftovers of dead writers."""
 
 
 def is_key(name: str) -> bool:

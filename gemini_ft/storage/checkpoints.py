@@ -1,4 +1,4 @@
-"""Checkpoints in storage: their keys, the manifest that makes one exist, which is the newest, which may go.
+"""Checkpoints in storage: their keys, and the manifest that makes one exist.
 
     <run>/<stream>/step-00001234-inc-7-<nonce>/shard-00003.safetensors    one per owner
                                               /manifest.json              last: the commit
@@ -199,7 +199,7 @@ def scan(storage: Storage, run: str | None, stream: str | None) -> dict[Checkpoi
 
 
 def files_of(storage: Storage, folder: str) -> list[str]:
-    """Keys of a checkpoint's files, the manifest first. What else lies beside them was put there by another program.
+    """Keys of a checkpoint's files, the manifest first. Files of other programs beside them are left out.
 
     Raises:
         StorageError: the storage failed.

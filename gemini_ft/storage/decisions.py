@@ -1,4 +1,4 @@
-"""Decides what to resume from storage and what to delete there: pure, from what a look at it has shown.
+"""Decides which checkpoint to resume and which to delete: pure, from the result of a look at storage.
 
 A look has three answers and never two: `Here`, `Nothing`, `Unclear`. Only `Nothing`, which takes an empty listing and the
 absence of every mark that something was stored, lets a run start from the beginning.
@@ -120,7 +120,7 @@ class Here:
 
 @dataclass(frozen=True)
 class Nothing:
-    """Storage proves that nothing was ever stored."""
+    """An answer: storage proves that nothing was ever stored."""
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ def _told_of(memory: Version, told: Iterable[tuple[Incarnation, Descent]]) -> li
 
 
 def _went_through(sighting: Sighting, incarnation: str) -> bool:
-    """Whether it is of that incarnation, or descends from a checkpoint of it."""
+    """Whether a sighting is of that incarnation, or descends from a checkpoint of it."""
     return incarnation in map(str, (sighting.version.incarnation, *(version.incarnation for version in sighting.descent.lineage or ())))
 
 

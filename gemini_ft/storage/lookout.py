@@ -1,4 +1,4 @@
-"""Looking at what a run has in storage, with distrust: damage is believed after a second reading, absence after a second question."""
+"""Looks at a run's storage with distrust: damage is believed after a second reading, absence after a second question."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Mark(BaseModel):
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> Mark:
-        """Raises ValueError: it is damaged, or no mark."""
+        """Reads a mark from JSON. Raises ValueError: it is damaged, or no mark."""
         try:
             body = json.loads(blob)
         except RecursionError:

@@ -1,4 +1,4 @@
-"""Deleting what the newest checkpoint has superseded, and nothing else: `gemini_ft.storage.decisions.superseded_by` decides."""
+"""Deletes the checkpoints that the newest one has superseded: `gemini_ft.storage.decisions.superseded_by` decides."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Retention:
             self._damaged.add(one.folder)
 
     def _delete(self, storage: Storage, one: Sighting) -> None:
-        """Asks for its manifest by name: a listing may have left it out, and the checkpoint is not torn then."""
+        """Deletes a checkpoint, whose manifest is asked for by name: a listing may have left it out."""
         if one.condition == "torn" and _has_manifest(storage, one.folder):
             return
         for key in files_of(storage, one.folder):

@@ -332,7 +332,7 @@ class S3Storage:
 
 
 class _BrokenError(StorageError):
-    """An answer that began well did not end."""
+    """An answer that began well and did not end."""
 
 
 class _Whole:

@@ -1,4 +1,4 @@
-"""Errors of S3 and boto3 as StorageErrors that say where, why, and what to do about it.
+"""Turns errors of S3 and boto3 into StorageErrors that name place, reason and way out.
 
 Nothing of the credentials is in a text.
 """

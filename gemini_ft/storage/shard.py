@@ -244,7 +244,7 @@ class StoredShard:
         return bytes(blob)
 
     def _is_there(self, offset: int, nbytes: int) -> None:
-        """Sees to it, before memory is taken for many bytes, that the object has them: its record may lie."""
+        """Checks that the object has the bytes, before memory is taken for them: its record may lie."""
         if nbytes > CHUNK_BYTES:
             self._storage.get_range(self.record.key, offset + nbytes - 1, memoryview(bytearray(1)))
 

@@ -35,7 +35,7 @@ _MORTAL = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.
 
 
 class DrillError(GeminiError):
-    """Emulated hosts did not do what they were expected to; the text has the ends of their logs."""
+    """Emulated hosts did not do what was expected of them; the text has the ends of their logs."""
 
 
 class EmulatedHosts:

@@ -140,7 +140,7 @@ class Network:
 
     @contextlib.contextmanager
     def inside(self, host: str) -> Iterator[None]:
-        """Meanwhile this thread, and no other, is on a host: there its processes start and its sockets are made, and stay."""
+        """Puts this thread, and no other, on a host meanwhile: processes and sockets made there stay there."""
         space = self._spaces[self._known(host)]
         home = os.open(_HERE, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -189,7 +189,7 @@ class S3Proxy(ThreadingHTTPServer):
         return fault
 
     def release(self) -> None:
-        """Requests that are held or hang go on, and nothing goes wrong any more."""
+        """Releases requests that are held or hang, and clears all faults."""
         self.faults.clear()
         released, self.released = self.released, threading.Event()
         released.set()

@@ -66,7 +66,7 @@ class ControlPage:
     # -- the worker
 
     def write(self, moment: Moment) -> None:
-        """Publish; by one thread at a time. Rings when the network is idle and the agent waits for that."""
+        """Publishes the worker's use of the network; by one thread at a time. Rings if the network is idle and the agent waits for that."""
         record = _MOMENT.pack(moment.in_flight, moment.begun, moment.step, moment.since, moment.waiting)
         self._memory[: _MOMENT.size + _CHECK.size] = record + _CHECK.pack(zlib.crc32(record))
         if moment.in_flight == 0 and self._memory[_LISTENS]:
@@ -76,7 +76,7 @@ class ControlPage:
     # -- the agent
 
     def read(self) -> Moment:
-        """The newest that is whole; one that claims to be busy if the worker was stopped in the middle of writing."""
+        """The newest entry that is whole; one that claims to be busy if the worker was stopped in the middle of writing."""
         for _ in range(_TRIES):
             record, check = self._memory[: _MOMENT.size], self._memory[_MOMENT.size : _MOMENT.size + _CHECK.size]
             if _CHECK.unpack(check) == (zlib.crc32(record),):
@@ -84,10 +84,10 @@ class ControlPage:
         return Moment(in_flight=1)
 
     def listen(self, wanted: bool) -> None:
-        """Whether the bell is to be rung."""
+        """Sets whether the bell is to be rung."""
         self._memory[_LISTENS] = wanted
 
     def answer(self) -> None:
-        """The bell was heard."""
+        """Takes note that the bell was heard."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.bell)

@@ -29,7 +29,7 @@ def frame_length(head: bytes | bytearray | memoryview, limit: int = MAX_MESSAGE)
 
 
 def receive_fds(sock: socket.socket, into: memoryview, most: int) -> tuple[memoryview, list[int], int]:
-    """Bytes, descriptors beside them, and flags, as ``socket.recv_fds``, but into memory that is there.
+    """Receives bytes, descriptors and flags, as ``socket.recv_fds`` does, but into existing memory.
 
     That function takes memory for the longest message each time and cuts it down to the one that has come. Done with every message, by a
     thread whose small objects lie in between, this makes the heap grow by a hundred bytes a step, without an end.

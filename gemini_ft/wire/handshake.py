@@ -1,4 +1,4 @@
-"""Opening connections between agents: TLS proves that both sides know the run secret, then the dialling side says what it wants.
+"""Opens connections between agents: TLS proves that both sides know the run secret, then the dialling side introduces itself.
 
     dials    --- TLS 1.3, both with certificates ---  listens
     Claims   -->                                               run, stream, role, and which host is meant
@@ -33,7 +33,7 @@ Encrypt = Callable[[str], bool]  # given a stream, whether its payloads are encr
 
 
 class _Dialling:
-    """The dialling side. The real handler takes over at once: what it is to hear may come in the same packet."""
+    """The dialling side. The real handler takes over at once: its first message may come in the same packet."""
 
     def __init__(self, handler: Handler) -> None:
         self.connection = Connection(self)

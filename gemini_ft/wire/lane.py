@@ -1,4 +1,4 @@
-"""Payloads beside the protected connection: raw bytes on a socket of their own, each payload sealed by a keyed tag.
+"""Lanes for payloads beside the protected connection: raw bytes on their own socket, each payload sealed by a keyed tag.
 
 TLS in Python would copy every byte twice. Payloads therefore go as they lie in memory, in the clear, and behind each of them a
 tag of AES-GMAC (NIST SP 800-38D) that only the two ends can compute: the key was agreed on through TLS, and the number of
@@ -46,13 +46,13 @@ class Seal:
         self._open.authenticate_additional_data(piece)
 
     def close(self) -> bytes:
-        """The tag of the payload; the next one begins."""
+        """The tag of the payload; the next payload begins."""
         self._open.finalize()
         tag, self._open = self._open.tag, self._next()
         return tag
 
     def check(self, tag: bytes | bytearray, peer: str) -> None:
-        """Sees to it that the payload is what the other end sent.
+        """Checks that the payload is the one that the other end sent.
 
         Raises:
             PeerError: it is not.

@@ -37,13 +37,13 @@ class Handler(Protocol):
     """The receiver of a connection's messages."""
 
     def on_message(self, message: Message) -> memoryview | None:
-        """A message came. For one that raw bytes follow: where to put them (None: throw them away)."""
+        """Takes a message. Returns, for one that raw bytes follow, the memory for them (None: they are thrown away)."""
 
     def on_bytes(self, message: Message) -> None:
-        """The raw bytes that followed ``message`` are all there."""
+        """Takes note that the raw bytes that followed ``message`` are all there."""
 
     def on_lost(self, reason: str) -> None:
-        """The connection is closed; nothing refers to payloads any more."""
+        """Takes note that the connection is closed; nothing refers to payloads any more."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Meter:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One framed connection. A single writer task owns the sending side, in order."""
+    """A framed connection. A single writer task owns the sending side, in order."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
@@ -170,11 +170,11 @@ class Connection(asyncio.BufferedProtocol):
     # -- receiving on the lane: messages wait until the payload before them is whole
 
     def expect_lane(self) -> None:
-        """Payloads will travel on a lane, which may be there a moment later than the first of them is announced."""
+        """Makes payloads wait for a lane, which may be there a moment later than the first of them is announced."""
         self._lane_due = True
 
     def attach(self, lane: Lane) -> None:
-        """The lane is there."""
+        """Takes the lane."""
         if self._aborted or self.closed.is_set():
             lane.close()
             return
@@ -255,7 +255,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def _socket(self) -> socket.socket:
-        """The one that payloads travel on."""
+        """The socket that payloads travel on."""
         return self._lane.socket if self._lane is not None else cast("socket.socket", self._tls_socket)
 
     @property
@@ -330,7 +330,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def prepare(sock: socket.socket) -> None:
-    """Settings of every socket between hosts: nothing waits for more to send, and a host that is gone is noticed."""
+    """Sets the options of every socket between hosts: nothing waits for more to send, and a lost host is noticed."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE // 4)

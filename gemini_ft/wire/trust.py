@@ -68,7 +68,7 @@ def _certificate(subject: x509.Name, key: Ed25519PrivateKey, authority: Ed25519P
 
 
 def _load_chain(context: ssl.SSLContext, chain: bytes) -> None:
-    """Python's ssl takes keys from files only; this one has no name and never reaches a disk."""
+    """Loads a key into an SSL context, which takes files only; this one has no name and never reaches a disk."""
     fd = os.memfd_create("gemini-ft-certificate", os.MFD_CLOEXEC)
     try:
         os.write(fd, chain)

@@ -1,4 +1,4 @@
-"""Agreeing on what to resume: the newest version that is whole, sound, and not known to fail. Collective, before the first step."""
+"""Agrees on what to resume: the newest version that is whole, sound, and not known to fail. Collective, before the first step."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Chooser:
         self._lookout = Lookout(reopen, run, stream, remembered) if reopen is not None else None
 
     def choose(self) -> Choice:
-        """Obey ``resume``, and leave out what has led to failure after failure, unless there is nothing else.
+        """Obeys ``resume``, and leaves out versions that have led to failure after failure, unless there is nothing else.
 
         Raises:
             WorldSizeError: all there is was made by another number of ranks.
@@ -167,7 +167,7 @@ class Chooser:
     # -- storage
 
     def _look(self, refused: frozenset[Version], insist: bool) -> Stored:
-        """Rank 0's findings in storage; ``insist``: it waits for an answer, and there is an error in place of none.
+        """The findings of rank 0 in storage; ``insist``: it waits for an answer, and raises an error if there is none.
 
         Raises:
             StorageUnclearError: there was none in time, or the user has to choose.
@@ -242,7 +242,7 @@ class Chooser:
         )
 
     def _gives_way(self, memory: Version, stored: Stored) -> bool:
-        """Whether memory is left aside for what the user has chosen in storage.
+        """Whether memory is left aside for the user's choice in storage.
 
         Raises:
             StorageUnclearError: they are of two histories, and the user has not chosen.
@@ -260,7 +260,7 @@ class Chooser:
         return answer
 
     def _is_turned_down(self, memory: Version) -> bool:
-        """Whether memory is of another line than the one that the user has chosen, so that storage must be heard."""
+        """Whether memory is of another line than the user's choice, so that storage must be heard."""
         settings = self._config.storage
         return settings is not None and settings.history is not None and not is_of(memory, self._told_by_sessions(), settings.history)
 

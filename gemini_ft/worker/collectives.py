@@ -1,4 +1,4 @@
-"""The training's collectives, observed without changing them: how many are in flight, and what a step consists of.
+"""Observes the training's collectives without changing them: the number in flight, and those of each step.
 
 Every collective of torch, from Python or from DDP's and FSDP's own code, passes torch's dispatcher. There we listen, one layer
 above the real kernel, which is then called with the same arguments: no tensor is touched, no hook is installed (a DDP
@@ -68,7 +68,7 @@ class Observer:
         self._closed = False
 
     def step_over(self) -> Step:
-        """The step has ended, and the next one has begun; what it consisted of."""
+        """Ends a step and begins the next one; returns the step's collectives."""
         self._traffic.forget(self._began)
         with self._traffic.lock:
             now = time.monotonic()
@@ -85,7 +85,7 @@ class Observer:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """The training stands still meanwhile, until a snapshot has travelled."""
+        """Shows meanwhile that the training stands still until a snapshot has travelled."""
         self._set_waiting(True)
         try:
             yield
@@ -218,7 +218,7 @@ class _Traffic:
 
 
 class _Told(Work):
-    """Work that says when it has been waited for.
+    """A work object that tells when it has been waited for.
 
     Until then it is kept alive, also when the observer forgets it: what C++ holds is only the half that is C++, which alone would be
     waited for in vain.
@@ -240,7 +240,7 @@ class _Told(Work):
 
 
 class _Watch:
-    """Asks collectives that do not say when they are over; those of CUDA ask their events."""
+    """Polls collectives that do not tell when they are over; those of CUDA by their events."""
 
     def __init__(self, over: Callable[[_Flight], None]) -> None:
         self._over = over

@@ -1,4 +1,4 @@
-"""Replicas from worker to worker, through the sub-buffers of one small reserved buffer (GEMINI, SOSP'23, section 5).
+"""Carries replicas from worker to worker, through the sub-buffers of one small reserved buffer (GEMINI, SOSP'23, section 5).
 
 The agents decide what travels, and when; two workers move the bytes, in a process group of their own: from the sender's slot,
 through a sub-buffer of the receiver's device, into the memory of the receiver's agent. While one sub-buffer is copied out, the next
@@ -93,7 +93,7 @@ class Courier:
                 self._answer(order, str(error))
 
     def forget(self) -> None:
-        """The agent has been restarted: what it waited for is written nowhere any more."""
+        """Forgets its orders, as the agent has been restarted: the memory that it waited for is not written any more."""
         with self._writing:
             self._era += 1
 

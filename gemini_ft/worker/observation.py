@@ -1,4 +1,4 @@
-"""A worker's part in keeping replicas out of the training's way: it shows its agent what it sends, and what its steps look like."""
+"""A worker's help in keeping replicas out of the training's way: it shows its agent its traffic, and profiles of its steps."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Observation:
         self._report()
 
     def step_over(self) -> None:
-        """A step has ended."""
+        """Takes note that a step has ended."""
         if self._profiler.add(self._observer.step_over()):
             self._report()
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """The training stands still meanwhile, until a snapshot has travelled."""
+        """Shows meanwhile that the training stands still until a snapshot has travelled."""
         return self._observer.waiting()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Ranks come together: a process group for every attempt of a job, and what its ranks tell each other.
+"""Brings ranks together: a process group for every attempt of a job, and the exchanges between its ranks.
 
 torch 2.13 restarts the workers of an elastic job on the key-value store of the attempt before, so that a restarted
 gloo group reads the addresses of dead peers and fails or hangs. :func:`init_process_group` gives every attempt a key

@@ -1,4 +1,4 @@
-"""Joining a run: find the host's agent, agree with the other ranks on secret, plan and placement, open the incarnation.
+"""Joins a run: finds the host's agent, agrees with the other ranks on secret, plan and placement, opens the incarnation.
 
 Everything here is collective over the default process group and runs on the training thread, before the first step.
 """
@@ -349,7 +349,7 @@ def _check_addresses(infos: Collection[HostInfo]) -> None:
 
 
 def _announce(session: Session, configured_secret: bool) -> None:
-    """Rank 0 says once where the job stands, and what it survives."""
+    """Announces once, on rank 0, where the job stands, and which losses it survives."""
     spec = session.spec
     placed = {host: tuple(spec.holders[rank]) for rank, host in enumerate(spec.hosts)}
     _log.info("run %s, incarnation %d: %s", session.run, spec.incarnation.number, describe(session.plan))

@@ -112,7 +112,7 @@ class Snapshotter:
             self._condition.notify_all()
 
     def before_update(self) -> None:
-        """The training thread is about to write: wait for the copy, or give it up when it could not begin.
+        """Waits for the copy, as the training thread is about to write; gives it up when it could not begin.
 
         Raises:
             ConcurrentWriteError: ``verify`` found a difference.
@@ -243,7 +243,7 @@ class Snapshotter:
                 self._bring_back()
 
     def _bring_back(self) -> None:
-        """Recover; where that fails it takes its time, and training shall not wait for that at every step."""
+        """Revives the agent; where that fails it takes its time, and training shall not wait for it at every step."""
         if time.monotonic() < self._next_try:
             raise AgentError("this host has no agent; another try to start one follows")
         self._next_try = time.monotonic() + _RETRY
@@ -330,7 +330,7 @@ class Snapshotter:
         self._tell(GiveUp(iteration=job.iteration, reason=reason))
 
     def _fail(self, job: Job, error: GeminiError) -> None:
-        """The agent went away in the middle: bring it back, and tell it that this one is lost."""
+        """Revives an agent that went away in the middle, and tells it that this snapshot is lost."""
         job.cancelled = str(error)
         self._on_discard(job.iteration, str(error))
         if self._stream is not None:
