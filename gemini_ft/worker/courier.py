@@ -1,4 +1,4 @@
-"""Replicas from worker to worker, through the sub-buffers of one small reserved buffer (GEMINI, SOSP'23, section 5).
+"""Carries replicas from worker to worker, through the sub-buffers of one small reserved buffer (GEMINI, SOSP'23, section 5).
 
 The agents decide what travels, and when; two workers move the bytes, in a process group of their own: from the sender's slot,
 through a sub-buffer of the receiver's device, into the memory of the receiver's agent. While one sub-buffer is copied out, the next
@@ -31,7 +31,7 @@ Order = TypeVar("Order", bound=Dispatch | Collect)
 
 
 class Courier:
-    """One worker's part. Making it is collective over the default process group.
+    """The courier of one worker. Making it is collective over the default process group.
 
     Args:
         traffic: the user's wishes.
@@ -73,7 +73,7 @@ class Courier:
         return self._buffer.nbytes
 
     def dispatch(self, order: Dispatch) -> None:
-        """Send a piece of a slot; the agent is told when it has gone."""
+        """Sends a piece of a slot; the agent is told when it has gone."""
         with self._lock:
             try:
                 if order.target not in self._sending:
@@ -83,7 +83,7 @@ class Courier:
                 self._answer(order, str(error))
 
     def collect(self, order: Collect) -> None:
-        """Receive a piece of a replica; the agent is told when it is in its memory."""
+        """Receives a piece of a replica; the agent is told when it is in its memory."""
         with self._lock:
             try:
                 if order.source not in self._receiving:
@@ -93,12 +93,12 @@ class Courier:
                 self._answer(order, str(error))
 
     def forget(self) -> None:
-        """The agent has been restarted: what it waited for is written nowhere any more."""
+        """Forgets its orders, as the agent has been restarted: the memory that it waited for is not written any more."""
         with self._writing:
             self._era += 1
 
     def close(self) -> None:
-        """Give up what is under way; not collective."""
+        """Gives up the transfers under way; not collective."""
         self._closed = True
         for free in (self._free_in, self._free_out):
             free.put(None)
@@ -196,7 +196,7 @@ class _Lane(Generic[Order]):
         self._orders.put(order)
 
     def close(self) -> None:
-        """What is under way cannot be called back: its threads end when it does, or the process."""
+        """Ends the lane. Collectives under way cannot be called back: the threads end when they do, or with the process."""
         self._orders.put(None)
         self._begun.put(None)
         for thread in self._threads:
