@@ -21,7 +21,7 @@ _UNITS |= {"tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def parse_bytes(value: object) -> object:
-    """Turn ``"8GiB"`` or ``"500 MB"`` into bytes; anything else is passed through for pydantic to judge."""
+    """Turns ``"8GiB"`` or ``"500 MB"`` into bytes; anything else is passed through for pydantic to judge."""
     if not isinstance(value, str):
         return value
     text = value.strip().lower()
@@ -75,7 +75,7 @@ class StorageConfig(_Model):
 
     @property
     def kept(self) -> int | None:
-        """As `keep_last`; None: all."""
+        """`keep_last` as a number; None: all are kept."""
         return self.keep_last if isinstance(self.keep_last, int) else None
 
     @model_validator(mode="after")
@@ -88,7 +88,7 @@ class StorageConfig(_Model):
 
 
 class TrafficConfig(_Model):
-    """How replicas travel beside the training's own traffic."""
+    """Options for the way replicas travel beside the training's own traffic."""
 
     transport: Literal["tcp", "collective"] = Field("tcp", description="Who carries replicas: agents (tcp), or workers through sub-buffers in a process group of their own (collective).")
     when: Literal["idle", "ready"] = Field("idle", description="Send while the training's network is idle, or as soon as a chunk is ready.")
@@ -115,7 +115,7 @@ DEFAULT_TRAFFIC = TrafficConfig.model_validate({})
 
 
 class GeminiConfig(_Model):
-    """Everything the fault-tolerance core can be told."""
+    """All options of the fault-tolerance core."""
 
     replicas: int = Field(2, ge=1, description="Copies of every shard, the owner's own host included.")
     interval: Annotated[int | Literal["auto"], _number_or("auto", "steps")] = Field("auto", description="Take a snapshot every this many optimizer steps; auto: every step, or as often as the idle network can carry.")
@@ -220,7 +220,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def load_config(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> GeminiConfig:
-    """Merge defaults, file, environment and ``overrides`` into one checked configuration.
+    """Merges defaults, file, environment and ``overrides`` into one checked configuration.
 
     Raises:
         ConfigError: an option is unknown or has a wrong value; all faults are listed at once.

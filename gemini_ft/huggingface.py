@@ -1,4 +1,4 @@
-"""transformers' Trainer under DeepSpeed resumes where it was, in the middle of an epoch too, and ends with the same bits.
+"""Resumes transformers' Trainer under DeepSpeed exactly where it was, in the middle of an epoch too.
 
     trainer = Trainer(
         model,
@@ -69,7 +69,7 @@ _NO_FOLDER = "/dev/null/gemini"  # the Trainer skips batches only if it resumes 
 
 
 class GeminiCallback(TrainerCallback):  # type: ignore[misc]
-    """Put one into the Trainer's ``callbacks``. Without a "gemini" section in the DeepSpeed configuration it does nothing.
+    """A callback for the Trainer's ``callbacks``. Without a "gemini" section in the DeepSpeed configuration it does nothing.
 
     Raises:
         ConfigError: this version of transformers is not known; when training begins: the Trainer does not use DeepSpeed.
@@ -108,7 +108,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
     # -- called by the extended Trainer
 
     def prepare(self, trainer: Any, prepare: Callable[..., Any], max_steps: int, train_dataloader: Any, checkpoint: str | None) -> Any:
-        """The engine is made, and resumed if there is something to resume; from a checkpoint only if that is newer."""
+        """Makes the engine, and resumes it if there is something to resume; from a checkpoint only if that is newer."""
         self._protection, self._found, self._trainer = None, None, trainer
         prepared = prepare(max_steps, train_dataloader, None)
         self._protection = _protect(trainer)
@@ -129,7 +129,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         return prepared
 
     def run_epoch(self, run: Callable[..., None], named: dict[str, Any]) -> None:
-        """One epoch: what is left of it."""
+        """Runs one epoch, or the rest of it."""
         if self._protection is None:
             return run(**named)
         trainer, epoch, found = self._trainer, named["epoch"], self._found
@@ -165,7 +165,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
     # -- inside
 
     def _pause(self) -> None:
-        """No sign of life is due until the next step."""
+        """Announces that no sign of life is due until the next step."""
         if self._protection is not None:
             self._paused.close()
             self._paused.enter_context(self._protection.checkpointer.paused())
@@ -236,7 +236,7 @@ def _protect(trainer: Any) -> Any:
 
 @contextmanager
 def _telling_the_whole_loader() -> Iterator[None]:
-    """The loader of the rest of an epoch, which the Trainer makes, passes the epoch on to the one that it is the rest of.
+    """Makes the loader of the rest of an epoch hand the epoch's number on to the whole loader.
 
     Told itself, it would miss samplers and datasets that lie one level deeper in it, or tell a dataset that is not told otherwise.
     """
@@ -273,7 +273,7 @@ def _findings(trainer: Any) -> Iterator[Finding]:
 
 
 def _with_state(trainer: Any) -> list[tuple[str, Any]]:
-    """Callbacks that tell their state, by the name of their class."""
+    """The callbacks that have a state to save, by the name of their class."""
     return [(type(callback).__name__, callback) for callback in trainer.callback_handler.callbacks if isinstance(callback, ExportableState)]
 
 
@@ -282,7 +282,7 @@ def _of(trainer: Any) -> GeminiCallback | None:
 
 
 def _extend_trainer() -> None:
-    """Let Trainers that have a `GeminiCallback` ask it; callbacks alone cannot move the position in the data.
+    """Lets Trainers that have a `GeminiCallback` ask it; callbacks alone cannot move the position in the data.
 
     Raises:
         ConfigError: the Trainer of this version has other methods.

@@ -18,7 +18,7 @@ BLOCK = 1024  # indices per program
 def fill(
     indices: torch.Tensor, parts: torch.Tensor, count: int, seed: int, parallel: int, serial: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `hierarchical_hashing._fill`, on the device of ``indices``. Who gets a slot differs from call to call."""
+    """Does the work of `hierarchical_hashing._fill` on the device of ``indices``. Which index gets a slot differs between calls."""
     width = parallel + serial
     memory = torch.zeros(count * width, dtype=torch.int64, device=indices.device)
     asked = torch.zeros(count, dtype=torch.int64, device=indices.device)

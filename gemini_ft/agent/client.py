@@ -27,18 +27,18 @@ _OFFERED = 64 * 1024  # bytes; Linux reports a Unix socket as writable while thr
 
 
 def as_error(failed: Failed) -> GeminiError:
-    """The exception a refusal stands for."""
+    """The exception that a refusal stands for."""
     kind = getattr(errors, failed.error, AgentError)
     return kind(failed.text) if isinstance(kind, type) and issubclass(kind, GeminiError) else AgentError(failed.text)
 
 
 class AgentClient:
-    """Talks to the agent; a thread of its own listens, and replaces an agent of which nothing is heard for ``hello.agent_timeout`` seconds.
+    """A connection to the agent; its own thread listens, and replaces an agent that is silent for ``hello.agent_timeout`` seconds.
 
     Args:
         run: run id.
         host: host id.
-        hello: who this worker is.
+        hello: this worker's introduction.
         on_event: called on the listening thread with whatever is no answer.
         timeout: seconds to wait for an answer.
 
@@ -75,7 +75,7 @@ class AgentClient:
         _clients.add(self)
 
     def tell(self, message: ToAgent | Call, fds: Sequence[int] = ()) -> None:
-        """Send without waiting for an answer.
+        """Sends a message without waiting for an answer.
 
         Raises:
             AgentError: the agent is gone.
@@ -95,7 +95,7 @@ class AgentClient:
             raise self._gone(str(error)) from None
 
     def offer(self, message: ToAgent) -> bool:
-        """Send without ever waiting, what nobody needs: whether it has been sent, or the agent is behind with reading, or gone."""
+        """Sends a message that no one needs, without ever waiting; False if the agent is slow to read, or gone."""
         frame = pack(message)
         if self.lost or len(frame) > _OFFERED or not self._send_lock.acquire(blocking=False):
             return False
@@ -113,7 +113,7 @@ class AgentClient:
         return True
 
     def call(self, message: Call, answer: type[M], timeout: float | None = None) -> tuple[M, list[int]]:
-        """Send, and wait ``timeout`` seconds (default: the client's) for the answer and the descriptors beside it.
+        """Sends a message, and waits ``timeout`` seconds (default: the client's) for the answer and the descriptors beside it.
 
         Raises:
             AgentTimeoutError: there is none; should it come later, it is dropped.
@@ -156,7 +156,7 @@ class AgentClient:
                 self._drop(answers.get())
 
     def _answered(self, message: Answer, fds: list[int]) -> None:
-        """Hand an answer to the call it belongs to, if that is still waited for."""
+        """Hands an answer to its call, if that still waits for it."""
         with self._calls_lock:
             waiting = self._calls.pop(message.call, None)
             if waiting is not None:
@@ -172,7 +172,7 @@ class AgentClient:
 
     @property
     def log(self) -> str:
-        """Where the agent writes."""
+        """The path of the agent's log."""
         return str(lifecycle.log_path(self._run, self._host))
 
     def _gone(self, why: str) -> AgentError:
@@ -184,7 +184,7 @@ class AgentClient:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def forget(self) -> None:
-        """Close without a word, in a forked child: the connection, and what is kept for the agent, are the parent's."""
+        """Closes without a message, in a forked child: the connection, and all that is kept for the agent, are the parent's."""
         self._socket.close()
         for fd in self.custody.values():
             os.close(fd)
@@ -230,7 +230,7 @@ class AgentClient:
                     waiting.put(None)
 
     def _await_data(self) -> bool:
-        """Wait for something to read; False: nothing will come, because the agent hung and has been replaced."""
+        """Waits for something to read; False: nothing will come, because the agent hung and has been replaced."""
         readable = select.poll()
         readable.register(self._socket.fileno(), select.POLLIN)
         while not readable.poll(self._pulse.tick and 1000 * self._pulse.tick):
@@ -245,7 +245,7 @@ class AgentClient:
         return True
 
     def _route(self, message: ToWorker, fds: list[int]) -> list[int]:
-        """Hand a message on; returns the descriptors that belong to a later one."""
+        """Hands a message on; returns the descriptors that belong to a later one."""
         if isinstance(message, Custody):
             if (old := self.custody.pop(message.key, None)) is not None:
                 os.close(old)

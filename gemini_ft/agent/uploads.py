@@ -1,4 +1,4 @@
-"""From committed memory to storage, while training goes on."""
+"""Uploads committed memory to storage, while training goes on."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Uploader:
         self._failures: dict[str, tuple[float, str]] = {}  # what -> since when (on the system's clock) it fails, and why
 
     def status(self) -> dict[str, object]:
-        """What ``gemini status`` shows: what is under way, how far it is, what is wrong and since when."""
+        """The figures that ``gemini status`` shows: the upload under way, its progress, any failure and since when it lasts."""
         transfers = list(self._transfers.values()) if self.version is not None else []
         since, error = min(self._failures.values(), default=(None, ""))
         return {
@@ -79,7 +79,7 @@ class Uploader:
         }
 
     def start(self, owner: int, memory: SlotMemory, version: Version, done: Callable[[str, str], None]) -> None:
-        """Upload one shard in the background; ``done`` gets its record, or what went wrong."""
+        """Uploads one shard in the background; ``done`` gets its record, or the error."""
         if version != self.version:
             self._transfers.clear()
         self.version = version
@@ -93,7 +93,7 @@ class Uploader:
         return bool(self._tasks)
 
     def over(self, version: Version, error: str) -> str:
-        """The upload has ended on all hosts.
+        """Takes note that the upload has ended on all hosts.
 
         Args:
             version: what was uploaded.
@@ -125,7 +125,7 @@ class Uploader:
         )
 
     def _recall(self) -> None:
-        """Learn of what was stored before this session."""
+        """Finds out which checkpoints were stored before this session."""
         if self._newest is None and (mark := recall_on_host(self.config.url, self._run, self._spec.stream)) is not None:
             self._newest = self._newest or (mark.version, mark.at)
 
@@ -136,14 +136,14 @@ class Uploader:
         return f"the newest stored step is {stored.iteration}, {max(0.0, time.time() - at):.0f} s old"
 
     def _clear_away(self, version: Version) -> None:
-        """Delete, in the background, the shards that this host has written for an upload that failed."""
+        """Deletes, in the background, the shards that this host has written for an upload that failed."""
         if keys := self._written.pop(version, set()):
             with self._clearing:
                 self._leftovers |= keys
             self._spawn(asyncio.to_thread(self._delete_leftovers))
 
     def _delete_leftovers(self) -> str:
-        """The reason why they could not be deleted; empty: they are gone."""
+        """Deletes leftovers; returns the reason if they could not be deleted, else an empty string."""
         with self._clearing:
             for key in sorted(self._leftovers):
                 try:
@@ -195,7 +195,7 @@ class Uploader:
         return record
 
     async def write_manifest(self, version: Version, records: dict[int, str]) -> None:
-        """Make the checkpoint exist. What it supersedes is deleted by `tidy`.
+        """Writes the manifest, which makes the checkpoint exist. Those that it supersedes are deleted by `tidy`.
 
         Raises:
             StorageError: the manifest could not be written, or another job has taken this one's run id over.
@@ -233,7 +233,7 @@ class Uploader:
         self._newest = (version, time.time())
 
     def _check_place(self) -> None:
-        """Make sure that this is where the run has stored before: an unmounted folder takes everything, and shows nothing.
+        """Makes sure that this is where the run has stored before: an unmounted folder takes everything, and shows nothing.
 
         Raises:
             StorageError: it is not.
@@ -256,10 +256,10 @@ class Uploader:
         return True
 
     async def tidy(self) -> tuple[str, str]:
-        """On the leader's host: delete what is old, and what earlier uploads have left.
+        """Deletes, on the leader's host, old checkpoints and the leftovers of earlier uploads.
 
         Returns:
-            What to tell the user; and why nothing more may be uploaded until it has been tried again: storage would fill up.
+            A text for the user; and the reason why nothing more may be uploaded until a later try: storage would fill up.
         """
         spec = self._spec
         newest = Version(spec.incarnation, sys.maxsize)
@@ -280,12 +280,12 @@ class Uploader:
         return f"storage: what is old is deleted again after {time.time() - since:.0f} s; uploads go on" if since else "", ""
 
     def _delete_manifest(self, manifest: Manifest) -> None:
-        """It may be there although it could not be written: its shards go next."""
+        """Deletes a manifest, which may exist although writing it failed: its shards go next."""
         with contextlib.suppress(StorageError):
             self._storage.delete(f"{manifest.folder}/{MANIFEST}")
 
     async def _insist(self, what: str, work: Callable[[], _T]) -> _T:
-        """Try again after a storage error, a few times, ever slower."""
+        """Tries again after a storage error, a few times, ever slower."""
         for attempt in range(_ATTEMPTS):
             try:
                 result = await asyncio.to_thread(work)
@@ -306,7 +306,7 @@ class Uploader:
 
 
 def _versions() -> dict[str, str]:
-    """Of the software that a manifest names; the agent itself does not import it."""
+    """The versions of the software that a manifest names; the agent itself does not import it."""
     found = {"python": platform.python_version()}
     for name in ("gemini-ft", "torch", "lightning", "deepspeed"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -77,7 +77,7 @@ def _step(text: str) -> int | None:
 
 
 def _find(step: int | None, options: argparse.Namespace, config: GeminiConfig) -> Checkpoint:
-    """From --from; else from memory; else from the storage that is configured."""
+    """Finds the checkpoint: under ``--from`` if that is given, else in memory, else in the configured storage."""
     secret = read_secret(config) or None
     if options.source is not None:
         storage = open_existing(options.source, options.endpoint_url)

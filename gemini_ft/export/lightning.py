@@ -1,4 +1,4 @@
-"""A Lightning ``.ckpt`` that ``Trainer.fit(ckpt_path=...)`` continues from, without gemini-ft."""
+"""Writes a Lightning ``.ckpt`` that ``Trainer.fit(ckpt_path=...)`` continues from, without gemini-ft."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger("gemini_ft")
 
 
 def write(checkpoint: Checkpoint, folder: Path, name: str) -> None:
-    """Write ``folder/name``.
+    """Writes ``folder/name``.
 
     Raises:
         ConfigError: the checkpoint is not of a Lightning Trainer.
@@ -44,7 +44,7 @@ def write(checkpoint: Checkpoint, folder: Path, name: str) -> None:
 
 
 def _state_dict(optimizer: OptimizerState) -> dict[str, Any]:
-    """As ``torch.optim.Optimizer.state_dict`` numbers it."""
+    """The state of one optimizer, numbered as ``torch.optim.Optimizer.state_dict`` does it."""
     numbers = {name: number for number, name in enumerate(optimizer.names)}
     spans = pairwise(accumulate(optimizer.sizes, initial=0))
     groups = [{**hyper, "params": list(range(*span))} for hyper, span in zip(optimizer.groups, spans, strict=True)]

@@ -1,4 +1,4 @@
-"""When is state written that is being copied: before the next forward pass, or in it?
+"""Finds out when a loop writes state that is being copied: before the next forward pass, or in it.
 
 A loop that writes parameters in forward (an embedding with max_norm) does so again when it is resumed, so its state may be copied at the
 end of each step instead. A write before the forward pass may stand behind the end of the iteration, and would be lost: it cannot be told
@@ -28,5 +28,5 @@ class WriteWatch:
             self.early = self._plan.changed(self._marks)
 
     def end(self) -> None:
-        """Look no more."""
+        """Stops looking."""
         self._handle.remove()

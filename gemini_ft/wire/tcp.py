@@ -35,21 +35,21 @@ _SCRATCH = bytearray(256 * 1024)  # where unwanted bytes go
 
 
 class Handler(Protocol):
-    """Who a connection talks to."""
+    """The receiver of a connection's messages."""
 
     def on_message(self, message: PeerMessage) -> memoryview | None:
-        """A message came. For one that raw bytes follow: where to put them (None: throw them away)."""
+        """Takes a message. Returns, for one that raw bytes follow, the memory for them (None: they are thrown away)."""
 
     def on_bytes(self, message: PeerMessage) -> None:
-        """The raw bytes that followed ``message`` are all there."""
+        """Takes note that the raw bytes that followed ``message`` are all there."""
 
     def on_lost(self, reason: str) -> None:
-        """The connection is closed; nothing refers to payloads any more."""
+        """Takes note that the connection is closed; nothing refers to payloads any more."""
 
 
 @dataclass(frozen=True)
 class Meter:
-    """What the kernel has counted on a connection."""
+    """The kernel's counts for a connection."""
 
     acked: int  # bytes that the peer's kernel has acknowledged
     busy: float  # seconds in which there was something to send
@@ -57,7 +57,7 @@ class Meter:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One framed connection. A single writer task owns the sending side, in order."""
+    """A framed connection. A single writer task owns the sending side, in order."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
@@ -171,11 +171,11 @@ class Connection(asyncio.BufferedProtocol):
     # -- receiving on the lane: messages wait until the payload before them is whole
 
     def expect_lane(self) -> None:
-        """Payloads will travel on a lane, which may be there a moment later than the first of them is announced."""
+        """Makes payloads wait for a lane, which may be there a moment later than the first of them is announced."""
         self._lane_due = True
 
     def attach(self, lane: Lane) -> None:
-        """The lane is there."""
+        """Takes the lane."""
         if self._aborted or self.closed.is_set():
             lane.close()
             return
@@ -208,7 +208,7 @@ class Connection(asyncio.BufferedProtocol):
     # -- sending
 
     def send(self, message: PeerMessage, payload: memoryview | None = None, valve: Valve | None = None) -> None:
-        """Queue a message, and after it the raw bytes of ``payload``, which must not change until they are acknowledged.
+        """Queues a message, and after it the raw bytes of ``payload``, which must not change until they are acknowledged.
 
         Args:
             message: at once, or after what is queued already.
@@ -220,7 +220,7 @@ class Connection(asyncio.BufferedProtocol):
             self._wake.set()
 
     def shape(self, hold_back: bool, max_rate: int | None, low_priority: bool) -> None:
-        """How the kernel treats what is sent.
+        """Sets the kernel's treatment of the bytes that are sent.
 
         Args:
             hold_back: it takes in little ahead of the wire; for payloads with a valve, which else would have no effect.
@@ -247,7 +247,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._handing_over + self._transport.get_write_buffer_size() + in_kernel
 
     def meter(self) -> Meter:
-        """Read the kernel's counters; of a closed connection, what they were."""
+        """The kernel's counters; of a closed connection, the last ones."""
         with contextlib.suppress(OSError):
             info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
             rtt, acked, busy = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0"))
@@ -256,7 +256,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def _socket(self) -> socket.socket:
-        """The one that payloads travel on."""
+        """The socket that payloads travel on."""
         return self._lane.socket if self._lane is not None else cast("socket.socket", self._tls_socket)
 
     @property
@@ -308,7 +308,7 @@ class Connection(asyncio.BufferedProtocol):
         self._unpaused.set()
 
     async def flushed(self, below: int) -> None:
-        """Wait until fewer than ``below`` messages are queued, or the connection is closed."""
+        """Waits until fewer than ``below`` messages are queued, or the connection is closed."""
         while self.backlog >= below and not self.closed.is_set():
             self._handed_over.clear()
             await self._handed_over.wait()
@@ -318,7 +318,7 @@ class Connection(asyncio.BufferedProtocol):
         self.abort(str(error))
 
     def abort(self, reason: str) -> None:
-        """Close now, and let the kernel forget what it still has to send."""
+        """Closes now, and lets the kernel forget what it still has to send."""
         transport = self._transport
         if transport is None or self._aborted or self.closed.is_set():
             return
@@ -331,7 +331,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def prepare(sock: socket.socket) -> None:
-    """Settings of every socket between hosts: nothing waits for more to send, and a host that is gone is noticed."""
+    """Sets the options of every socket between hosts: nothing waits for more to send, and a lost host is noticed."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE // 4)

@@ -1,4 +1,4 @@
-"""Agreeing on what to resume: the newest version that is whole, sound, and not known to fail. Collective, before the first step."""
+"""Agrees on what to resume: the newest version that is whole, sound, and not known to fail. Collective, before the first step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Told = tuple[tuple[Incarnation, Descent], ...]  # incarnations, and where they c
 
 @dataclass(frozen=True)
 class Introduction:
-    """What a rank tells the others of itself and its host."""
+    """A rank's account of itself and its host for the other ranks."""
 
     run: str
     welcome: Welcome
@@ -46,7 +46,7 @@ class Introduction:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the ranks have agreed to resume."""
+    """The decision of the ranks on what to resume."""
 
     plan: Plan
     given_up: frozenset[Version]
@@ -105,7 +105,7 @@ class Chooser:
         self._lookout = Lookout(reopen, run, stream, remembered) if reopen is not None else None
 
     def choose(self) -> Choice:
-        """Obey ``resume``, and leave out what has led to failure after failure, unless there is nothing else.
+        """Obeys ``resume``, and leaves out versions that have led to failure after failure, unless there is nothing else.
 
         Raises:
             WorldSizeError: all there is was made by another number of ranks.
@@ -134,7 +134,7 @@ class Chooser:
         return {welcome.resumed: welcome.attempts for welcome in welcomes if welcome.resumed is not None}
 
     def _find(self, refused: frozenset[Version]) -> Plan:
-        """Plan, check the copies the plan needs against their checksums, and plan again without those that are damaged."""
+        """Plans, checks the copies the plan needs against their checksums, and plans again without those that are damaged."""
         while True:
             memory = self._best_in_memory(refused)
             turned_down = memory is not None and self._is_turned_down(memory)
@@ -167,7 +167,7 @@ class Chooser:
     # -- storage
 
     def _look(self, refused: frozenset[Version], insist: bool) -> Stored:
-        """Rank 0's findings in storage; ``insist``: it waits for an answer, and there is an error in place of none.
+        """The findings of rank 0 in storage; ``insist``: it waits for an answer, and raises an error if there is none.
 
         Raises:
             StorageUnclearError: there was none in time, or the user has to choose.
@@ -184,7 +184,7 @@ class Chooser:
         return self._config.storage.patience if self._config.storage is not None else 0.0
 
     def _ask(self, refused: frozenset[Version], patience: float, insist: bool) -> Stored:
-        """On rank 0: ask until there is an answer, or ``patience`` seconds have passed since there was none for the first time."""
+        """On rank 0, asks until there is an answer, or until ``patience`` seconds have passed since there was first none."""
         if self._lookout is None:
             return Stored()
         pause = _FIRST_PAUSE
@@ -242,7 +242,7 @@ class Chooser:
         )
 
     def _gives_way(self, memory: Version, stored: Stored) -> bool:
-        """Whether memory is left aside for what the user has chosen in storage.
+        """Whether memory is left aside for the user's choice in storage.
 
         Raises:
             StorageUnclearError: they are of two histories, and the user has not chosen.
@@ -260,7 +260,7 @@ class Chooser:
         return answer
 
     def _is_turned_down(self, memory: Version) -> bool:
-        """Whether memory is of another line than the one that the user has chosen, so that storage must be heard."""
+        """Whether memory is of another line than the user's choice, so that storage must be heard."""
         settings = self._config.storage
         return settings is not None and settings.history is not None and not is_of(memory, self._told_by_sessions(), settings.history)
 
@@ -277,7 +277,7 @@ class Chooser:
         return (*self._told_by_sessions(), *((incarnation, Descent()) for incarnation in known if incarnation is not None))
 
     def _descent(self, resumed: Version | None) -> Descent:
-        """Where the incarnation comes from that is about to begin."""
+        """The descent of the incarnation that is about to begin."""
         told = (*self._told_by_hosts(), *self._stored.told)
         if resumed is not None:
             descent = continued(resumed, told)
@@ -288,7 +288,7 @@ class Chooser:
         return Descent((), frozenset(known))
 
     def _staged(self, plan: Plan, manifest: Manifest) -> Plan | None:
-        """As `_stage_all`; meanwhile the checkpoint is not deleted by another job of this run, or what is left of one."""
+        """Stages as `_stage_all` does, and keeps other jobs of this run from deleting the checkpoint meanwhile."""
         if self._rank != 0 or self._reopen is None:
             return self._stage_all(plan, manifest)
         with reading(self._reopen(), self._everyone[0].run, self._stream, manifest.version):
@@ -328,7 +328,7 @@ class Chooser:
         return self._since + self._patience - time.monotonic()
 
     def _stage(self, manifest: Manifest) -> bool:
-        """Get our part of the shards into our host's memory; False if one is damaged in storage, or has been deleted.
+        """Gets our part of the shards into our host's memory; False if one is damaged in storage, or has been deleted.
 
         That is the shard of our own number, unless the checkpoint was made by another number of ranks.
 

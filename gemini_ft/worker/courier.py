@@ -1,4 +1,4 @@
-"""Replicas from worker to worker, through the sub-buffers of one small reserved buffer (GEMINI, SOSP'23, section 5).
+"""Carries replicas from worker to worker, through the sub-buffers of one small reserved buffer (GEMINI, SOSP'23, section 5).
 
 The agents decide what travels, and when; two workers move the bytes, in a process group of their own: from the sender's slot,
 through a sub-buffer of the receiver's device, into the memory of the receiver's agent. While one sub-buffer is copied out, the next
@@ -33,7 +33,7 @@ Order = TypeVar("Order", bound=Dispatch | Collect)
 
 
 class Courier:
-    """One worker's part. Making it is collective over the default process group.
+    """The courier of one worker. Making it is collective over the default process group.
 
     Args:
         traffic: the user's wishes.
@@ -75,7 +75,7 @@ class Courier:
         return self._buffer.nbytes
 
     def dispatch(self, order: Dispatch) -> None:
-        """Send a piece of a slot; the agent is told when it has gone."""
+        """Sends a piece of a slot; the agent is told when it has gone."""
         with self._lock:
             try:
                 if order.target not in self._sending:
@@ -85,7 +85,7 @@ class Courier:
                 self._answer(order, str(error))
 
     def collect(self, order: Collect) -> None:
-        """Receive a piece of a replica; the agent is told when it is in its memory."""
+        """Receives a piece of a replica; the agent is told when it is in its memory."""
         with self._lock:
             try:
                 if order.source not in self._receiving:
@@ -95,12 +95,12 @@ class Courier:
                 self._answer(order, str(error))
 
     def forget(self) -> None:
-        """The agent has been restarted: what it waited for is written nowhere any more."""
+        """Forgets its orders, as the agent has been restarted: the memory that it waited for is not written any more."""
         with self._writing:
             self._era += 1
 
     def close(self) -> None:
-        """Give up what is under way; not collective."""
+        """Gives up the transfers under way; not collective."""
         self._closed = True
         for free in (self._free_in, self._free_out):
             free.put(None)
@@ -198,7 +198,7 @@ class _Lane(Generic[Order]):
         self._beginning.put(partial(self._begin_one, order))
 
     def close(self) -> None:
-        """What is under way cannot be called back: its threads end when it does, or the process."""
+        """Ends the lane. Collectives under way cannot be called back: the threads end when they do, or with the process."""
         self._beginning.close(timeout=_END_SECONDS)
         self._ending.close(timeout=_END_SECONDS)
 
