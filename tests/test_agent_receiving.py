@@ -53,7 +53,7 @@ class Room:
     def holds(self, owner: int, iteration: int) -> bool:
         return iteration in self.kept
 
-    def collect(self, parcel: Parcel, memory: SlotMemory | None, receiver: Receiver) -> None:
+    def collect(self, parcel: Parcel, memory: SlotMemory | None, landed: object) -> None:
         self.collected.append((parcel, memory))
 
     def log(self, text: str) -> None:

@@ -18,8 +18,10 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.agent.gate import Gate
 from gemini_ft.agent.memory import SlotMemory, SlotShape
-from gemini_ft.agent.sending import Link, Outgoing
+from gemini_ft.agent.outgoing import Outgoing
+from gemini_ft.agent.sending import Common, Link
 from gemini_ft.config import DEFAULT_TRAFFIC
+from gemini_ft.core.protocol import Effect, Host
 from gemini_ft.core.roots import checksum
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import AgentTimeoutError, CorruptDataError, PeerError, RecoveryError, SupersededError
@@ -141,20 +143,15 @@ class _Replies:
         return found[count - 1]
 
 
-class _Owner:
-    """What a link needs of its stream here."""
+class _Home:
+    """A stream, as far as a link needs one here."""
 
     def __init__(self) -> None:
-        self.late: list[str] = []
+        self.counters = {"late_answers": 0, "replica_bytes": 0}
+        self.host = Host("a")
 
-    def committed_of(self, owner: int) -> Version | None:
-        return None
-
-    def late_answer(self, text: str) -> None:
-        self.late.append(text)
-
-    def send_over(self, out: Outgoing, peer: str) -> None:
-        """Its slot is free."""
+    def perform(self, effects: list[Effect]) -> None:
+        """Nothing but slots that become free."""
 
     def log(self, text: str) -> None:
         """Not of interest."""
@@ -168,11 +165,12 @@ def test_room_for_a_former_layout_is_not_taken_for_room_for_the_present_one() ->
         return Outgoing(0, Version(Incarnation(1, "x"), iteration), 0, memory)
 
     async def work() -> None:
-        peer, owner = _Replies(), _Owner()
+        peer, home = _Replies(), _Home()
         server = await listen("127.0.0.1", None, lambda: SECRET, peer.accept, print, lambda stream: False)
         claims = Claims(run="r", stream="main", host="a", to="", role="replicate", incarnation=None)
         address = server.address
-        link = Link(owner, "b", address, claims, lambda: SECRET, DEFAULT_TRAFFIC, Gate(DEFAULT_TRAFFIC))  # type: ignore[arg-type]
+        common = Common(home, DEFAULT_TRAFFIC, Gate(DEFAULT_TRAFFIC), None, lambda: SECRET)  # type: ignore[arg-type]
+        link = Link(common, "b", address, claims)
         link.send(outgoing(1, b"one layout"))
         first = await peer.nth(Offer, 1)
         link.cancel(0, Version(Incarnation(1, "x"), 1))
@@ -180,7 +178,7 @@ def test_room_for_a_former_layout_is_not_taken_for_room_for_the_present_one() ->
         second = await peer.nth(Offer, 2)
         assert peer.connection is not None
         peer.connection.send(Ready(call=first.call, owner=0))
-        while not owner.late:
+        while not home.counters["late_answers"]:
             await asyncio.sleep(0.01)
         assert not any(isinstance(message, Begin) for message in peer.heard)
         peer.connection.send(Ready(call=second.call, owner=0))

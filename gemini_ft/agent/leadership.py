@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
+from gemini_ft.agent.tasks import Tasks
 from gemini_ft.core.ledger import Commit, Decision, Ledger, Manifest, Thaw
 from gemini_ft.core.protocol import Completed, Skipped
 from gemini_ft.core.traffic import Pace
@@ -63,14 +64,13 @@ class Leader:
         self._newest = 0  # iteration that was spoken of
         self._upload: tuple[Version | None, float] = (None, 0.0)  # under way, since (or when that was last said)
         self._roots: deque[tuple[Version, Mapping[int, str]]] = deque(maxlen=_REMEMBERED)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._spawn(self._tick())
+        self._tasks = Tasks()
+        self._tasks.spawn(self._tick())
         if book.obstacle:
-            self._spawn(self._tidy())
+            self._tasks.spawn(self._tidy())
 
     def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         for member in list(self._members):
             member.abort("the session is over")
 
@@ -167,7 +167,7 @@ class Leader:
     def _apply(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, Manifest):
-                self._spawn(self._manifest(decision))
+                self._tasks.spawn(self._manifest(decision))
             else:
                 if isinstance(decision, Commit):
                     self._roots.append((decision.version, decision.roots))
@@ -179,7 +179,7 @@ class Leader:
             await self._stream.write_manifest(decision.version, dict(decision.records))
             if trouble := await self._stream.tidy_storage():
                 self.book.obstacle = trouble
-                self._spawn(self._tidy(_TIDY_AGAIN))
+                self._tasks.spawn(self._tidy(_TIDY_AGAIN))
         except GeminiError as failure:
             error = str(failure)
         except Exception as failure:  # a fault of ours must not leave the upload unfinished for ever
@@ -193,11 +193,6 @@ class Leader:
             self.book.obstacle = trouble
             await asyncio.sleep(_TIDY_AGAIN)
         self._apply(self.book.unobstructed(time.monotonic()))
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _tell(self, message: PeerMessage) -> None:
         for member, host in list(self._members.items()):

@@ -25,6 +25,7 @@ from gemini_ft.agent.lifecycle import raise_descriptor_limit, set_oom_score, soc
 from gemini_ft.agent.memory import Budget, SlotMemory
 from gemini_ft.agent.sparing import Sparing
 from gemini_ft.agent.stream import Stream
+from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.vault import Giver
 from gemini_ft.agent.workers import STACKS_SECONDS, Desk, WorkerConnection
 from gemini_ft.core.versions import Incarnation
@@ -104,7 +105,7 @@ class Agent:
         self._server: Listener | None = None
         self._listening: asyncio.Task[None] | None = None
         self._known: Incarnation | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     def log(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a full disk costs the log, and nothing else
@@ -154,7 +155,7 @@ class Agent:
             if silent is not None and worker.alive and not (detector.starting and self._trains(worker.pid)):
                 self.log(f"rank {worker.rank} (pid {worker.pid}) made no progress for {silent:.1f} s ({detector.reason}): killing it")
                 del self._hangs[worker]
-                self._spawn(self._end(worker))
+                self._tasks.spawn(self._end(worker))
 
     def _trains(self, pid: int) -> bool:
         """Whether a stream of this process is watched step by step: others may have joined long before they begin."""
@@ -200,9 +201,9 @@ class Agent:
             case OpenSession():
                 self._open_session(worker, message)
             case Verify():
-                self._spawn(self._answer(worker, message, self._verify(worker, message)))
+                self._tasks.spawn(self._answer(worker, message, self._verify(worker, message)))
             case Stage():
-                self._spawn(self._answer(worker, message, self._stage(worker, message)))
+                self._tasks.spawn(self._answer(worker, message, self._stage(worker, message)))
             case Map():
                 self._map(worker, message)
             case Goodbye(finished=finished):
@@ -210,7 +211,7 @@ class Agent:
             case Watch():
                 page = ControlPage.take(*fds)
                 try:
-                    self._current(worker).outbound.watch(worker.rank, page)
+                    self._current(worker).outbound.gate.watch(worker.rank, page)
                 except SupersededError:
                     page.close()
                     raise
@@ -242,7 +243,7 @@ class Agent:
             case Progress(suspended=suspended):
                 self._sign_of_life(worker, suspended)
             case Observed(profile=profile):
-                stream.outbound.observed(worker.rank, profile)
+                stream.outbound.pacing.observed(worker.rank, profile)
             case Figures(figures=figures):
                 stream.figures[worker.rank] = figures
             case Dispatched():
@@ -280,11 +281,6 @@ class Agent:
 
     def _stream(self, worker: WorkerConnection) -> Stream:
         return self.streams[worker.stream]
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _open_session(self, worker: WorkerConnection, message: OpenSession) -> None:
         self._stream(worker).check_inventory(worker)
@@ -345,7 +341,7 @@ class Agent:
         self._asked_to_leave = False
         self._interrupted.clear()
         self.streams.setdefault(hello.stream, Stream(hello.stream, self)).encrypt = hello.encrypt
-        self._spawn(self._welcome(worker, hello))
+        self._tasks.spawn(self._welcome(worker, hello))
 
     async def _welcome(self, worker: WorkerConnection, hello: Hello) -> None:
         if self._listening is None:

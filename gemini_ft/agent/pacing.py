@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from gemini_ft.agent.gate import Gate
-from gemini_ft.agent.sending import Outgoing
+from gemini_ft.agent.outgoing import Outgoing
 from gemini_ft.config import TrafficConfig
 from gemini_ft.core.schedule import Link, Transfer, arrival, schedule, steps_per_snapshot
 from gemini_ft.core.traffic import Profile, common

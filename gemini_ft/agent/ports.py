@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 from gemini_ft.agent.memory import Budget
 from gemini_ft.agent.vault import Vault
+from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.protocol import Effect, Host
-from gemini_ft.core.versions import Incarnation, Version
+from gemini_ft.core.versions import Version
 from gemini_ft.wire.peer_messages import Claims, PeerMessage
 from gemini_ft.wire.worker_messages import SessionSpec, ToWorker
-
-
-class WorkerPort(Protocol):
-    """The agent's end of a worker's socket."""
-
-    rank: int
-    incarnation: Incarnation | None
-
-    @property
-    def alive(self) -> bool: ...
-
-    def send(self, message: ToWorker, fds: Sequence[int] = ()) -> None: ...
 
 
 class AgentServices(Protocol):
@@ -42,7 +31,7 @@ class Home(Protocol):
     name: str
     host: Host
     vault: Vault
-    workers: dict[int, WorkerPort]
+    workers: dict[int, WorkerConnection]
     spec: SessionSpec | None
     counters: dict[str, int]
 

@@ -14,12 +14,13 @@ from gemini_ft.agent.inbound import REPLICA_SLOTS, Inbound, may_be_written_by_an
 from gemini_ft.agent.leadership import Leader, MemberLink
 from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.agent.outbound import Outbound
-from gemini_ft.agent.ports import AgentServices, WorkerPort
+from gemini_ft.agent.ports import AgentServices
 from gemini_ft.agent.receiving import Receiver
 from gemini_ft.agent.serving import Fetcher, rebuild
 from gemini_ft.agent.staging import StoredCopy
 from gemini_ft.agent.uploads import Uploader
 from gemini_ft.agent.vault import Giver, Vault
+from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.config import StorageConfig
 from gemini_ft.core.ledger import Abort, Cadence, Commit, Fatal, Holders, Ledger, Thaw
 from gemini_ft.core.protocol import CancelSend, Damaged, Effect, Free, Grant, Host, Send, Tell, Upload, Withdraw
@@ -41,7 +42,7 @@ class Stream:
         self.inherited: Origin | None = None  # of the last session of an agent before this one
         self.encrypt = True  # payloads between hosts; as the job that runs has it, which may not be the one that started this agent
         self.host = Host(agent.host)
-        self.workers: dict[int, WorkerPort] = {}
+        self.workers: dict[int, WorkerConnection] = {}
         custodians = Custodians(self.workers.values)
         self.vault = Vault(self.host, agent.budget, self.log, custodians.take_back)
         self.finished = False
@@ -55,8 +56,8 @@ class Stream:
         self.counters = dict.fromkeys(counted, 0)
         self.figures: dict[int, dict[str, dict[str, float]]] = {}  # rank -> what it said last of its gradients
         self._progressed = True
-        self._candidates: set[WorkerPort] = set()  # who has asked for the inventory, to open a new incarnation
-        self._misinformed: set[WorkerPort] = set()  # those of them whose inventory lacks a copy that was handed back after it
+        self._candidates: set[WorkerConnection] = set()  # who has asked for the inventory, to open a new incarnation
+        self._misinformed: set[WorkerConnection] = set()  # those of them whose inventory lacks a copy that was handed back after it
         self.inbound = Inbound(self, agent, custodians)
         self._outbound: Outbound | None = None
         self._incoming: set[Connection] = set()
@@ -126,13 +127,13 @@ class Stream:
         self.attempts -= not self._excused
         self._excused = True
 
-    def seal(self, worker: WorkerPort) -> None:
+    def seal(self, worker: WorkerConnection) -> None:
         """A worker is about to choose what to resume: until then nothing here changes."""
         self._candidates.add(worker)
         self._misinformed.discard(worker)
         self.host.seal()
 
-    def check_inventory(self, worker: WorkerPort) -> None:
+    def check_inventory(self, worker: WorkerConnection) -> None:
         """Refuse a choice that could not count with all that is here.
 
         Raises:
@@ -144,7 +145,7 @@ class Stream:
                 "restarted at that moment; what is resumed must be chosen again: start the job once more, the copies count then"
             )
 
-    def unseal(self, worker: WorkerPort) -> None:
+    def unseal(self, worker: WorkerConnection) -> None:
         """A worker is gone. If those who chose could not open their incarnation, the present one goes on."""
         self._misinformed.discard(worker)
         if worker in self._candidates:
@@ -250,7 +251,7 @@ class Stream:
 
     # -- workers
 
-    def reserve(self, worker: WorkerPort, message: Reserve) -> None:
+    def reserve(self, worker: WorkerConnection, message: Reserve) -> None:
         """Give a worker the memory of its shard: the slots it had, if nobody else can still write to them."""
         assert self.spec is not None
         owner = worker.rank
@@ -280,10 +281,10 @@ class Stream:
             return self._leader.committed_roots(version)
         return self.host.roots if self.host.committed == version else {}
 
-    def on_request(self, worker: WorkerPort, message: Request) -> None:
+    def on_request(self, worker: WorkerConnection, message: Request) -> None:
         self.perform(self.host.request(worker.rank, self.version(message.iteration)))
 
-    def on_chunk(self, worker: WorkerPort, iteration: int, index: int, offset: int, nbytes: int, digest: int) -> None:
+    def on_chunk(self, worker: WorkerConnection, iteration: int, index: int, offset: int, nbytes: int, digest: int) -> None:
         """The worker has copied a chunk: it may travel."""
         memory = self.vault.writing(worker.rank, self.version(iteration))
         if memory is not None:
@@ -292,7 +293,7 @@ class Stream:
             memory.put_chunk(index, offset, nbytes, digest)
             self.outbound.chunk_ready(worker.rank)
 
-    def on_copied(self, worker: WorkerPort, message: Copied) -> None:
+    def on_copied(self, worker: WorkerConnection, message: Copied) -> None:
         version, owner = self.version(message.iteration), worker.rank
         memory = self.vault.writing(owner, version)
         if memory is None:
@@ -315,17 +316,17 @@ class Stream:
         self.outbound.copied(owner, version, end)
         self.perform(self.host.copied(owner, version, memory.shape.layout_hash, message.digest, memory.root))
 
-    def on_give_up(self, worker: WorkerPort, message: GiveUp) -> None:
+    def on_give_up(self, worker: WorkerConnection, message: GiveUp) -> None:
         self.perform(self.host.give_up(worker.rank, self.version(message.iteration), message.reason))
 
     def on_finished(self, rank: int) -> None:
         self.finishing = True
         self.report(ReportFinished(rank=rank))
 
-    def worker_lost(self, worker: WorkerPort) -> None:
+    def worker_lost(self, worker: WorkerConnection) -> None:
         """A worker is proven dead."""
         if self.workers.get(worker.rank) is worker and self.spec is not None and worker.incarnation == self.spec.incarnation:
-            self.outbound.worker_lost(worker.rank)
+            self.outbound.gate.forget(worker.rank)
             self.inbound.worker_lost(worker.rank)
             self.perform(self.host.worker_lost(worker.rank))
 
@@ -429,7 +430,7 @@ class Stream:
                 self.perform(self.host.thawed(version))
                 self._tell_user(told)
             case Paced(interval=interval, why=why):
-                self.outbound.paced(interval)
+                self.outbound.pacing.paced(interval)
                 self.log(f"a snapshot every {interval} steps: {why}")
                 self.tell_workers(message)
             case Fatal(error, text):
@@ -454,7 +455,7 @@ class Stream:
         text = f"epoch {epoch}: {text}"
         self.notify(text)
         for owner, peer in newly:
-            self.outbound.left_out(owner, peer)
+            self.outbound.pacing.left_out(owner, peer)
             self.perform(self.host.on_exclude(owner, peer))
 
     def _damaged(self, owner: int, version: Version) -> None:
@@ -464,7 +465,8 @@ class Stream:
     def rejoin_reports(self) -> list[PeerMessage]:
         uploading = self._uploader.version if self._uploader is not None else None
         rejoin = Rejoin(committed=self.host.committed, uploading=uploading, roots=self.host.heard_roots)
-        return [rejoin, *self.host.reports(), *self._said_of_uploads, *self.outbound.needs]
+        need = self.outbound.pacing.need
+        return [rejoin, *self.host.reports(), *self._said_of_uploads, *([need] if need is not None else [])]
 
     async def write_manifest(self, version: Version, records: dict[int, str]) -> None:
         assert self._uploader is not None
@@ -517,7 +519,7 @@ class Stream:
             "excluded": self.excluded,
             "storage": self._uploader.status() if self._uploader is not None else None,
             "counters": self.counters,
-            "traffic": self._outbound.status() if self._outbound is not None else None,
+            "traffic": self._outbound.pacing.status() if self._outbound is not None else None,
             "gradients": {str(rank): figures for rank, figures in sorted(self.figures.items())},
             "shards": {
                 str(owner): [f"{s.state}:{s.version.iteration if s.version else '-'}" for s in slots.slots.values()]
