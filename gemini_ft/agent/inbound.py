@@ -110,7 +110,7 @@ class Inbound:
             return False
         if not memory.finish(version, end.extras_bytes, end.root):
             self._home.counters["damaged"] += 1
-            text = f"what came of rank {end.owner}'s shard of {version} has another root than its owner's copy"
+            text = f"rank {end.owner}'s shard of {version} arrived with another root than its owner's copy has"
             self.log(f"{text}: asking for all of it again, on another connection")
             raise PeerError(text)
         self._home.perform(self._home.host.received(end.owner, version, end.layout, end.digest, memory.root))

@@ -159,7 +159,7 @@ class SlotMemory:
             CorruptDataError: the header is not whole, or of another format; or layout and checksums are not those of the version it names.
         """
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise CorruptDataError("a slot's memory is not sealed: whoever truncates it would kill this process")
+            raise CorruptDataError("a slot's memory is not sealed: a process that truncated it would kill this one")
         with mmap.mmap(fd, _HEADER_BYTES, prot=mmap.PROT_READ) as head:
             fields = _read_header(head[:])
             layout_at, layout_len = fields["layout_offset"], fields["layout_bytes"]

@@ -252,7 +252,8 @@ class Link:
         out.presumed.difference_update(message.chunks)
         out.resends += not (absent or message.restart)
         if out.resends > _MAX_RESENDS and not message.restart:
-            self._log(f"host {self.peer} received damaged chunks of rank {out.owner} {_MAX_RESENDS} times: giving up; check its network")
+            text = f"host {self.peer} received damaged chunks of rank {out.owner} {_MAX_RESENDS} times"
+            self._log(f"{text}; the replica is given up. Check the network of that host")
             out.cancelled = True
         elif message.restart:
             out.restart()

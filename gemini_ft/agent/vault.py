@@ -200,7 +200,7 @@ class Vault:
             if missing < 1 or others + missing - 1 < 2:  # one slot alone could never be overwritten
                 raise
             made = self._create(shape, missing - 1, what)
-            self._log(f"{error} Going on with one slot less, until there is room")
+            self._log(f"{error} Continuing with one slot less until there is room")
             return made
 
     def _create(self, shape: SlotShape, number: int, what: str) -> list[SlotMemory]:

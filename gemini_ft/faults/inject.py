@@ -151,7 +151,7 @@ def arm(orders: Orders, scene: Scene) -> None:
         _forget(folder)
         happened.clear()
     if scene.rank == 0:
-        _log.warning("fault injection: %s", "; ".join(f.text for f in faults if f.name not in happened) or "all has happened")
+        _log.warning("fault injection: %s", "; ".join(f.text for f in faults if f.name not in happened) or "no fault is left to happen")
         if happened:
             _log.warning("fault injection: %d of the faults will not happen again (see %s)", len(happened), folder)
     _drill = Drill(faults, happened, folder, scene)

@@ -89,7 +89,7 @@ def command(argv: Sequence[str]) -> int:
         logger.warning("the job is over; this spare host was not needed")
         return 0
     if unstored := lifecycle.job_finished(run_id):
-        logger.error("the job has finished, but its last upload failed for good, and what the agents held is gone: %s", unstored)
+        logger.error("the job has finished, but its last upload failed for good, and the agents' memory is gone: %s", unstored)
         return NOT_STORED
     return 0
 

@@ -176,7 +176,7 @@ def better_rendezvous(hosts: int) -> Iterator[None]:
     handler = torch_rendezvous.DynamicRendezvousHandler
     waiting = handler.num_nodes_waiting
     if join is None or delay is None or state is None or due is None:
-        logger.warning("spares may displace hosts of the job: this version of torch brings hosts together in a way not known here")
+        logger.warning("spares may displace hosts of the job, as this version of torch brings hosts together in an unknown way")
         yield
         return
     with TemporaryDirectory(prefix="gemini-run-") as folder:

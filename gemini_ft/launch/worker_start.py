@@ -337,7 +337,7 @@ def forked_workers(
 ) -> Iterator[None]:
     """Inside, torch's launcher forks the workers of ``program`` from a server that has imported ``modules``; see `ForkServer`."""
     if not _is_known():
-        logger.warning("starting workers cold: this version of torch starts them in a way not known here")
+        logger.warning("starting workers cold: this version of torch starts them in an unknown way")
         yield
         return
     workers = Workers()
@@ -358,7 +358,10 @@ def cold_workers(copy: Path | None = None, by_python: bool = False) -> Iterator[
         by_python: whether Python itself runs the program, and not `gemini_ft.launch.cold`, which knows scripts and modules only.
     """
     if not _is_known():
-        logger.warning('a "gemini" section is not seen by itself: this version of torch starts workers in a way not known here')
+        logger.warning(
+            'a "gemini" section has no effect by itself, as this version of torch starts workers in an unknown way: '
+            "call gemini_ft.deepspeed.initialize"
+        )
         yield
         return
     with _started_by(Workers(), None, tuple if by_python else partial(cold.command, copy=copy)):

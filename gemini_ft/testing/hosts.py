@@ -158,9 +158,9 @@ class EmulatedHosts:
         until = time.monotonic() + timeout
         while not (found := reached()):
             if not self.alive and not (found := reached()):
-                raise DrillError(f"all hosts have ended before what was waited for{self._tails()}")
+                raise DrillError(f"all hosts have ended before the awaited event{self._tails()}")
             if time.monotonic() > until:
-                raise DrillError(f"what was waited for did not happen within {timeout:g} s{self._tails()}")
+                raise DrillError(f"the awaited event did not happen within {timeout:g} s{self._tails()}")
             time.sleep(_POLL)
         return found
 

@@ -123,7 +123,7 @@ class Snapshotter:
         on_cuda = job.ready is not None and job.digest is None and not self._verify
         with self._condition:
             if job.state is JobState.WAITING and (self._impatient or not self._waits):
-                self._forget(job, "the snapshot before was still uncommitted at the next update")
+                self._forget(job, "the previous snapshot was still uncommitted at the next update")
                 return
             self._wait(job, (JobState.ISSUED, JobState.DONE) if on_cuda else (JobState.DONE,))
         if on_cuda and job.copied is not None:
