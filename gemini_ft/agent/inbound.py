@@ -35,7 +35,7 @@ class Inbound:
 
     def __init__(self, home: Home, agent: AgentServices, custodians: Custodians) -> None:
         self._home, self._agent, self._custodians = home, agent, custodians
-        self._collecting: dict[tuple[int, int], tuple[Receiver, int]] = {}  # (source, tag) of a piece -> for whom, by which rank
+        self._collecting: dict[tuple[int, int], tuple[Receiver, int]] = {}  # (source, tag) of a piece -> its receiver and rank
 
     def end_session(self) -> None:
         """Drops the pieces that are awaited: the session is over."""

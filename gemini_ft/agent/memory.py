@@ -130,9 +130,9 @@ class SlotMemory:
         self.version: Version | None = None
         self.root = ""  # of the copy that is here; empty exactly when there is no version
         self.extras_bytes = 0
-        self.chunks: dict[int, tuple[int, int, int]] = {}  # index -> (offset, nbytes, digest) of what is laid down
-        self.unchanged: set[int] = set()  # of these, the ones that are what the slot held there before
-        # As `chunks`, of whatever version: where a peer writes, what is there; where a worker does, what it said last.
+        self.chunks: dict[int, tuple[int, int, int]] = {}  # index -> (offset, nbytes, digest) of each chunk that is laid down
+        self.unchanged: set[int] = set()  # those that equal the bytes that the slot held there before
+        # As `chunks`, of any version: the bytes in the slot where a peer writes, the last reported ones where a worker does.
         self._held: dict[int, tuple[int, int, int]] = {}
         self.completed_at = 0.0
 

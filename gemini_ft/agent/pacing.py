@@ -18,7 +18,7 @@ from gemini_ft.core.traffic import Profile, common
 from gemini_ft.wire.messages import Message, Notice, ReportNeed, Travelled
 from gemini_ft.wire.tcp import Meter
 
-_SAMPLES = 8  # newest transfers that say what sending costs
+_SAMPLES = 8  # newest transfers from which the cost of sending is known
 _MEASURABLE = 2**16  # bytes below which one says nothing
 
 

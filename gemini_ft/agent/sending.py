@@ -136,13 +136,13 @@ class Link:
         gate: Gate,
     ) -> None:
         self._owner, self.peer, self._address, self._claims, self._secret = owner, peer, address, claims, secret
-        self._log = Sparing(owner.log)  # whoever stands in between can break every connection
+        self._log = Sparing(owner.log)  # an attacker in between can break every connection
         self._traffic, self._gate = traffic, gate
         self._by_workers = traffic.transport == "collective"
         self._keepers: dict[int, int] = {}  # owner -> rank of the peer's worker that keeps its replica
         self._way: Way | None = None
         self._active: list[Outgoing] = []
-        self._rooms: dict[int, tuple[SlotShape, int]] = {}  # owner -> what the peer was asked to have room for last, and that call's number
+        self._rooms: dict[int, tuple[SlotShape, int]] = {}  # owner -> the last offer to the peer, and that call's number
         self._calls = itertools.count(1)
         self._ready: set[int] = set()
         self._measured = False

@@ -30,7 +30,7 @@ from gemini_ft.storage.shard import Committed, ShardRecord, StoredShard, write_s
 from gemini_ft.wire.messages import SessionSpec
 
 _T = TypeVar("_T")
-_HOME_SECONDS = 5.0  # for what this host remembers in its home folder, which may hang
+_HOME_SECONDS = 5.0  # for this host's note in its home folder, which may hang
 _ATTEMPTS = 4
 _DELETING = "deleting old checkpoints"
 _UPLOADS = "an upload"
@@ -59,7 +59,7 @@ class Uploader:
         self._clearing = threading.Lock()
         self._newest: tuple[Version, float] | None = None  # stored, and when
         self._tidied = False
-        self._failures: dict[str, tuple[float, str]] = {}  # what -> since when (on the system's clock) it fails, and why
+        self._failures: dict[str, tuple[float, str]] = {}  # operation -> since when (on the system's clock) it fails, and why
 
     def status(self) -> dict[str, object]:
         """The figures that ``gemini status`` shows: the upload under way, its progress, any failure and since when it lasts."""

@@ -47,7 +47,7 @@ __all__ = ["Fault", "InjectedFault", "at_step", "from_environment"]
 
 _log = logging.getLogger("gemini_ft")
 _GATHER_SECONDS = 2.0  # a rank that never comes to the moment delays the fault by this much
-_FILL_LIMIT = "256MiB"  # of what storage_full may write; GEMINI_FAULTS_FILL_LIMIT
+_FILL_LIMIT = "256MiB"  # that storage_full may write; GEMINI_FAULTS_FILL_LIMIT
 _FILLER = ".gemini-fault-filler"
 
 

@@ -83,7 +83,7 @@ def command(argv: Sequence[str]) -> int:
         logger.error("the rendezvous is closed: another host has ended the job; its output says why")
         return 1
     except AttributeError as error:
-        # What torch 2.13 makes of a host that waited as a spare until the job was over: no result, which it does not expect.
+        # Torch 2.13 does not expect that a host which waited as a spare until the job was over has no result.
         if (error.obj, error.name) != (None, "is_failed"):
             raise
         logger.warning("the job is over; this spare host was not needed")

@@ -172,7 +172,7 @@ class RememberedShard:
 
     def renew(self) -> None:
         """Keeps the copy while others are read, by a thread: an export that is stopped must not keep slots from the job."""
-        with contextlib.suppress(PeerError):  # whoever reads on will hear of it
+        with contextlib.suppress(PeerError):  # the next read will raise it
             self._shard.renew()
 
     def close(self) -> None:

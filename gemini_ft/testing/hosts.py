@@ -30,7 +30,7 @@ _GEMINI = (sys.executable, "-m", "gemini_ft.cli.main")
 _POLL = 0.02  # seconds
 _START_SECONDS = 120.0  # for importing torch on a busy machine
 _END_SECONDS = 20.0  # for processes that were sent SIGKILL
-# Whatever happens to this process, the kernel ends what it has started: the launcher, and with it the workers.
+# Whatever happens to this process, the kernel ends its children: the launcher, and with it the workers.
 _MORTAL = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
@@ -91,7 +91,7 @@ class EmulatedHosts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
 
-    # -- what can be done to them
+    # -- actions on the hosts
 
     def add(self) -> str:
         """Starts one more host, with nothing in its memory; returns its id. It replaces a lost one, or waits as a spare."""

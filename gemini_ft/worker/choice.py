@@ -41,7 +41,7 @@ class Introduction:
     configured_secret: str  # fingerprint, empty when none was configured
     config: str
     orders: Orders
-    stored: Version | None = None  # what the host remembers as stored
+    stored: Version | None = None  # the host's note of the newest stored version
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Chooser:
             return Choice(Plan("nothing"), given_up, self._descent(None))
         plan = self._find(given_up)
         if plan.version is None and given_up:
-            plan = self._find(frozenset())  # rather one more failure than to start over what took weeks
+            plan = self._find(frozenset())  # one more failure is better than starting over after weeks of work
         for version, attempts in stuck.items():
             then = "it is left aside" if version != plan.version else "there is no other, so it is tried again"
             self._warn("%s was resumed %d times in a row without one step of progress: %s", version, attempts, then)
@@ -201,7 +201,7 @@ class Chooser:
                 _log.warning(text, stored.unclear, patience)
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE)
-            self._damaged.clear()  # what read as damaged may have been the way it came
+            self._damaged.clear()  # the damage may have happened on the way
 
     def _ask_once(self, refused: frozenset[Version], seconds: float) -> tuple[Stored, bool]:
         """The findings, and whether asking again is of no use."""
@@ -215,7 +215,7 @@ class Chooser:
                 raise
             look = Look(trouble=str(error))
         told = tuple((sighting.version.incarnation, sighting.descent) for sighting in look.sightings)
-        if self._config.resume == "never":  # what there is must be known of, so that it counts as older, and no more
+        if self._config.resume == "never":  # checkpoints must be known, so that they count as older, and no more
             return Stored(unclear=look.trouble, told=told), False
         answer = decide(look, settings.history, self._config.resume == "found")
         known = Stored(told=told, aside=left_aside(look, settings.history))

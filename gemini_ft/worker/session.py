@@ -148,7 +148,7 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: s
         )
     inventory = client.call(GetInventory(), Inventory)[0]
     shared = config.model_dump_json(exclude={"domain", "secret_file", "memory_limit", "interface"})
-    welcome = client.welcome.model_copy(update={"secret": b""})  # what ranks exchange travels openly
+    welcome = client.welcome.model_copy(update={"secret": b""})  # exchanges between ranks travel openly
     mark = recall_on_host(config.storage.url, run, stream) if config.storage is not None else None
     stored = mark.version if mark is not None else None
     return Introduction(run, welcome, inventory, configured_secret, shared, Orders.read(run), stored)
@@ -311,7 +311,7 @@ def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], 
     plan = choice.plan
     rebuildable = plan.sources if plan.world_size == len(everyone) else {}  # shards of another cut are never asked for again
     known = [info.known for info in infos.values() if info.known is not None]
-    # Even those that are damaged or not wanted: what comes now must count as newer.
+    # Even those that are damaged or not wanted: the new incarnation must count as newer.
     known += [*choice.descent.overtaken, *(version.incarnation for version in choice.descent.lineage or ())]
     return SessionSpec(
         stream=stream,

@@ -51,7 +51,7 @@ class Job:
     slot: int | None = None
     cancelled: str = ""
     checksums: list[int] = field(default_factory=list)  # of the chunks that are in the slot
-    finished: bool = False  # verify: nobody declares it copied before it was compared
+    finished: bool = False  # verify: it is not declared copied before it was compared
     submitted: float = field(default_factory=time.perf_counter)
 
 
@@ -89,14 +89,14 @@ class Snapshotter:
         self._verify, self._waits, self._timeout = verify, waits, timeout
         self.plan: CopyPlan | None = None
         self.slots: dict[int, Slot] = {}
-        self.written: list[str] = []  # names of what was written during the last copy that was given up for that
+        self.written: list[str] = []  # names of the tensors whose writes made the last copy be given up
         self._job: Job | None = None
         self._unseen: list[Job] = []  # given up before the thread came to them; all the same the agent must hear of each
         self._condition = threading.Condition()
         self._stop = False
         self._next_try = 0.0  # when the agent may be brought back, after this has failed
         self._impatient = False  # a slot has been waited for in vain: not again, until one is granted
-        self._broken: Exception | None = None  # what ended the thread: a fault of ours
+        self._broken: Exception | None = None  # the error that ended the thread: a fault of ours
         self._stream: Any = None
         self._thread = threading.Thread(target=self._run, name="gemini-snapshot", daemon=True)
         self._thread.start()
