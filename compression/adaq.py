@@ -14,7 +14,7 @@ from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn, cut, joi
 from .sparse import check_ratio, kept
 
 _SAMPLE = 65536  # elements of a tensor that are looked at for a border
-_LEAST = 2.0**-126  # the smallest normal float32: zeros and what is nearly zero are on neither side
+_LEAST = 2.0**-126  # the smallest normal float32: zeros and nearly zero elements are on neither side
 
 
 class AdaQ(Compressor):

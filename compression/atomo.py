@@ -100,7 +100,7 @@ def probabilities(weights: Tensor, budget: int) -> Tensor:
     if budget == 0:
         return chances
     tails = ordered.flip(0).cumsum(0).flip(0)
-    certain = 0  # so many of the largest have a probability of 1
+    certain = 0  # this many of the largest have a probability of 1
     while certain < budget and (budget - certain) * ordered[certain] >= tails[certain]:
         certain += 1
     chances[order[:certain]] = 1.0

@@ -23,7 +23,7 @@ _WINDOW = 16  # residuals that deviations are taken from
 _BELIEVED = 3  # outliers in a row that are no outliers any more, but another network
 _LATE, _EARLY = 1.1, 0.9  # delay over deadline beyond which feedback acts
 _RISE = 0.3  # of the ratio, added when there is time left
-_BAND = 2.0  # how far feedback may move from what the model says
+_BAND = 2.0  # how far feedback may move from the model's ratio
 _CLIMB = 1.2  # of a higher rung that must be affordable before it is taken
 _BYTES = 8  # of an element that is sent, index included
 

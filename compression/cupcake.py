@@ -160,7 +160,7 @@ def _by_labels(backward: Backward, costs: GroupCosts, most: int) -> tuple[Groupi
         times = extended(labels.times, labels.tensors, end)
         bounds = bound(times, end)
         columns = np.flatnonzero(bounds <= best * _ROUNDING)
-        columns = columns[np.lexsort((*times[::-1, columns], bounds[columns]))]  # who is ahead in every queue comes first
+        columns = columns[np.lexsort((*times[::-1, columns], bounds[columns]))]  # ways that are ahead in every queue come first
         columns, rest = _not_behind(times, columns, most)
         if len(rest):
             given_up = min(given_up, float(bounds[rest[0]]))

@@ -178,7 +178,7 @@ class Exchange:
         """Seconds of all operations of each candidate together (float64, by number), whatever they overlap with."""
         return self._sizes[tensor].sums[: self.table.choices]
 
-    # What follows is most of the time that planning takes: no calls in the innermost loops.
+    # Planning spends most of its time below, so the innermost loops make no calls.
 
     def _update_states(self, tensor: int) -> None:
         links = 2 * _INTRA

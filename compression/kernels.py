@@ -17,7 +17,7 @@ from torch import Tensor
 from .base import Layout, Turn
 from .randomness import random_words, stream_seed, uniform
 
-_BLOCK = 120 * 1024  # elements: with what is made of them they fit into a core's own cache; a multiple of every method's run
+_BLOCK = 120 * 1024  # elements that fit, with their results, into a core's own cache; a multiple of every method's run
 
 
 @cache

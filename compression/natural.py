@@ -10,7 +10,7 @@ import torch
 from . import kernels
 from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn, cut, join
 
-_LOW = 18  # below the smallest biased exponent that seven bits tell, 19; they also tell zero (0) and what is not finite (127)
+_LOW = 18  # below the smallest biased exponent of seven bits, 19; 0 stands for zero, 127 for values that are not finite
 _INFINITE = 127
 
 

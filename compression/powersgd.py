@@ -18,7 +18,7 @@ from .memory import Memory, put_back
 from .randomness import SHARED, generator
 
 _ALIGN = 16  # elements, 64 bytes: how a product is rounded depends on where its operands lie
-_DEPENDENT = 1e-5  # of a row's length: what is left of it beside rounding, if it depends on the rows before it
+_DEPENDENT = 1e-5  # of a row's length: the rest beside rounding, if it depends on the rows before it
 
 
 class PowerSGD(Reducer):

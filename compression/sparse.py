@@ -158,7 +158,7 @@ class RandomK(Summed):
         indices = self._drawn(layout, turn).to(bundle.flat.device)
         values = bundle.flat.index_select(0, indices)
         counts = [kept(size, self.ratio) for size in layout.sizes]
-        if not bool(torch.isfinite(bundle.flat.sum())):  # what was not drawn must be seen too
+        if not bool(torch.isfinite(bundle.flat.sum())):  # elements that were not drawn must be seen too
             for part, view in zip(values.split_with_sizes(counts), bundle.views, strict=True):
                 part.add_(view.sub(view).sum())
         if self.scaled:

@@ -69,7 +69,7 @@ def shorten(quartic: Tensor) -> Tensor:
     others = kernels.indices(kernels.equal(quartic, _ZEROS).logical_not_())
     gaps = torch.cat([others.new_full((1,), -1), others, others.new_full((1,), quartic.numel())]).diff() - 1
     pieces = (gaps + _LONGEST - 1) // _LONGEST
-    ends = (pieces + 1).cumsum(0) - 1  # where what follows a gap lies
+    ends = (pieces + 1).cumsum(0) - 1  # where the element after a gap lies
     short = quartic.new_full((int(ends[-1]),), _RUN + _LONGEST - 2)
     short[ends[:-1]] = quartic[others]
     last = gaps - _LONGEST * (pieces - 1)  # of a gap that is not empty: the zeros in its last piece

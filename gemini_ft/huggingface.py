@@ -61,9 +61,9 @@ _SEAMS = {
         "steps_trained_in_current_epoch",
     ],
 }
-# What the Trainer counts between two logs. `_tr_loss` is a tensor.
+# The Trainer's counters between two logs. `_tr_loss` is a tensor.
 _COUNTS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen", "current_flos")
-# Not of the training, but of this process.
+# These belong to this process, not to the training.
 _OWN = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks", "log_history")
 _NO_FOLDER = "/dev/null/gemini"  # the Trainer skips batches only if it resumes from somewhere; nothing is found there
 
@@ -117,7 +117,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         if found is not None and (checkpoint is None or found["state"]["global_step"] > trainer.state.global_step):
             self._found = found
             self._restore_state(found)
-        elif checkpoint is not None:  # what the Trainer does where it was given none
+        elif checkpoint is not None:  # as the Trainer does where it was given none
             deepspeed_load_checkpoint(trainer.model_wrapped, checkpoint, load_module_strict=not _is_peft_model(trainer.model))
             trainer._load_optimizer_and_scheduler(checkpoint)
             trainer._load_scaler(checkpoint)
@@ -158,8 +158,8 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             run(**named)
         if trainer.control.should_training_stop or epoch + 1 >= trainer.state.num_train_epochs:
             self._save(finished=True)
-            self._protection.checkpointer.wait_before_update()  # what follows may load the best model
-            self._pause()  # what comes now may take long: evaluation, the export of the model
+            self._protection.checkpointer.wait_before_update()  # the next lines may load the best model
+            self._pause()  # the next part may take long: evaluation, the export of the model
         return None
 
     # -- inside

@@ -17,7 +17,7 @@ from . import wire
 from .exchange import Exchange, Passed
 from .ring import Ring
 
-ROOM = 2**20  # bytes; what a shorter message leaves untouched takes no memory
+ROOM = 2**20  # bytes; pages that a shorter message leaves untouched take no memory
 _DIRECT = 0x5A454E00  # tag: our messages must not be mixed up with the user's; `ring` has others
 
 
@@ -60,7 +60,7 @@ class PointToPoint(Exchange):
         return received
 
     def _all_to_all(self, messages: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-        peers = [(self.rank + step) % self.size for step in range(1, self.size)]  # nobody is everybody's first
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]  # spreads the load: no rank is the first peer of all
         coming = {peer: _Coming(self.group, peer) for peer in peers}
         parts = {peer: _parts(messages[peer]) for peer in peers}
         sends = [self._send(parts[peer][0], peer) for peer in peers]

@@ -98,7 +98,7 @@ class RotatedPartition(HashPartition):
         self._seed = seed
 
     def size(self, part: int) -> int:
-        return -(-self.rows // self.parts)  # the last position may be nobody's
+        return -(-self.rows // self.parts)  # the last position may be unused
 
     def split(self, gradient: SparseRows) -> list[SparseRows]:
         positions = gradient.indices // self.parts

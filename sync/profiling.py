@@ -14,7 +14,7 @@ from .omnireduce import BLOCK
 from .partition import EvenPartition
 from .rows import SparseRows, union
 
-_PROBES = 2**18, 3 * 2**18  # bytes: more than what a link lets through at once after a pause
+_PROBES = 2**18, 3 * 2**18  # bytes: more than a link lets through at once after a pause
 _TRIES = 5
 
 

@@ -51,7 +51,7 @@ class Ring:
                 if waits:
                     self._send_data(rank, data)
                 before = list(done)
-                # What is done with these delays nobody: all that others wait for is on its way.
+                # Handling these here delays no other rank: all that others wait for is on its way.
                 yield origin, self._rooms[origin], None
                 yield from before
                 done = coming

@@ -100,7 +100,7 @@ def pack(indices: torch.Tensor, rows: int) -> torch.Tensor:
     """One bit per unit, least significant first: uint8 [ceil(rows / 8)]."""
     bits = torch.zeros(-(-rows // 8) * 8, dtype=torch.uint8, device=indices.device)
     bits[indices] = 1
-    if bits.device.type == "cpu":  # four times as fast as what follows
+    if bits.device.type == "cpu":  # four times as fast as the general way below
         return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
     return (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
 

@@ -27,7 +27,8 @@ from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import AgentTimeoutError, CorruptDataError, PeerError, RecoveryError, SupersededError
 from gemini_ft.hosts import host_id
 from gemini_ft.recovery.agent_memory import RememberedShard, open_newest, remembered
-from gemini_ft.recovery.readers import LocalShard, PeerShard, Plan, Sources
+from gemini_ft.recovery.plan import Plan
+from gemini_ft.recovery.readers import LocalShard, PeerShard, Sources
 from gemini_ft.wire.handshake import listen
 from gemini_ft.wire.messages import Message
 from gemini_ft.wire.peer_messages import Begin, Claims, Describe, Fetch, Offer, Ready

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import RecoveryError, WorldSizeError
-from gemini_ft.recovery.readers import Holding, Plan, describe, plan_recovery, require
+from gemini_ft.recovery.plan import Holding, Plan, describe, plan_recovery, require
 from gemini_ft.wire.worker_messages import SlotInfo
 
 WORLD = 3

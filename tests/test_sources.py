@@ -8,7 +8,8 @@ import pytest
 
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, PeerError, RecoveryError
-from gemini_ft.recovery.readers import Plan, Sources
+from gemini_ft.recovery.plan import Plan
+from gemini_ft.recovery.readers import Sources
 
 VERSION = Version(Incarnation(1, "a"), 7)
 

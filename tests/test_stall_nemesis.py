@@ -14,7 +14,8 @@ import pytest
 from agent_kit import CHUNK, EXTRAS, Job, Rank, content, eventually
 
 from gemini_ft.errors import AgentError
-from gemini_ft.recovery.readers import LocalShard, Plan, Sources
+from gemini_ft.recovery.plan import Plan
+from gemini_ft.recovery.readers import LocalShard, Sources
 
 PATIENCE = {"agent_timeout": 1.0}
 SHORT = 0.4  # seconds

@@ -151,7 +151,7 @@ class ByWorkers:
     async def _run(self) -> None:
         try:
             await self._send_all()
-        except Exception as error:  # a fault of ours: nobody else would notice that nothing is sent any more
+        except Exception as error:  # a fault of ours: without this, the stop would go unnoticed
             self._astray(f"{type(error).__name__}: {error}")
 
     async def _send_all(self) -> None:

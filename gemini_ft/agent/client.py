@@ -56,7 +56,7 @@ class AgentClient:
         self._numbers = itertools.count(1)
         self._calls_lock = threading.Lock()
         self._send_lock = threading.Lock()
-        self.late_answers = 0  # that came when nobody waited for them any more, and were dropped
+        self.late_answers = 0  # answers that came too late, and were dropped
         self._ended = False  # no answer can come any more
         self.lost = False
         self.custody: dict[str, int] = {}  # replicas kept safe for the agent: key -> descriptor
@@ -221,7 +221,7 @@ class AgentClient:
         except (OSError, PeerError) as error:
             if not self.lost:
                 _log.warning("%s", self._gone(str(error)))
-        finally:  # whatever ends this thread, nobody may wait for it, or believe that the agent is heard
+        finally:  # whatever ends this thread, no call may wait for it, or believe that the agent is heard
             _close_all(fds)
             self._hang_up()
             with self._calls_lock:
@@ -257,7 +257,7 @@ class AgentClient:
             count = len(message.slots) if isinstance(message, Reserved) else isinstance(message, Mapped)
             mine, fds = fds[:count], fds[count:]
             self._answered(message, mine)
-        elif not isinstance(message, Pong):  # that something was heard is all it says
+        elif not isinstance(message, Pong):  # it only shows that the agent lives
             self._on_event(message)
         return fds
 

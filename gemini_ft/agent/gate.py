@@ -19,7 +19,7 @@ from gemini_ft.wire.control_page import ControlPage
 
 _LEAST = 16 * 2**10  # bytes of a slice, if there are as many
 _SLICE = 128 * 2**10  # bytes of a slice while the speed of the network is not known
-# Of the network at most: how long a collective that comes unforeseen may have to wait. What workers carry costs more by the piece.
+# How long an unforeseen collective may have to wait for the network. Pieces that workers carry cost more each.
 _SLICE_SECONDS = {"tcp": 0.004, "collective": 0.02}
 _LARGEST = 4 * 2**20  # bytes of a slice
 _PATIENCE = 1.0  # seconds that a snapshot has for idle network, while the length of a step is not known
@@ -53,11 +53,11 @@ class Gate:
         self.profiles: dict[int, Profile] = {}
         self.link: Link | None = None
         self.interval = 1  # steps between snapshots
-        self._ways: dict[object, Way] = {}  # sender -> what it sends on
+        self._ways: dict[object, Way] = {}  # sender -> its carrier
         self._waiting = 0
         self._changed = asyncio.Event()
 
-    # -- who communicates
+    # -- the workers that communicate
 
     def watch(self, rank: int, page: ControlPage) -> None:
         """Makes the gate wait for this worker too; it owns the page from here on."""
@@ -79,7 +79,7 @@ class Gate:
         for rank in list(self._pages):
             self.forget(rank)
 
-    # -- who sends
+    # -- the links that send
 
     def register(self, sender: object, way: Way) -> None:
         """Counts the bytes that this sender has under way."""

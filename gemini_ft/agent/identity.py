@@ -47,7 +47,7 @@ class Identity:
             return Past()
         try:
             secret, known, origins = msgpack.unpackb(raw[4 : 4 + int.from_bytes(raw[:4], "big")])
-        except ValueError:  # that was killed while it wrote, or is of another release: what the slots repeat is known all the same
+        except ValueError:  # its writer was killed, or is of another release: the slots repeat the most important part
             return Past()
         return Past(secret, Incarnation(*known) if known is not None else None, {stream: _origin(*of) for stream, of in origins.items()})
 

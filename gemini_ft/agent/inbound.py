@@ -41,7 +41,7 @@ class Inbound:
 
     def __init__(self, home: Home, agent: AgentServices, custodians: Custodians) -> None:
         self._home, self._agent, self._custodians = home, agent, custodians
-        self._collecting: dict[tuple[int, int], tuple[Landed, int]] = {}  # (source, tag) of a piece -> for whom, by which rank
+        self._collecting: dict[tuple[int, int], tuple[Landed, int]] = {}  # (source, tag) of a piece -> who hears of it, and its rank
 
     def end_session(self) -> None:
         """Drops the pieces that are awaited: the session is over."""
@@ -114,7 +114,7 @@ class Inbound:
             return False
         if not memory.finish(version, end.extras_bytes, end.root):
             self._home.counters["damaged"] += 1
-            text = f"what came of rank {end.owner}'s shard of {version} has another root than its owner's copy"
+            text = f"rank {end.owner}'s shard of {version} arrived with another root than its owner's copy has"
             self.log(f"{text}: asking for all of it again, on another connection")
             raise PeerError(text)
         self._home.perform(self._home.host.received(end.owner, version, end.layout, end.digest, memory.root))

@@ -27,7 +27,7 @@ from gemini_ft.wire.private import check_listener, open_log, runtime_folder
 from gemini_ft.wire.worker_messages import GetStatus, Leave, Left, Status, ToAgent, ToWorker, to_worker
 
 _log = logging.getLogger("gemini_ft")
-_QUEUE_SECONDS = 2.0  # that a connection waits for room among those which the agent has not taken in yet
+_QUEUE_SECONDS = 2.0  # that a connection waits in the agent's queue of new ones
 STACKS_SIGNAL = signal.SIGRTMIN + 11
 _stacks: list[IO[bytes]] = []  # the file of `write_stacks_on_request`, which must stay open
 _children: list[subprocess.Popen[bytes]] = []  # agents this process has started, to collect those that have ended
@@ -70,7 +70,7 @@ def _try_connect(address: bytes, what: str = "an agent") -> socket.socket | None
     except (ConnectionRefusedError, FileNotFoundError):
         sock.close()
         return None
-    except BlockingIOError:  # who listens cannot be known before
+    except BlockingIOError:  # the listener cannot be known before
         sock.close()
         why = "it hangs, or another user's process has the address; end that one, or give the run another id (GEMINI_RUN_ID)"
         raise AgentTimeoutError(f"{what} has taken in no connection for {_QUEUE_SECONDS:g} s; {why}") from None

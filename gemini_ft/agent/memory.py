@@ -130,9 +130,9 @@ class SlotMemory:
         self.version: Version | None = None
         self.root = ""  # of the copy that is here; empty exactly when there is no version
         self.extras_bytes = 0
-        self.chunks: dict[int, tuple[int, int, int]] = {}  # index -> (offset, nbytes, digest) of what is laid down
-        self.unchanged: set[int] = set()  # of these, the ones that are what the slot held there before
-        # As `chunks`, of whatever version: where a peer writes, what is there; where a worker does, what it said last.
+        self.chunks: dict[int, tuple[int, int, int]] = {}  # index -> (offset, nbytes, digest) of each chunk that is laid down
+        self.unchanged: set[int] = set()  # those that equal the bytes that the slot held there before
+        # As `chunks`, of any version: the bytes in the slot where a peer writes, the last reported ones where a worker does.
         self._held: dict[int, tuple[int, int, int]] = {}
         self.completed_at = 0.0
 
@@ -159,7 +159,7 @@ class SlotMemory:
             CorruptDataError: the header is not whole, or of another format; or layout and checksums are not those of the version it names.
         """
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise CorruptDataError("a slot's memory is not sealed: whoever truncates it would kill this process")
+            raise CorruptDataError("a slot's memory is not sealed: a process that truncated it would kill this one")
         with mmap.mmap(fd, _HEADER_BYTES, prot=mmap.PROT_READ) as head:
             fields = _read_header(head[:])
             layout_at, layout_len = fields["layout_offset"], fields["layout_bytes"]

@@ -20,7 +20,7 @@ from gemini_ft.wire.peer_messages import PeerMessage, ReportNeed
 from gemini_ft.wire.tcp import Meter
 from gemini_ft.wire.worker_messages import ToWorker, Travelled
 
-_SAMPLES = 8  # newest transfers that say what sending costs
+_SAMPLES = 8  # newest transfers from which the cost of sending is known
 _MEASURABLE = 2**16  # bytes below which one says nothing
 
 

@@ -101,7 +101,7 @@ class Receiver:
             self._let_go(chunk.owner, chunk.iteration)
         elif error:
             self._connection.send(Astray(text=f"host {self._inbound.host_name}: {error}"))
-        elif kept:  # what was thrown away must not make a chunk whole when the shard starts over
+        elif kept:  # pieces that were thrown away must not make a chunk whole when the shard starts over
             if self._parcels.completes(parcel):
                 self._whole(chunk)
             if chunk.owner in self._ends:
@@ -182,7 +182,7 @@ class Receiver:
         elif self._inbound.end_receive(end):
             del self._open[end.owner]
             self._connection.send(Ack(owner=end.owner, iteration=end.iteration, ok=True))
-        elif not self._inbound.receives(end.owner, end.iteration):  # what an earlier connection still had to say has taken the slot away
+        elif not self._inbound.receives(end.owner, end.iteration):  # a late message of an earlier connection has taken the slot away
             self._abandon(end.owner, end.iteration)
             self._ask_anew(end.owner, end.iteration)
 

@@ -30,7 +30,7 @@ _START_TIMEOUT = 20.0  # seconds
 _LOOKS = 6  # an agent is asked at least so often within its timeout
 _POLL = 0.01  # seconds
 _BATCH = 100  # descriptors beside one message; the kernel takes 253
-_SLOT, _IDENTITY = "/memfd:gemini:", "/memfd:gemini-agent"  # what the kernel calls an agent's memory
+_SLOT, _IDENTITY = "/memfd:gemini:", "/memfd:gemini-agent"  # the kernel's name for an agent's memory
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Estate:
 
     slots: list[int] = field(default_factory=list)
     shared: list[bool] = field(default_factory=list)  # of each slot: another process maps it, and may still write to it
-    identity: int = -1  # what only agents know: the secret, the newest incarnation
+    identity: int = -1  # the knowledge that only agents have: the secret, the newest incarnation
 
     @classmethod
     def of(cls, pid: int) -> Estate:
@@ -219,7 +219,7 @@ def _start(run: str, host: str, estate: Estate, deadline: float) -> None:
             process = lifecycle.spawn(run, host, estate.fds, estate.arguments)
         time.sleep(_POLL)
     if estate.slots and process.poll() is not None and (sock := lifecycle.try_connect(run, host)) is not None:
-        with sock:  # somebody else's agent was quicker, a service's for example
+        with sock:  # another process's agent was quicker, a service's for example
             for at in range(0, len(estate.slots), _BATCH):
                 fds, shared = estate.slots[at : at + _BATCH], estate.shared[at : at + _BATCH]
                 socket.send_fds(sock, [pack(Adopt(count=len(fds), shared=shared))], fds)

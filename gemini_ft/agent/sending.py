@@ -60,12 +60,12 @@ class Link:
     ) -> None:
         self._common, self._home, self._gate = common, common.home, common.gate
         self.peer, self._address, self._claims = peer, address, claims
-        self._log = Sparing(common.home.log)  # whoever stands in between can break every connection
+        self._log = Sparing(common.home.log)  # an attacker in between can break every connection
         self._by_workers = common.traffic.transport == "collective"
         self._keepers: dict[int, int] = {}  # owner -> rank of the peer's worker that keeps its replica
         self._way: Way | None = None
         self._active: list[Outgoing] = []
-        self._rooms: dict[int, tuple[SlotShape, int]] = {}  # owner -> what the peer was asked to have room for last, and that call's number
+        self._rooms: dict[int, tuple[SlotShape, int]] = {}  # owner -> the last offer to the peer, and that call's number
         self._calls = itertools.count(1)
         self._ready: set[int] = set()
         self._measured = False
@@ -177,7 +177,8 @@ class Link:
         out.presumed.difference_update(message.chunks)
         out.resends += not (absent or message.restart)
         if out.resends > _MAX_RESENDS and not message.restart:
-            self._log(f"host {self.peer} received damaged chunks of rank {out.owner} {_MAX_RESENDS} times: giving up; check its network")
+            text = f"host {self.peer} received damaged chunks of rank {out.owner} {_MAX_RESENDS} times"
+            self._log(f"{text}; the replica is given up. Check the network of that host")
             out.cancelled = True
         elif message.restart:
             out.restart()

@@ -30,7 +30,7 @@ from gemini_ft.storage.shard import Committed, ShardRecord, StoredShard, write_s
 from gemini_ft.wire.worker_messages import SessionSpec
 
 _T = TypeVar("_T")
-_HOME_SECONDS = 5.0  # for what this host remembers in its home folder, which may hang
+_HOME_SECONDS = 5.0  # for this host's note in its home folder, which may hang
 _ATTEMPTS = 4
 _DELETING = "deleting old checkpoints"
 _UPLOADS = "an upload"
@@ -59,7 +59,7 @@ class Uploader:
         self._clearing = threading.Lock()
         self._newest: tuple[Version, float] | None = None  # stored, and when
         self._tidied = False
-        self._failures: dict[str, tuple[float, str]] = {}  # what -> since when (on the system's clock) it fails, and why
+        self._failures: dict[str, tuple[float, str]] = {}  # operation -> since when (on the system's clock) it fails, and why
 
     def status(self) -> dict[str, object]:
         """The figures that ``gemini status`` shows: the upload under way, its progress, any failure and since when it lasts."""
@@ -121,7 +121,7 @@ class Uploader:
             return ""
         return (
             f"storage: the upload of {version} failed: {error}; training goes on, the next upload is tried when it is due; "
-            f"until then {self._stake()}. The end of this is told too"
+            f"until then {self._stake()}. A message will say when storing works again"
         )
 
     def _recall(self) -> None:
@@ -187,7 +187,7 @@ class Uploader:
         try:
             StoredShard(self._storage, record).sample()  # a store may say yes and keep half
         except CorruptDataError as error:
-            raise StorageError(f"what was written did not come back: {error}") from None
+            raise StorageError(f"the upload could not be read back: {error}") from None
         transfer.finish()
         if version not in self._written:  # the upload has failed elsewhere meanwhile
             with self._clearing:
@@ -221,7 +221,7 @@ class Uploader:
             try:
                 read_manifest(self._storage, manifest.folder)
             except CorruptDataError as error:
-                raise StorageError(f"what was written did not come back: {error}") from None
+                raise StorageError(f"the upload could not be read back: {error}") from None
             write_mark(self._storage, self._run, self._spec.stream, version)
 
         try:
@@ -271,13 +271,15 @@ class Uploader:
                 await asyncio.wait_for(asyncio.to_thread(self._recall), _HOME_SECONDS)
             begins = _DELETING not in self._failures
             self._failures[_DELETING] = (self._failures.get(_DELETING, (time.time(), ""))[0], str(error))
-            told = f"storage: what is there cannot be looked through, and what is old deleted: {error}; nothing more is stored until it can"
-            told += f": {self._stake()}. The end of this is told too"
-            return told if begins else "", f"what is old cannot be deleted: {error}"
+            told = (
+                f"storage: checkpoints cannot be looked through, or old ones not deleted: {error}; nothing more is stored until that works"
+            )
+            told += f": {self._stake()}. A message will say when storing works again"
+            return told if begins else "", f"old checkpoints cannot be deleted: {error}"
         finally:
             self._tidied = True
         since, _ = self._failures.pop(_DELETING, (0.0, ""))
-        return f"storage: what is old is deleted again after {time.time() - since:.0f} s; uploads go on" if since else "", ""
+        return f"storage: old checkpoints can be deleted again after {time.time() - since:.0f} s; uploads go on" if since else "", ""
 
     def _delete_manifest(self, manifest: Manifest) -> None:
         """Deletes a manifest, which may exist although writing it failed: its shards go next."""
@@ -300,7 +302,7 @@ class Uploader:
                     await asyncio.wait_for(self._closed.wait(), _BACKOFF * 2**attempt)
             else:
                 if what in self._failures:
-                    self._log(f"storage: {what} goes through again after {time.time() - self._failures.pop(what)[0]:.0f} s")
+                    self._log(f"storage: {what} works again after {time.time() - self._failures.pop(what)[0]:.0f} s")
                 return result
         raise AssertionError("unreachable")
 

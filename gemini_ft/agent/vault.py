@@ -37,7 +37,7 @@ class Vault:
         self.memory: dict[tuple[int, int], SlotMemory] = {}  # (owner, slot) -> its memfd
         self._host, self._budget, self._log, self._on_free = host, budget, log, on_free
         self._givers: dict[tuple[int, int], Giver | None] = {}
-        self._wanted: dict[int, tuple[SlotShape, int]] = {}  # owner -> what its slots are made for, and how many there should be
+        self._wanted: dict[int, tuple[SlotShape, int]] = {}  # owner -> the shape of its slots, and how many there should be
         self._checks: dict[Version, asyncio.Task[list[int]]] = {}  # under way
 
     def inventory(self) -> list[SlotInfo]:
@@ -170,7 +170,7 @@ class Vault:
         fits = [index for index in mine if self.memory[owner, index].shape == shape]
         if reuse and fits and len(fits) == len(mine):
             self._drop_empty(owner, keep=count)
-        else:  # before anything is taken, what nobody needs is given back
+        else:  # slots that are not needed are given back before memory is taken
             _, effects = self._host.renew(owner, 0)
             for effect in effects:
                 if isinstance(effect, Free):
@@ -193,7 +193,7 @@ class Vault:
             if missing < 1 or others + missing - 1 < 2:  # one slot alone could never be overwritten
                 raise
             made = self._create(shape, missing - 1, what)
-            self._log(f"{error} Going on with one slot less, until there is room")
+            self._log(f"{error} Continuing with one slot less until there is room")
             return made
 
     def _create(self, shape: SlotShape, number: int, what: str) -> list[SlotMemory]:

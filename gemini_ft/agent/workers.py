@@ -109,7 +109,7 @@ class WorkerConnection:
 
     def _died(self) -> None:
         self._alive = False
-        self._readable()  # what it said before it died still counts
+        self._readable()  # messages that it sent before it died still count
         self.close()
         self._office.on_worker_dead(self)
 
@@ -138,7 +138,7 @@ class WorkerConnection:
             except OSError:
                 data, fds, flags = _BUFFER[:0], [], 0
             self._fds += fds
-            if flags & socket.MSG_CTRUNC:  # the kernel drops what does not fit: nothing that follows would find its own
+            if flags & socket.MSG_CTRUNC:  # the kernel drops descriptors that do not fit: later messages would not find theirs
                 self._office.log(f"worker {self.pid}: descriptors of slots were lost, because this agent has no free ones (ulimit -Hn)")
                 data = _BUFFER[:0]
             if not data:
@@ -181,7 +181,7 @@ class WorkerConnection:
                 self._loop.add_writer(self._socket, self._writable)
                 return
             except OSError:
-                self._loop.call_soon(self._hang_up)  # not amid what the office is doing
+                self._loop.call_soon(self._hang_up)  # not in the middle of the office's work
                 return
             for fd in fds:
                 os.close(fd)

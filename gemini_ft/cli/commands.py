@@ -81,7 +81,7 @@ something that is damaged or cannot be read."""
         reopen = partial(open_existing, url, options.endpoint_url or (settings.endpoint_url if settings is not None else None))
         try:
             stored += _in_storage(reopen, options.run_id, options.verify)
-        except (StorageError, ConfigError) as error:  # what is in memory is worth knowing all the more
+        except (StorageError, ConfigError) as error:  # the copies in memory matter all the more
             failure = error
     rows += stored
     head = ("run", "stream", "step", "age", "bytes", "ranks", "state", "where")

@@ -137,7 +137,7 @@ def _wire(
     """Bytes of one rank, how they are known, and how they travel."""
     if rule.compress is None:
         if rule.is_sparse:
-            return None, "the data decide: rows that are not zero", Primitive.ALL_REDUCE
+            return None, "depends on the data: rows that are not zero", Primitive.ALL_REDUCE
         return sum(tensor.nbytes for group in groups for tensor in group), "formula", Primitive.ALL_REDUCE
     reducer = rule.compress.make()
     layouts = [_layout(group, dtypes, reducer.align) for group in groups]
@@ -146,10 +146,10 @@ def _wire(
     except ValueError:  # how many elements travel depends on the data
         ratio = _ratio(reducer)
     if ratio is None:
-        return None, f"the data decide: {rule.compress.method} has no ratio", reducer.primitive
+        return None, f"depends on the data: {rule.compress.method} has no ratio", reducer.primitive
     picked = [sum(kept(size, ratio) for size in layout.sizes) for layout in layouts]
     total = sum(reducer.wire_bytes(layout, world=ranks, selected=count) for layout, count in zip(layouts, picked, strict=True))
-    return total, f"ratio {ratio:g}; the data decide", reducer.primitive
+    return total, f"ratio {ratio:g}; depends on the data", reducer.primitive
 
 
 def _layout(group: Sequence[Tensor], dtypes: Mapping[str, torch.dtype], align: int) -> Layout:
@@ -176,7 +176,7 @@ def _seconds(primitive: Primitive, nbytes: int, ranks: int, rate: float) -> floa
 def command(arguments: Sequence[str]) -> int:
     """``gemini pipeline CONFIG --model module:function``."""
     parser = argparse.ArgumentParser(
-        prog="gemini pipeline", description="Show which parameter of a model a gradient pipeline treats how, and what that costs."
+        prog="gemini pipeline", description="Show how a gradient pipeline treats each parameter of a model, and what that costs."
     )
     parser.add_argument("config", help="YAML or JSON file with a gradient_pipeline (a DeepSpeed configuration, for example)")
     parser.add_argument("--model", required=True, metavar="MODULE:FUNCTION", help="called without arguments, it returns the nn.Module")

@@ -23,9 +23,9 @@ class Fate(StrEnum):
     """The fate of a piece of state. There is no fifth one."""
 
     CAPTURED = "captured"  # part of every snapshot
-    DERIVED = "derived"  # follows from what is captured, or from the script
+    DERIVED = "derived"  # follows from captured state, or from the script
     USERS = "the user's"  # not restored, and the user has been told or has said so
-    REFUSED = "refused"  # the job stops, and the error says what to do
+    REFUSED = "refused"  # the job stops, and the error names the way out
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from gemini_ft.errors import CorruptDataError, LayoutMismatchError, StateError, 
 
 ALIGNMENT = 64  # bytes; a cache line, and a multiple of every element size
 FORMAT_VERSION = 1
-PER_RANK = "per rank"  # begins TensorSpec.logical of what is each rank's own affair: other ranks may have another shape, or none
+PER_RANK = "per rank"  # begins TensorSpec.logical of per-rank state: other ranks may have another shape, or none
 ITEMSIZES: Mapping[str, int] = {
     **dict.fromkeys(("bool", "uint8", "int8", "float4_e2m1fn_x2", "float8_e8m0fnu"), 1),
     **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),

@@ -37,8 +37,8 @@ class Slot:
     frozen: bool = False  # being uploaded; only a COMPLETE slot is frozen
     retired: bool = False  # of an earlier layout, an earlier placement, or a writer that may still live; never granted again
     past: bool = False  # COMPLETE, and to be kept until it is certain that all hosts have left it behind
-    root: str = ""  # of a COMPLETE slot: what its bytes come to (gemini_ft.core.roots)
-    readers: set[str] = field(default_factory=set)  # who may still look at the bytes, whatever has become of the version
+    root: str = ""  # of a COMPLETE slot: the root of its bytes (gemini_ft.core.roots)
+    readers: set[str] = field(default_factory=set)  # readers that may still look at the bytes, whatever has become of the version
 
     def clear(self) -> None:
         self.state, self.version, self.frozen, self.past, self.root = SlotState.EMPTY, None, False, False, ""
@@ -50,7 +50,7 @@ class SlotSet:
     def __init__(self, committed: Version | None = None, sealed: bool = False) -> None:
         self.slots: dict[int, Slot] = {}
         self.committed = committed  # newest version known to be complete everywhere
-        self.sealed = sealed  # a new incarnation is choosing what to resume: nothing becomes complete, nothing complete goes
+        self.sealed = sealed  # a new incarnation is choosing a version to resume: nothing becomes complete, nothing complete goes
 
     def add(self, count: int) -> list[Slot]:
         """Puts ``count`` fresh slots into the rotation."""

@@ -22,7 +22,7 @@ from gemini_ft.core.schedule import Link
 
 _STRANGERS = 3  # steps in a row with another order of collectives, until that one counts
 _LOW = 0.1  # the quantile of a span's length that is relied upon
-_OVERDUE = 0.05  # seconds by which a span may be longer than it should be, until what was profiled does not hold
+_OVERDUE = 0.05  # seconds by which a span may exceed its profile before the profile does not hold any more
 _FALLS = 2  # reports in a row after which an interval that is longer than needed is shortened
 
 

@@ -35,7 +35,7 @@ class Border:
         self._protection = protection
         self._rng: Any = None  # while a step's state is still to be saved
         self._values: dict[str, Any] = {}  # of client_state, at the end of the step
-        self._marks: dict[str, Any] | None = None  # of what was captured at the end of the step
+        self._marks: dict[str, Any] | None = None  # marks of the tensors captured at the end of the step
         self._has_warned = False
         self._handle = module.register_forward_pre_hook(lambda module, _: self.passed() if module.training else None, prepend=True)
 

@@ -29,7 +29,7 @@ from gemini_ft.state.gradients import GradientState
 from gemini_ft.state.rng import branch_randomness, rng_state, set_rng_state
 
 _log = logging.getLogger("gemini_ft")
-_HANG_SECONDS = 600.0  # what a collective of the engine may take, where hang_timeout does not say: NCCL's own default
+_HANG_SECONDS = 600.0  # for a collective of the engine, where hang_timeout is not set: NCCL's own default
 _ordinals = itertools.count()
 _open: weakref.WeakSet[Protection] = weakref.WeakSet()
 
@@ -165,7 +165,7 @@ class _Protected:
         return super().destroy()  # type: ignore[misc]
 
     def __del__(self) -> None:
-        self.gemini.close(finished=False)  # nobody has said that training is over; the engine's own calls destroy()
+        self.gemini.close(finished=False)  # training has not been ended by hand; the engine's own calls destroy()
         super().__del__()  # type: ignore[misc]
 
 

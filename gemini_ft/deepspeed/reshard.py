@@ -94,7 +94,7 @@ class OldShards:
             if not places or (
                 (places[0].piece.name, places[0].piece.group) == (piece.name, piece.group) and owner not in {p.owner for p in places}
             ):
-                places.append(place)  # more than one where ranks share what is the same on all of them
+                places.append(place)  # more than one where ranks share state that is the same on all of them
             return
         low = max(fragment.offset, piece.start)
         high = min(fragment.offset + fragment.stop - fragment.start, piece.stop)

@@ -187,7 +187,7 @@ class EngineState:
         base = base_optimizer(self._engine.optimizer)
         tensors, reads, own = dict[str, torch.Tensor](), list[Read](), dict[str, Any]()
         for name, master in masters(self._engine):
-            tensors[name] = master.detach().zero_()  # what no fragment covers is padding
+            tensors[name] = master.detach().zero_()  # elements that no fragment covers are padding
             fragments = self._cut.of(name)
             model = fragments[0].param if fragments else next(iter(old.masters))  # the optimizer keeps the same for all parameters
             of_shape, shared = old.state_of(model)

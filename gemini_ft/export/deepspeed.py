@@ -71,7 +71,7 @@ class _Writer:
     def _save(self, name: str, content: object) -> None:
         try:
             torch.save(content, self._folder / self._tag / name)
-        except RuntimeError as error:  # what its writer makes of a full disk
+        except RuntimeError as error:  # its writer's error for a full disk
             raise StorageError(f"{name}: torch cannot write it: {str(error).partition(chr(10))[0]}; is there room?") from None
 
     def _placeholders(self, weights: Iterable[str]) -> dict[str, torch.Tensor]:

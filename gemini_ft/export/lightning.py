@@ -38,7 +38,7 @@ def write(checkpoint: Checkpoint, folder: Path, name: str) -> None:
     content = file_checkpoint(saved, model, [_state_dict(optimizer) for optimizer in state.optimizers()])
     try:
         torch.save(content, folder / name)
-    except RuntimeError as error:  # what its writer makes of a full disk
+    except RuntimeError as error:  # its writer's error for a full disk
         raise StorageError(f"{folder / name}: torch cannot write it: {str(error).partition(chr(10))[0]}; is there room?") from None
     _warn_if_not_plain(folder / name)
 

@@ -21,7 +21,7 @@ from gemini_ft.storage import partials
 
 PREFIX = ".gemini-export-"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # fcntl.h, stdio.h
-_UNABLE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}  # what file systems say that cannot exchange
+_UNABLE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}  # errors of file systems that cannot exchange
 _log = logging.getLogger("gemini_ft")
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -59,7 +59,7 @@ class Stage:
 
     def _change_over(self, target: Path) -> Path:
         """Takes the place of the target in two steps; returns where the old content is now."""
-        os.write(self._fd, os.fsencode(target.name))  # whoever finds the old one without a new one puts it back
+        os.write(self._fd, os.fsencode(target.name))  # a process that finds the old one without a new one puts it back
         os.fsync(self._fd)
         target.rename(self._old)
         try:

@@ -47,7 +47,7 @@ __all__ = ["Fault", "InjectedFault", "at_step", "from_environment"]
 
 _log = logging.getLogger("gemini_ft")
 _GATHER_SECONDS = 2.0  # a rank that never comes to the moment delays the fault by this much
-_FILL_LIMIT = "256MiB"  # of what storage_full may write; GEMINI_FAULTS_FILL_LIMIT
+_FILL_LIMIT = "256MiB"  # that storage_full may write; GEMINI_FAULTS_FILL_LIMIT
 _FILLER = ".gemini-fault-filler"
 
 
@@ -151,7 +151,7 @@ def arm(orders: Orders, scene: Scene) -> None:
         _forget(folder)
         happened.clear()
     if scene.rank == 0:
-        _log.warning("fault injection: %s", "; ".join(f.text for f in faults if f.name not in happened) or "all has happened")
+        _log.warning("fault injection: %s", "; ".join(f.text for f in faults if f.name not in happened) or "no fault is left to happen")
         if happened:
             _log.warning("fault injection: %d of the faults will not happen again (see %s)", len(happened), folder)
     _drill = Drill(faults, happened, folder, scene)

@@ -23,7 +23,7 @@ from gemini_ft.errors import ConfigError
 from gemini_ft.launch.import_hook import after_import
 
 _MODULE = "deepspeed"
-SECTIONS = ("gemini", "gradient_pipeline")  # of DeepSpeed's configuration that are ours
+SECTIONS = ("gemini", "gradient_pipeline")  # our sections of DeepSpeed's configuration
 
 protected = False  # whether this process has a protected engine; `gemini_ft.deepspeed.attach` says so
 

@@ -83,13 +83,13 @@ def command(argv: Sequence[str]) -> int:
         logger.error("the rendezvous is closed: another host has ended the job; its output says why")
         return 1
     except AttributeError as error:
-        # What torch 2.13 makes of a host that waited as a spare until the job was over: no result, which it does not expect.
+        # Torch 2.13 does not expect that a host which waited as a spare until the job was over has no result.
         if (error.obj, error.name) != (None, "is_failed"):
             raise
         logger.warning("the job is over; this spare host was not needed")
         return 0
     if unstored := lifecycle.job_finished(run_id):
-        logger.error("the job has finished, but its last upload failed for good, and what the agents held is gone: %s", unstored)
+        logger.error("the job has finished, but its last upload failed for good, and the agents' memory is gone: %s", unstored)
         return NOT_STORED
     return 0
 

@@ -40,7 +40,7 @@ def whole_rounds() -> Iterator[None]:
             try:
                 return rendezvous(self)
             except _BrokenRoundError as error:
-                logger.warning("the hosts come together anew: %s", error)
+                logger.warning("the hosts begin a new rendezvous round: %s", error)
 
     def whole_world(self: Any) -> tuple[int, int]:
         _places(self)
@@ -54,7 +54,7 @@ def whole_rounds() -> Iterator[None]:
             try:
                 return assign(self, group)
             except dist.DistStoreError as error:  # a host was lost right after all had met: its word is missing in the store
-                logger.warning("the hosts come together anew: %s", str(error).splitlines()[0])
+                logger.warning("the hosts begin a new rendezvous round: %s", str(error).splitlines()[0])
 
     handler._get_store = lambda self: _met(self, store(self))  # type: ignore[method-assign]
     SimpleElasticAgent._rendezvous = assigned  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_DRAWN_BITS = 64  # numpy draws 128 bits for a generator that is given no seed; nobody writes a seed that long
+_DRAWN_BITS = 64  # numpy draws 128 bits for a generator without a seed; no user writes a seed that long
 
 
 class Renewal:

@@ -78,7 +78,7 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
     sys.orig_argv = [sys.executable, "-u", *program]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
-    if "__mp_main__" in sys.modules:  # multiprocessing has been imported already, and has made it what __main__ was then
+    if "__mp_main__" in sys.modules:  # multiprocessing has been imported already, and has set it to the __main__ of that time
         sys.modules["__mp_main__"] = main
     try:
         if program[0] == "-m":

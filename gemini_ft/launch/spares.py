@@ -85,7 +85,7 @@ class PatientJoin:
                 return action
             ctx = _narrowed(ctx, limit)
         if state.complete and ctx.node in state.wait_list and len(state.participants) >= ctx.settings.max_nodes:
-            return _Action.REMOVE_FROM_WAIT_LIST  # nobody needs it any more: torch's next decision makes it a spare
+            return _Action.REMOVE_FROM_WAIT_LIST  # it is not needed any more: torch's next decision makes it a spare
         action = self._join(ctx, deadline)
         if action == _Action.FINISH:
             self._host.has_taken_part = True
@@ -176,7 +176,7 @@ def better_rendezvous(hosts: int) -> Iterator[None]:
     handler = torch_rendezvous.DynamicRendezvousHandler
     waiting = handler.num_nodes_waiting
     if join is None or delay is None or state is None or due is None:
-        logger.warning("spares may displace hosts of the job: this version of torch brings hosts together in a way not known here")
+        logger.warning("spares may displace hosts of the job, as this version of torch brings hosts together in an unknown way")
         yield
         return
     with TemporaryDirectory(prefix="gemini-run-") as folder:

@@ -31,9 +31,9 @@ from gemini_ft.wire import channel as messages
 
 logger = logging.getLogger(__name__)
 
-# torch._dynamo (a second) is what torch imports when a script creates its first optimizer.
+# Torch imports torch._dynamo (a second) when a script creates its first optimizer.
 _ALWAYS = ("torch", "torch._dynamo", "gemini_ft", "gemini_ft.worker.rendezvous", "gemini_ft.checkpointer")
-# What a script imports -> what is imported ahead for it.
+# Package that a script imports -> modules that are imported ahead for it.
 _VENDORS = {
     "lightning": ("lightning", "gemini_ft.lightning"),
     "pytorch_lightning": ("pytorch_lightning", "gemini_ft.pytorch_lightning"),
@@ -167,7 +167,7 @@ class ForkServer:
                 late the answer comes.
         """
         if self._answered < self._asked:
-            self._answer(0.0)  # to the question before, which nobody waits for any longer
+            self._answer(0.0)  # to an earlier question, which is not waited for any longer
         gun, trigger = (os.fdopen(end, mode, 0) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
         with trigger:
             with _handed_over():
@@ -337,7 +337,7 @@ def forked_workers(
 ) -> Iterator[None]:
     """Inside, torch's launcher forks the workers of ``program`` from a server that has imported ``modules``; see `ForkServer`."""
     if not _is_known():
-        logger.warning("starting workers cold: this version of torch starts them in a way not known here")
+        logger.warning("starting workers cold: this version of torch starts them in an unknown way")
         yield
         return
     workers = Workers()
@@ -358,7 +358,10 @@ def cold_workers(copy: Path | None = None, by_python: bool = False) -> Iterator[
         by_python: whether Python itself runs the program, and not `gemini_ft.launch.cold`, which knows scripts and modules only.
     """
     if not _is_known():
-        logger.warning('a "gemini" section is not seen by itself: this version of torch starts workers in a way not known here')
+        logger.warning(
+            'a "gemini" section has no effect by itself, as this version of torch starts workers in an unknown way: '
+            "call gemini_ft.deepspeed.initialize"
+        )
         yield
         return
     with _started_by(Workers(), None, tuple if by_python else partial(cold.command, copy=copy)):

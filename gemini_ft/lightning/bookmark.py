@@ -52,10 +52,10 @@ class Bookmark:
         }
         self._generators = private_generators(**parts, sampler=_samplers(loader))
         self._way = _way(loader, base, method, self._generators)
-        self._insists = method == "skip"  # the user has said that what changes beside the generators does not matter
+        self._insists = method == "skip"  # the user has declared that changes beside the generators do not matter
         self._remade = remade
         self._born = Attributes({**parts, "sampler": _samplers(loader)}, lambda _: _OURS)
-        self._data = Attributes(parts, lambda _: _OURS)  # compared with the iteration's start; what samplers change is drawn again
+        self._data = Attributes(parts, lambda _: _OURS)  # compared with the iteration's start; samplers' changes are made again
         # States before a batch that was taken in advance matter only where this process made that batch.
         self._notes_randomness = ahead is not None and not self._num_workers and not _is_sized(loader)
         self._resume: dict[str, Any] | None = None
@@ -63,7 +63,7 @@ class Bookmark:
         # Of the iteration under way:
         self._running = False
         self._position: dict[str, Any] | None = None  # where it is to start; None: at its beginning
-        self._facts: dict[str, Any] = {}  # what the position refers to
+        self._facts: dict[str, Any] = {}  # the data that the position refers to
         self._begin: dict[str, Any] = {}  # the moment it was started
         self._first: dict[str, Any] | None = None  # the moment its first batch was asked for
         self._sampler: dict[str, Any] | None = None  # the moment the sampler was first asked
@@ -442,7 +442,7 @@ def _way(loader: Any, base: Any, method: DataResume, generators: Iterable[str]) 
         return "replay"
     theirs = next(kind for kind in base.__mro__ if "__iter__" in vars(kind))
     if theirs is not DataLoader and not theirs.__module__.startswith("torchdata."):
-        return "replay"  # nobody knows what that iteration makes of the sampler
+        return "replay"  # the sampler's state after that iteration is unknown
     in_workers = loader.num_workers > 0 and any(path.startswith(("dataset", "collate")) for path in generators)
     return "skip" if method == "skip" or (loader.in_order and not in_workers) else "replay"
 

@@ -104,7 +104,7 @@ class GeminiDeepSpeedMixin(GeminiMixin, EnginesOnCpu):
         config = compat.read_deepspeed_config(self, options.get("config"))
         if config is not None:
             options = {"gradient_pipeline": config.get("gradient_pipeline")} | section_of(type(self).__name__, config) | options
-            # Without the sections: nobody else is to protect the engine a second time.
+            # Without the sections, so that the engine is not protected a second time.
             options["config"] = {name: value for name, value in config.items() if name not in wrapping.SECTIONS}
         super().__init__(**options)
 

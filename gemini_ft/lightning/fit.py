@@ -50,13 +50,13 @@ class Fit:
 
     def __init__(self, trainer: Any, package: str, config: GeminiConfig, replicated: bool, epoch_hooks: EpochHooks) -> None:
         self.checkpointer = Checkpointer(config=config, name=f"fit-{next(_ordinals)}", hooks=False, replicated=replicated)
-        # While Lightning makes a checkpoint for a snapshot: the module's state dict; empty if nobody would see it.
+        # The module's state dict while Lightning makes a checkpoint for a snapshot; empty if no hook would see it.
         self.live: dict[str, torch.Tensor] | None = None
         self._trainer, self._package, self._epoch_hooks = trainer, package, epoch_hooks
         self._modes: Modes | None = None
         self._tree = ModuleTree({})
         self._at_loading: dict[str, Any] | None = None  # what hooks had set when the present loaders were asked for
-        self._optimizers: Any = None  # that are bound, by what tells whether others have the same place for their state
+        self._optimizers: Any = None  # bound optimizers, with the properties that replacements must share
         self._ddp: DistributedDataParallel | None = None
         self._found: dict[str, Any] | None = None  # extras of what is being resumed
         self._iteration = 0  # of what is being resumed

@@ -21,7 +21,7 @@ from gemini_ft.errors import ConfigError
 from gemini_ft.lightning.loader import DataResume
 from gemini_ft.pipeline.rules import Rules, load_rules
 
-_BUCKET_CAP_MB = 1  # what travels together is the pipeline's choice; small buckets tell it sooner that gradients are ready
+_BUCKET_CAP_MB = 1  # the pipeline chooses the groups; small buckets tell it sooner that gradients are ready
 
 
 EpochHooks = Literal["restore", "rerun"]

@@ -114,7 +114,7 @@ class GeminiMixin(Gemini, _Strategy):
                 self.gradients.close()
         super().teardown()
 
-    # --- what Lightning saves and restores
+    # --- Lightning's own saving and restoring
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

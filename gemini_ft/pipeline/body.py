@@ -106,7 +106,7 @@ class Body:
                 raise found from error
             raise
 
-    # -- what it knows
+    # -- its knowledge
 
     @property
     def settled(self) -> bool:

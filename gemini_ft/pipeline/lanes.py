@@ -218,7 +218,7 @@ class Lanes:
         while (call := job.asked.get()) is not None:
             begin = time.perf_counter()
             try:
-                self.check()  # of what follows a failure others may not take part
+                self.check()  # other ranks may not take part in work after a failure
                 answer = call.run()
             except BaseException as error:
                 self.fail(error)

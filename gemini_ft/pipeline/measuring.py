@@ -18,7 +18,7 @@ from gemini_ft.pipeline.plan import Tensor
 from gemini_ft.pipeline.routes import Gradients, Route
 
 _ROUNDS = 3  # that are counted, after one that is not
-_LARGEST = 16 * 2**20  # dense bytes of what is tried; larger groups are extrapolated
+_LARGEST = 16 * 2**20  # dense bytes of the groups that are tried; larger ones are extrapolated
 _LINE = 0.1  # worst relative error up to which a line is good enough
 
 
@@ -107,7 +107,7 @@ def _timed(route: Route, gradients: Gradients, group: Any, device: torch.device)
             return encode, communicate, _now(device) - begin
         encode += _now(device) - begin
         if group is not None:
-            dist.barrier(group)  # nobody's compression is charged to the network
+            dist.barrier(group)  # so that no rank's compression is charged to the network
         begin = _now(device)
         answer = call.run()
         after = _now(device)

@@ -91,7 +91,7 @@ class Plain(Route):
     def average(self, gradients: Gradients, turn: Turn, group: Any, scale: float) -> Work:
         by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
         for name, gradient in gradients.items():
-            real = as_real(gradient.to_dense() if gradient.is_sparse else gradient)  # of which nothing was known beforehand
+            real = as_real(gradient.to_dense() if gradient.is_sparse else gradient)  # a sparse one was not known beforehand
             by_dtype.setdefault(self._dtype or real.dtype, {})[name] = real
         flats = self._flat(tuple(gradients), by_dtype, turn.step)
         for flat, kind in zip(flats, by_dtype.values(), strict=True):

@@ -88,7 +88,7 @@ class GradientSynchronizer(Body):
         device = next(iter(parameters.values())).device
         # Before the watch's own hooks.
         self._handles: list[Any] = [model.register_forward_pre_hook(ModelHook(self._settle))]
-        # One group more for what the training thread asks: others may be waiting, in theirs, for gradients that this rank lacks.
+        # The training thread asks in a group of its own: other ranks may be waiting in theirs for gradients that this rank lacks.
         control = own_group(ranks, group, "gloo") if own is not None else None
         super().__init__(model, parameters, tensors, rules, group=own, control=control, device=device, profile_steps=profile_steps)
         if scaler is not None and scaler.is_enabled():

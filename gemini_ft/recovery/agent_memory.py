@@ -17,7 +17,8 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.core.layout import Layout
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, GeminiError, PeerError, RecoveryError
-from gemini_ft.recovery.readers import PeerShard, committed_roots, genuine
+from gemini_ft.recovery.plan import genuine
+from gemini_ft.recovery.readers import PeerShard, committed_roots
 from gemini_ft.wire.peer_messages import Claims
 from gemini_ft.wire.worker_messages import SlotInfo, StreamInfo, Visit, Visited
 
@@ -173,7 +174,7 @@ class RememberedShard:
 
     def renew(self) -> None:
         """Keeps the copy while others are read, by a thread: an export that is stopped must not keep slots from the job."""
-        with contextlib.suppress(PeerError):  # whoever reads on will hear of it
+        with contextlib.suppress(PeerError):  # the next read will raise it
             self._shard.renew()
 
     def close(self) -> None:

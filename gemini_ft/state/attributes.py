@@ -68,7 +68,7 @@ class Walk:
     ) -> None:
         self._ignored = ignored
         self._tensors, self._owned = known, frozenset(owned)
-        self._paths: dict[int, tuple[str, Any]] = {}  # id of what has been taken -> where; and itself, so that no other gets the id
+        self._paths: dict[int, tuple[str, Any]] = {}  # id of each value taken -> its place; and the value, so that no other gets the id
 
     @functools.cached_property
     def _known(self) -> dict[int, str]:

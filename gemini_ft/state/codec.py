@@ -39,7 +39,7 @@ _VERSION = 1
 _HEADER = len(_MAGIC) + 1 + 8  # magic, version, XXH3-64 of the rest
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})  # msgpack keeps these exactly
 _BIG_INT, _DICT, _PICKLE = 1, 2, 3
-_PURPOSE = b"gemini-ft codec pickle v1\0"  # so that a signature made for something else is worth nothing here
+_PURPOSE = b"gemini-ft codec pickle v1\0"  # so that a signature made for another purpose is invalid here
 
 _Path = tuple[Any, ...]  # () at the top, else (path of the container, key)
 

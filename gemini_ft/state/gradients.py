@@ -111,8 +111,8 @@ class WithGradients:
     def __init__(self, inner: TrainingState, gradients: GradientState) -> None:
         self._inner, self._gradients = inner, gradients
         self._seen: dict[str, tuple[_Place, torch.Tensor]] = {}  # name -> as it was last surveyed
-        self._rest: Extras = {}  # of the same survey, what is no tensor
-        self._rooms: dict[str, torch.Tensor] = {}  # name -> what is being filled, until apply_extras
+        self._rest: Extras = {}  # of the same survey, the values that are no tensors
+        self._rooms: dict[str, torch.Tensor] = {}  # name -> the tensor that is being filled, until apply_extras
 
     def survey(self) -> list[Live]:
         before, self._seen = self._seen, {}

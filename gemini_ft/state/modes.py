@@ -41,7 +41,7 @@ _MASKED = declare("weights that pruning has masked for the last forward pass", F
 _HOOK = declare("hooks of modules", Fate.DERIVED, "registered by the script when it starts; their small plain attributes are captured")
 
 Modules = Mapping[str, nn.Module]
-_OTHERS = ("lightning", "pytorch_lightning")  # what these packages' own classes keep for themselves begins with an underscore
+_OTHERS = ("lightning", "pytorch_lightning")  # private attributes of these packages' own classes begin with an underscore
 
 
 def not_users(item: Any) -> frozenset[str]:

@@ -262,7 +262,7 @@ def _copy(value: Any) -> Any:
     if kind in _SEQUENCES and len(value) <= _FEW:
         parts = [_copy(part) for part in value]
         if kind is tuple and all(map(operator.is_, parts, value)):
-            return value  # of what never changes: found to be the same at once
+            return value  # of values that never change: found to be the same at once
         return deque(parts, value.maxlen) if kind is deque else kind(parts)
     if kind in _MAPPINGS and len(value) <= _FEW:
         pairs = {_copy(key): _copy(part) for key, part in value.items()}

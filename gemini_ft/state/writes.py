@@ -19,7 +19,7 @@ class WriteWatch:
 
     def __init__(self, plan: CopyPlan, marks: list[tuple[int, int]]) -> None:
         self._plan, self._marks = plan, marks
-        self.early: list[str] | None = None  # names of what had been written by then; None: no forward has begun
+        self.early: list[str] | None = None  # names of the tensors written by then; None: no forward has begun
         self._handle: Any = register_module_forward_pre_hook(self._look)
 
     def _look(self, *_: Any) -> None:

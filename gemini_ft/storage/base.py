@@ -113,7 +113,7 @@ def find_sign(storage: Storage, key: str, writer: str, reader: str) -> None:
     """
     for attempt in range(_LOOKS):
         if attempt:
-            time.sleep(_LOOK_PAUSE)  # NFS may remember for a moment what was not there
+            time.sleep(_LOOK_PAUSE)  # NFS may remember for a moment that an object was missing
         with suppress(ObjectGoneError):
             if storage.get(key) == key.encode():
                 return

@@ -157,7 +157,7 @@ def decide(look: Look, history: str | None = None, found: bool = False) -> Answe
         return Unclear(_contested(tips), contested=True)
     if not found and (lost := [mark for mark in look.marks if not _accounted_for(mark, seen, whole)]):
         newest = max(lost, key=lambda version: version.iteration)
-        return Unclear(f"{newest} was reported as stored and is not there, nor anything that descends from it")
+        return Unclear(f"{newest} was reported as stored, but neither it nor any checkpoint that descends from it is there")
     aside = tuple(one for one in newest_of_each(whole) if one is not tips[0])
     return Here(tuple(_in_order(tips[0], _behind(tips[0], whole))), aside)
 
@@ -342,13 +342,13 @@ def _in_order(tip: Sighting, whole: Sequence[Sighting]) -> list[Sighting]:
 def _nothing_whole(look: Look, seen: Sequence[Sighting], history: str | None) -> str:
     if not seen:
         what = f"up to {max(look.marks, key=lambda version: version.iteration)}" if look.marks else "something"
-        return f"this run has stored {what}, and no checkpoint of it is listed"
+        return f"this run has stored {what}, but no checkpoint of it is listed"
     if history is not None and any(one.readable for one in seen):
         others = "; ".join(describe(one) for one in newest_of_each(seen))
         return f"no checkpoint of history {history!r} can be read; there are: {others}"
     newest = max(seen, key=lambda one: one.version)
     found = f"the newest, step {newest.iteration}, is {newest.condition}"
-    return f"{len(seen)} checkpoints are there and none can be read as sound ({found})"
+    return f"{len(seen)} checkpoints are there, but none is sound ({found})"
 
 
 def _contested(tips: Sequence[Sighting]) -> str:

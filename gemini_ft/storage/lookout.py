@@ -26,7 +26,7 @@ from gemini_ft.storage.decisions import Condition, Descent, Here, Look, Nothing,
 from gemini_ft.storage.marks import read_mark
 
 _T = TypeVar("_T")
-_LOOKS = 3  # listings that are asked for where one names what is gone: retention may have been at work in between
+_LOOKS = 3  # listings to ask for where one names a missing object: retention may have been at work in between
 _PAUSE = 0.2  # seconds before the second one, doubled for the third
 
 _log = logging.getLogger("gemini_ft")
@@ -46,7 +46,7 @@ class Lookout:
         self._reopen, self._run, self._stream = reopen, run, stream
         self._remembered = tuple(remembered)
         self._storage: Storage | None = None
-        self.manifests: dict[str, Manifest] = {}  # folder -> what was read of it
+        self.manifests: dict[str, Manifest] = {}  # folder -> the manifest that was read
 
     def look(self, passed: Collection[str] = ()) -> Look:
         """Looks at the storage. Of each incarnation the newest sound manifest is read, the others only when they are needed.

@@ -108,7 +108,7 @@ class Retention:
             else:
                 del self._known[folder]
         if left_out:
-            raise StorageError(f"{storage.url}: the listing leaves out {min(left_out)}, which is there: what is old cannot be told")
+            raise StorageError(f"{storage.url}: the listing leaves out {min(left_out)}, which exists: old checkpoints cannot be identified")
         self._known |= {one.folder: one for one in look.sightings if one.condition not in ("torn", "gone")}
         return list(look.sightings)
 

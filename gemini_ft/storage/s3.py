@@ -144,7 +144,7 @@ class S3Storage:
             if (length := answer.get("ContentLength")) is not None:
                 check_small(f"{self.url}: {key}", length)
                 return bytes(body.read())
-            data = bytes(body.read(SMALL + 1))  # an answer in pieces, of which nobody says how many come
+            data = bytes(body.read(SMALL + 1))  # an answer in pieces, whose number is not announced
             check_small(f"{self.url}: {key}", len(data))
             return data
 

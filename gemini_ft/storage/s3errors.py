@@ -63,7 +63,7 @@ class GarbledError(StorageError):
 
     def __init__(self, url: str, what: str, found: str) -> None:
         super().__init__(
-            f"{url}: {what}: {found}. That tells nothing about what is stored; check storage.url and storage.endpoint_url, and whatever "
+            f"{url}: {what}: {found}. This says nothing about the stored objects; check storage.url and storage.endpoint_url, and whatever "
             "stands between this host and the store (proxy, gateway, load balancer)"
         )
 

@@ -32,7 +32,7 @@ from gemini_ft.storage.base import Storage, ignore
 CHUNK_BYTES = 8 * 2**20
 LARGEST = 2**50  # bytes; no store takes larger objects
 
-# What safetensors readers know. Any other dtype is stored as plain bytes and named in the metadata.
+# The dtypes that safetensors readers know. Any other one is stored as plain bytes and named in the metadata.
 CODES: Mapping[str, str] = {
     "bool": "BOOL",
     "bfloat16": "BF16",
@@ -67,7 +67,7 @@ class ShardRecord(_Record):
     digests: Span
     data: Span
     chunk_bytes: int = Field(gt=0)  # of data, per digest
-    root: str = ""  # of the copy that was committed (gemini_ft.core.roots); empty where nobody knew it
+    root: str = ""  # of the committed copy (gemini_ft.core.roots); empty where it was not known
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ _GEMINI = (sys.executable, "-m", "gemini_ft.cli.main")
 _POLL = 0.02  # seconds
 _START_SECONDS = 120.0  # for importing torch on a busy machine
 _END_SECONDS = 20.0  # for processes that were sent SIGKILL
-# Whatever happens to this process, the kernel ends what it has started: the launcher, and with it the workers.
+# Whatever happens to this process, the kernel ends its children: the launcher, and with it the workers.
 _MORTAL = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
@@ -91,7 +91,7 @@ class EmulatedHosts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
 
-    # -- what can be done to them
+    # -- actions on the hosts
 
     def add(self) -> str:
         """Starts one more host, with nothing in its memory; returns its id. It replaces a lost one, or waits as a spare."""
@@ -158,9 +158,9 @@ class EmulatedHosts:
         until = time.monotonic() + timeout
         while not (found := reached()):
             if not self.alive and not (found := reached()):
-                raise DrillError(f"all hosts have ended before what was waited for{self._tails()}")
+                raise DrillError(f"all hosts have ended before the awaited event{self._tails()}")
             if time.monotonic() > until:
-                raise DrillError(f"what was waited for did not happen within {timeout:g} s{self._tails()}")
+                raise DrillError(f"the awaited event did not happen within {timeout:g} s{self._tails()}")
             time.sleep(_POLL)
         return found
 

@@ -33,16 +33,16 @@ from typing import Any
 
 from gemini_ft.errors import ConfigError, GeminiError
 
-HUB = "hub"  # what is no host: the bridge, and whatever must outlive the hosts, such as a rendezvous store
+HUB = "hub"  # the place of the bridge, and of processes that must outlive the hosts, such as a rendezvous store
 DEVICE = "eth0"  # of every host
 
 _SUBNET = ipaddress.IPv4Network("10.77.0.0/16")
-_BRIDGE, _NOWHERE = "bridge", "nowhere"  # the second is never up: what it is given, it drops
+_BRIDGE, _NOWHERE = "bridge", "nowhere"  # the second is never up: it drops all packets
 _BRIDGE_ADDRESS = "02:00:00:00:00:01"  # by default a bridge has that of a port: another one whenever a port comes or goes
 _HERE = "/proc/thread-self/ns/net"
 _CLONE_NEWNET = 0x40000000  # sched.h
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-_BURST_SECONDS, _LEAST_BURST = 0.004, 16_000  # what may pass at once: 4 ms of the rate, or some packets
+_BURST_SECONDS, _LEAST_BURST = 0.004, 16_000  # that may pass at once: 4 ms of the rate, or some packets
 _QUEUE_SECONDS = 0.05  # a packet that would wait for longer is dropped
 _END_SECONDS = 20.0  # for processes that were sent SIGKILL
 _POLL = 0.02  # seconds
@@ -152,7 +152,7 @@ class Network:
         finally:
             os.close(home)
 
-    # -- what can be done to them
+    # -- actions on the hosts
 
     def cut(self, host: str) -> None:
         """Cuts a host off without notice: nothing gets out of it or into it; connections stall, their ends stay open."""
@@ -193,7 +193,7 @@ class Network:
         """Shapes each direction of a link where it leaves: what leaves by one end comes in by the other."""
         for place, device in ((host, DEVICE), (HUB, self._port(host))):
             with self.inside(place):
-                # Not in place: what waits in the queue and is longer than the new burst would block the link for ever.
+                # Not in place: a packet in the queue that is longer than the new burst would block the link for ever.
                 _run("tc", ["-batch", "-"], "\n".join(f"qdisc replace dev {device} root {each}" for each in ("noqueue", shape)))
 
     def _ip(self, host: str, *lines: str) -> None:

@@ -364,7 +364,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
         until = time.monotonic() + _DRAIN
         while struct.unpack("i", fcntl.ioctl(self.connection, termios.TIOCOUTQ, bytes(4)))[0] and time.monotonic() < until:
-            time.sleep(0.001)  # a reset would take back what has not arrived yet
+            time.sleep(0.001)  # a reset would take back bytes that have not arrived yet
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
         self.connection.close()

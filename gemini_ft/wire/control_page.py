@@ -18,7 +18,7 @@ from gemini_ft.errors import AgentError
 
 _SIZE = 4096
 _MOMENT = struct.Struct("=qqqd?")
-_CHECK = struct.Struct("=I")  # crc32 of what precedes it: whoever reads in the middle of a write sees that, on every kind of processor
+_CHECK = struct.Struct("=I")  # crc32 of the bytes before it: a read in the middle of a write is noticed on every kind of processor
 _LISTENS = 2048  # the only byte that the agent writes
 _TRIES = 100
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -26,7 +26,7 @@ from gemini_ft.wire.peer_messages import Data, PeerMessage, peers
 
 Address = tuple[str, int]
 _SILENCE = 60  # seconds after which the kernel gives a peer up whose host is gone, or that takes nothing in
-_UNSENT = 64 * 1024  # bytes that the kernel takes in ahead of the wire, where somebody decides what may go
+_UNSENT = 64 * 1024  # bytes that the kernel takes in ahead of the wire, where a valve decides what may go
 _LOWER_EFFORT = 1 << 2  # DSCP LE (RFC 8622), in its place in the IP header
 _SO_MAX_PACING_RATE = 47
 _TCP_INFO = struct.Struct("=68xI48xQ40xQ")  # of linux/tcp.h: tcpi_rtt, tcpi_bytes_acked, tcpi_busy_time
@@ -276,7 +276,7 @@ class Connection(asyncio.BufferedProtocol):
                     await self._write_payload(payload, valve)
                 self._outbox.popleft()
                 self._handed_over.set()
-        except Exception as error:  # whatever it was: nobody else would notice that nothing is sent any more
+        except Exception as error:  # whatever it was: without this, the stop would go unnoticed
             self.abort(f"sending failed: {error}")
 
     async def _write_payload(self, payload: memoryview, valve: Valve | None) -> None:

@@ -50,7 +50,7 @@ def tls_context(secret: bytes, server: bool) -> ssl.SSLContext:
     context.load_verify_locations(cadata=root.decode())
     _load_chain(context, chain)
     if server:
-        context.num_tickets = 0  # nobody resumes a session, and a reader that only waits would have to take them in
+        context.num_tickets = 0  # sessions are never resumed, and a reader that only waits would have to take tickets in
     return context
 
 

@@ -13,7 +13,7 @@ from gemini_ft.config import GeminiConfig
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, ObjectGoneError, StorageError, StorageUnclearError, WorldSizeError
 from gemini_ft.faults.inject import Orders
-from gemini_ft.recovery.readers import Holding, Plan, plan_recovery, require
+from gemini_ft.recovery.plan import Holding, Plan, plan_recovery, require
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import Manifest
 from gemini_ft.storage.decisions import Descent, Here, Look, Sighting, Unclear, continued, decide, describe, gives_way, is_of, left_aside
@@ -41,7 +41,7 @@ class Introduction:
     configured_secret: str  # fingerprint, empty when none was configured
     config: str
     orders: Orders
-    stored: Version | None = None  # what the host remembers as stored
+    stored: Version | None = None  # the host's note of the newest stored version
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ class Chooser:
             return Choice(Plan("nothing"), given_up, self._descent(None))
         plan = self._find(given_up)
         if plan.version is None and given_up:
-            plan = self._find(frozenset())  # rather one more failure than to start over what took weeks
+            plan = self._find(frozenset())  # one more failure is better than starting over after weeks of work
         for version, attempts in stuck.items():
-            then = "giving it up" if version != plan.version else "there is nothing else, so it is tried again"
+            then = "it is left aside" if version != plan.version else "there is no other, so it is tried again"
             self._warn("%s was resumed %d times in a row without one step of progress: %s", version, attempts, then)
         if self._config.resume == "require":
             require(plan)
@@ -140,7 +140,7 @@ class Chooser:
             turned_down = memory is not None and self._is_turned_down(memory)
             stored = self._stored = self._look(refused, insist=memory is None or turned_down)
             if stored.unclear and memory is not None:
-                self._warn("storage cannot say what there is (%s); memory is whole and is resumed from without it", stored.unclear)
+                self._warn("storage cannot say which checkpoints it has (%s); the job resumes from memory, which is whole", stored.unclear)
             if memory is not None and self._gives_way(memory, stored):
                 self._warn("%s in memory is not of the history that storage.history names: it is left aside", memory)
                 refused |= {memory}
@@ -197,11 +197,11 @@ class Chooser:
             if left <= 0:
                 raise self._unclear(stored.unclear)
             if first:
-                text = "memory is not whole and storage cannot say what there is (%s); asking again for up to %g s (storage.patience)"
+                text = "memory is not whole, and storage cannot say what it has (%s); asking again for up to %g s (storage.patience)"
                 _log.warning(text, stored.unclear, patience)
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE)
-            self._damaged.clear()  # what read as damaged may have been the way it came
+            self._damaged.clear()  # the damage may have happened on the way
 
     def _ask_once(self, refused: frozenset[Version], seconds: float) -> tuple[Stored, bool]:
         """The findings, and whether asking again is of no use."""
@@ -215,20 +215,20 @@ class Chooser:
                 raise
             look = Look(trouble=str(error))
         told = tuple((sighting.version.incarnation, sighting.descent) for sighting in look.sightings)
-        if self._config.resume == "never":  # what there is must be known of, so that it counts as older, and no more
+        if self._config.resume == "never":  # checkpoints must be known, so that they count as older, and no more
             return Stored(unclear=look.trouble, told=told), False
         answer = decide(look, settings.history, self._config.resume == "found")
         known = Stored(told=told, aside=left_aside(look, settings.history))
         if isinstance(answer, Unclear):
             return replace(known, unclear=answer.why), answer.contested
         if isinstance(answer, Here) and settings.history is not None and answer.aside:
-            text = "storage.history=%s leaves aside, as it is: %s. Take the setting away if that is not meant"
+            text = "storage.history=%s leaves aside, as it is: %s. Remove the setting if that is not intended"
             _log.warning(text, settings.history, "; ".join(map(describe, answer.aside)))
         for sighting in answer.order if isinstance(answer, Here) else ():
             if sighting.version not in refused:
                 manifest = lookout.read(sighting.folder)
                 if manifest is None:
-                    return replace(known, unclear=f"{sighting.folder} cannot be read as sound"), False
+                    return replace(known, unclear=f"{sighting.folder} is not sound"), False
                 return replace(known, manifest=manifest), False
         return known, False
 
@@ -238,7 +238,7 @@ class Chooser:
         return StorageUnclearError(
             f"{settings.url}: {why}. Nothing has been begun; start the same command again when storage is well. To start from the "
             f"beginning on purpose, give another run id (GEMINI_RUN_ID={self._everyone[0].run}-2): what is stored stays as it is. "
-            "To make do with what can be found, set resume='found' (GEMINI_RESUME=found)"
+            "To accept the newest checkpoint that can be found, set resume='found' (GEMINI_RESUME=found)"
         )
 
     def _gives_way(self, memory: Version, stored: Stored) -> bool:
@@ -318,7 +318,7 @@ class Chooser:
                 hosts, world_size = [about.welcome.info.host for about in self._everyone], len(self._everyone)
                 sources = {owner: (hosts[owner % world_size],) for owner in range(plan.world_size)}
                 return replace(plan, sources=sources, roots={o: record.root for o, record in manifest.shards.items() if record.root})
-            self._warn("%s in storage is damaged or gone: trying the one before", manifest.folder)
+            self._warn("%s in storage is damaged or gone; trying an older one", manifest.folder)
             self._damaged.add(manifest.folder)
             return None
 

@@ -59,14 +59,14 @@ class Courier:
         self._groups = [dist.new_group(backend="nccl" if on_cuda else "gloo", timeout=self._timeout) for _ in range(1 + on_cuda)]
         self._buffer = torch.empty(traffic.sub_buffers * traffic.piece_bytes, dtype=torch.uint8, device=self._device)
         parts = list(torch.split(self._buffer, traffic.piece_bytes))
-        out = len(parts) // 2 if on_cuda else 0  # on a CPU what is sent needs no other place than its slot
+        out = len(parts) // 2 if on_cuda else 0  # on a CPU bytes are sent from the slot itself
         self._free_in, self._free_out = _queue(parts[out:]), _queue(parts[:out])
         self._replicas: dict[str, Slot] = {}  # key -> as this worker maps it
         self._lock = threading.Lock()
-        self._sending: dict[int, _Lane[Dispatch]] = {}  # rank -> what goes there
+        self._sending: dict[int, _Lane[Dispatch]] = {}  # rank -> the lane to it
         self._receiving: dict[int, _Lane[Collect]] = {}
         self._writing = threading.Lock()
-        self._era = 0  # of the agent; what an earlier one has ordered must not be written
+        self._era = 0  # of the agent; orders of an earlier one must not be written
         self._closed = False
 
     @property
@@ -235,7 +235,7 @@ def _queue(parts: list[torch.Tensor]) -> queue.SimpleQueue[torch.Tensor | None]:
 def _take(free: queue.SimpleQueue[torch.Tensor | None]) -> torch.Tensor:
     place = free.get()
     if place is None:
-        free.put(None)  # for the next one who waits
+        free.put(None)  # for the next one that waits
         raise AgentError("the session is over")
     return place
 

@@ -169,7 +169,7 @@ class _Board:
             missing = [] if _await(self.store, here, seconds) else [r for r, key in enumerate(here) if not self.store.check([key])]
             text = f"{_ranks(missing)} of {world_size} did not answer within {seconds:g} s; see the logs of those ranks" if missing else ""
             self.store.set(verdict, text)
-        # Whoever came before rank 0 gives it the full time too, counted from its arrival.
+        # Ranks that came before rank 0 give it the full time too, counted from their arrival.
         elif not (_await(self.store, [here[0]], seconds) and _await(self.store, [verdict], seconds + _SLICE)):
             raise PeerError(f"rank 0 of {world_size} did not answer within {seconds:g} s; see the log of that rank")
         text = self.store.get(verdict).decode()
@@ -191,7 +191,7 @@ def _board() -> _Board:
     group = dist.group.WORLD
     if _current is not None and _current.group is group:
         return _current
-    # Somebody else's group, perhaps on a store with keys of an attempt before: agree on a name that was never used.
+    # Another library's group, perhaps on a store with keys of an earlier attempt: agree on a name that was never used.
     name = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, src=0)
     return _use_board(_Board(group, PrefixStore(f"gemini/{name[0]}", dist.distributed_c10d._get_default_store())))
@@ -224,7 +224,7 @@ def _exchange_bytes(blob: bytes, timeout: float) -> list[bytes]:
     try:
         _board().meet(dist.get_rank(), world_size, timeout)
         dist.all_gather_object(gathered, blob)
-    except RuntimeError as error:  # what torch makes of a lost connection, and of its own timeout
+    except RuntimeError as error:  # torch's errors for a lost connection, and for its own timeout
         raise PeerError(f"another rank was lost while the ranks exchanged what they know; see the logs of the others ({error})") from error
     return gathered
 

@@ -15,7 +15,7 @@ from gemini_ft.errors import SecretError
 from gemini_ft.worker.choice import Introduction
 from gemini_ft.worker.rendezvous import exchange
 
-_SEALED = b"gemini-ft run secret"  # says what is sealed, so that nothing else is taken for it
+_SEALED = b"gemini-ft run secret"  # names the sealed message, so that no other is taken for it
 
 
 def read_secret(config: GeminiConfig) -> bytes:

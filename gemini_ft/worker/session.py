@@ -25,7 +25,8 @@ from gemini_ft.errors import ConfigError, StorageError
 from gemini_ft.faults.inject import Orders
 from gemini_ft.hosts import host_id
 from gemini_ft.launch.run_id import default_run_id
-from gemini_ft.recovery.readers import Plan, Sources, describe
+from gemini_ft.recovery.plan import Plan, describe
+from gemini_ft.recovery.readers import Sources
 from gemini_ft.storage.base import Storage, find_sign
 from gemini_ft.storage.decisions import Sighting
 from gemini_ft.storage.lookout import within
@@ -139,7 +140,7 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: s
         )
     inventory = client.call(GetInventory(), Inventory)[0]
     shared = config.model_dump_json(exclude={"domain", "secret_file", "memory_limit", "interface"})
-    welcome = client.welcome.model_copy(update={"secret": b""})  # what ranks exchange travels openly
+    welcome = client.welcome.model_copy(update={"secret": b""})  # exchanges between ranks travel openly
     mark = recall_on_host(config.storage.url, run, stream) if config.storage is not None else None
     stored = mark.version if mark is not None else None
     return Introduction(run, welcome, inventory, configured_secret, shared, Orders.read(run), stored)
@@ -302,7 +303,7 @@ def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], 
     plan = choice.plan
     rebuildable = plan.sources if plan.world_size == len(everyone) else {}  # shards of another cut are never asked for again
     known = [info.known for info in infos.values() if info.known is not None]
-    # Even those that are damaged or not wanted: what comes now must count as newer.
+    # Even those that are damaged or not wanted: the new incarnation must count as newer.
     known += [*choice.descent.overtaken, *(version.incarnation for version in choice.descent.lineage or ())]
     return SessionSpec(
         stream=stream,

@@ -54,7 +54,7 @@ class Job:
     slot: int | None = None
     cancelled: str = ""
     checksums: list[int] = field(default_factory=list)  # of the chunks that are in the slot
-    finished: bool = False  # verify: nobody declares it copied before it was compared
+    finished: bool = False  # verify: it is not declared copied before it was compared
     submitted: float = field(default_factory=time.perf_counter)
 
 
@@ -92,7 +92,7 @@ class Snapshotter:
         self._verify, self._waits, self._timeout = verify, waits, timeout
         self.plan: CopyPlan | None = None
         self.slots: dict[int, Slot] = {}
-        self.written: list[str] = []  # names of what was written during the last copy that was given up for that
+        self.written: list[str] = []  # names of the tensors whose writes made the last copy be given up
         self._job: Job | None = None
         # Given up before the thread came to them; all the same the agent hears of each. While an agent is being replaced training goes on,
         # and older ones may be forgotten: what an owner says of a later iteration ends the earlier ones (gemini_ft.core.ledger).
@@ -101,7 +101,7 @@ class Snapshotter:
         self._stop = False
         self._next_try = 0.0  # when the agent may be brought back, after this has failed
         self._impatient = False  # a slot has been waited for in vain: not again, until one is granted
-        self._broken: Exception | None = None  # what ended the thread: a fault of ours
+        self._broken: Exception | None = None  # the error that ended the thread: a fault of ours
         self._stream: Any = None
         self._thread = threading.Thread(target=self._run, name="gemini-snapshot", daemon=True)
         self._thread.start()
@@ -128,7 +128,7 @@ class Snapshotter:
         on_cuda = job.ready is not None and job.digest is None and not self._verify
         with self._condition:
             if job.state is JobState.WAITING and (self._impatient or not self._waits):
-                self._forget(job, "the snapshot before was still uncommitted at the next update")
+                self._forget(job, "the previous snapshot was still uncommitted at the next update")
                 return
             self._wait(job, (JobState.ISSUED, JobState.DONE) if on_cuda else (JobState.DONE,))
         if on_cuda and job.copied is not None:
