@@ -28,6 +28,7 @@ class Stream:
         self.manifests: list[dict[int, str]] = []
         self.clutter = ""
         self._fault = fault
+        self.storing = self.uploader = self
 
     def on_decision(self, message: PeerMessage) -> None:
         self.heard.append(message)
@@ -40,7 +41,7 @@ class Stream:
             raise StorageError(self._fault)
         self.manifests.append(records)
 
-    async def tidy_storage(self) -> str:
+    async def tidy(self) -> str:
         return self.clutter
 
     def log(self, text: str) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
+from gemini_ft.agent.storing import Storing
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.core.ledger import Commit, Decision, Ledger, Manifest, Thaw
 from gemini_ft.core.protocol import Completed, Skipped
@@ -42,9 +43,8 @@ class Stream(Protocol):
 
     def rejoin_reports(self) -> list[PeerMessage]: ...
 
-    async def write_manifest(self, version: Version, records: dict[int, str]) -> None: ...
-
-    async def tidy_storage(self) -> str: ...
+    @property
+    def storing(self) -> Storing | None: ...
 
     def log(self, text: str) -> None: ...
 
@@ -176,8 +176,9 @@ class Leader:
     async def _manifest(self, decision: Manifest) -> None:
         error = ""
         try:
-            await self._stream.write_manifest(decision.version, dict(decision.records))
-            if trouble := await self._stream.tidy_storage():
+            assert self._stream.storing is not None
+            await self._stream.storing.uploader.write_manifest(decision.version, dict(decision.records))
+            if trouble := await self._stream.storing.tidy():
                 self.book.obstacle = trouble
                 self._tasks.spawn(self._tidy(_TIDY_AGAIN))
         except GeminiError as failure:
@@ -189,7 +190,8 @@ class Leader:
     async def _tidy(self, pause: float = 0.0) -> None:
         """Nothing is uploaded until what is old could be deleted."""
         await asyncio.sleep(pause)
-        while trouble := await self._stream.tidy_storage():
+        assert self._stream.storing is not None
+        while trouble := await self._stream.storing.tidy():
             self.book.obstacle = trouble
             await asyncio.sleep(_TIDY_AGAIN)
         self._apply(self.book.unobstructed(time.monotonic()))

@@ -305,7 +305,7 @@ class Agent:
         worker.send(Verified(call=asked.call, version=asked.version, sound=sound))
 
     async def _stage(self, worker: WorkerConnection, order: Stage) -> None:
-        await self._stream(worker).stage(order)
+        await self._stream(worker).stagings.stage(order)
         worker.send(Staged(call=order.call, owner=order.owner, version=order.version))
 
     async def _answer(self, worker: WorkerConnection, message: ToAgent, work: Coroutine[None, None, None]) -> None:

@@ -17,19 +17,18 @@ from gemini_ft.agent.outbound import Outbound
 from gemini_ft.agent.ports import AgentServices
 from gemini_ft.agent.receiving import Receiver
 from gemini_ft.agent.serving import Fetcher, rebuild
-from gemini_ft.agent.staging import StoredCopy
-from gemini_ft.agent.uploads import Uploader
+from gemini_ft.agent.storing import Stagings, Storing
 from gemini_ft.agent.vault import Giver, Vault
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.config import StorageConfig
 from gemini_ft.core.ledger import Abort, Cadence, Commit, Fatal, Holders, Ledger, Thaw
 from gemini_ft.core.protocol import CancelSend, Damaged, Effect, Free, Grant, Host, Send, Tell, Upload, Withdraw
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import AgentError, CorruptDataError, PeerError, RecoveryError, SupersededError
+from gemini_ft.errors import AgentError, PeerError, RecoveryError, SupersededError
 from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of
-from gemini_ft.wire.peer_messages import AllFinished, Claims, End, PeerMessage, Rejoin, ReportFinished, ReportUploaded
+from gemini_ft.wire.peer_messages import AllFinished, Claims, End, PeerMessage, Rejoin, ReportFinished
 from gemini_ft.wire.tcp import Connection, Handler
-from gemini_ft.wire.worker_messages import Copied, GiveUp, Granted, Inject, Request, Reserve, Reserved, Room, SessionSpec, Stage, ToWorker
+from gemini_ft.wire.worker_messages import Copied, GiveUp, Granted, Inject, Request, Reserve, Reserved, Room, SessionSpec, ToWorker
 
 
 class Stream:
@@ -63,10 +62,9 @@ class Stream:
         self._incoming: set[Connection] = set()
         self._leader: Leader | None = None
         self._member: MemberLink | None = None
-        self._uploader: Uploader | None = None
-        self._said_of_uploads: list[PeerMessage] = []  # until the upload is over, in case the leader has not heard
+        self.storing: Storing | None = None
         self._rebuilding: asyncio.Task[None] | None = None
-        self._stagings: dict[tuple[int, Version], asyncio.Task[None]] = {}  # (owner, version) -> its reading from storage
+        self.stagings = Stagings(self, agent.run, self._end_rebuilding)
 
     def log(self, text: str) -> None:
         self._agent.log(f"[{self.name}] {text}")
@@ -153,33 +151,6 @@ class Stream:
             if not self._candidates:
                 self.perform(self.host.unseal())
 
-    async def stage(self, order: Stage) -> None:
-        """Get a shard of a stored checkpoint into memory, unless it is there; raises what `Vault.stage` does.
-
-        It is read once, however often it is asked for, and is worth nothing any more when a session opens without it.
-        """
-        key = order.owner, order.version
-        if key not in self._stagings:
-            self._stagings[key] = asyncio.get_running_loop().create_task(self._stage(order))
-            self._stagings[key].add_done_callback(lambda _: self._stagings.pop(key, None))
-        await asyncio.shield(self._stagings[key])
-
-    async def _stage(self, order: Stage) -> None:
-        before = self.spec
-        if self._rebuilding is not None:
-            self._rebuilding.cancel()
-            await asyncio.wait([self._rebuilding])
-        if self.host.slots(order.owner).complete_version(order.version) is None:
-            try:
-                await self._read_stored(order, before)
-            except CorruptDataError as error:  # on a new connection, before it is believed
-                self.log(f"{error}; reading it again")
-                await self._read_stored(order, before)
-
-    async def _read_stored(self, order: Stage, before: SessionSpec | None) -> None:
-        copy = await asyncio.to_thread(StoredCopy, self._agent.run, self.name, order, self.log)
-        await self.vault.stage(copy, order.version, wanted=lambda: self.spec is before)
-
     @property
     def stuck_at(self) -> Version | None:
         """What the last session resumed, if nothing has been committed since."""
@@ -190,18 +161,22 @@ class Stream:
         self.inbound.end_session()
         for connection in list(self._incoming):
             connection.abort("the session is over")
-        for part in (self._outbound, self._leader, self._member, self._uploader):
+        for part in (self._outbound, self._leader, self._member, self.storing.uploader if self.storing is not None else None):
             if part is not None:
                 part.close()
-        self._outbound = self._leader = self._member = self._uploader = None
-        self._said_of_uploads.clear()
+        self._outbound = self._leader = self._member = self.storing = None
         if self._rebuilding is not None:
             self._rebuilding.cancel()
+
+    async def _end_rebuilding(self) -> None:
+        if self._rebuilding is not None:
+            self._rebuilding.cancel()
+            await asyncio.wait([self._rebuilding])
 
     def _connect(self, spec: SessionSpec) -> None:
         self._outbound = Outbound(self, self._agent, spec)
         if spec.storage is not None:
-            self._uploader = Uploader(spec, self._agent.run, self.log)
+            self.storing = Storing(self, spec, self._agent.run)
         if spec.leader == self.host.name:
             cadence = None
             if spec.storage is not None:
@@ -362,7 +337,8 @@ class Stream:
                     if owner in self.workers:
                         self.workers[owner].send(Abort(version, "withdrawn"))
                 case Upload(owner, slot, version):
-                    self._upload(owner, slot, version)
+                    assert self.storing is not None
+                    self.storing.upload(owner, slot, version)
                 case Free(owner, slot):
                     self.vault.free(owner, slot)
                 case Damaged(owner, version):
@@ -385,26 +361,6 @@ class Stream:
         elif self._member is not None:
             self._member.take(message)
 
-    def _upload(self, owner: int, slot: int, version: Version) -> None:
-        assert self._uploader is not None
-
-        def say(record: str, error: str) -> None:
-            said = ReportUploaded(owner=owner, version=version, record=record, error=error)
-            if self.spec is not None and version.incarnation == self.spec.incarnation:
-                self._said_of_uploads.append(said)
-            self.report(said)
-
-        def done(record: str, error: str) -> None:
-            self.perform(self.host.release(owner, slot, "upload"))
-            say(record, error)
-
-        if any("upload" in held.readers for held in self.host.slots(owner).slots.values()):
-            say("", "an upload of an earlier incarnation still hangs in storage")  # one more slot, and nothing could be committed
-            return
-        # It may be thawed on all hosts, after a failure elsewhere, while our thread still reads: hold the slot until that ends.
-        self.host.hold(owner, version, "upload")
-        self._uploader.start(owner, self.vault.memory[owner, slot], version, done)
-
     # -- decisions
 
     def on_decision(self, message: PeerMessage) -> None:
@@ -423,12 +379,8 @@ class Stream:
                 self._holders_changed(epoch, sorted(excluded), sorted(newly))
             case Thaw(version, error):
                 self.counters["failed_uploads" if error else "uploads"] += 1
-                told = self._uploader.over(version, error) if self._uploader is not None else ""
-                if told or not error:
-                    self.log(f"upload of {version}: {error or 'complete'}")
-                self._said_of_uploads.clear()
-                self.perform(self.host.thawed(version))
-                self._tell_user(told)
+                if self.storing is not None:
+                    self.storing.over(version, error)
             case Paced(interval=interval, why=why):
                 self.outbound.pacing.paced(interval)
                 self.log(f"a snapshot every {interval} steps: {why}")
@@ -463,27 +415,10 @@ class Stream:
         self.notify(f"host {self.host.name}'s copy of rank {owner}'s shard of {version} is not the one that its owner made: discarded")
 
     def rejoin_reports(self) -> list[PeerMessage]:
-        uploading = self._uploader.version if self._uploader is not None else None
+        uploading, said = (self.storing.uploader.version, self.storing.said) if self.storing is not None else (None, [])
         rejoin = Rejoin(committed=self.host.committed, uploading=uploading, roots=self.host.heard_roots)
         need = self.outbound.pacing.need
-        return [rejoin, *self.host.reports(), *self._said_of_uploads, *([need] if need is not None else [])]
-
-    async def write_manifest(self, version: Version, records: dict[int, str]) -> None:
-        assert self._uploader is not None
-        await self._uploader.write_manifest(version, records)
-
-    async def tidy_storage(self) -> str:
-        assert self._uploader is not None
-        told, trouble = await self._uploader.tidy()
-        if told:
-            self.log(told)
-        self._tell_user(told)
-        return trouble
-
-    def _tell_user(self, text: str) -> None:
-        """Say it once in the whole job: to rank 0."""
-        if text and 0 in self.workers:
-            self.workers[0].send(Notice(text=text))
+        return [rejoin, *self.host.reports(), *said, *([need] if need is not None else [])]
 
     def notify(self, text: str) -> None:
         """Tell the workers, for the user."""
@@ -500,7 +435,7 @@ class Stream:
     def uploading(self) -> bool:
         """Whether this host still reads a slot for storage, or waits for others to do so before it writes the manifest."""
         awaited = self._leader is not None and (self._leader.book.uploading is not None or self._leader.ending)
-        return awaited or (self._uploader is not None and self._uploader.busy)
+        return awaited or (self.storing is not None and self.storing.uploader.busy)
 
     def inject(self, message: Inject) -> None:
         """Fault injection."""
@@ -517,7 +452,7 @@ class Stream:
             "committed": self.host.committed.iteration if self.host.committed else None,
             "finished": self.finished,
             "excluded": self.excluded,
-            "storage": self._uploader.status() if self._uploader is not None else None,
+            "storage": self.storing.uploader.status() if self.storing is not None else None,
             "counters": self.counters,
             "traffic": self._outbound.pacing.status() if self._outbound is not None else None,
             "gradients": {str(rank): figures for rank, figures in sorted(self.figures.items())},
