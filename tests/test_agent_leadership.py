@@ -8,8 +8,8 @@ import pytest
 
 from gemini_ft.agent import leadership
 from gemini_ft.agent.leadership import Leader
+from gemini_ft.core.effects import Completed
 from gemini_ft.core.ledger import Cadence, Commit, Ledger, Thaw
-from gemini_ft.core.protocol import Completed
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError, StorageError
 from gemini_ft.wire.messages import Notice

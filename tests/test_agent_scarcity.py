@@ -39,7 +39,7 @@ from gemini_ft.wire.frames import BlockingWire, receive_fds
 from gemini_ft.wire.handshake import Listener
 from gemini_ft.wire.peer_messages import Describe, Description, Fetch
 from gemini_ft.wire.worker_messages import GetInventory, Inventory, Reserved
-from gemini_ft.worker.recorder import Stats
+from gemini_ft.worker.stats import Stats
 
 SECRET = b"s" * 16
 

@@ -21,7 +21,8 @@ from gemini_ft.agent.memory import SlotMemory, SlotShape
 from gemini_ft.agent.outgoing import Outgoing
 from gemini_ft.agent.sending import Common, Link
 from gemini_ft.config import DEFAULT_TRAFFIC
-from gemini_ft.core.protocol import Effect, Host
+from gemini_ft.core.effects import Effect
+from gemini_ft.core.protocol import Host
 from gemini_ft.core.roots import checksum
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import AgentTimeoutError, CorruptDataError, PeerError, RecoveryError, SupersededError

@@ -16,8 +16,8 @@ from typing import Protocol
 
 from gemini_ft.agent.storing import Storing
 from gemini_ft.agent.tasks import Tasks
+from gemini_ft.core.effects import Completed, Skipped
 from gemini_ft.core.ledger import Commit, Decision, Ledger, Manifest, Thaw
-from gemini_ft.core.protocol import Completed, Skipped
 from gemini_ft.core.traffic import Pace
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError

@@ -8,7 +8,8 @@ from typing import Protocol
 from gemini_ft.agent.memory import Budget
 from gemini_ft.agent.vault import Vault
 from gemini_ft.agent.workers import WorkerConnection
-from gemini_ft.core.protocol import Effect, Host
+from gemini_ft.core.effects import Effect
+from gemini_ft.core.protocol import Host
 from gemini_ft.core.versions import Version
 from gemini_ft.wire.peer_messages import Claims, PeerMessage
 from gemini_ft.wire.worker_messages import SessionSpec, ToWorker

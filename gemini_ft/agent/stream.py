@@ -21,8 +21,9 @@ from gemini_ft.agent.storing import Stagings, Storing
 from gemini_ft.agent.vault import Giver, Vault
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.config import StorageConfig
+from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Send, Tell, Upload, Withdraw
 from gemini_ft.core.ledger import Abort, Cadence, Commit, Fatal, Holders, Ledger, Thaw
-from gemini_ft.core.protocol import CancelSend, Damaged, Effect, Free, Grant, Host, Send, Tell, Upload, Withdraw
+from gemini_ft.core.protocol import Host
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, PeerError, RecoveryError, SupersededError
 from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of

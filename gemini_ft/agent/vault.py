@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape, available_memory, populate
 from gemini_ft.agent.staging import StoredCopy
 from gemini_ft.agent.workers import WorkerConnection
-from gemini_ft.core.protocol import Free, Host
+from gemini_ft.core.effects import Free
+from gemini_ft.core.protocol import Host
 from gemini_ft.core.slots import SlotState
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import MemoryBudgetError
