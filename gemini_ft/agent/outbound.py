@@ -37,11 +37,9 @@ class Outbound:
         if peer in self._links:
             self._links[peer].cancel(owner, version)
 
-    def chunk_ready(self, owner: int) -> None:
-        """Sends a chunk that the worker has copied."""
-        for peer in self._home.host.holders.get(owner, ())[1:]:
-            if peer in self._links:
-                self._links[peer].chunk_ready()
+    def links_of(self, owner: int) -> list[Link]:
+        """The links on which an owner's shard travels."""
+        return [self._links[peer] for peer in self._home.host.holders.get(owner, ())[1:] if peer in self._links]
 
     def copied(self, owner: int, version: Version, end: End) -> None:
         """Takes note that the worker has copied everything."""

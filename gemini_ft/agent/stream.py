@@ -267,7 +267,8 @@ class Stream:
             if not memory.admits(index, offset, nbytes):
                 raise AgentError(f"rank {worker.rank} copied chunk {index} to {offset}+{nbytes}, outside its slot")
             memory.put_chunk(index, offset, nbytes, digest)
-            self.outbound.chunk_ready(worker.rank)
+            for link in self.outbound.links_of(worker.rank):
+                link.chunk_ready()
 
     def on_copied(self, worker: WorkerConnection, message: Copied) -> None:
         version, owner = self.version(message.iteration), worker.rank
