@@ -12,7 +12,7 @@ WHEEL_TESTS = tests/test_imports.py tests/test_layout.py tests/test_placement.py
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help venv test soak chaos demo lint format types imports wheel wheel-test check clean
+.PHONY: help venv test compat gpu gpu-kit soak chaos demo lint format types imports wheel wheel-test check clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -36,6 +36,15 @@ soak: $(STAMP) ## the long tests
 
 chaos: $(STAMP) ## random failures on real processes; ARGS=--quick: under two minutes
 	$(BIN)/python benchmarks/chaos.py $(ARGS)
+
+compat: ## TORCH=2.15.0 PYTHON=python3.13 ...: the compatibility part in an environment of its own (docs/versions.md)
+	scripts/compat --python $(PYTHON) $(foreach each,TORCH LIGHTNING DEEPSPEED TRANSFORMERS,$(if $($(each)),--$(shell echo $(each) | tr A-Z a-z) $($(each)))) -- $(ARGS)
+
+gpu: ## what only a GPU can show, in under ten minutes, with the machine's own torch (PYTHON); GEMINI_FAKE_GPU=1: on a CPU
+	$(PYTHON) benchmarks/gpu/run.py $(ARGS)
+
+gpu-kit: $(STAMP) ## the wheels that a GPU machine without network lacks, into build/gpu-kit
+	$(BIN)/python scripts/gpu_kit $(ARGS)
 
 demo: $(STAMP) ## a training job is killed three ways and ends with the same bits
 	$(BIN)/python examples/survive_failures.py
