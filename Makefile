@@ -46,8 +46,8 @@ gpu: ## what only a GPU can show, in under ten minutes, with the machine's own t
 gpu-kit: $(STAMP) ## the wheels that a GPU machine without network lacks, into build/gpu-kit
 	$(BIN)/python scripts/gpu_kit $(ARGS)
 
-demo: $(STAMP) ## a training job is killed three ways and ends with the same bits
-	$(BIN)/python examples/survive_failures.py
+demo: $(STAMP) ## a training job is killed three ways and ends with the same bits; ARGS="--svg docs/demo.svg" draws it
+	$(BIN)/python examples/survive_failures.py $(ARGS)
 
 lint: $(STAMP) ## ruff: rules and format
 	$(BIN)/ruff check .
