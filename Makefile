@@ -12,7 +12,7 @@ WHEEL_TESTS = tests/test_imports.py tests/test_layout.py tests/test_placement.py
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help venv test compat gpu gpu-kit soak chaos demo lint format types imports wheel wheel-test check clean
+.PHONY: help venv test compat gpu gpu-kit soak chaos demo lint format types imports wheel wheel-test site check clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) pip setuptools
 	$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(PIP_INSTALL) --no-build-isolation --editable '.[lightning,deepspeed,huggingface,s3,dev]'
+	$(PIP_INSTALL) --no-build-isolation --editable '.[lightning,deepspeed,huggingface,s3,dev,docs]'
 	PATH=$(BIN):$$PATH $(BIN)/python scripts/build_deepspeed_ops
 	touch $@
 
@@ -79,7 +79,12 @@ wheel: $(STAMP) ## build the wheel into dist/
 wheel-test: wheel ## tests against the built wheel, the checkout's code out of reach
 	scripts/test_wheel $(BIN)/python dist/*.whl $(or $(ARGS),$(WHEEL_TESTS))
 
-check: lint types imports test wheel-test ## everything
+site: $(STAMP) $(TREE) ## the documentation site, strictly, into build/site
+	@touch $(TREE)/gemini_ft/sync/__init__.py $(TREE)/gemini_ft/compression/__init__.py # the reference sees no folder without one
+	scripts/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict --clean
+
+check: lint types imports test wheel-test site ## everything
 
 clean: ## what can be built again; the environment stays
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
