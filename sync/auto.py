@@ -20,7 +20,7 @@ from .rows import SparseRows
 from .schemes import SCHEMES
 
 _CLOSE = 1.5  # a scheme predicted to take so many times the best one's time may still be the best
-_TERMS = Terms(visit=5, rounds=3, slower={1: 1.2, 2: 1.2})
+_TERMS = Terms(visit=6, rounds=2, slower={1: 1.2})
 _DRIFT = 0.25  # of the units of the sum, by which it is another regime
 _PATIENCE = 3  # calls in a row of another regime
 
@@ -67,7 +67,7 @@ class Auto(SparseScheme):
     """Profiles, predicts, tries, picks; and does so again when the gradient changes.
 
     The first call with a shape measures the gradient and, once per group, the network, and predicts every scheme's time with
-    `costs`. The next calls try those that come close, five times in a row each, and again those that prove to be nearly as fast
+    `costs`. The next calls try those that come close, six times in a row each, and again those that prove to be nearly as fast
     as the best; the fastest stays. When the sum has had a quarter more or fewer units for three calls in a row, all of it begins
     anew. Whatever is decided is decided from what all ranks know: they always agree. Plans are kept by shape and dtype;
     gradients of one shape that behave differently should have an `Auto` each.
