@@ -6,6 +6,7 @@ when its engine is there, one at the end.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -77,17 +78,22 @@ class Diary:
             file.write(json.dumps(values) + "\n")
 
     def engine(self, engine: Any) -> None:
-        self.note(engine=type(engine).__name__, steps=engine.global_steps, restart=int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+        steps = vars(engine).get("global_steps", 0)  # so that the engine does not take this for a script that follows it
+        self.note(engine=type(engine).__name__, steps=steps, restart=int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
 
 
-def bits(engine: Any) -> str:
-    import deepspeed
-
+def bits(model: Any) -> str:
     found = hashlib.sha256()
-    for name, param in sorted(engine.module.named_parameters()):
-        with deepspeed.zero.GatheredParameters([param]):
+    for name, param in sorted(model.module.named_parameters()):
+        with gathered([param]):
             found.update(name.encode() + param.detach().float().numpy().tobytes())
     return found.hexdigest()
+
+
+def gathered(params: list[Any]) -> Any:
+    if "deepspeed" not in sys.modules:
+        return contextlib.nullcontext()
+    return sys.modules["deepspeed"].zero.GatheredParameters(params)
 
 
 def train(run: dict[str, Any], diary: Diary) -> None:
@@ -102,7 +108,7 @@ def train(run: dict[str, Any], diary: Diary) -> None:
         callbacks.append(gemini_ft.huggingface.GeminiCallback())
     arguments = TrainingArguments(
         output_dir=f"{run['out']}/checkpoints",
-        deepspeed=configuration(run),
+        **({"use_cpu": True, "ddp_backend": "gloo"} if run.get("plain") else {"deepspeed": configuration(run)}),
         per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=run.get("accumulate", 1),
         max_grad_norm=1.0,
@@ -124,7 +130,8 @@ def train(run: dict[str, Any], diary: Diary) -> None:
             return metrics
 
     texts = ToldTexts(SAMPLES)
-    trainer = Evaluating(model=model(), args=arguments, train_dataset=texts, eval_dataset=Texts(4), callbacks=callbacks)
+    kind = Trainer if run.get("plain") else Evaluating
+    trainer = kind(model=model(), args=arguments, train_dataset=texts, eval_dataset=Texts(4), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=run.get("checkpoint"))
     clock = ("runtime", "per_second")
     history = [{key: value for key, value in entry.items() if not key.endswith(clock)} for entry in trainer.state.log_history]
