@@ -56,8 +56,13 @@ $(TREE): FORCE
 	@cp -rs $(CURDIR)/sync $(CURDIR)/compression $@/gemini_ft/
 FORCE:
 
+# The package, and what the tests share: kits, servers, the model of the protocol.
+MYPY = $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
+KIT = $(addprefix $(CURDIR)/tests/,*_kit.py conftest.py disks.py relay.py s3_server.py miniature/*.py)
+
 types: $(STAMP) $(TREE) ## mypy --strict
-	cd $(TREE) && $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p gemini_ft
+	cd $(TREE) && $(MYPY) -p gemini_ft
+	cd $(TREE) && MYPYPATH=$(CURDIR)/tests $(MYPY) $(KIT)
 
 imports: $(STAMP) $(TREE) ## which module may import which
 	@touch $(TREE)/gemini_ft/sync/__init__.py $(TREE)/gemini_ft/compression/__init__.py # grimp sees no folder without one

@@ -17,7 +17,7 @@ from torch import Tensor
 from .base import Layout, Turn
 from .randomness import random_words, stream_seed, uniform
 
-_BLOCK = 120 * 1024  # elements: with what is made of them they fit into a core's own cache; a multiple of every method's run
+_BLOCK = 120 * 1024  # elements that fit, with their results, into a core's own cache; a multiple of every method's run
 
 
 @cache
@@ -60,17 +60,17 @@ def not_below(values: Tensor, limit: float) -> Tensor:
 
 
 def negative(flat: Tensor) -> Tensor:
-    """Which elements are below zero, bool."""
+    """A mask of the elements below zero, bool."""
     return flat < 0 if flat.is_cuda else torch.from_numpy(flat.numpy() < 0)
 
 
 def equal(codes: Tensor, code: int) -> Tensor:
-    """Which codes are this one, bool."""
+    """A mask of the codes that equal ``code``, bool."""
     return codes == code if codes.is_cuda else torch.from_numpy(codes.numpy() == code)
 
 
 def indices(mask: Tensor) -> Tensor:
-    """Where a bool tensor is set, ascending, int64."""
+    """The indices at which a bool tensor is set, ascending, int64."""
     return mask.nonzero().view(-1) if mask.is_cuda else torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 
@@ -84,7 +84,7 @@ def pack(mask: Tensor) -> Tensor:
 
 
 def pack_signs(flat: Tensor) -> Tensor:
-    """One bit an element, set where it is zero or above: uint8 (total / 8,)."""
+    """Packs one bit per element, set where it is zero or above: uint8 (total / 8,)."""
     if flat.is_cuda:
         packed: Tensor = _triton().pack_signs(flat)
         return packed
@@ -94,7 +94,7 @@ def pack_signs(flat: Tensor) -> Tensor:
 def pack_signs_and_zeros(flat: Tensor) -> tuple[Tensor, Tensor | None, bool]:
     """`pack_signs`, and one bit an element that is set where it is zero: both uint8 (total / 8,); None where none is zero.
 
-    And whether all is finite; very large values may be taken for what is not.
+    The last value says whether all elements are finite; very large ones may count as infinite.
     """
     if flat.is_cuda:
         return pack_signs(flat), pack(flat == 0), bool(torch.isfinite(flat.sum()))

@@ -1,4 +1,4 @@
-"""Dense sums inside a host, sparse ones between hosts: what Zen runs on machines with several GPUs (section 3.3)."""
+"""Dense sums inside a host, sparse ones between hosts: Zen's way on machines with several GPUs (section 3.3)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .rows import from_dense, to_tensor
 
 
 class Hierarchical(Scheme):
-    """Reduce-scatter in the host, ``inter`` among the ranks of one place in their hosts, all-gather in the host.
+    """Reduce-scatter in the host, ``inter`` among ranks of the same place in their hosts, all-gather in the host.
 
     Inside a host all units travel, dense, over links that are fast; of what travels between hosts each rank carries its share.
     Units whose sum is zero are left out of the result.

@@ -37,12 +37,12 @@ class Grouping:
 
 
 def hierarchical_hash(indices: torch.Tensor, parts: torch.Tensor, count: int, seed: int = 0, slots: int | None = None) -> Grouping:
-    """Group ``indices`` by ``parts``.
+    """Groups ``indices`` by ``parts``.
 
     Args:
         indices: int64 [n], unique, not negative.
         parts: int64 [n] in [0, count): h0 of each index.
-        seed: of h1 to hk. Need not be the same on all ranks: only h0 decides who sums what.
+        seed: of h1 to hk. Need not be the same on all ranks: only h0 decides which rank sums an index.
         slots: of the parallel memory of one part (r1); by default twice as many in all parts together as there are indices.
 
     Returns:

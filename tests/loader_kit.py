@@ -78,7 +78,8 @@ class Job:
                 self.loader.load_state_dict(first["loader"])
             batches, index = self._fetched(iter(self.loader)), 0
             if first is not None:
-                index, first = first["index"], set_randomness(first["random"])
+                set_randomness(first["random"])
+                index, first = first["index"], None
             while True:
                 if stop == (self.epoch, index):
                     return {"loader": self.loader.state_dict(), "random": randomness(), "index": index}

@@ -32,7 +32,7 @@ class Early:
 
 
 def read_early(files: Sequence[Path], folder: Path, heavy: Collection[str], environ: Collection[str]) -> Early:
-    """Read what a program does before its heavy imports.
+    """Reads what a program does before its heavy imports.
 
     Args:
         files: sources that run one after the other: the packages of a module that is run, then the program.

@@ -1,4 +1,4 @@
-"""How a worker tells its launcher that the job's state can be loaded by the same number of ranks only. Standard library only."""
+"""Tells the launcher that only the same number of ranks can load the job's state. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FIXED = "GEMINI_FIXED_FILE"  # names, in the worker's environment, the file that
 
 
 def say_fixed() -> None:
-    """Tell ``gemini run``, if that has started this worker, that the job must not be given another number of ranks."""
+    """Tells ``gemini run``, if that has started this worker, that the job must keep its number of ranks."""
     if path := os.environ.get(FIXED):
         with contextlib.suppress(OSError):  # the launcher is gone, and with it the job
             Path(path).touch()

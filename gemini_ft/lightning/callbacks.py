@@ -1,4 +1,4 @@
-"""Lightning's own callbacks that no snapshot can resume: refused by name."""
+"""Refuses, by name, Lightning's own callbacks that no snapshot can resume."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REFUSED = {
 
 
 def refuse_callbacks(callbacks: Sequence[Any]) -> None:
-    """Raise UnsupportedStateError for the first callback that cannot be resumed; called before training begins."""
+    """Raises UnsupportedStateError for the first callback that cannot be resumed; called before training begins."""
     for callback in callbacks:
         for name in compat.shipped_names(callback) & _REFUSED.keys():
             raise UnsupportedStateError(f"{name} {_REFUSED[name]}; {CALLBACKS_REFUSED.how}")

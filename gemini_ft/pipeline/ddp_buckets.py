@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def communication_hook(state: "DdpBuckets", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # DDP compares the annotations
-    """For ``DistributedDataParallel.register_comm_hook``."""
+    """The hook for ``DistributedDataParallel.register_comm_hook``."""
     return state.ready(bucket)
 
 
@@ -45,7 +45,7 @@ class DdpBuckets:
         return _nothing, ()  # in a copy of the model, which averages as if it had no hook
 
     def ready(self, bucket: GradBucket) -> Future[Tensor]:
-        """A bucket's gradients are final.
+        """Takes a bucket whose gradients are final.
 
         DDP turns every error of a future into one of its own. So none is given to it: it gets the bucket as it is, and the error is
         raised where the backward pass ends.
@@ -95,7 +95,7 @@ class DdpBuckets:
                 self._will_end = True
 
     def _backward_ends(self) -> None:
-        """Raises another rank's error before DDP waits for its buckets, where nobody would hear of it."""
+        """Raises another rank's error before DDP waits for its buckets, where it would be lost."""
         self._will_end = False
         if self._error is None:
             try:
@@ -107,14 +107,14 @@ class DdpBuckets:
             _queue_callback(partial(_raise, failed))  # when DDP has come to its own end
 
     def _fail(self, error: BaseException) -> None:
-        """DDP waits for every bucket: none may be forgotten."""
+        """Ends all buckets with an error: DDP waits for every one, so none may be forgotten."""
         self._error = error
         for waiting in list(self._waiting):
             waiting.give_up()
 
 
 def _queue_callback(call: Callable[[], None]) -> None:
-    """At the end of the backward pass that is under way, after what has been queued before.
+    """Queues a call for the end of the current backward pass, after all that was queued before.
 
     Raises:
         RuntimeError: none is.
@@ -158,7 +158,7 @@ class _Bucket:
             self._end()
 
     def give_up(self) -> None:
-        """The bucket stays as it is."""
+        """Leaves the bucket as it is."""
         self._end()
 
     def _end(self) -> None:

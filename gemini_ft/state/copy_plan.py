@@ -1,4 +1,4 @@
-"""A slot as the worker maps it, and the plan of what goes where in it: made once, used for every snapshot."""
+"""A slot as the worker maps it, and the plan of the copies into it: made once, used for every snapshot."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LARGE = 64 * 1024  # bytes; from here on a copy of its own, below it one call f
 
 @dataclass(frozen=True)
 class Batch:
-    """Copies that begin in one chunk: (offset in the slot, source)."""
+    """The copies that begin in one chunk: (offset in the slot, source)."""
 
     small: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # and all that are not plain memory
     large: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # contiguous CPU memory
@@ -50,11 +50,11 @@ class Slot:
             torch.cuda.check_error(_cudart().cudaHostRegister(self.address, capacity, _PORTABLE))
 
     def prefault(self) -> None:
-        """Touch all pages, from this process: they come from its own NUMA node, and not during the first copy."""
+        """Touches all pages, from this process: they come from its own NUMA node, and not during the first copy."""
         populate(self.memory, 0, len(self.memory), lambda: not self._closed)
 
     def write(self, number: int, batch: Batch) -> None:
-        """Lay down one batch of a plan, always the same one; on CUDA, queue that on the current stream."""
+        """Lays down one batch of a plan, always the same one; on CUDA, queues that on the current stream."""
         if batch.small:
             if number not in self._targets:
                 self._targets[number] = [self._target(offset, source) for offset, source in batch.small]
@@ -64,7 +64,7 @@ class Slot:
             _libc.memcpy(self.address + offset, source.data_ptr(), source.nbytes)
 
     def forget(self) -> None:
-        """Another plan follows."""
+        """Forgets the plan: another one follows."""
         self._targets.clear()
 
     def _target(self, offset: int, source: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ class Slot:
 
 
 def map_slots(fds: Sequence[int], reserved: Reserved, pinned: bool) -> list[Slot]:
-    """Map all slots that the agent has handed over, or none; the descriptors are this function's.
+    """Maps all slots that the agent has handed over, or none; the descriptors are this function's.
 
     Raises:
         MemoryBudgetError: the kernel, or the CUDA driver, gives no memory for that.
@@ -102,14 +102,14 @@ def _cudart() -> Any:
 
 
 class CopyPlan:
-    """Which bytes go where; made once per layout, used for every snapshot of it.
+    """The copies from live tensors into a slot; planned once per layout, used for every snapshot of it.
 
     There is one batch of copies per chunk. A copy that crosses the end of a chunk belongs to the batch in which it begins,
     so a chunk is whole when its own batch and all before it have been laid down.
 
     Args:
         sources: this rank's tensors.
-        layout: where they go.
+        layout: of the slot.
         chunk_bytes: see `gemini_ft.config.GeminiConfig`.
         at_step: copy everything at once when the step ends, into memory of this process; from there it goes to the slot.
     """
@@ -143,7 +143,7 @@ class CopyPlan:
         return found
 
     def stage(self) -> None:
-        """Copy what may change before the next update."""
+        """Copies, at once, the tensors that may change before the next update."""
         for copy, target in zip(self._mutable, self._staged, strict=True):
             target.copy_(copy.view)
 
@@ -166,7 +166,7 @@ def _is_plain_memory(source: torch.Tensor) -> bool:
 
 
 def same_bytes(slot: Slot, copy: Copy) -> bool:
-    """Whether the slot holds what is live now; bytes, not values: NaN equals itself."""
+    """Whether the slot holds the live bytes; bytes, not values: NaN equals itself."""
     copied = slot.tensor[copy.offset : copy.offset + copy.nbytes]
     live = copy.view.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     return bool(torch.equal(copied, live))

@@ -27,7 +27,7 @@ def _numpy_state() -> tuple[str, bytes, int, int, float] | dict[str, Any]:
 
 
 def set_randomness(state: Randomness) -> None:
-    """Set what :func:`randomness` returned."""
+    """Restores the result of :func:`randomness`."""
     torch_state, (version, words, gauss), numpy_state = state
     torch.set_rng_state(torch.frombuffer(bytearray(torch_state), dtype=torch.uint8))
     random.setstate((version, tuple(array.array("I", words)), gauss))
@@ -48,7 +48,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put back what `rng_state` gave.
+    """Restores the result of `rng_state`.
 
     A rank that moved to another GPU of its host finds the state of its old device on its new one.
     """
@@ -61,7 +61,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def branch_randomness(stream: int) -> None:
-    """Go on with numbers that depend on the present state and differ from those of every other ``stream``.
+    """Goes on with numbers that depend on the present state and differ from those of every other ``stream``.
 
     For a rank that has taken over the states of another one, because there was none of its own number.
     """

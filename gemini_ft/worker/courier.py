@@ -1,4 +1,4 @@
-"""Replicas from worker to worker, through the sub-buffers of one small reserved buffer (GEMINI, SOSP'23, section 5).
+"""Carries replicas from worker to worker, through the sub-buffers of one small reserved buffer (GEMINI, SOSP'23, section 5).
 
 The agents decide what travels, and when; two workers move the bytes, in a process group of their own: from the sender's slot,
 through a sub-buffer of the receiver's device, into the memory of the receiver's agent. While one sub-buffer is copied out, the next
@@ -31,7 +31,7 @@ Order = TypeVar("Order", bound=Dispatch | Collect)
 
 
 class Courier:
-    """One worker's part. Making it is collective over the default process group.
+    """The courier of one worker. Making it is collective over the default process group.
 
     Args:
         traffic: the user's wishes.
@@ -57,14 +57,14 @@ class Courier:
         self._groups = [dist.new_group(backend="nccl" if on_cuda else "gloo", timeout=self._timeout) for _ in range(1 + on_cuda)]
         self._buffer = torch.empty(traffic.sub_buffers * traffic.piece_bytes, dtype=torch.uint8, device=self._device)
         parts = list(torch.split(self._buffer, traffic.piece_bytes))
-        out = len(parts) // 2 if on_cuda else 0  # on a CPU what is sent needs no other place than its slot
+        out = len(parts) // 2 if on_cuda else 0  # on a CPU bytes are sent from the slot itself
         self._free_in, self._free_out = _queue(parts[out:]), _queue(parts[:out])
         self._replicas: dict[str, Slot] = {}  # key -> as this worker maps it
         self._lock = threading.Lock()
-        self._sending: dict[int, _Lane[Dispatch]] = {}  # rank -> what goes there
+        self._sending: dict[int, _Lane[Dispatch]] = {}  # rank -> the lane to it
         self._receiving: dict[int, _Lane[Collect]] = {}
         self._writing = threading.Lock()
-        self._era = 0  # of the agent; what an earlier one has ordered must not be written
+        self._era = 0  # of the agent; orders of an earlier one must not be written
         self._closed = False
 
     @property
@@ -73,7 +73,7 @@ class Courier:
         return self._buffer.nbytes
 
     def dispatch(self, order: Dispatch) -> None:
-        """Send a piece of a slot; the agent is told when it has gone."""
+        """Sends a piece of a slot; the agent is told when it has gone."""
         with self._lock:
             try:
                 if order.target not in self._sending:
@@ -83,7 +83,7 @@ class Courier:
                 self._answer(order, str(error))
 
     def collect(self, order: Collect) -> None:
-        """Receive a piece of a replica; the agent is told when it is in its memory."""
+        """Receives a piece of a replica; the agent is told when it is in its memory."""
         with self._lock:
             try:
                 if order.source not in self._receiving:
@@ -93,12 +93,12 @@ class Courier:
                 self._answer(order, str(error))
 
     def forget(self) -> None:
-        """The agent has been restarted: what it waited for is written nowhere any more."""
+        """Forgets its orders, as the agent has been restarted: the memory that it waited for is not written any more."""
         with self._writing:
             self._era += 1
 
     def close(self) -> None:
-        """Give up what is under way; not collective."""
+        """Gives up the transfers under way; not collective."""
         self._closed = True
         for free in (self._free_in, self._free_out):
             free.put(None)
@@ -196,7 +196,7 @@ class _Lane(Generic[Order]):
         self._orders.put(order)
 
     def close(self) -> None:
-        """What is under way cannot be called back: its threads end when it does, or the process."""
+        """Ends the lane. Collectives under way cannot be called back: the threads end when they do, or with the process."""
         self._orders.put(None)
         self._begun.put(None)
         for thread in self._threads:
@@ -233,7 +233,7 @@ def _queue(parts: list[torch.Tensor]) -> queue.SimpleQueue[torch.Tensor | None]:
 def _take(free: queue.SimpleQueue[torch.Tensor | None]) -> torch.Tensor:
     place = free.get()
     if place is None:
-        free.put(None)  # for the next one who waits
+        free.put(None)  # for the next one that waits
         raise AgentError("the session is over")
     return place
 

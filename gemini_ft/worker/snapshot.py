@@ -1,8 +1,8 @@
-"""From live tensors into a slot, in the background, while the next forward and backward run.
+"""Copies live tensors into a slot, in the background, while the next forward and backward run.
 
 Between two updates parameters and optimizer state are normally only read. "Normally" is checked: a tensor whose
 version counter or address changed during the copy makes the snapshot worthless, and it is discarded by name.
-What changes at other times (buffers, RNG, counters) is copied at once, before ``submit`` returns.
+State that changes at other times (buffers, RNG, counters) is copied at once, before ``submit`` returns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RETRY = 20.0  # seconds between attempts to start another
 
 
 class JobState(StrEnum):
-    """How far one snapshot has come."""
+    """The progress of one snapshot."""
 
     WAITING = "waiting"  # for a slot
     COPYING = "copying"
@@ -38,7 +38,7 @@ class JobState(StrEnum):
 
 @dataclass
 class Job:
-    """One snapshot on its way into its slot."""
+    """A snapshot on its way into its slot."""
 
     iteration: int
     extras: bytes
@@ -51,7 +51,7 @@ class Job:
     slot: int | None = None
     cancelled: str = ""
     checksums: list[int] = field(default_factory=list)  # of the chunks that are in the slot
-    finished: bool = False  # verify: nobody declares it copied before it was compared
+    finished: bool = False  # verify: it is not declared copied before it was compared
     submitted: float = field(default_factory=time.perf_counter)
 
 
@@ -89,14 +89,14 @@ class Snapshotter:
         self._verify, self._waits, self._timeout = verify, waits, timeout
         self.plan: CopyPlan | None = None
         self.slots: dict[int, Slot] = {}
-        self.written: list[str] = []  # names of what was written during the last copy that was given up for that
+        self.written: list[str] = []  # names of the tensors whose writes made the last copy be given up
         self._job: Job | None = None
         self._unseen: list[Job] = []  # given up before the thread came to them; all the same the agent must hear of each
         self._condition = threading.Condition()
         self._stop = False
         self._next_try = 0.0  # when the agent may be brought back, after this has failed
         self._impatient = False  # a slot has been waited for in vain: not again, until one is granted
-        self._broken: Exception | None = None  # what ended the thread: a fault of ours
+        self._broken: Exception | None = None  # the error that ended the thread: a fault of ours
         self._stream: Any = None
         self._thread = threading.Thread(target=self._run, name="gemini-snapshot", daemon=True)
         self._thread.start()
@@ -104,7 +104,7 @@ class Snapshotter:
     # -- the training thread
 
     def submit(self, job: Job) -> None:
-        """Start one snapshot; the one before must be over (``settle``)."""
+        """Starts one snapshot; the one before must be over (``settle``)."""
         assert self._job is None or self._job.state is JobState.DONE
         self._raise_broken()
         with self._condition:
@@ -112,7 +112,7 @@ class Snapshotter:
             self._condition.notify_all()
 
     def before_update(self) -> None:
-        """The training thread is about to write: wait for the copy, or give it up when it could not begin.
+        """Waits for the copy, as the training thread is about to write; gives it up when it could not begin.
 
         Raises:
             ConcurrentWriteError: ``verify`` found a difference.
@@ -123,7 +123,7 @@ class Snapshotter:
         on_cuda = job.ready is not None and job.digest is None and not self._verify
         with self._condition:
             if job.state is JobState.WAITING and (self._impatient or not self._waits):
-                self._forget(job, "the snapshot before was still uncommitted at the next update")
+                self._forget(job, "the previous snapshot was still uncommitted at the next update")
                 return
             self._wait(job, (JobState.ISSUED, JobState.DONE) if on_cuda else (JobState.DONE,))
         if on_cuda and job.copied is not None:
@@ -132,7 +132,7 @@ class Snapshotter:
             self._finish(job)
 
     def settle(self) -> None:
-        """Wait until no copy is under way (before layouts change, or the process ends)."""
+        """Waits until no copy is under way (before layouts change, or the process ends)."""
         job = self._job
         if job is not None:
             with self._condition:
@@ -140,7 +140,7 @@ class Snapshotter:
             self._finish(job)
 
     def _wait(self, job: Job, enough: tuple[JobState, ...]) -> None:
-        """Wait for the thread; a snapshot that has no slot after all this time is given up, and the job goes on.
+        """Waits for the thread; a snapshot that has no slot after all this time is given up, and the job goes on.
 
         Raises:
             AgentError: the copy has begun, and does not end.
@@ -169,7 +169,7 @@ class Snapshotter:
             raise self._broken
 
     def granted(self, iteration: int, slot: int) -> None:
-        """From the agent."""
+        """Takes the agent's grant of a slot."""
         with self._condition:
             self._impatient = False
             if self._job is not None and self._job.iteration == iteration:
@@ -177,7 +177,7 @@ class Snapshotter:
                 self._condition.notify_all()
 
     def aborted(self, iteration: int) -> None:
-        """From the agent: another rank has no snapshot of this iteration."""
+        """Takes the agent's word that another rank has no snapshot of this iteration."""
         with self._condition:
             if self._job is not None and self._job.iteration == iteration and self._job.state is JobState.WAITING:
                 self._job.cancelled = "aborted"
@@ -194,7 +194,7 @@ class Snapshotter:
             self.slots = {}
 
     def _compare(self, job: Job) -> None:
-        """Compare the copy with the live state; only then is it declared copied."""
+        """Compares the copy with the live state; only then is it declared copied."""
         assert self.plan is not None
         assert job.slot is not None
         slot = self.slots[job.slot]
@@ -237,13 +237,13 @@ class Snapshotter:
         return bool(self._unseen) or (self._job is not None and self._job.state is JobState.WAITING)
 
     def _mend(self) -> None:
-        """Bring an agent back that has died between two snapshots: the other hosts cannot commit without it."""
+        """Revives an agent that has died between two snapshots: the other hosts cannot commit without it."""
         if self._lost() and self.slots:
             with contextlib.suppress(GeminiError):
                 self._bring_back()
 
     def _bring_back(self) -> None:
-        """Recover; where that fails it takes its time, and training shall not wait for that at every step."""
+        """Revives the agent; where that fails it takes its time, and training shall not wait for it at every step."""
         if time.monotonic() < self._next_try:
             raise AgentError("this host has no agent; another try to start one follows")
         self._next_try = time.monotonic() + _RETRY
@@ -287,7 +287,7 @@ class Snapshotter:
         self._copy_extras(job, slot)
 
     def _queue_cuda_copies(self, job: Job, slot: Slot) -> list[Any]:
-        """Queue every copy on a side stream, after the state is final; the events say when each batch has arrived."""
+        """Queues every copy on a side stream, after the state is final; the events say when each batch has arrived."""
         assert self.plan is not None
         if self._stream is None:
             torch.cuda.set_device(self.plan.device)  # a thread begins on device 0, whatever the rank's is
@@ -330,7 +330,7 @@ class Snapshotter:
         self._tell(GiveUp(iteration=job.iteration, reason=reason))
 
     def _fail(self, job: Job, error: GeminiError) -> None:
-        """The agent went away in the middle: bring it back, and tell it that this one is lost."""
+        """Revives an agent that went away in the middle, and tells it that this snapshot is lost."""
         job.cancelled = str(error)
         self._on_discard(job.iteration, str(error))
         if self._stream is not None:
