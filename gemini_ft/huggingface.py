@@ -1,4 +1,4 @@
-"""Resumes transformers' Trainer exactly where it was, in the middle of an epoch too: under DDP, FSDP2 and DeepSpeed.
+"""Resumes transformers' Trainer exactly where it was, in the middle of an epoch too: under DDP and DeepSpeed.
 
     trainer = Trainer(model, TrainingArguments(...), train_dataset=..., callbacks=[gemini_ft.huggingface.GeminiCallback()])
     trainer.train()

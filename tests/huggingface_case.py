@@ -156,6 +156,36 @@ def loop(run: dict[str, Any], diary: Diary) -> None:
     diary.note(end=engine.global_steps, bits=bits(engine))
 
 
+def loop_on_ddp(run: dict[str, Any], diary: Diary) -> None:
+    """As docs/huggingface.md has it."""
+    from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
+    from torch.utils.data import DataLoader
+
+    import gemini_ft
+
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    net = model()
+    data = DataLoader(ToldTexts(SAMPLES), BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
+    net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2), data)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 4, 0.5)
+    checkpointer = gemini_ft.Checkpointer(net, optimizer.optimizer, state={"scheduler": scheduler})
+    done = checkpointer.resume()
+    losses = checkpointer.scalars.get("losses", [])
+    for epoch in range(done // len(loader), 3):
+        loader.set_epoch(epoch)
+        skipped = done % len(loader) if epoch == done // len(loader) else 0
+        for batch in skip_first_batches(loader, skipped) if skipped else loader:
+            loss = net(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            losses = [*losses, [loss.item().hex(), scheduler.get_last_lr()[0].hex(), batch["input_ids"].sum().item()]]
+            checkpointer.step(losses=losses)
+    checkpointer.close()
+    diary.note(end=len(losses), losses=losses, bits=bits(net), drawn=torch.rand(()).item().hex(), processes=accelerator.num_processes)
+
+
 if __name__ == "__main__":
     job = json.loads(sys.argv[1])
-    {"trainer": train, "loop": loop}[job["kind"]](job, Diary(job))
+    {"trainer": train, "loop": loop, "loop on ddp": loop_on_ddp}[job["kind"]](job, Diary(job))

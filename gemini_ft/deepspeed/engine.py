@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
+import traceback
 import weakref
 from collections.abc import Mapping
 from datetime import timedelta
@@ -101,14 +102,14 @@ class Protection:
         for name in _COUNTERS & vars(kind).keys():
             delattr(kind, name)
         if self._resumed and not self.is_followed and dist.get_rank() == 0:
-            trainer = "transformers.trainer" in sys.modules
+            callers = {frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None)}
             _log.warning(
                 "THE LOOP HAS BEGUN AGAIN, and the engine was resumed at step %d: nothing has read engine.global_steps before the first "
                 "step, so that a loop of N steps makes %d too many. %s",
                 self._resumed,
                 self._resumed,
                 "transformers' Trainer goes on where it was with a gemini_ft.huggingface.GeminiCallback (docs/huggingface.md)"
-                if trainer
+                if "transformers.trainer" in callers
                 else "Write `for step in range(engine.global_steps, N)` (docs/deepspeed.md)",
             )
 
