@@ -154,7 +154,7 @@ def test_old_checkpoints_that_cannot_be_deleted_are_said_once_and_shown(host: Ho
         host.storage.refuses = "delete"
         told = [await host.upload(iteration) for iteration in range(1, 6)]
         assert [bool(text) for text in told] == [False, False, True, False, False]
-        assert "nothing more is stored until it can: the newest stored step is 3, 0 s old" in told[2]
+        assert "nothing more is stored until that works: the newest stored step is 3, 0 s old" in told[2]
         assert "could not be deleted" in str(host.uploader.status()["error"])
         assert (await host.uploader.tidy())[1]
         host.storage.refuses = "$^"

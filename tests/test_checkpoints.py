@@ -484,7 +484,7 @@ def test_what_was_reported_as_stored_and_is_gone_is_no_reason_to_take_the_one_be
     write_mark(storage, "run", "main", newest.version)
     for key in [key for key in storage.objects if key.startswith(newest.folder)]:
         storage.delete(key)
-    with pytest.raises(StorageUnclearError, match="iteration 20 of incarnation 1 was reported as stored and is not there"):
+    with pytest.raises(StorageUnclearError, match="iteration 20 of incarnation 1 was reported as stored, but neither it"):
         newest_whole(storage, "run", "main")
 
 

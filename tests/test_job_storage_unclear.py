@@ -141,7 +141,7 @@ def test_the_last_upload_is_waited_for_and_its_failure_is_said(
     assert attempt.wait()
     attempt.kill()
     if patience > 1:
-        eventually(lambda: "nothing more is stored until it can" in one.log("host0"), "the failure")
+        eventually(lambda: "nothing more is stored until that works" in one.log("host0"), "the failure")
         folder.unlink()
         aside.rename(folder)
         assert lifecycle.job_finished(one.run) == ""

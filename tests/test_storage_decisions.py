@@ -397,7 +397,7 @@ class TestTheChoiceOfAHistory:
         look = Look((self.FIRST, self.LEFT), marks=(after,))
         answer = decide(look, "2-b")
         assert isinstance(answer, Unclear)
-        assert "iteration 9 of incarnation 3 was reported as stored and is not there" in answer.why
+        assert "iteration 9 of incarnation 3 was reported as stored, but neither it" in answer.why
         assert isinstance(decide(look, "2-b", found=True), Here)
 
     def test_leaves_aside_what_cannot_be_read_just_now(self) -> None:

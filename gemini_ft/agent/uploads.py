@@ -271,9 +271,7 @@ class Uploader:
                 await asyncio.wait_for(asyncio.to_thread(self._recall), _HOME_SECONDS)
             begins = _DELETING not in self._failures
             self._failures[_DELETING] = (self._failures.get(_DELETING, (time.time(), ""))[0], str(error))
-            told = (
-                f"storage: checkpoints cannot be looked through, or old ones not deleted: {error}; nothing more is stored until that works"
-            )
+            told = f"storage: old checkpoints cannot be found or deleted: {error}; nothing more is stored until that works"
             told += f": {self._stake()}. A message will say when storing works again"
             return told if begins else "", f"old checkpoints cannot be deleted: {error}"
         finally:
