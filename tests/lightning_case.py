@@ -276,7 +276,7 @@ def train_with_fabric(run: dict[str, Any], diary: Diary) -> None:
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "epoch": 0, "step": 0}
     resumable = run.get("strategy", "gemini") == "gemini"
     if resumable:
-        fabric.load("gemini://latest", state)
+        fabric.strategy.protect(state) if run.get("asked") else fabric.load("gemini://latest", state)
     for epoch in range(state["epoch"], 3):
         state["epoch"] = epoch
         for batch in loader:

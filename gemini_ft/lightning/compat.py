@@ -209,6 +209,12 @@ def name_our_strategy(exception: BaseException) -> None:
         exception.args = tuple(text.replace(theirs, ours) if isinstance(text, str) else text for text in exception.args)
 
 
+def unwrapped(package: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with what Fabric's wrappers hold, as Fabric gives it to a strategy."""
+    found: dict[str, Any] = importlib.import_module(f"{package}.wrappers")._unwrap_objects(dict(state))
+    return found
+
+
 def step_to_log(trainer: Any) -> int | None:
     """The number under which loggers are told of the step under way; None: ``log_every_n_steps`` leaves it out."""
     if not trainer._logger_connector.should_update_logs:

@@ -5,7 +5,7 @@
     model, optimizer = fabric.setup(model, optimizer)
     loader = fabric.setup_dataloaders(loader)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "epoch": 0}
-    fabric.load("gemini://latest", state)              # leaves state as it is if there is nothing to resume
+    fabric.strategy.protect(state)                     # leaves state as it is if there is nothing to resume
     for epoch in range(state["epoch"], epochs):
         state["epoch"] = epoch
         for batch in loader:                           # goes on with the next batch
@@ -13,7 +13,8 @@
     fabric.strategy.close()                            # the run is finished: nothing is kept for a restart
 
 Where an optimizer has stepped, a snapshot is taken when the loop asks a loader in ``state`` for the next batch. A loop without such a
-loader, or one that knows better, says itself where a step ends: with ``fabric.save("gemini://latest", state)`` as its last statement.
+loader, or one that knows better, says itself where a step ends: with ``fabric.save("gemini://latest", state)`` as its last statement,
+and ``fabric.load("gemini://latest", state)`` before it.
 
 Random states are saved and loaded with the rest. Other paths than ``gemini://latest`` are files, as ever.
 """
@@ -108,6 +109,19 @@ class GeminiFabricMixin(Gemini, _Strategy):
             self._gemini_checkpointer = checkpointer
         return self._gemini_checkpointer
 
+    def protect(self, state: dict[str, Any]) -> None:
+        """Loads what there is to resume into ``state``, and snapshots it from now on, when a loader in it is asked for a batch. Collective.
+
+        Args:
+            state: models, optimizers, schedulers, loaders, and the counters of the loop, which it keeps there.
+        """
+        inner = compat.unwrapped(self._gemini_package, state)
+        self.load_checkpoint(LATEST, inner)
+        state |= {
+            name: value for name, value in inner.items() if not isinstance(value, nn.Module | Optimizer) and bookmark_of(value) is None
+        }
+        self._gemini_state = state
+
     def close(self) -> None:
         """Ends the run, which has finished on all ranks: the agents may forget it, and the next start begins anew."""
         if self._gemini_checkpointer is not None:
@@ -148,16 +162,14 @@ class GeminiFabricMixin(Gemini, _Strategy):
         self._gemini_has_warned = True
         if self._gemini_checkpointer is None:
             log.warning(
-                "NOTHING IS PROTECTED: an optimizer has stepped, and fabric.load(%r, state) was not called. Call it before the loop, with "
-                "a dictionary of models, optimizers, schedulers, loaders and counters (docs/lightning.md, Fabric)",
-                LATEST,
+                "NOTHING IS PROTECTED: an optimizer has stepped, and fabric.strategy.protect(state) was not called. Call it before the "
+                "loop, with a dictionary of models, optimizers, schedulers, loaders and counters (docs/lightning.md, Fabric)"
             )
         else:
             log.warning(
-                "no snapshot was taken in %d steps: the state given to fabric.load(%r, state) has no loader that was set up and is "
-                "iterated now. Put it there, or call fabric.save(%r, state) as the last statement of the loop",
+                "no snapshot was taken in %d steps: no loader in the state that was given to fabric.strategy.protect(state) is iterated "
+                "now. Put it there, or call fabric.save(%r, state) as the last statement of the loop",
                 self._gemini_steps,
-                LATEST,
                 LATEST,
             )
 
@@ -165,7 +177,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
         """The loop asks a loader for its next batch: everything of the step before has happened."""
         state = self._gemini_state
         if state is not None and self._gemini_steps and any(bookmark_of(item) is mark for item in state.values()):
-            self._gemini_save(self.checkpointer, state)
+            self._gemini_save(self.checkpointer, compat.unwrapped(self._gemini_package, state))
 
     def _gemini_before_update(self) -> None:
         if self._gemini_rules is not None and self.gradients is not None:
@@ -207,7 +219,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
         checkpointer = self.checkpointer
         found, self._gemini_found = self._gemini_found, None
         others = self._bind(checkpointer, state)
-        self._gemini_state, self._gemini_steps = state, 0
+        self._gemini_steps = 0
         if found is None:
             return {}
         checkpointer.load_tensors()
