@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gemini_ft.torch_versions import all_gather_single
+
 from .base import Bundle, Exchange, Reducer, Request, Turn
 from .topology import Scope, Topology
 
@@ -227,7 +229,7 @@ def _max(tensors: Sequence[Tensor]) -> Tensor:
 
 def _gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
     gathered = tensor.new_empty(dist.get_world_size(group), tensor.numel())
-    dist.all_gather_single(_bytes(gathered.view(-1)), _bytes(tensor), group=group)
+    all_gather_single(_bytes(gathered.view(-1)), _bytes(tensor), group=group)
     return _rows(gathered)
 
 

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gemini_ft.accelerator import holds
+
 from . import kernels
 from .base import Bundle, Compressor, Layout, Payload, Primitive, Summed, Turn, cut, divided, join
 from .randomness import SHARED, generator
@@ -82,7 +84,7 @@ def largest(magnitudes: Tensor, count: int) -> Tensor:
     Large tensors are not sorted: a sample tells a threshold that a little more than ``count`` pass, and only those are compared.
     """
     size = magnitudes.numel()
-    if magnitudes.is_cuda or size <= _FEW or count * 4 > size:
+    if holds(magnitudes) or size <= _FEW or count * 4 > size:
         return magnitudes.topk(count, sorted=False).indices
     sample = magnitudes[:: max(1, count // _HITS)]
     expected = count / size * sample.numel()

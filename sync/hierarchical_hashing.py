@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from gemini_ft.accelerator import holds
+
 from .hashing import murmur
 
 ROUNDS = 3  # k, hash functions of level two; a fourth gains nothing (section 4.5)
@@ -56,7 +58,7 @@ def hierarchical_hash(indices: torch.Tensor, parts: torch.Tensor, count: int, se
 
 
 def _attempt(indices: torch.Tensor, parts: torch.Tensor, count: int, seed: int, slots: int, attempts: int) -> Grouping | None:
-    if indices.device.type == "cuda":
+    if holds(indices):
         from .hashing_triton import fill
 
         memory, serial = fill(indices, parts, count, seed, slots, slots // SERIAL)

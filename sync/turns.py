@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import ProcessGroup
 
+from gemini_ft import accelerator
+
 T = TypeVar("T")
 
 
@@ -33,12 +35,13 @@ class _Line:
         """Runs a call in the background, on the device stream that is current now."""
         self._refuse_callbacks()
         future: Any = torch.futures.Future()  # its set_exception is annotated as if errors were results
-        stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+        module = accelerator.in_use()
+        stream = module.current_stream() if module is not None else None
 
         def run() -> None:
             try:
                 with self._one:
-                    value = _on(stream, call)
+                    value = _on(module, stream, call)
             except Exception as error:
                 future.set_exception(error)
             else:
@@ -82,11 +85,11 @@ def _serve(waiting: queue.Queue[Callable[[], None] | None]) -> None:
         del run  # it holds the gradient
 
 
-def _on(stream: torch.cuda.Stream | None, call: Callable[[], T]) -> T:
+def _on(module: Any, stream: Any, call: Callable[[], T]) -> T:
     """Runs a call on the caller's stream, so after the work that is queued there; its results can be used on other streams, too."""
     if stream is None:
         return call()
-    with torch.cuda.stream(stream):
+    with module.stream(stream):
         result = call()
         stream.synchronize()
     return result

@@ -27,7 +27,7 @@ def slot_of(layout: Layout) -> Iterator[Slot]:
     """A slot as an agent would have given it."""
     fd = os.memfd_create("slot")
     os.ftruncate(fd, max(1, layout.nbytes))
-    slot = Slot(fd, 0, layout.nbytes, pinned=False)
+    slot = Slot(fd, 0, layout.nbytes, device=None)
     yield slot
     slot.close()
 

@@ -160,7 +160,7 @@ class TestMemory:
         with monkeypatch.context() as full:
             full.setattr(mmap, "mmap", scarce)
             with pytest.raises(MemoryBudgetError, match="this worker cannot map 2 slots"):
-                map_slots(handed, reserved, False)
+                map_slots(handed, reserved, None)
         assert slots_of_this_process() <= kept
         for slot in slots:
             slot.close()

@@ -157,7 +157,7 @@ class Candidates:
 
 def processors(device: torch.device) -> tuple[Processor, ...]:
     """The processors that could compress gradients on a device; on CPUs there are no others."""
-    return (Processor.GPU, Processor.CPU) if device.type == "cuda" else (Processor.GPU,)
+    return (Processor.GPU, Processor.CPU) if device.type != "cpu" else (Processor.GPU,)
 
 
 def _gathered(processor: Processor) -> Option:

@@ -17,6 +17,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 from torch.futures import Future
 
+from gemini_ft.accelerator import holds
+
 if TYPE_CHECKING:
     from gemini_ft.pipeline.synchronizer import GradientSynchronizer
 
@@ -131,7 +133,7 @@ def _nothing() -> None:
 
 
 def _answered(buffer: Tensor) -> Future[Tensor]:
-    devices: Any = [buffer.device] if buffer.device.type == "cuda" else []
+    devices: Any = [buffer.device] if holds(buffer) else []
     future: Future[Tensor] = Future(devices=devices)
     future.set_result(buffer)
     return future
@@ -141,7 +143,7 @@ class _Bucket:
     """A bucket whose averages are awaited."""
 
     def __init__(self, buffer: Tensor, tensors: int, over: Any) -> None:
-        devices: Any = [buffer.device] if buffer.device.type == "cuda" else []
+        devices: Any = [buffer.device] if holds(buffer) else []
         self.future: Any = Future(devices=devices)
         self._buffer, self._left, self._over, self._is_over = buffer, tensors, over, False
         self._lock = threading.Lock()  # groups may be averaged by several threads of the backend

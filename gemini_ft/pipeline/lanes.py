@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from gemini_ft import accelerator
 from gemini_ft.errors import StateError
 
 _LOOK = 1.0  # seconds between two looks at whether others have failed
@@ -79,8 +80,8 @@ class Job:
         self.done: Future[None] = Future()
         self.ended = 0.0  # time.perf_counter()
         self.asked: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self.ready: Any = None  # CUDA event: the gradients are final
-        self.finished: Any = None  # CUDA event: the averages are
+        self.ready: Any = None  # the device's event: the gradients are final
+        self.finished: Any = None  # the device's event: the averages are
 
     def step(self, answer: Any) -> bool:
         """Computes until the next collective is asked for, or until the end (True)."""
@@ -115,7 +116,7 @@ class Lanes:
     """The two threads, and the groups on their way through them.
 
     Args:
-        device: of the gradients. On CUDA the work is queued on a stream of its own, after what the job waits for.
+        device: of the gradients. On an accelerator the work is queued on a stream of its own, after what the job waits for.
         broken: called once, with the first error and whether it is one of computing, not of a collective, on the thread where it happens;
             gives the error that everything raises from then on.
     """
@@ -125,8 +126,8 @@ class Lanes:
         self._communicating: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._broken: BaseException | None = None
         self._breaking, self._on_broken = threading.Lock(), broken
-        self._device = device
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._device, self._module = device, accelerator.module_of(device)
+        self._stream: Any = self._module.Stream(device) if self._module is not None else None
         self._threads = [
             threading.Thread(target=loop, name=f"gradients-{name}", daemon=True)
             for name, loop in (("codec", self._compute), ("network", self._communicate))
@@ -138,7 +139,7 @@ class Lanes:
         """Puts a group on its way; the same groups in the same order on all ranks."""
         self.check()
         if self._stream is not None:
-            job.ready = torch.cuda.current_stream(self._device).record_event()
+            job.ready = self._module.current_stream(self._device).record_event()
         self._communicating.put(job)
         self._computing.put(partial(self._advance, job))
 
@@ -197,7 +198,7 @@ class Lanes:
                 raise self.fail(error)
         job.done.result()
         if job.finished is not None:
-            torch.cuda.current_stream(self._device).wait_event(job.finished)
+            self._module.current_stream(self._device).wait_event(job.finished)
 
     def close(self) -> None:
         """Ends both threads, after what was submitted. Nothing can be averaged any more."""
@@ -248,4 +249,4 @@ class Lanes:
                 return
 
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
+        return self._module.stream(self._stream) if self._stream is not None else contextlib.nullcontext()

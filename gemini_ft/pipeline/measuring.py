@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gemini_ft import accelerator
 from gemini_ft.compression.base import Turn
 from gemini_ft.compression.costs import Affine, Fit, Sample, fit_line, interpolate
 from gemini_ft.compression.timeline import GroupCosts
@@ -116,8 +117,8 @@ def _timed(route: Route, gradients: Gradients, group: Any, device: torch.device)
 
 def _now(device: torch.device) -> float:
     """The time when all that was queued is done, in seconds."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if (module := accelerator.module_of(device)) is not None:
+        module.synchronize(device)
     return time.perf_counter()
 
 

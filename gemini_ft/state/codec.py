@@ -32,6 +32,7 @@ import numpy as np
 import torch
 import xxhash
 
+from gemini_ft.accelerator import current_device
 from gemini_ft.errors import CorruptDataError, StateError, UnsupportedStateError
 
 _MAGIC = b"GFX"
@@ -346,7 +347,7 @@ def _make_tensor(name: str, shape: list[int], stride: list[int], device: str, gr
     if raw:
         out.as_strided((numel,), (1,)).view(torch.uint8).copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
     if device != "cpu" and (accelerator := torch.accelerator.current_accelerator()) and accelerator.type == device:
-        out = out.to(torch.device(device, torch.accelerator.current_device_index()))
+        out = out.to(current_device())
     return torch.nn.Parameter(out, grad) if parameter else out.requires_grad_(grad)
 
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
+from gemini_ft.accelerator import current_device
 from gemini_ft.core.census import Fate, Finding, declare
 from gemini_ft.core.layout import PER_RANK, Layout, Read, TensorSpec
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
@@ -281,7 +282,7 @@ def _device(spec: TensorSpec) -> torch.device:
     kind, accelerator = spec.logical.removeprefix(PER_RANK).strip(), torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != kind:
         return torch.device("cpu")
-    return torch.device(kind, torch.accelerator.current_device_index())
+    return current_device()
 
 
 def _finite(summary: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:

@@ -18,6 +18,7 @@ import torch
 # torch.distributed exports this too, but not so that type checkers see it.
 from torch._C._distributed_c10d import Work
 
+from gemini_ft.accelerator import holds
 from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.core.traffic import Collective, Moment, Step
 from gemini_ft.wire.control_page import ControlPage
@@ -44,7 +45,7 @@ class _Flight:
     def __init__(self, name: str, tensors: list[torch.Tensor], begin: float) -> None:
         self.name, self.begin = name, begin
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
-        self.on_cuda = any(tensor.is_cuda for tensor in tensors)
+        self.on_cuda = any(holds(tensor) for tensor in tensors)
         self.end: float | None = None
 
 

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from gemini_ft import accelerator
 from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.config import TrafficConfig
 from gemini_ft.errors import AgentError
@@ -51,13 +52,13 @@ class Courier:
     ) -> None:
         self._tell, self._slots, self._custody = tell, slots, custody
         self._timeout = timedelta(seconds=timeout)
-        on_cuda = "nccl" in dist.get_backend()
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        on_device = "nccl" in dist.get_backend()
+        self._device = accelerator.current_device() if on_device else torch.device("cpu")
         # NCCL has no tags, and what two ranks send each other at a time must not wait for each other: a group for either direction.
-        self._groups = [dist.new_group(backend="nccl" if on_cuda else "gloo", timeout=self._timeout) for _ in range(1 + on_cuda)]
+        self._groups = [dist.new_group(backend="nccl" if on_device else "gloo", timeout=self._timeout) for _ in range(1 + on_device)]
         self._buffer = torch.empty(traffic.sub_buffers * traffic.piece_bytes, dtype=torch.uint8, device=self._device)
         parts = list(torch.split(self._buffer, traffic.piece_bytes))
-        out = len(parts) // 2 if on_cuda else 0  # on a CPU bytes are sent from the slot itself
+        out = len(parts) // 2 if on_device else 0  # on a CPU bytes are sent from the slot itself
         self._free_in, self._free_out = _queue(parts[out:]), _queue(parts[:out])
         self._replicas: dict[str, Slot] = {}  # key -> as this worker maps it
         self._lock = threading.Lock()
@@ -119,7 +120,7 @@ class Courier:
         if slot is None:
             raise AgentError(f"slot {order.slot} is gone")
         piece, place = slot.tensor[order.offset : order.offset + order.nbytes], None
-        if self._device.type == "cuda":
+        if self._device.type != "cpu":
             place = _take(self._free_out)
             piece = place[: order.nbytes].copy_(piece, non_blocking=True)
         return dist.isend(piece, order.target, self._group(dist.get_rank(), order.target), order.tag), place
@@ -146,8 +147,8 @@ class Courier:
 
     def _wait(self, work: Any) -> None:
         work.wait(self._timeout)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        if (module := accelerator.module_of(self._device)) is not None:
+            module.current_stream(self._device).synchronize()
 
     def _replica(self, key: str) -> Slot:
         held = self._custody()
@@ -157,7 +158,7 @@ class Courier:
             if key not in held:
                 raise AgentError("this worker does not have the replica's memory")
             fd = os.dup(held[key])
-            self._replicas[key] = Slot(fd, 0, os.fstat(fd).st_size, self._device.type == "cuda")
+            self._replicas[key] = Slot(fd, 0, os.fstat(fd).st_size, self._device)
         return self._replicas[key]
 
     def _answer(self, order: Dispatch | Collect, error: str) -> None:

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-import torch
-
+from gemini_ft import accelerator
 from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.core.roots import checksum
 from gemini_ft.errors import AgentError, ConcurrentWriteError, GeminiError
@@ -32,7 +31,7 @@ class JobState(StrEnum):
 
     WAITING = "waiting"  # for a slot
     COPYING = "copying"
-    ISSUED = "issued"  # CUDA: all copies are in the stream's queue
+    ISSUED = "issued"  # from an accelerator: all copies are in the stream's queue
     DONE = "done"  # copied, or given up
 
 
@@ -44,8 +43,9 @@ class Job:
     extras: bytes
     digest: Callable[[], str] | None  # computes the digest of the replicated state, where one is due
     marks: list[tuple[int, int]]  # version counter and address of each source when the snapshot was taken
-    ready: Any = None  # CUDA event: the state is final from here on
-    copied: Any = None  # CUDA event: all copies have been made
+    written: list[str] | None = None  # names of what was written since, at the latest when the update was let through; None: not asked yet
+    ready: Any = None  # the device's event: the state is final from here on
+    copied: Any = None  # the device's event: all copies have been made
     state: JobState = JobState.WAITING
     is_seen: bool = False  # by the snapshot thread, which tells the agent of it
     slot: int | None = None
@@ -120,14 +120,18 @@ class Snapshotter:
         job = self._job
         if job is None:
             return
-        on_cuda = job.ready is not None and job.digest is None and not self._verify
+        on_device = job.ready is not None and job.digest is None and not self._verify
         with self._condition:
             if job.state is JobState.WAITING and (self._impatient or not self._waits):
                 self._forget(job, "the previous snapshot was still uncommitted at the next update")
                 return
-            self._wait(job, (JobState.ISSUED, JobState.DONE) if on_cuda else (JobState.DONE,))
-        if on_cuda and job.copied is not None:
-            torch.cuda.current_stream().wait_event(job.copied)
+            self._wait(job, (JobState.ISSUED, JobState.DONE) if on_device else (JobState.DONE,))
+            if job.copied is not None:
+                self._judge(job)
+        if on_device and job.copied is not None:
+            assert self.plan is not None
+            assert self.plan.device is not None
+            accelerator.module_of(self.plan.device).current_stream(self.plan.device).wait_event(job.copied)
         else:
             self._finish(job)
 
@@ -158,6 +162,14 @@ class Snapshotter:
         if not job.is_seen:
             self._unseen.append(job)
         self._condition.notify_all()
+
+    def _judge(self, job: Job) -> list[str]:
+        """What was written since the snapshot. Asked once: the update, which a device may make long after it was queued, counts as soon as
+        it is queued, and it is ordered behind the copy."""
+        assert self.plan is not None
+        if job.written is None:
+            job.written = self.plan.changed(job.marks)
+        return job.written
 
     def _finish(self, job: Job) -> None:
         if self._verify and not job.cancelled and not job.finished:
@@ -268,7 +280,9 @@ class Snapshotter:
             return
         self._copy(job, self.slots[job.slot])
         assert self.plan is not None
-        if changed := self.plan.changed(job.marks):
+        with self._condition:
+            changed = self._judge(job)
+        if changed:
             shown, self.written = ", ".join(changed[:5]), changed
             self._discard(job, f"{shown} written during the copy (write inside `with checkpointer.mutate():`)")
         elif not self._verify:
@@ -276,7 +290,7 @@ class Snapshotter:
 
     def _copy(self, job: Job, slot: Slot) -> None:
         assert self.plan is not None
-        events = self._queue_cuda_copies(job, slot) if self.plan.on_cuda else []
+        events = self._queue_copies(job, slot) if self.plan.device is not None else []
         step = self.plan.chunk_bytes
         for number, batch in enumerate(self.plan.batches):
             if events:
@@ -286,19 +300,20 @@ class Snapshotter:
             self._publish(job, number, slot, number * step, min(step, self.plan.nbytes - number * step))
         self._copy_extras(job, slot)
 
-    def _queue_cuda_copies(self, job: Job, slot: Slot) -> list[Any]:
+    def _queue_copies(self, job: Job, slot: Slot) -> list[Any]:
         """Queues every copy on a side stream, after the state is final; the events say when each batch has arrived."""
         assert self.plan is not None
+        assert self.plan.device is not None
+        module = accelerator.module_of(self.plan.device)
         if self._stream is None:
-            torch.cuda.set_device(self.plan.device)  # a thread begins on device 0, whatever the rank's is
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            module.set_device(self.plan.device)  # a thread begins on device 0, whatever the rank's is
+            self._stream = module.Stream()
         events: list[Any] = []
-        with torch.cuda.stream(self._stream):
+        with module.stream(self._stream):
             self._stream.wait_event(job.ready)
             for number, batch in enumerate(self.plan.batches):
                 slot.write(number, batch)
-                events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
-                events[-1].record(self._stream)
+                events.append(self._stream.record_event())
             job.copied = events[-1]
         with self._condition:
             job.state = JobState.ISSUED
