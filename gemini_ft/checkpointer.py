@@ -39,6 +39,7 @@ from gemini_ft.state import codec
 from gemini_ft.state.base import PlainState, TrainingState
 from gemini_ft.state.ddp import ddp_state, findings, refuse_hooks, restore_buckets, restore_sync
 from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence
+from gemini_ft.state.hyperparameters import Given, differences, of_scheduler
 from gemini_ft.state.rebuilding import Changes
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.state.tensors import every_optimizer
@@ -57,7 +58,7 @@ _log = logging.getLogger("gemini_ft")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What ``open`` found."""
+    """The snapshot that ``open`` found."""
 
     iteration: int
     extras: Any  # of this rank, or of one whose state it takes over in part
@@ -130,6 +131,16 @@ class Checkpointer:
         self._handles: list[Any] = []
         self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._stranger: torch.optim.Optimizer | None = None  # one that has stepped and was not given
+        self._given_beside = {
+            key: value
+            for name, item in self._stateful.items()
+            if isinstance(item, torch.optim.lr_scheduler.LRScheduler)
+            for key, value in of_scheduler(f"state[{name!r}]", item).items()
+        }
+        self._given_then: dict[str, Given] = {}
+        self._given: Given = {}  # hyperparameters as the script gave them when the training began
+        self._script_given: Given = {}  # those of which no snapshot holds the value, so that the script's is in force
+        self._knows_given = False  # they are as a snapshot has them
         if gradients is not None:
             self.attach_gradients(gradients)
         if model is not None:
@@ -138,7 +149,7 @@ class Checkpointer:
     # -- the plain loop
 
     def resume(self) -> int:
-        """Join the run and load the newest state there is, into everything given to the constructor; the last call before the loop.
+        """Joins the run and loads the newest state there is into everything given to the constructor; the last call before the loop.
 
         Collective. Returns the number of iterations already done: 0 at a first start.
 
@@ -170,7 +181,7 @@ class Checkpointer:
         return found.iteration
 
     def step(self, **scalars: Any) -> None:
-        """The iteration is over: take a snapshot, if the optimizer has stepped and the interval says so.
+        """Ends an iteration: takes a snapshot if the optimizer has stepped and the interval says so.
 
         In the middle of an accumulation there is none; where another optimizer steps meanwhile, the gradients that wait are part of it.
 
@@ -203,7 +214,7 @@ class Checkpointer:
     # -- finer grain
 
     def open(self) -> Snapshot | None:
-        """Join the run, and find out what to resume. Collective over the default process group.
+        """Joins the run, and finds out what to resume. Collective over the default process group.
 
         Raises:
             GeminiError: a rank could not join, or the state cannot be resumed; the same text on all ranks.
@@ -211,6 +222,7 @@ class Checkpointer:
         _log_to_stderr()
         if isinstance(self._bound, PlainState):
             self._bound.remember()
+        self._note_given()
         atexit.register(self._leave_if_interrupted)
         self._recorder = recorder = Recorder(self.config, self.name, self.stats, self._resizable)
         if not self._resizable:
@@ -222,12 +234,13 @@ class Checkpointer:
         with self._script_to_blame():
             extras = _on_all_ranks(lambda: self._read_extras(recorder))
         self._state_extras = {owner: value["tensors"] for owner, value in extras.items()}
+        self._given_then = extras[recorder.session.rank % plan.world_size].get("given", {})  # snapshots in storage may be older
         return Snapshot(self._iteration, extras[recorder.session.rank % plan.world_size]["extras"], plan.kind, plan.world_size)
 
     def _read_extras(self, recorder: Recorder) -> dict[int, Any]:
-        """Those of this rank; in a job of another size those of all ranks that made the snapshot."""
+        """The extras of this rank; in a job of another size those of all ranks that made the snapshot."""
         session, then = recorder.session, recorder.session.plan.world_size
-        trust = bool(self.config.storage and self.config.storage.trust_pickle)  # what is in memory may have come from storage
+        trust = bool(self.config.storage and self.config.storage.trust_pickle)  # the state in memory may have come from storage
         extras = {}
         for owner in [session.rank] if then == session.world_size else range(then):
             blob = session.sources.read(owner, session.rank, lambda shard: shard.extras())
@@ -235,7 +248,7 @@ class Checkpointer:
         return extras
 
     def bind(self, models: nn.Module | Mapping[str, nn.Module], optimizers: Any = (), *, modes: bool = True) -> None:
-        """Say what to capture; as early as the objects exist.
+        """Names the objects to capture; call it as early as they exist.
 
         Args:
             models: module, or name -> module.
@@ -264,16 +277,28 @@ class Checkpointer:
             )
 
     def bind_state(self, state: TrainingState) -> None:
-        """Say what to capture where that is no plain module and optimizer; the caller calls ``wait_before_update`` and ``save``."""
+        """Names a state to capture that is no plain module and optimizer; the caller calls ``wait_before_update`` and ``save``."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
         self._hooked.clear()
         self._bound = state
         self._state = state if self._gradients is None else WithGradients(state, self._gradients)
+        self._note_given()
+
+    def script_gives(self, snapshots: Given, scripts: Given | None = None) -> None:
+        """Say which hyperparameters the script has given beside those of the optimizers, so that a resume tells what has changed.
+
+        Args:
+            snapshots: those that a resume puts back as they were (of schedulers).
+            scripts: those that stay as the script gives them.
+        """
+        self._given_beside |= snapshots
+        self._script_given |= scripts or {}
+        self._note_given()
 
     def attach_gradients(self, gradients: GradientState) -> None:
-        """Capture and restore the state of what synchronises the gradients too, and show its figures in ``gemini status``.
+        """Captures and restores the state of a gradient synchronizer, too, and shows its figures in ``gemini status``.
 
         Raises:
             StateError: there is one already, or it is too late: part of the state has been resumed or recorded without it.
@@ -289,7 +314,7 @@ class Checkpointer:
         self._reporter = FiguresReporter(gradients.summary, lambda message: self._joined.client.offer(message))
 
     def _find_gradients(self) -> None:
-        """Attach what synchronises the gradients of the models, where nobody has said what does."""
+        """Attaches the synchronizer of the models' gradients, unless one was named."""
         if self._gradients is not None:
             return
         found = announced(param for model in self._models.values() for param in model.parameters())
@@ -303,7 +328,7 @@ class Checkpointer:
         self.attach_gradients(found)
 
     def load_tensors(self) -> None:
-        """Fill the bound models and optimizers with what ``open`` found. Collective.
+        """Fills the bound models and optimizers with the snapshot that ``open`` found. Collective.
 
         Raises:
             LayoutMismatchError: the snapshot is of another model; the first differences are named.
@@ -313,6 +338,7 @@ class Checkpointer:
         if session.plan.version is None:
             raise RecoveryError("load_tensors() was called, but open() found nothing to resume")
         begin = time.perf_counter()
+        self._compare_given()
         if isinstance(self._bound, PlainState):
             self._bound.remember()
         changes = self._state_extras[session.rank % session.plan.world_size].get("changes")
@@ -336,7 +362,7 @@ class Checkpointer:
             _log.info("resumed at iteration %d: rank 0 read %s in %.2f s", self._iteration, read or "nothing", self.stats.restore_seconds)
 
     def save(self, iteration: int, extras: Any) -> None:
-        """Take a snapshot of the state after ``iteration``: what may change at once is copied now, the rest in the background.
+        """Takes a snapshot of the state after ``iteration``: some state is copied now, the rest in the background.
 
         Raises:
             GeminiError: something that must stop the job has happened since the last call.
@@ -349,11 +375,11 @@ class Checkpointer:
         self._blocked = 0.0
 
     def marks(self) -> dict[str, list[tuple[int, int]]]:
-        """Name -> what is another after a write, of every tensor that the last snapshot has."""
+        """Name -> a value that changes with every write, of each tensor that the last snapshot has."""
         return self._joined.marks()
 
     def due(self, before: int, now: int) -> bool:
-        """Whether there is to be a snapshot, by how many updates had been made at the last one that was asked about, and now.
+        """Whether a snapshot is due, from the number of updates at the last question, and now.
 
         The same on all ranks that count alike; where ``interval`` is auto, it changes as the network asks for.
         """
@@ -365,13 +391,13 @@ class Checkpointer:
         return self._joined.interval(self._iteration)
 
     def alive(self, iteration: int) -> None:
-        """Instead of ``save``, after a step of which no snapshot is due: a sign of life for the hang detection."""
+        """Gives a sign of life for the hang detection, in place of ``save``, after a step of which no snapshot is due."""
         self._iteration = iteration
         self._joined.alive(iteration)
         self._report()
 
     def wait_before_update(self) -> None:
-        """Call before parameters or optimizer state are written: returns when the copy under way has read them."""
+        """Returns when the copy under way has read parameters and optimizer state; call it before they are written."""
         faults.at_step(self._iteration, "before_update")
         begin = time.perf_counter()
         if self._recorder is not None:
@@ -379,26 +405,26 @@ class Checkpointer:
         self._blocked += time.perf_counter() - begin
 
     def flush(self) -> None:
-        """Wait until the newest snapshot is committed, or given up; for at most ``timeout`` seconds."""
+        """Waits until the newest snapshot is committed, or given up; for at most ``timeout`` seconds."""
         begin = time.perf_counter()
         self._joined.flush()
         self._blocked += time.perf_counter() - begin
 
     @contextlib.contextmanager
     def mutate(self) -> Iterator[None]:
-        """Write parameters or optimizer state outside the optimizer's step (weight averaging, pruning, clamping)."""
+        """Allows writes to parameters or optimizer state outside the optimizer's step (weight averaging, pruning, clamping)."""
         if self._recorder is not None:
             self._recorder.settle()
         yield
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """No progress is expected meanwhile (validation, saving): hang detection is off."""
+        """Switches hang detection off meanwhile, as no progress is expected (validation, saving)."""
         with self._joined.suspended(self._iteration):
             yield
 
     def close(self, finished: bool = True, interrupted: bool = False) -> None:
-        """Leave the run. Only a finished or interrupted one lets its agents go; after a failure they keep the state."""
+        """Leaves the run. Only a finished or interrupted one lets its agents go; after a failure they keep the state."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -415,14 +441,36 @@ class Checkpointer:
 
     # -- inside
 
+    def _note_given(self) -> None:
+        if not self._knows_given:
+            self._given = self._bound.hyperparameters() | self._given_beside
+
+    def _compare_given(self) -> None:
+        """Say loudly what the script has changed. What the snapshot says goes on being compared, until the script gives that again."""
+        then, self._given_then, self._knows_given = self._given_then, {}, True
+        if not then:
+            return
+        ours, theirs = (list(differences(then[of], now)) for of, now in (("snapshot", self._given), ("script", self._script_given)))
+        self._given, self._script_given = then["snapshot"], then["script"]
+        if self._joined.session.rank == 0 and (ours or theirs):
+            in_force = [f"the snapshot's stay in force ({'; '.join(ours)})"] if ours else []
+            in_force += [f"the script's are in force ({'; '.join(theirs)})"] if theirs else []
+            _log.warning(
+                "HYPERPARAMETERS HAVE CHANGED since the training that is resumed at iteration %d began (then -> now): %s. To train anew "
+                "with those of now, start with GEMINI_RESUME=never or another GEMINI_RUN_ID%s",
+                self._iteration,
+                "; ".join(in_force),
+                "; to go on with them, set them in the optimizer's param_groups after the resume" if ours else "",
+            )
+
     def _leave_if_interrupted(self) -> None:
-        """At the end of the process: after Ctrl-C nobody will come back for what the agents hold."""
+        """Leaves the run at the end of the process: after Ctrl-C the agents' memory will not be needed."""
         if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
             self.close(finished=False, interrupted=True)
 
     @contextlib.contextmanager
     def _script_to_blame(self) -> Iterator[None]:
-        """What does not fit a script that has changed must not be given up after a few restarts: the user will mend the script."""
+        """Excuses a snapshot that does not fit a changed script from being given up after a few restarts: the user will mend the script."""
         try:
             yield
         except StateError:
@@ -430,7 +478,7 @@ class Checkpointer:
             raise
 
     def explain(self) -> str:
-        """The census as a table: what the state of this rank consists of, where it is, what becomes of it, and its bytes."""
+        """The census as a table: the parts of this rank's state, their places, fates and bytes."""
         return table(self.census.findings())
 
     def _stateful_findings(self) -> Iterator[Finding]:
@@ -442,7 +490,7 @@ class Checkpointer:
             yield from findings(name, model)
 
     def _take_census(self) -> None:
-        """Refuse what is not captured, at the first snapshot and after a change; show it where ``gemini run --explain`` asks for it."""
+        """Refuses state that is not captured, at the first snapshot and after a change; shows it for ``gemini run --explain``."""
         if self.census.is_due():
             found = self.census.take()
             if os.environ.get(EXPLAIN) and self._joined.session.rank == 0:
@@ -451,7 +499,8 @@ class Checkpointer:
     def _save(self, iteration: int, extras: Any) -> None:
         self._find_gradients()
         self._take_census()
-        self._joined.record(iteration, self._state, extras)
+        self._knows_given = True
+        self._joined.record(iteration, self._state, extras, {"snapshot": self._given, "script": self._script_given})
         self._report()
         faults.at_step(iteration, "in_copy")
 
@@ -486,20 +535,20 @@ class Checkpointer:
         self._stepped = True
 
     def _hook(self, optimizer: torch.optim.Optimizer) -> None:
-        """Wait for the copy before each of its steps, and count them."""
+        """Makes an optimizer wait for the copy before each of its steps, and counts them."""
         self._hooked.add(optimizer)
         self._handles.append(optimizer.register_step_pre_hook(lambda *_: self.wait_before_update()))
         self._handles.append(optimizer.register_step_post_hook(self._mark_stepped))
 
     def _any_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """An optimizer of this process has stepped; one that nobody has given writes what is captured without its own state being so."""
+        """Takes note that an optimizer of this process has stepped; an unknown one writes captured state while its own is not captured."""
         if optimizer not in self._hooked and self._stranger is None:
             ours = {id(param) for model in self._models.values() for param in model.parameters()}
             if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
                 self._stranger = optimizer
 
     def _refuse_stranger(self) -> None:
-        """Raise StateError if an optimizer has stepped that was not given; one that another holds since then is taken in."""
+        """Raises StateError if an unknown optimizer has stepped; one that another holds since then is taken in."""
         stranger, self._stranger = self._stranger, None
         if stranger is None:
             return
@@ -512,14 +561,14 @@ class Checkpointer:
 
 
 def _on_all_ranks(work: Callable[[], T], timeout: float = 60.0) -> T:
-    """Run ``work`` on every rank, raise everywhere if it fails anywhere, and return this rank's own result."""
+    """Runs ``work`` on every rank, raises everywhere if it fails anywhere, and returns this rank's own result."""
     mine: list[T] = []
     exchange_or_raise(lambda: mine.append(work()), timeout)
     return mine[0]
 
 
 def _log_to_stderr() -> None:
-    """Let a user without any logging set-up see what happens to the job."""
+    """Lets a user without any logging set-up see the messages about the job."""
     if not _log.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[gemini %(levelname).1s rank " + os.environ.get("RANK", "0") + "] %(message)s"))

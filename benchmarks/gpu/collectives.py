@@ -20,7 +20,7 @@ from torch import nn
 from gemini_ft import GradientSynchronizer
 from gemini_ft.sync.zen import Zen
 
-RULES: list[dict[str, object]] = [{"params": "0.*", "sync": "zen"}, {"params": "*", "compress": {"method": "sign"}}]
+RULES: list[dict[str, object]] = [{"params": "0.*", "sync": "zen"}, {"params": "*", "compress": {"method": "efsignsgd"}}]
 
 
 def _device() -> torch.device:

@@ -35,6 +35,7 @@ class Part:
     what: str
     seconds: int
     command: list[str]
+    needs_device: bool = False  # even a fake run can do nothing without one
 
 
 def _tests(*names: str) -> list[str]:
@@ -63,7 +64,7 @@ PARTS = [
         90,
         _tests("state", "codec", "modes", "gradients", "forkserver", "espresso_executor"),
     ),
-    Part("snapshot", "what a snapshot of 1 GB costs a step", 60, _here("snapshot", "--quick")),
+    Part("snapshot", "what a snapshot of 1 GB costs a step", 60, _here("snapshot", "--quick"), needs_device=True),
     Part("hashing", "how long grouping the indices of a gradient takes", 60, _here("hashing", *(["--quick"] if FAKE else []))),
 ]
 
@@ -96,7 +97,7 @@ def main() -> int:
         _run(result, until - time.monotonic(), environment, log)
         _report(arguments.out / "report.md", head, results)
         print(f"{result.part.name}: {result.verdict} ({result.seconds:.0f} s)", flush=True)
-    return 0 if all(result.verdict == "passed" for result in results) else 1
+    return 0 if all(result.verdict.startswith(("passed", "left out")) for result in results) else 1
 
 
 def _install(kit: Path) -> list[str]:
@@ -130,6 +131,9 @@ def _describe(environment: dict[str, str]) -> tuple[str, bool]:
 
 def _run(result: Result, left: float, environment: dict[str, str], log: Path) -> None:
     """Run one part in a session of its own, and end all of that when its time is up."""
+    if FAKE and result.part.needs_device:
+        result.verdict = "left out (fake)"
+        return
     seconds = min(result.part.seconds, left)
     if seconds < 5:
         result.verdict = "no time was left"
@@ -148,7 +152,7 @@ def _run(result: Result, left: float, environment: dict[str, str], log: Path) ->
         )
         try:
             status = process.wait(seconds)
-            result.verdict = "passed" if status == 0 else f"failed ({status})"
+            result.verdict = f"failed ({status})" if status else "passed (fake)" if FAKE else "passed"
         except subprocess.TimeoutExpired:
             result.verdict = f"cut off after {seconds:.0f} s"
         with contextlib.suppress(ProcessLookupError):
