@@ -40,7 +40,8 @@ class Ordered:
     def close(self, timeout: float | None = None) -> None:
         """End the thread after what was put, and wait for that, ``timeout`` seconds at most."""
         self._calls.put(None)
-        self._thread.join(timeout)
+        if not self.is_current:
+            self._thread.join(timeout)
 
 
 def _serve(calls: queue.Queue[Callable[[], None] | None], within: Callable[[], AbstractContextManager[object]]) -> None:
