@@ -18,7 +18,7 @@ import gemini_ft
 from gemini_ft.cli import main as cli
 from gemini_ft.cli.store import open_store
 from gemini_ft.errors import AgentError, ConfigError
-from gemini_ft.launch.run_id import default_run_id
+from gemini_ft.launch.run_id import default_run_id, is_passing
 
 
 class TestCommand:
@@ -122,6 +122,36 @@ class TestRunId:
         before = default_run_id(["train.py"])
         monkeypatch.setattr(os, "getuid", lambda: 4711)
         assert default_run_id(["train.py"]) != before
+
+    def test_variables_that_are_named_and_tasks_of_an_array_tell_jobs_apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        plain = default_run_id(["train.py"])
+        monkeypatch.setenv("LR", "0.1")
+        assert default_run_id(["train.py"]) == plain  # what a script reads cannot be known
+        monkeypatch.setenv("GEMINI_RUN_ID_VARIABLES", "LR, SEED")
+        found = [plain, default_run_id(["train.py"])]
+        for name, value in (("LR", "0.5"), ("SEED", "1"), ("SLURM_ARRAY_TASK_ID", "7")):
+            monkeypatch.setenv(name, value)
+            found.append(default_run_id(["train.py"]))
+        assert len(set(found)) == 5
+
+    @pytest.mark.parametrize("program", [["-"], ["-c", "X"], ["fifo"]])
+    def test_what_has_no_name_has_no_id_that_outlives_it(self, program: list[str]) -> None:
+        os.mkfifo("fifo")
+        ids = {
+            subprocess.run(
+                [sys.executable, *[part.replace("X", TELL) for part in program]],
+                input=TELL if program[0] == "-" else None,
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=True,
+            ).stdout
+            for _ in range(2)
+            if program[0] != "fifo"
+        }
+        assert len(ids) == 2 * (program[0] != "fifo")
+        assert is_passing(program)
+        assert not is_passing(["train.py"])
 
     def test_arguments_do_not_run_together(self) -> None:
         commands = [["train.py", "a b"], ["train.py", "a", "b"], ["train.py", json.dumps(["a", "b"])]]

@@ -259,7 +259,7 @@ class TestEnding:
         job = launch("--run-id", "run-7", "--nproc-per-node", "2", "waits.py", GEMINI_HOST_ID="this-host")
         job.wait_for(lambda: job.out == "up\n" * 2)
         job.process.send_signal(stop)
-        assert job.wait() == 1
+        assert job.wait() == 128 + stop
         assert job.out == "up\n" * 2 + "told\n" * 2
         assert f"gemini run: stopped by {stop.name}\n" in job.err
         assert "Traceback" not in job.err

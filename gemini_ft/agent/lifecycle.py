@@ -238,8 +238,3 @@ def job_finished(run: str) -> str:
                     _log.warning("the job has finished; its last upload has not, and is waited for (storage.patience)")
                     said = True
     return ""
-
-
-def job_interrupted(run: str) -> None:
-    """The launcher's word that the user stopped the job."""
-    leave(run)

@@ -37,6 +37,7 @@ from gemini_ft.wire.messages import (
     Granted,
     HoldersChanged,
     Inject,
+    Launch,
     Message,
     Notice,
     Paced,
@@ -61,6 +62,7 @@ class Stream:
         self.name = name
         self._agent = agent
         self.spec: SessionSpec | None = None
+        self.launch: Launch | None = None  # that opened the last session
         self.inherited: Origin | None = None  # of the last session of an agent before this one
         self.encrypt = True  # payloads between hosts; as the job that runs has it, which may not be the one that started this agent
         self.host = Host(agent.host)

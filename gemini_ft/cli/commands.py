@@ -15,6 +15,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.cli.table import table
 from gemini_ft.config import load_config
 from gemini_ft.core.versions import Version
+from gemini_ft.core.words import in_words
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
 from gemini_ft.hosts import host_id
 from gemini_ft.recovery.agent_memory import Remembered, remembered
@@ -108,7 +109,7 @@ def _in_storage(reopen: Callable[[], Storage], run: str | None, verify: bool) ->
         newest[line] = newest.get(line, False) or not reason
         size = sum(record.nbytes for record in manifest.shards.values())
         age = (datetime.now(UTC) - manifest.created).total_seconds()
-        yield (*line, str(info.iteration), _age(age), f"{size:,}", str(manifest.world_size), state, storage.url)
+        yield (*line, str(info.iteration), in_words(age), f"{size:,}", str(manifest.world_size), state, storage.url)
 
 
 def _damage(storage: Storage, manifest: Manifest) -> str:
@@ -129,7 +130,7 @@ def _in_memory(memory: Remembered) -> Iterator[Row]:
         size, age = sum(slot.data_bytes + slot.extras_bytes for slot in slots.values()), min(slot.age for slot in slots.values())
         where = "memory of " + ", ".join(sorted(held))
         state = _state_in_memory(memory, version)
-        yield (memory.run, memory.stream, str(version.iteration), _age(age), f"{size:,}", str(world_size), state, where)
+        yield (memory.run, memory.stream, str(version.iteration), in_words(age), f"{size:,}", str(world_size), state, where)
 
 
 def _state_in_memory(memory: Remembered, version: Version) -> str:
@@ -138,13 +139,6 @@ def _state_in_memory(memory: Remembered, version: Version) -> str:
     if memory.committed is not None and version > memory.committed:
         return "whole, not committed yet"
     return "whole, newest" if version == memory.committed else "whole"
-
-
-def _age(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
 
 
 def _with_run(name: str, description: str) -> argparse.ArgumentParser:
@@ -204,7 +198,7 @@ def _describe_storage(storage: dict[str, Any]) -> list[str]:
         left = "" if storage["seconds_left"] is None else f", {storage['seconds_left']:.0f} s left"
         lines.append(f"    uploading {storage['uploading']}: {storage['done_bytes']:,} of {storage['total_bytes']:,} bytes{left}")
     if storage["stored"] is not None:
-        lines.append(f"    stored: iteration {storage['stored']}, {_age(time.time() - storage['stored_at'])} ago")
+        lines.append(f"    stored: iteration {storage['stored']}, {in_words(time.time() - storage['stored_at'])} ago")
     if storage["failing_since"]:
         since = datetime.fromtimestamp(storage["failing_since"]).astimezone()
         lines.append(f"    storage fails since {since:%Y-%m-%d %H:%M:%S}: {storage['error']}")

@@ -8,10 +8,13 @@ does besides: it names the run for the hosts' agents and tells the local one whe
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import signal
 import sys
+import time
+import uuid
 import zipfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -23,15 +26,18 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from gemini_ft.agent import lifecycle
+from gemini_ft.agent.launches import PARTING_SECONDS, is_alive
 from gemini_ft.agent.revival import Watchman
 from gemini_ft.config import load_config
-from gemini_ft.errors import ConfigError, StorageUnclearError
+from gemini_ft.errors import AgentError, ConfigError, RunAliveError
 from gemini_ft.hosts import host_id
+from gemini_ft.launch.launched import LAUNCH
 from gemini_ft.launch.muster import whole_rounds
 from gemini_ft.launch.piped import copied_from_pipe
-from gemini_ft.launch.run_id import default_run_id
-from gemini_ft.launch.spares import better_rendezvous, ended_for_good, final_endings
+from gemini_ft.launch.run_id import default_run_id, is_passing
+from gemini_ft.launch.spares import better_rendezvous, final_endings, final_status
 from gemini_ft.launch.worker_start import cold_workers, early_environment, forked_workers, modules_to_preload
+from gemini_ft.wire.messages import Launch
 
 logger = logging.getLogger(__name__)
 
@@ -48,18 +54,21 @@ def command(argv: Sequence[str]) -> int:
         argv: torchrun's arguments, among which ``--run-id``, ``--explain``, ``--cold`` and ``--preload`` are allowed.
 
     Returns:
-        Torchrun's exit status: 0, or 1 when the job has failed or was stopped by a signal; or 74, when storage could not say what there
-        was to resume (`gemini_ft.errors.StorageUnclearError`), or 73, when the job has finished and its last upload could not be stored.
+        The exit status; docs/launcher.md has the table.
 
     Raises:
         ConfigError: there is no such script.
+        RunAliveError: another launch of this run is at work on this host.
     """
     options = _parser().parse_args(argv)
     program = _program(options)
     _show_messages()
     lifecycle.raise_descriptor_limit()
     _heed_signals(options.signals_to_handle.split(","))
+    is_nameless = is_passing(program) and not (options.run_id or os.environ.get("GEMINI_RUN_ID"))
     run_id = _prepare(options, program)
+    if torchrun.parse_min_max_nnodes(options.nnodes)[1] == 1:
+        _refuse_second(run_id)
     try:
         with ExitStack() as stack:
             stack.enter_context(better_rendezvous(torchrun.parse_min_max_nnodes(options.nnodes)[1]))
@@ -73,12 +82,14 @@ def command(argv: Sequence[str]) -> int:
             record(torchrun.run)(options)
     except ChildFailedError as error:
         logger.error("%s", error)
-        return StorageUnclearError.exit_status if ended_for_good(error.failures.values()) else 1
+        if is_nameless:
+            lifecycle.leave(run_id)  # nobody can come back for it
+        return final_status(error.failures.values()) or 1
     except SignalException as error:
         logger.error("stopped by %s", error.sigval.name)
         if error.sigval == signal.SIGINT:  # the user's wish; after any other signal the same command may come again
-            lifecycle.job_interrupted(run_id)
-        return 1
+            lifecycle.leave(run_id)
+        return 128 + error.sigval
     except RendezvousClosedError:
         logger.error("the rendezvous is closed: another host has ended the job; its output says why")
         return 1
@@ -92,6 +103,26 @@ def command(argv: Sequence[str]) -> int:
         logger.error("the job has finished, but its last upload failed for good, and what the agents held is gone: %s", unstored)
         return NOT_STORED
     return 0
+
+
+def _refuse_second(run_id: str) -> None:
+    """Raise RunAliveError if the run is at work on this host, before anything is started.
+
+    Where a job has several hosts, the rendezvous tells whose launcher this is, and workers find out.
+    """
+    end = time.monotonic() + PARTING_SECONDS
+    while launches := _at_work(run_id):
+        if time.monotonic() > end:
+            raise RunAliveError(is_alive(run_id, host_id(), launches[0]))
+        time.sleep(0.1)
+
+
+def _at_work(run_id: str) -> list[Launch]:
+    try:
+        document = lifecycle.status(run_id)
+    except (AgentError, OSError):  # workers will look after an agent that hangs
+        return []
+    return [Launch(**launch, environ={}) for launch in json.loads(document)["launches"]] if document is not None else []
 
 
 def _heed_signals(names: Sequence[str]) -> None:
@@ -171,6 +202,7 @@ def _prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
     """Set what launcher and workers read from the environment, and defaults that restart reliably; return the run id."""
     run_id: str = options.run_id or os.environ.get("GEMINI_RUN_ID") or default_run_id(program)
     os.environ["GEMINI_RUN_ID"] = run_id
+    os.environ[LAUNCH] = uuid.uuid4().hex
     if options.explain:
         os.environ["GEMINI_EXPLAIN"] = "1"
     os.environ["GEMINI_LAUNCHER_PID"] = str(os.getpid())

@@ -40,7 +40,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _Action
 
-from gemini_ft.errors import StorageUnclearError
+from gemini_ft.errors import RunAliveError, StorageUnclearError
 from gemini_ft.launch.fixed_size import FIXED
 
 logger = logging.getLogger(__name__)
@@ -201,9 +201,10 @@ def better_rendezvous(hosts: int) -> Iterator[None]:
                 setattr(torch_rendezvous, name, value)
 
 
-def ended_for_good(failures: Iterable[ProcessFailure]) -> bool:
-    """Whether a worker has ended in a way that another attempt would only repeat."""
-    return any(failure.exitcode == StorageUnclearError.exit_status for failure in failures)
+def final_status(failures: Iterable[ProcessFailure]) -> int:
+    """Exit status of a worker that has ended in a way that another attempt would only repeat; 0: none has."""
+    final = {StorageUnclearError.exit_status, RunAliveError.exit_status}
+    return next((failure.exitcode for failure in failures if failure.exitcode in final), 0)
 
 
 @contextmanager
@@ -213,7 +214,7 @@ def final_endings() -> Iterator[None]:
 
     def monitor(agent: LocalElasticAgent, group: WorkerGroup) -> RunResult:
         result: RunResult = original(agent, group)
-        if result.is_failed() and ended_for_good(result.failures.values()):
+        if result.is_failed() and final_status(result.failures.values()):
             agent._remaining_restarts = 0
         return result
 
