@@ -27,7 +27,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.cli import main as cli
 from gemini_ft.launch import launcher
 from gemini_ft.launch.run_id import default_run_id
-from gemini_ft.wire.messages import Leave, Ping, unpack
+from gemini_ft.wire.messages import GetStatus, Leave, Ping, unpack
 
 GEMINI_RUN = ("gemini_ft.cli.main", "run")
 TORCHRUN = ("torch.distributed.run",)
@@ -215,7 +215,7 @@ def asked() -> Iterator[list[object]]:
                     connection, _ = listener.accept()
                     with connection:
                         if frame := connection.recv(65536):  # of a launcher that asks nothing but how the agent is: perhaps none
-                            asked.extend(message for message in [unpack(frame[4:])] if not isinstance(message, Ping))
+                            asked.extend(message for message in [unpack(frame[4:])] if not isinstance(message, Ping | GetStatus))
 
         thread = threading.Thread(target=listen)
         thread.start()
@@ -239,14 +239,19 @@ class TestEnding:
         assert "forkserver.py" not in job.err
         assert asked == [Leave(run="run-7", finished=True)]
 
-    def test_a_job_that_fails_too_often_has_failed(self, asked: list[object], tmp_path: Path, launch: Callable[..., Job]) -> None:
-        (tmp_path / "fails.py").write_text("import sys\nsys.stdout.write('try\\n')\nraise ValueError('the reason')\n")
+    @pytest.mark.parametrize(("end", "status", "attempts"), [("sys.exit(1)", 1, 3), ("raise ValueError(f'{time.time()}')", 70, 2)])
+    def test_a_job_fails_when_its_restarts_are_used_up_or_another_would_only_repeat_the_error(
+        self, end: str, status: int, attempts: int, asked: list[object], tmp_path: Path, launch: Callable[..., Job]
+    ) -> None:
+        (tmp_path / "fails.py").write_text(f"import sys, time\nsys.stdout.write('try\\n')\n{end}\n")
         job = launch("--run-id", "run-7", "--max-restarts", "2", "fails.py", GEMINI_HOST_ID="this-host")
-        assert job.wait() == 1
-        assert job.out == "try\n" * 3
+        assert job.wait() == status
+        assert job.out == "try\n" * attempts
         report = job.err[job.err.index("Root Cause") :]
         assert "exitcode  : 1" in report
-        assert "ValueError: the reason" in report
+        repeated = f"the same ValueError for the second time, before the first step, at {tmp_path / 'fails.py'}:3: "
+        assert job.err.count(repeated) == (status == 70)
+        assert job.err.count("gemini run: nothing in this job is protected: no worker has joined a run, so a restart") == 1
         assert job.processes() == set()
         assert asked == []  # the same command may come again and resume
 
@@ -441,6 +446,38 @@ def test_forked_workers_train_as_others_do(tmp_path: Path, launch: Callable[...,
         [(said, sums[mode])] = {tuple(line.split()) for line in job.out.splitlines()}  # both ranks say the same
         assert said == forked
     assert len(set(sums.values())) == 1
+
+
+REPEATS = """
+import torch, gemini_ft
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+checkpointer = gemini_ft.Checkpointer(model, optimizer)
+for iteration in range(checkpointer.resume(), 9):
+    model(torch.ones(1)).sum().backward()
+    optimizer.step()
+    if iteration == 3:
+        raise MemoryError(f"{id(model)} bytes are not to be had")
+    checkpointer.step()
+    checkpointer.flush()
+"""
+
+
+def test_an_error_that_comes_again_at_its_step_ends_the_job_and_says_what_is_kept(tmp_path: Path, launch: Callable[..., Job]) -> None:
+    (tmp_path / "repeats.py").write_text(REPEATS)
+    run = f"repeats-{tmp_path.name}"
+    job = launch("--run-id", run, "repeats.py", GEMINI_HOST_ID="this-host", GEMINI_LINGER="600")
+    try:
+        assert job.wait() == 70
+        assert job.err.count("MemoryError: ") == 3  # of both attempts, and in the report
+        assert (
+            f"for the second time, after step 3, at {tmp_path / 'repeats.py'}:10: another restart would only repeat it. Memory keeps step 3 "
+            in job.err
+        )
+        assert f"for 10.0 min: the same command goes on from there, and `gemini leave --run-id {run}` forgets it" in job.err
+        assert "is protected" not in job.err
+    finally:
+        lifecycle.leave(run, "this-host")
 
 
 HOST = """

@@ -474,6 +474,8 @@ class Agent:
             "pid": os.getpid(),
             "launches": [launch.model_dump(exclude={"environ"}) for launch in self._launches.alive(self._at_work())],
             "memory": {"limit": self.budget.limit, "used": self.budget.used},
+            "linger": self._linger,
+            "idle": time.monotonic() - self._idle_since,
             "workers": {w.rank: w.pid for w in self._workers if w.alive and w.rank >= 0},
             "streams": {name: stream.status() for name, stream in self.streams.items()},
         }

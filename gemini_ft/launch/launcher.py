@@ -18,12 +18,13 @@ import uuid
 import zipfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.elastic.rendezvous import RendezvousClosedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.launches import PARTING_SECONDS, is_alive
@@ -31,17 +32,18 @@ from gemini_ft.agent.revival import Watchman
 from gemini_ft.config import load_config
 from gemini_ft.errors import AgentError, ConfigError, RunAliveError
 from gemini_ft.hosts import host_id
+from gemini_ft.launch.endings import ENDED_ELSEWHERE, NOT_STORED, final_endings
 from gemini_ft.launch.launched import LAUNCH
 from gemini_ft.launch.muster import whole_rounds
+from gemini_ft.launch.notes import FIXED, notes_of_workers
 from gemini_ft.launch.piped import copied_from_pipe
 from gemini_ft.launch.run_id import default_run_id, is_passing
-from gemini_ft.launch.spares import better_rendezvous, final_endings, final_status
+from gemini_ft.launch.spares import better_rendezvous
 from gemini_ft.launch.worker_start import cold_workers, early_environment, forked_workers, modules_to_preload
 from gemini_ft.wire.messages import Launch
 
 logger = logging.getLogger(__name__)
 
-NOT_STORED = 73  # exit status: the job has finished, and its last steps are not in storage (EX_CANTCREAT)
 _MAX_RESTARTS = 10
 # A host is lost after interval times attempts. Torch's own 15 s are longer than all the rest of a recovery.
 _KEEP_ALIVE = {"keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
@@ -71,9 +73,10 @@ def command(argv: Sequence[str]) -> int:
         _refuse_second(run_id)
     try:
         with ExitStack() as stack:
-            stack.enter_context(better_rendezvous(torchrun.parse_min_max_nnodes(options.nnodes)[1]))
+            notes = stack.enter_context(notes_of_workers())
+            stack.enter_context(better_rendezvous(torchrun.parse_min_max_nnodes(options.nnodes)[1], partial(notes.have, FIXED)))
             stack.enter_context(whole_rounds())
-            stack.enter_context(final_endings())
+            endings = stack.enter_context(final_endings(notes, run_id))
             copy = stack.enter_context(copied_from_pipe(program)) if not (options.module or options.no_python) else None
             stack.enter_context(_workers(options, program, copy))
             watchman = Watchman(run_id, host_id(), load_config().agent_timeout)
@@ -84,14 +87,17 @@ def command(argv: Sequence[str]) -> int:
         logger.error("%s", error)
         if is_nameless:
             lifecycle.leave(run_id)  # nobody can come back for it
-        return final_status(error.failures.values()) or 1
+        return endings.status or 1
     except SignalException as error:
         logger.error("stopped by %s", error.sigval.name)
         if error.sigval == signal.SIGINT:  # the user's wish; after any other signal the same command may come again
             lifecycle.leave(run_id)
         return 128 + error.sigval
     except RendezvousClosedError:
-        logger.error("the rendezvous is closed: another host has ended the job; its output says why")
+        logger.warning("the rendezvous is closed: the job has ended without this host; the output of the others says how")
+        return ENDED_ELSEWHERE
+    except RendezvousConnectionError as error:
+        logger.error("the rendezvous cannot be reached: %s", error)
         return 1
     except AttributeError as error:
         # What torch 2.13 makes of a host that waited as a spare until the job was over: no result, which it does not expect.
