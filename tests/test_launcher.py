@@ -470,10 +470,8 @@ def test_an_error_that_comes_again_at_its_step_ends_the_job_and_says_what_is_kep
     try:
         assert job.wait() == 70
         assert job.err.count("MemoryError: ") == 3  # of both attempts, and in the report
-        assert (
-            f"for the second time, after step 3, at {tmp_path / 'repeats.py'}:10: another restart would only repeat it. Memory keeps step 3 "
-            in job.err
-        )
+        place = f"for the second time, after step 3, at {tmp_path / 'repeats.py'}:10: "
+        assert f"{place}another restart would only repeat it. Memory keeps step 3 " in job.err
         assert f"for 10.0 min: the same command goes on from there, and `gemini leave --run-id {run}` forgets it" in job.err
         assert "is protected" not in job.err
     finally:
