@@ -532,12 +532,15 @@ class Stream:
 
     def status(self) -> dict[str, object]:
         """What ``gemini status`` shows of this stream."""
-        spec = self.spec
+        spec, committed = self.spec, self.host.committed
+        ages = [slot.age for slot in self.vault.inventory() if slot.version == committed]
         return {
             "incarnation": str(spec.incarnation) if spec else None,
             "world_size": spec.world_size if spec else None,
             "leader": spec.leader if spec else None,
-            "committed": self.host.committed.iteration if self.host.committed else None,
+            "committed": committed.iteration if committed else None,
+            "committed_age": min(ages, default=None),
+            "command": self.launch.command if self.launch is not None else [],
             "finished": self.finished,
             "excluded": self.excluded,
             "storage": self._uploader.status() if self._uploader is not None else None,

@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.launches import PARTING_SECONDS, is_alive
 from gemini_ft.agent.revival import Watchman
-from gemini_ft.config import load_config
+from gemini_ft.config import load_config, unknown_variables
 from gemini_ft.errors import AgentError, ConfigError, RunAliveError
 from gemini_ft.hosts import host_id
 from gemini_ft.launch.endings import ENDED_ELSEWHERE, NOT_STORED, final_endings
@@ -37,6 +37,7 @@ from gemini_ft.launch.launched import LAUNCH
 from gemini_ft.launch.muster import whole_rounds
 from gemini_ft.launch.notes import FIXED, notes_of_workers
 from gemini_ft.launch.piped import copied_from_pipe
+from gemini_ft.launch.reports import own_log_dir
 from gemini_ft.launch.run_id import default_run_id, is_passing
 from gemini_ft.launch.spares import better_rendezvous
 from gemini_ft.launch.worker_start import cold_workers, early_environment, forked_workers, modules_to_preload
@@ -67,6 +68,8 @@ def command(argv: Sequence[str]) -> int:
     _show_messages()
     lifecycle.raise_descriptor_limit()
     _heed_signals(options.signals_to_handle.split(","))
+    for warning in unknown_variables(os.environ):
+        logger.warning("%s", warning)
     is_nameless = is_passing(program) and not (options.run_id or os.environ.get("GEMINI_RUN_ID"))
     run_id = _prepare(options, program)
     if torchrun.parse_min_max_nnodes(options.nnodes)[1] == 1:
@@ -76,6 +79,7 @@ def command(argv: Sequence[str]) -> int:
             notes = stack.enter_context(notes_of_workers())
             stack.enter_context(better_rendezvous(torchrun.parse_min_max_nnodes(options.nnodes)[1], partial(notes.have, FIXED)))
             stack.enter_context(whole_rounds())
+            stack.enter_context(own_log_dir(options))
             endings = stack.enter_context(final_endings(notes, run_id))
             copy = stack.enter_context(copied_from_pipe(program)) if not (options.module or options.no_python) else None
             stack.enter_context(_workers(options, program, copy))

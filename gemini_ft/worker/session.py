@@ -20,7 +20,7 @@ import torch.distributed as dist
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.agent.launches import PARTING_SECONDS
-from gemini_ft.config import GeminiConfig
+from gemini_ft.config import GeminiConfig, unknown_variables
 from gemini_ft.core import placement
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.core.words import in_words
@@ -138,6 +138,8 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[Message], None],
             client.close()  # the agent must not wait for us to choose
         raise
     if rank == 0:
+        for warning in unknown_variables(os.environ) if "GEMINI_LAUNCHER_PID" not in os.environ else ():  # the launcher has said it
+            _log.warning("%s", warning)
         _announce(session, bool(everyone[0].configured_secret))
         _announce_resumption(session, {about.launch for about in everyone} - {""})
     return session
