@@ -545,7 +545,13 @@ def test_a_spare_host_that_is_not_needed_ends_with_the_job(endpoint: str, tmp_pa
     (tmp_path / "finished").touch()
     assert [host.wait(), spare.wait()] == [0, 0], spare.err
     assert spare.err.endswith("gemini run: the job is over; this spare host was not needed\n")
-    assert spare.out == ""
+    late = launch(*host_arguments(1, endpoint), "host.py", HOST="2")  # as one that was cut off while the others finished
+    assert late.wait() == 69
+    assert late.err.endswith(
+        "gemini run: the rendezvous is closed: the job has ended without this host; the output of the others says how\n"
+    )
+    assert "Traceback" not in late.err
+    assert spare.out == late.out == ""
 
 
 NOTHING_TO_RESUME_FROM = """

@@ -29,6 +29,7 @@ class TestAlive:
             launches.refuse_second("run", "here", launch("first", 1), [])  # another host's launcher, of the same launch
             with pytest.raises(RunAliveError, match=rf"run run is alive on host here: process {process.pid} has .*kill {process.pid}$"):
                 launches.refuse_second("run", "here", launch("second"), [])
+            launches.refuse_second("run", "here", launch("rank 0 has moved", first.pid, first.ticks), [])
             process.kill()
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # nobody has collected it yet
             launches.refuse_second("run", "here", launch("second"), [])

@@ -40,7 +40,7 @@ class Launches:
     def refuse_second(self, run: str, host: str, newcomer: Launch, workers: Collection[tuple[int, Launch]]) -> None:
         """Raise RunAliveError if a launch other than the newcomer's is alive."""
         for launch in self.alive(workers):
-            if launch.id != newcomer.id:
+            if not launch.is_same(newcomer):
                 raise RunAliveError(is_alive(run, host, launch))
 
 

@@ -48,35 +48,40 @@ def status(arguments: Sequence[str]) -> int:
         document = lifecycle.status(options.run_id, options.host)
         documents = [json.loads(document)] if document is not None else []
     else:
-        documents = _documents()
+        documents = _documents(options.host)
     if not documents:
-        print(f"no agent of run {options.run_id!r} on host {options.host!r}" if options.run_id else "no agent is at work on this machine")
+        print(f"no agent of run {options.run_id!r} on host {options.host!r}" if options.run_id else f"no agent on host {options.host!r}")
         return 1
     if len(runs := {document["run"] for document in documents}) > 1:
-        raise ConfigError(f"which run? give --run-id or set GEMINI_RUN_ID; on this machine there are {', '.join(sorted(runs))} (gemini ps)")
+        raise ConfigError(f"which run? give --run-id or set GEMINI_RUN_ID; here are {', '.join(sorted(runs))} (gemini ps)")
     for document in documents:
         print(json.dumps(document) if options.json else _describe(document))
     return 0
 
 
 def ps(arguments: Sequence[str]) -> int:
-    """``gemini ps``: the runs of this machine."""
-    argparse.ArgumentParser(prog="gemini ps", description="List the runs whose agents are at work on this machine.").parse_args(arguments)
-    rows = [_process(document) for document in _documents()]
+    """``gemini ps``: the runs of this host."""
+    parser = argparse.ArgumentParser(
+        prog="gemini ps", description="List the runs of which this host has an agent, those that have ended too."
+    )
+    parser.add_argument("--all", action="store_true", help="of all hosts that this machine stands for (GEMINI_HOST_ID)")
+    options = parser.parse_args(arguments)
+    rows = [_process(document) for document in _documents(None if options.all else host_id())]
     head = ("run", "host", "command", "state", "step", "age", "memory", "linger left")
-    print(table([head, *rows]) if rows else "no agent is at work on this machine")
+    print(table([head, *rows]) if rows else "no run has an agent here")
     return 0
 
 
-def _documents() -> list[dict[str, Any]]:
-    """What the agents of this user on this machine say of themselves, those that answer, by run and host."""
+def _documents(host: str | None) -> list[dict[str, Any]]:
+    """What this user's agents say of themselves, those of a host or all of this machine that answer, by run and host."""
     found = []
     for address in lifecycle.addresses():
         with contextlib.suppress(GeminiError, OSError):
             answer = lifecycle.ask_at(address, GetStatus())
             if isinstance(answer, Status):
                 found.append(json.loads(answer.document))
-    return sorted(found, key=lambda document: (document["run"], document["host"]))
+    wanted = [document for document in found if host in (None, document["host"])]
+    return sorted(wanted, key=lambda document: (document["run"], document["host"]))
 
 
 def _process(document: dict[str, Any]) -> Row:
@@ -196,7 +201,7 @@ def _with_run(name: str, description: str) -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> str:
     if not options.run_id:
-        raise ConfigError("which run? give --run-id or set GEMINI_RUN_ID (gemini ps lists the runs of this machine)")
+        raise ConfigError("which run? give --run-id or set GEMINI_RUN_ID (gemini ps lists the runs of this host)")
     return str(options.run_id)
 
 

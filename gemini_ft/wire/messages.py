@@ -77,6 +77,10 @@ class Launch(_Message):
     script: str  # digest; empty: unknown
     environ: dict[str, str]  # what may be told of the variables that a script may read
 
+    def is_same(self, other: Launch) -> bool:
+        """Whether both are one launch. Where rank 0 has moved to another host, its name may be another, and the launcher here is the same."""
+        return self.id == other.id or (self.pid, self.ticks) == (other.pid, other.ticks)
+
 
 class SessionSpec(_Message):
     """One incarnation of one stream, the same on all hosts."""

@@ -123,12 +123,13 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[Message], None],
     given: list[bytes] = []
     exchange_or_raise(lambda: given.append(read_secret(config)), config.timeout)  # only that it can be read is for all
     secret = given[0]
-    hello = _hello(config, run, stream, rank, secret, this_launch(launch))
+    now = this_launch(launch)
+    hello = _hello(config, run, stream, rank, secret, now)
     clients: list[AgentClient] = []
 
     def introduce() -> Introduction:
         clients.append(_connect(run, hello, on_event, config.timeout))
-        return _introduction(config, clients[0], run, stream, fingerprint(secret))
+        return _introduction(config, clients[0], run, stream, fingerprint(secret), now)
 
     try:
         everyone = exchange_or_raise(introduce, config.timeout + 10)
@@ -157,7 +158,7 @@ def _connect(run: str, hello: Hello, on_event: Callable[[Message], None], timeou
         time.sleep(0.1)
 
 
-def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: str, configured_secret: str) -> Introduction:
+def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: str, configured_secret: str, now: Launch) -> Introduction:
     lifecycle.set_oom_score(500)
     lifecycle.write_stacks_on_request(run, client.welcome.info.host)
     if lifecycle.shares_fate(client.welcome.pid):
@@ -167,11 +168,12 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: s
             client.welcome.info.host,
         )
     inventory = client.call(GetInventory(), Inventory)[0]
+    before = client.welcome.launch
+    launch = "" if before is None else now.id if before.is_same(now) else before.id
     shared = config.model_dump_json(exclude={"domain", "secret_file", "memory_limit", "interface"})
     welcome = client.welcome.model_copy(update={"secret": b"", "launch": None})  # what ranks exchange travels openly
     mark = recall_on_host(config.storage.url, run, stream) if config.storage is not None else None
     stored = mark.version if mark is not None else None
-    launch = client.welcome.launch.id if client.welcome.launch is not None else ""
     return Introduction(run, welcome, inventory, configured_secret, shared, Orders.read(run), stored, launch)
 
 
