@@ -78,7 +78,7 @@ class Launch(_Message):
     environ: dict[str, str]  # what may be told of the variables that a script may read
 
     def is_same(self, other: Launch) -> bool:
-        """Whether both are one launch. Where rank 0 has moved to another host, its name may be another, and the launcher here is the same."""
+        """Whether both are one launch. Where rank 0 moves, the name may be another, and the launcher here is not."""
         return self.id == other.id or (self.pid, self.ticks) == (other.pid, other.ticks)
 
 
