@@ -226,12 +226,15 @@ SET_BY_LAUNCHER = ("GEMINI_LAUNCH", "GEMINI_LAUNCHER_PID", "GEMINI_NOTES_FILE")
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """What is to be said of ``GEMINI_*`` variables that nothing reads, each with the nearest name that is read."""
-    known = ["GEMINI_" + name.upper() for name in GeminiConfig.model_fields] + [*VARIABLES, *SET_BY_LAUNCHER]
+    sections = {"": GeminiConfig, "STORAGE__": StorageConfig, "TRAFFIC__": TrafficConfig}
+    options = [prefix + name.upper() for prefix, model in sections.items() for name in model.model_fields]
+    known = {*options, *(name.removeprefix("GEMINI_") for name in (*VARIABLES, *SET_BY_LAUNCHER))}
     found = []
     for name in sorted(environ):
-        if name.startswith("GEMINI_") and name.partition("__")[0] not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            found.append(f"{name} is not known and has no effect" + (f"; is {near[0]} meant?" if near else " (docs/options.md)"))
+        said = name.removeprefix("GEMINI_")
+        if said != name and said.partition("__")[0] not in known:
+            near = difflib.get_close_matches(said, known, 1)
+            found.append(f"{name} is not known and has no effect" + (f"; is GEMINI_{near[0]} meant?" if near else " (docs/options.md)"))
     return found
 
 
