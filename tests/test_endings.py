@@ -47,7 +47,7 @@ def test_the_same_error_at_the_same_place_of_the_same_step_is_final_the_second_t
 
 
 @pytest.mark.parametrize(
-    "other", [{"text": "something else"}, {"place": "train.py:4"}, {"step": 8}, {"step": None}], ids=lambda other: next(iter(other))
+    "other", [{"text": "something else"}, {"place": "train.py:4"}, {"step": 8}, {"step": None}], ids=["text", "place", "step", "no step"]
 )
 def test_another_error_is_not(other: dict[str, Any], endings: Any, tmp_path: Path) -> None:
     assert not endings.judge([failure(tmp_path, "ValueError")])
