@@ -12,7 +12,7 @@ WHEEL_TESTS = tests/test_imports.py tests/test_layout.py tests/test_placement.py
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help venv test soak chaos demo lint format types imports wheel wheel-test check clean
+.PHONY: help venv test compat gpu gpu-kit soak chaos demo lint format types imports wheel wheel-test site check clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) pip setuptools
 	$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(PIP_INSTALL) --no-build-isolation --editable '.[lightning,deepspeed,huggingface,s3,dev]'
+	$(PIP_INSTALL) --no-build-isolation --editable '.[lightning,deepspeed,huggingface,s3,dev,docs]'
 	PATH=$(BIN):$$PATH $(BIN)/python scripts/build_deepspeed_ops
 	touch $@
 
@@ -37,8 +37,17 @@ soak: $(STAMP) ## the long tests
 chaos: $(STAMP) ## random failures on real processes; ARGS=--quick: under two minutes
 	$(BIN)/python benchmarks/chaos.py $(ARGS)
 
-demo: $(STAMP) ## a training job is killed three ways and ends with the same bits
-	$(BIN)/python examples/survive_failures.py
+compat: ## TORCH=2.15.0 PYTHON=python3.13 ...: the compatibility part in an environment of its own (docs/versions.md)
+	scripts/compat --python $(PYTHON) $(foreach each,TORCH LIGHTNING DEEPSPEED TRANSFORMERS,$(if $($(each)),--$(shell echo $(each) | tr A-Z a-z) $($(each)))) -- $(ARGS)
+
+gpu: ## what only a GPU can show, in under ten minutes, with the machine's own torch (PYTHON); GEMINI_FAKE_GPU=1: on a CPU
+	$(PYTHON) benchmarks/gpu/run.py $(ARGS)
+
+gpu-kit: $(STAMP) ## the wheels that a GPU machine without network lacks, into build/gpu-kit
+	$(BIN)/python scripts/gpu_kit $(ARGS)
+
+demo: $(STAMP) ## a training job is killed three ways and ends with the same bits; ARGS="--svg docs/demo.svg" draws it
+	$(BIN)/python examples/survive_failures.py $(ARGS)
 
 lint: $(STAMP) ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -56,8 +65,13 @@ $(TREE): FORCE
 	@cp -rs $(CURDIR)/sync $(CURDIR)/compression $@/gemini_ft/
 FORCE:
 
+# The package, and what the tests share: kits, servers, the model of the protocol.
+MYPY = $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
+KIT = $(addprefix $(CURDIR)/tests/,*_kit.py conftest.py disks.py relay.py s3_server.py miniature/*.py)
+
 types: $(STAMP) $(TREE) ## mypy --strict
-	cd $(TREE) && $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p gemini_ft
+	cd $(TREE) && $(MYPY) -p gemini_ft
+	cd $(TREE) && MYPYPATH=$(CURDIR)/tests $(MYPY) $(KIT)
 
 imports: $(STAMP) $(TREE) ## which module may import which
 	@touch $(TREE)/gemini_ft/sync/__init__.py $(TREE)/gemini_ft/compression/__init__.py # grimp sees no folder without one
@@ -70,7 +84,12 @@ wheel: $(STAMP) ## build the wheel into dist/
 wheel-test: wheel ## tests against the built wheel, the checkout's code out of reach
 	scripts/test_wheel $(BIN)/python dist/*.whl $(or $(ARGS),$(WHEEL_TESTS))
 
-check: lint types imports test wheel-test ## everything
+site: $(STAMP) $(TREE) ## the documentation site, strictly, into build/site
+	@touch $(TREE)/gemini_ft/sync/__init__.py $(TREE)/gemini_ft/compression/__init__.py # the reference sees no folder without one
+	scripts/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict --clean
+
+check: lint types imports test wheel-test site ## everything
 
 clean: ## what can be built again; the environment stays
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

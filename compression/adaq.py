@@ -14,11 +14,11 @@ from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn, cut, joi
 from .sparse import check_ratio, kept
 
 _SAMPLE = 65536  # elements of a tensor that are looked at for a border
-_LEAST = 2.0**-126  # the smallest normal float32: zeros and what is nearly zero are on neither side
+_LEAST = 2.0**-126  # the smallest normal float32: zeros and nearly zero elements are on neither side
 
 
 class AdaQ(Compressor):
-    """About ``ratio`` of the positive and of the negative elements of each tensor, the largest, sent as their means.
+    """Sends about ``ratio`` of the positive and of the negative elements of each tensor, the largest, as their means.
 
     Two thresholds, because gradients need not be symmetric; large tensors are sampled for them. Biased: use it with error feedback.
     """
@@ -43,7 +43,7 @@ class AdaQ(Compressor):
         return [(picked + at, view.index_select(0, picked).sum() / max(1, picked.numel())) for picked in (above, below)]
 
     def _border(self, sample: Tensor) -> float:
-        """What ``ratio`` of the sample's positive elements reach."""
+        """The magnitude that ``ratio`` of the sample's positive elements reach."""
         positive = kept(int((sample > 0).sum()), self.ratio)
         return max(_LEAST, float(sample.topk(positive).values[-1])) if positive else _LEAST
 

@@ -15,9 +15,9 @@ from .randomness import generator
 
 
 class Atomo(Compressor):
-    """``atoms`` rank-one matrices per matrix; vectors and what would not get smaller travel whole.
+    """Sends ``atoms`` rank-one matrices per matrix; vectors, and matrices that would not get smaller, travel whole.
 
-    Exactly so many are drawn (systematic sampling keeps the probabilities), so that payloads have one length. The decomposition
+    Exactly that many are drawn (systematic sampling keeps the probabilities), so that payloads have one length. The decomposition
     costs O(m n min(m, n)) per step. Payload: of each matrix the left vectors divided by p, then the right ones (float32).
 
     Args:
@@ -100,7 +100,7 @@ def probabilities(weights: Tensor, budget: int) -> Tensor:
     if budget == 0:
         return chances
     tails = ordered.flip(0).cumsum(0).flip(0)
-    certain = 0  # so many of the largest have a probability of 1
+    certain = 0  # this many of the largest have a probability of 1
     while certain < budget and (budget - certain) * ordered[certain] >= tails[certain]:
         certain += 1
     chances[order[:certain]] = 1.0

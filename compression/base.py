@@ -1,4 +1,4 @@
-"""What every gradient compressor answers to, and the few words all of them speak.
+"""The interface of every gradient compressor, and the few words all of them share.
 
 A group of named tensors lies in one flat float32 buffer (`Bundle`, described by its `Layout`), is compressed in one call and
 travels in one payload. Statistics and random numbers are per tensor, so a group gives exactly what its tensors give one by one.
@@ -83,9 +83,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tensor of a group lies in a flat buffer: one after the other, each from a multiple of ``align`` elements on.
+    """The place of each tensor of a group in a flat buffer: one after the other, each from a multiple of ``align`` elements on.
 
-    What lies between them is zero. Equal groups share one object.
+    Elements between them are zero. Equal groups share one object.
     """
 
     names: tuple[str, ...]
@@ -114,7 +114,7 @@ class Layout:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where each tensor begins."""
+        """The element at which each tensor begins."""
         starts, at = [], 0
         for span in self.spans:
             starts.append(at)
@@ -153,7 +153,7 @@ class Layout:
         return self._segments[device]
 
     def clear_padding(self, flat: Tensor) -> Tensor:
-        """Make zero what lies between tensors; returns ``flat``."""
+        """Sets the elements between tensors to zero; returns ``flat``."""
         if self.total == sum(self.sizes):
             return flat
         if flat.device not in self._padding:
@@ -172,7 +172,7 @@ def layout_of(names: tuple[str, ...], shapes: tuple[Shape, ...], dtypes: tuple[t
 class Bundle:
     """A group of tensors in one flat float32 buffer (layout.total,).
 
-    Nobody writes into a bundle that was given to him, unless it is ``own``: then the buffer is nobody else's and is given up with it.
+    A function does not write into a bundle that it was given, unless it is ``own``: then no one else uses the buffer.
     """
 
     layout: Layout
@@ -181,7 +181,7 @@ class Bundle:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], align: int = 8) -> Bundle:
-        """Lay tensors out one after the other.
+        """Lays tensors out one after the other.
 
         Args:
             tensors: float32, float16 or bfloat16, of any shapes and strides, on one device. They are only read; a single float32
@@ -221,7 +221,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Payload:
-    """What one rank sends for a bundle.
+    """The data that one rank sends for a bundle.
 
     ``data`` is flat: bytes (uint8), or elements that a sum adds. ``shared`` is what an earlier collective has made the same on all
     ranks, so that it does not travel.
@@ -257,7 +257,7 @@ class Reducer(ABC):
 
     @abstractmethod
     def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
-        """Average over ranks: ask for collectives, return the mean, the same bits on all ranks. One call per group and step."""
+        """Averages over ranks: asks for collectives, returns the mean, the same bits on all ranks. One call per group and step."""
 
     @abstractmethod
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
@@ -270,22 +270,22 @@ class Reducer(ABC):
         """
 
     def state_dict(self) -> State:
-        """What the next step depends on: tensors (not copied), numbers and dicts. Ranks have different ones."""
+        """All state that the next step depends on: tensors (not copied), numbers and dicts. It differs between ranks."""
         return {}
 
     def hold_still(self) -> None:
-        """From now on the tensors of ``state_dict`` are written where they are, as long as the groups stay the same.
+        """Keeps the tensors of ``state_dict`` where they are from now on, as long as the groups stay the same.
 
         What copies them step by step can then be planned once. It costs a copy of every residual a step; results are the same bits.
         """
         return  # most methods have no tensors to keep, or write them in place anyway
 
     def forget(self, names: Collection[str]) -> None:
-        """Make zero what residuals and momenta keep of the tensors of these names."""
+        """Sets to zero all that residuals and momenta keep of the tensors of these names."""
         return  # most methods keep nothing
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there as if never interrupted; tensors are copied."""
+        """Restores a `state_dict`, to go on as if never interrupted; tensors are copied."""
         if state:
             raise ValueError(f"{type(self).__name__} has no state; given {sorted(state)}: was it another method's?")
 
@@ -295,7 +295,7 @@ class Compressor(Reducer):
 
     @abstractmethod
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
-        """What travels in place of ``bundle``."""
+        """Makes the payload that travels in place of ``bundle``."""
 
     @abstractmethod
     def decompress(self, payload: Payload) -> Bundle:
@@ -309,7 +309,7 @@ class Compressor(Reducer):
         return divided(total, len(payloads))
 
     def residual(self, bundle: Bundle, payload: Payload) -> Tensor:
-        """What ``payload`` leaves out of ``bundle``, whose buffer is given up for it."""
+        """The part of ``bundle`` that ``payload`` leaves out, float32; it is computed in the bundle's own buffer."""
         return bundle.layout.clear_padding(bundle.flat.sub_(self.decompress(payload).flat))
 
     def share(self, payload: Payload, turn: Turn) -> Exchange:
@@ -332,7 +332,7 @@ class Summed(Compressor):
 
 
 def divided(bundle: Bundle, world: int) -> Bundle:
-    """In place; one rank changes nothing."""
+    """Divides a bundle by the number of ranks, in place."""
     if world > 1:
         bundle.flat.div_(world)
     return bundle
@@ -345,7 +345,7 @@ def join(*parts: Tensor) -> Tensor:
 
 
 def cut(data: Tensor, *parts: tuple[torch.dtype, int]) -> list[Tensor]:
-    """Undo `join`: the dtype and the number of elements of each part."""
+    """Undoes `join`, given the dtype and the number of elements of each part."""
     found, at = [], 0
     for dtype, count in parts:
         nbytes = count * dtype.itemsize

@@ -8,7 +8,7 @@ from .base import Bundle, Layout, Payload, Summed, Turn
 
 
 class Identity(Summed):
-    """Nothing is left out: float32 as it is."""
+    """Sends float32 as it is: nothing is left out."""
 
     dtype = torch.float32
     unbiased = True
@@ -24,14 +24,14 @@ class Identity(Summed):
 
 
 class Fp16(Identity):
-    """To float16, to the nearest. What is above 65504 becomes an infinity, as under AMP."""
+    """Rounds to the nearest float16. Values above 65504 become infinite, as under AMP."""
 
     dtype = torch.float16
     unbiased = False
 
 
 class Bf16(Identity):
-    """To bfloat16, to the nearest: float32's range, 8 bits of precision."""
+    """Rounds to the nearest bfloat16, which has float32's range and 8 bits of precision."""
 
     dtype = torch.bfloat16
     unbiased = False

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gemini_ft.torch_versions import all_gather_single
+
 from .base import Bundle, Exchange, Reducer, Request, Turn
 from .topology import Scope, Topology
 
@@ -42,10 +44,9 @@ class Groups:
 
     @classmethod
     def of(cls, ranks_per_machine: int, group: ProcessGroup | None = None, timeout: timedelta | None = None) -> Groups:
-        """Those of machines with so many ranks each, neighbours in ``group`` (None: the default group). Collective.
+        """Makes the process groups of machines with ``ranks_per_machine`` ranks each, neighbours in ``group``. Collective.
 
         Args:
-            ranks_per_machine: as it says.
             group: of all ranks.
             timeout: of collectives; None: torch's default.
 
@@ -84,7 +85,7 @@ def reduce(method: Reducer, gradients: Mapping[str, Tensor], step: int, group: A
 
 
 def turn(step: int, group: Among = None, lr: float | None = None) -> Turn:
-    """This rank's turn in ``group``."""
+    """The turn of this rank in ``group`` at ``step``."""
     if not dist.is_initialized():
         return Turn(step, lr=lr)
     flat = _group_of(Scope.FLAT, group)
@@ -98,7 +99,7 @@ def slowest(seconds: float, group: ProcessGroup | None = None) -> float:
 
 
 def run(exchange: Exchange, group: Among = None) -> Bundle:
-    """What the exchange comes to over ``group`` (None: the default group, or one rank where there is none). Collective."""
+    """Runs an exchange over ``group`` (None: the default group, or one rank where there is none) and returns its result. Collective."""
     try:
         request = next(exchange)
         while True:
@@ -109,7 +110,7 @@ def run(exchange: Exchange, group: Among = None) -> Bundle:
 
 
 def simulate(exchanges: Sequence[Exchange], topology: Topology | None = None) -> list[Bundle]:
-    """What the exchanges of all ranks come to, in rank order; the same values that `run` gives.
+    """Runs the exchanges of all ranks in this process and returns their results in rank order, equal to those of `run`.
 
     Args:
         exchanges: of all ranks, in their order.
@@ -153,7 +154,7 @@ def _ready(waiting: Mapping[int, Request], topology: Topology) -> range:
 
 
 def answer(request: Request, group: Among) -> list[Tensor]:
-    """Carry out one collective; see `Request`."""
+    """Carries out one collective, as `Request` describes it."""
     members = _group_of(request.scope, group)
     world = dist.get_world_size(members) if dist.is_initialized() else 1
     _check_members(request, world)
@@ -196,7 +197,7 @@ def _check_members(request: Request, world: int) -> None:
 
 
 def _answers(requests: Sequence[Request]) -> list[list[Tensor]]:
-    """What each rank is answered when all have asked."""
+    """The answer for each rank, once all ranks have asked."""
     tensors = [request.tensor for request in requests]
     match requests[0].kind:
         case "all_to_all":
@@ -228,7 +229,7 @@ def _max(tensors: Sequence[Tensor]) -> Tensor:
 
 def _gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
     gathered = tensor.new_empty(dist.get_world_size(group), tensor.numel())
-    dist.all_gather_single(_bytes(gathered.view(-1)), _bytes(tensor), group=group)
+    all_gather_single(_bytes(gathered.view(-1)), _bytes(tensor), group=group)
     return _rows(gathered)
 
 
@@ -246,7 +247,7 @@ def _sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _reduce(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
-    """As `_sum`, so that the first rank gets its bits: a rank sends as many bytes as ``tensor`` has."""
+    """The sum with the bits of `_sum`, on the first rank only: each rank sends as many bytes as ``tensor`` has."""
     if tensor.nbytes <= _SMALL:
         return [added(rows)] if (rows := _to_first(tensor, group)) else []
     rows = _to_first(_share_of_sum(tensor, group), group)
@@ -254,7 +255,7 @@ def _reduce(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
 
 
 def _share_of_sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum over ranks of this rank's run of as many equal ones as there are ranks."""
+    """The sum over ranks of this rank's share: one of as many equal runs as there are ranks."""
     world = dist.get_world_size(group)
     part = -(-tensor.numel() // world)
     padded = tensor
@@ -265,7 +266,7 @@ def _share_of_sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _to_first(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
-    """Every rank's, on the first; nothing on the others."""
+    """The tensors of all ranks, on the first rank; nothing on the others."""
     first, rest = dist.get_rank(group) == 0, dist.get_world_size(group) - 1
     rows = _all_to_all(tensor, [tensor.numel()] + [0] * rest, tensor.numel() if first else 0, group)
     return rows if first else []
@@ -286,11 +287,11 @@ def _all_to_all(tensor: Tensor, lengths: Sequence[int], received: int, group: Pr
 
 
 def _rows(table: Tensor) -> list[Tensor]:
-    """Each rank's; what cannot be read as larger elements where it lies is copied."""
+    """The rows of a tensor, one per rank; a row whose address does not suit larger elements is copied."""
     aligned = table.shape[1] > 0 and table.shape[1] * table.element_size() % _LARGEST == 0
     return [row if aligned else row.clone() for row in table]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """What only travels need not be a dtype that the backend knows."""
+    """The tensor as bytes: what is only sent need not have a dtype that the backend knows."""
     return tensor.contiguous().view(torch.uint8)

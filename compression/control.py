@@ -23,7 +23,7 @@ _WINDOW = 16  # residuals that deviations are taken from
 _BELIEVED = 3  # outliers in a row that are no outliers any more, but another network
 _LATE, _EARLY = 1.1, 0.9  # delay over deadline beyond which feedback acts
 _RISE = 0.3  # of the ratio, added when there is time left
-_BAND = 2.0  # how far feedback may move from what the model says
+_BAND = 2.0  # how far feedback may move from the model's ratio
 _CLIMB = 1.2  # of a higher rung that must be affordable before it is taken
 _BYTES = 8  # of an element that is sent, index included
 
@@ -62,15 +62,15 @@ class Link:
         return max(0.0, self.seconds - self.beta * self.nbytes)
 
     def predict(self, nbytes: float) -> float:
-        """Seconds for so many bytes."""
+        """Seconds that ``nbytes`` bytes take."""
         return self.alpha + self.beta * nbytes
 
     def carries(self, seconds: float) -> float:
-        """Bytes that so many seconds are enough for."""
+        """Bytes that can be sent in ``seconds``."""
         return max(0.0, seconds - self.alpha) / self.beta if self.beta else 0.0
 
     def observe(self, nbytes: float, seconds: float) -> bool:
-        """Take in one measurement; whether the network is another one than before. A lone outlier changes nothing."""
+        """Takes in one measurement; returns whether the network has changed. A lone outlier changes nothing."""
         residual = seconds - self.predict(nbytes)
         if self._is_outlier(residual):
             self.strange += 1
@@ -172,10 +172,10 @@ class DelayControl:
         return self._wanted >= min(1.0, _CLIMB * rung) and self.link.predict(self.nbytes(rung)) <= self.deadline
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers, and lists and dicts of them."""
+        """The state as plain data: numbers, and lists and dicts of them."""
         return {"link": asdict(self.link), "ratio": self.ratio, "wanted": self._wanted, "delays": list(self._delays)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restores a `state_dict`."""
         self.link = Link(**{**state["link"], "residuals": list(state["link"]["residuals"])})
         self.ratio, self._wanted, self._delays = state["ratio"], state["wanted"], list(state["delays"])

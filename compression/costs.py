@@ -1,4 +1,4 @@
-"""What compressing, decompressing and communicating take, in seconds as a function of bytes. Pure.
+"""The seconds that compressing, decompressing and communicating take, as functions of bytes. Pure.
 
 Two shapes: a straight line, and straight pieces between measured points. Measurements of GPU encoders are flat up to a few MB
 and linear above (Cupcake, MLSys 2023, figure 2): a line does not fit them, pieces do. Sums and multiples of either are of these
@@ -40,7 +40,7 @@ class Affine:
             raise ValueError(f"alpha={self.alpha} s, beta={self.beta} s/byte: both must be finite and at least 0")
 
     def __call__(self, nbytes: float) -> float:
-        """Seconds for so many bytes."""
+        """Seconds that ``nbytes`` bytes take."""
         return self.alpha + self.beta * nbytes
 
     def of(self, nbytes: Floats) -> Floats:
@@ -48,7 +48,7 @@ class Affine:
         return self.alpha + self.beta * nbytes
 
     def __add__(self, other: Cost) -> Cost:
-        """One after the other, for the same bytes."""
+        """The cost of one after the other, for the same bytes."""
         if isinstance(other, Affine):
             return Affine(self.alpha + other.alpha, self.beta + other.beta)
         return other + self
@@ -82,7 +82,7 @@ class Measured:
             raise ValueError(f"sizes {self.nbytes}: must ascend; of repeated measurements give the median (interpolate() does)")
 
     def __call__(self, nbytes: float) -> float:
-        """Seconds for so many bytes."""
+        """Seconds that ``nbytes`` bytes take."""
         piece = min(max(bisect_right(self.nbytes, nbytes) - 1, 0), len(self.nbytes) - 2)
         (low, high), (begin, end) = self.nbytes[piece : piece + 2], self.seconds[piece : piece + 2]
         return max(0.0, begin + (end - begin) * (nbytes - low) / (high - low))
@@ -96,7 +96,7 @@ class Measured:
         return seconds
 
     def __add__(self, other: Cost) -> Measured:
-        """One after the other, for the same bytes."""
+        """The cost of one after the other, for the same bytes."""
         points = sorted({*self.nbytes, *(other.nbytes if isinstance(other, Measured) else ())})
         return Measured(tuple(points), tuple(self(point) + other(point) for point in points))
 

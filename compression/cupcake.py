@@ -1,4 +1,4 @@
-"""Which consecutive tensors to compress and communicate as one: the grouping of the least predicted iteration time. Pure.
+"""Chooses consecutive tensors to compress and communicate as one, for the least predicted iteration time. Pure.
 
 Cupcake (Wang et al., MLSys 2023), sections 3 and 4. Of N tensors there are 2^(N-1) groupings. The paper searches them with two
 prunings (`algorithm_1`); `plan` finds the same minimum in polynomial time where costs are lines, and also where the paper's
@@ -160,7 +160,7 @@ def _by_labels(backward: Backward, costs: GroupCosts, most: int) -> tuple[Groupi
         times = extended(labels.times, labels.tensors, end)
         bounds = bound(times, end)
         columns = np.flatnonzero(bounds <= best * _ROUNDING)
-        columns = columns[np.lexsort((*times[::-1, columns], bounds[columns]))]  # who is ahead in every queue comes first
+        columns = columns[np.lexsort((*times[::-1, columns], bounds[columns]))]  # ways that are ahead in every queue come first
         columns, rest = _not_behind(times, columns, most)
         if len(rest):
             given_up = min(given_up, float(bounds[rest[0]]))
@@ -182,7 +182,7 @@ def _usual(tensors: int) -> Iterator[Grouping]:
 
 
 def _not_behind(times: Floats, columns: NDArray[np.intp], most: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """At most ``most`` of the columns, in their order, of which none is at least as late in every row as one before it; the rest."""
+    """Splits columns: up to ``most``, in order, that beat every earlier one in some row; and the columns that are left."""
     kept: list[np.intp] = []
     while len(columns) and len(kept) < most:
         kept.append(columns[0])
@@ -191,7 +191,7 @@ def _not_behind(times: Floats, columns: NDArray[np.intp], most: int) -> tuple[ND
 
 
 class _Bound:
-    """What no way to go on can beat: seconds since the backward pass began."""
+    """A lower bound, in seconds since the backward pass began, on every way to go on."""
 
     def __init__(self, ready: Floats, encode: Floats, communicate: Floats, decode: Floats, delays: bool) -> None:
         self._rest = np.stack([_cheapest_division(cost) for cost in (encode, communicate, decode)])

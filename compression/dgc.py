@@ -73,7 +73,7 @@ class SampledThreshold(Sparsifier):
 
 
 class MomentumCorrection(Reducer):
-    """DGC's memory: momentum is accumulated before compression (3.1), and what is sent leaves both memories (masking, 3.2).
+    """DGC's memory: momentum accumulates before compression (3.1), and elements that are sent leave both memories (masking, 3.2).
 
     ``u = m u + g``, ``v = v + u``, send some of ``v``, and zero ``u`` and ``v`` there. Tensors of one dimension are sent whole, with
     ordinary momentum.

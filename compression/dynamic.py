@@ -18,7 +18,7 @@ _DECADES = 7
 
 
 class Dynamic8(Compressor):
-    """The largest magnitude of each tensor, and for each element the nearest of 256 fractions of it. Needs error feedback."""
+    """Sends each tensor's largest magnitude, and for each element the nearest of 256 fractions of it. Needs error feedback."""
 
     primitive = Primitive.ALL_GATHER
 
@@ -53,7 +53,7 @@ def codebook(device: torch.device) -> Tensor:
 
 @cache
 def _search(device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each value of a float's upper 16 bits the code of the least float that begins so, and where the next code begins.
+    """Tables by a float's upper 16 bits: the code of the least float that begins so, and where the next code begins.
 
     Those bits resolve more finely than the codes lie apart, so at most one border is among the floats that share them.
     """

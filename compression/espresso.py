@@ -1,4 +1,4 @@
-"""Which option of the decision tree each tensor takes: whether it is compressed, where, and how it travels. Pure.
+"""Chooses an option of the decision tree for each tensor: whether it is compressed, where, and how it travels. Pure.
 
 Espresso (Wang et al., EuroSys 2023), section 4: algorithm 1 chooses among the options that use the GPU only, one tensor after
 the other; algorithm 2 then moves some of the compression to the CPU.
@@ -42,7 +42,7 @@ def predict(backward: Backward, costs: TensorCosts, chosen: Sequence[Option]) ->
 
 
 def plan(backward: Backward, costs: TensorCosts, candidates: Iterable[Option] | None = None, exhaustive: int = 500) -> Plan:
-    """Both algorithms; never slower, as predicted, than an all-reduce of every tensor.
+    """Runs both algorithms; by its prediction the result is never slower than an all-reduce of every tensor.
 
     Args:
         backward: the tensors.
@@ -134,13 +134,13 @@ class _Group:
         self._cpu = table.number[table.options[self._gpu].on(Processor.CPU)]
 
     def move(self, count: int) -> None:
-        """Have so many of them on the CPU."""
+        """Puts ``count`` of the group's tensors on the CPU."""
         for index in range(min(count, self._count), max(count, self._count)):
             self._exchange.assign(self.tensors[index], self._cpu if index < count else self._gpu)
         self._count = count
 
     def improve(self) -> bool:
-        """Take the best number; whether that made F less."""
+        """Takes the best number of tensors; returns whether that made F less."""
         before = self._count
         best, count = self._exchange.seconds(), before
         for tried in range(len(self.tensors) + 1):
@@ -152,7 +152,7 @@ class _Group:
 
 
 def _counts(groups: Sequence[_Group]) -> Iterator[list[int]]:
-    """All combinations, each of which has been made when it is given."""
+    """All combinations of counts, each of which is in force when it is yielded."""
     if not groups:
         yield []
         return

@@ -1,4 +1,4 @@
-"""What each operation of an Espresso option handles, and what that takes. Pure.
+"""The work of each operation of an Espresso option, and the seconds that it takes. Pure.
 
 Espresso (Wang et al., EuroSys 2023), section 4.1: compression is measured, collectives follow alpha-beta formulas or are
 measured as well. Sizes follow the operations: a first step divides what a rank holds, an all-gather multiplies the payloads
@@ -18,13 +18,13 @@ Network = Mapping[tuple[Routine, Scope], Cost]
 
 
 def alpha_beta(topology: Topology, intra: Affine, inter: Affine) -> dict[tuple[Routine, Scope], Affine]:
-    """Every collective by its formula.
+    """The cost of every collective by its formula.
 
     Rings for all-reduce, reduce-scatter and all-gather; pipelined chains for reduce and broadcast; direct messages for
     all-to-all and gather, which in a flat exchange share the link of their machine.
 
     Args:
-        topology: who there is.
+        topology: the machines and ranks.
         intra: a message between two ranks of a machine: seconds, and seconds per byte.
         inter: a message between two machines, over the link that all ranks of a machine share.
 
@@ -52,14 +52,14 @@ def alpha_beta(topology: Topology, intra: Affine, inter: Affine) -> dict[tuple[R
 
 @dataclass(frozen=True)
 class TensorCosts:
-    """What exchanging one tensor costs.
+    """The costs of exchanging one tensor.
 
     Attributes:
-        topology: who takes part.
+        topology: the machines and ranks that take part.
         network: each collective, by the bytes named in `alpha_beta`.
         compress: on each processor, by dense bytes; for the CPU with the way there and back.
         decompress: of one payload, by its dense bytes.
-        wire_bytes: of the payload for so many elements.
+        wire_bytes: of the payload, by the number of elements.
         itemsize: bytes of one element of a dense gradient.
         adds: whether payloads are added up without decompressing them, so that a rank never holds more than one.
     """
@@ -79,7 +79,7 @@ class TensorCosts:
             raise ValueError(f"compress on {set(self.compress)}, decompress on {set(self.decompress)}: give both for the same processors")
 
     def seconds(self, load: Load, elements: int) -> float:
-        """What one operation takes for a tensor of so many elements.
+        """Seconds that one operation takes for a tensor of ``elements`` elements.
 
         Raises:
             ValueError: there is no cost for it.
@@ -99,7 +99,7 @@ class TensorCosts:
 
 @dataclass(frozen=True)
 class Load:
-    """What one operation handles on each rank that takes part.
+    """The work of one operation on each rank that takes part.
 
     Attributes:
         operation: the operation.
@@ -115,7 +115,7 @@ class Load:
 
 
 def loads(option: Option, topology: Topology, adds: bool = False) -> Iterator[Load]:
-    """What each operation of an option handles; ``adds`` as in `TensorCosts`."""
+    """The work of each operation of an option; ``adds`` as in `TensorCosts`."""
     splits = payloads = groups = 1
     for operation in option.operations:
         between = isinstance(operation, Collective) and operation.scope is Scope.INTER

@@ -43,7 +43,7 @@ class OptionExecutor(Reducer):
         inner: a compressor with payloads of one length (`Primitive.ALL_GATHER`), or one whose payloads could be added up
             (`Primitive.ALL_REDUCE`); they are gathered as well.
         options: one for all tensors, or by tensor name. Tensors of one bundle that have the same travel together.
-        topology: who takes part.
+        topology: the machines and ranks that take part.
         error_feedback: keep what compressions leave out.
     """
 
@@ -90,7 +90,7 @@ class OptionExecutor(Reducer):
         return found
 
     def _agree(self, names: Sequence[str], chosen: Mapping[Option, Sequence[int]]) -> None:
-        """A residual belongs to its place in one option."""
+        """Refuses residuals of another option: each residual belongs to its place in one option."""
         if not self.error_feedback:
             return
         for option, numbers in chosen.items():
@@ -103,7 +103,7 @@ class OptionExecutor(Reducer):
                     )
 
     def decompressed(self, layout: Layout, payloads: Sequence[Tensor], turn: Turn) -> Tensor:
-        """The sum of what payloads, uint8, stand for: float32 (layout.total,)."""
+        """The sum of the tensors in payloads, uint8: float32 (layout.total,)."""
         shared = None
         if self._shares:  # the same on all ranks, but this one may have compressed other parts only
             shared = self.inner.compress(Bundle(layout, torch.zeros(layout.total, device=payloads[0].device)), turn).shared
@@ -114,7 +114,7 @@ class OptionExecutor(Reducer):
         return total
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
-        """Those of rank 0, which hands over the most; ``world`` is the topology's."""
+        """Bytes that rank 0 hands over, which are the most; ``world`` is the topology's."""
         total = 0
         for option, numbers in self._by_option(layout).items():
             held = Held(self.inner.wire_bytes, [selection(layout, numbers).layout], self.topology, 0)
@@ -141,7 +141,7 @@ class OptionExecutor(Reducer):
 
 
 class _Course:
-    """One rank's way through an option."""
+    """The way of one rank's tensors through an option."""
 
     def __init__(self, executor: OptionExecutor, option: Option, bundle: Bundle, turn: Turn) -> None:
         self.executor, self.option, self.turn = executor, option, turn
@@ -150,7 +150,7 @@ class _Course:
         self.cells: Cells = [[bundle.flat]]
 
     def sum(self) -> Generator[Request, list[Tensor], Tensor]:
-        """Over all ranks, float32 (layout.total,); may be the bundle's buffer."""
+        """The sum over all ranks, float32 (layout.total,); it may be the bundle's buffer."""
         for number, operation in enumerate(self.option.operations):
             worlds = self.held.divisions(self.option.operations[number:])
             if isinstance(operation, Collective):
@@ -209,7 +209,7 @@ class _Course:
             yield from self._send(operation)
 
     def _send(self, operation: Collective) -> Steps:
-        """Each rank its part, or the first rank all; the sum of dense values."""
+        """The parts that go to each rank, or everything to the first; dense values are summed."""
         held, place = self.held, self.held.topology.place(self.held.rank, operation.scope)
         if not held.compressed:
             layout = held.layouts[-1]
@@ -255,12 +255,12 @@ class _Course:
         return torch.empty(0, dtype=torch.uint8 if self.held.compressed else DENSE, device=self.device)
 
     def _receive(self, answers: Sequence[Tensor], lengths: Sequence[int]) -> None:
-        """Hold what all have sent, in rank order."""
+        """Takes in what all have sent, in rank order."""
         messages = [self._cut(data, lengths) for data in answers]
         self.cells = [[tensor for cell in cells for tensor in cell] for cells in zip(*messages, strict=True)]
 
     def _cut(self, data: Tensor, lengths: Sequence[int]) -> Cells:
-        """The parts of a message, from each source; what is left is padding."""
+        """Cuts a message into parts, by source; the rest of it is padding."""
         cells, at = [], 0
         for length in lengths:
             cell = [data[at + number * length : at + (number + 1) * length] for number in range(self.held.sources)]
@@ -270,5 +270,5 @@ class _Course:
 
 
 def _suffix(stage: int) -> str:
-    """Of names at a compression: each has random numbers and residuals of its own."""
+    """The suffix of tensors' names at a compression, so that each compression has its own random numbers and residuals."""
     return f"#{stage}" if stage else ""

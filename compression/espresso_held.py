@@ -1,4 +1,4 @@
-"""What a rank holds between two operations of an Espresso option: parts of tensors, payloads from how many ranks, or nothing.
+"""The data that a rank holds between two operations of an Espresso option: parts of tensors, payloads, or nothing.
 
 Every rank can tell its own, also while it waits for a broadcast, so lengths never travel.
 """
@@ -25,8 +25,8 @@ class Held:
     Attributes:
         wire_bytes: of a payload for tensors of a layout.
         layouts: of all tensors, then of the part of them that is held after each division; None: nothing is in it.
-        topology: who takes part.
-        rank: whose shape it is.
+        topology: the machines and ranks that take part.
+        rank: the rank that holds it.
         worlds: into which parts payloads are cut; (): one.
         sources: payloads of each part, not added up yet.
         compressed: payloads are held, not dense values.
@@ -47,11 +47,11 @@ class Held:
     waiting: Scope | None = None
 
     def parts(self) -> tuple[Layout | None, ...]:
-        """Of what is held."""
+        """The layouts of the parts that are held."""
         return layouts(self.layouts[-1], self.worlds)
 
     def divisions(self, operations: Sequence[Operation]) -> Worlds:
-        """How the payloads of a compression, the first of ``operations``, are going to be divided until they are decompressed."""
+        """The divisions that payloads of ``operations[0]``, a compression, go through until they are decompressed."""
         found = []
         for operation in operations[1:]:
             if isinstance(operation, Codec):
@@ -79,7 +79,7 @@ class Held:
         return sum(lengths) * self.sources * (1 if self.compressed else DENSE.itemsize)
 
     def follow(self, operation: Operation, worlds: Worlds = ()) -> None:
-        """Become the shape after an operation; ``worlds``: `divisions`, for a compression."""
+        """Takes the shape after an operation; ``worlds``: `divisions`, for a compression."""
         if isinstance(operation, Codec):
             self.worlds, self.sources = worlds if operation.compress else (), 1
             self.compressed, self.stage = operation.compress, self.stage + operation.compress
@@ -101,11 +101,11 @@ class Held:
 
 
 def divides(operation: Collective) -> bool:
-    """Whether every rank gets its part."""
+    """Whether the operation leaves each rank with a part of its own."""
     return operation.step is Step.FIRST and operation.sharded
 
 
 def blocks(lengths: Sequence[int], members: int) -> list[Sequence[int]]:
-    """Parts, by the rank that owns them."""
+    """The parts, by the rank that owns them."""
     each = len(lengths) // members
     return [lengths[rank * each : (rank + 1) * each] for rank in range(members)]

@@ -10,8 +10,8 @@ together, gives 4341 options, of which 174 use the GPU only: the numbers of the 
 What an executor does with an option, beginning with a dense gradient:
 
 - `Codec` COMPRESS: what the rank holds becomes one payload; DECOMPRESS: all payloads of the rank are decompressed and added up;
-- `Collective`, WHOLE: everybody gets everybody's (all-reduce, or an all-gather of payloads);
-- FIRST: every rank gets one part of everybody's (reduce-scatter, all-to-all), or one rank all of it (reduce, gather);
+- `Collective`, WHOLE: every rank gets the data of all (all-reduce, or an all-gather of payloads);
+- FIRST: every rank gets one part of all ranks' data (reduce-scatter, all-to-all), or one rank all of it (reduce, gather);
 - SECOND: parts are brought together again (all-gather), or sent out by the one rank (broadcast).
 """
 
@@ -27,7 +27,7 @@ from .topology import Scope
 
 
 class Processor(Enum):
-    """Who compresses or decompresses."""
+    """The processor that compresses or decompresses."""
 
     GPU = "gpu"
     CPU = "cpu"
@@ -46,7 +46,7 @@ class Routine(Enum):
 
 
 class Step(Enum):
-    """Which part of an exchange a collective is."""
+    """The part of an exchange that a collective does."""
 
     WHOLE = "whole"
     FIRST = "first"
@@ -55,7 +55,7 @@ class Step(Enum):
 
 @dataclass(frozen=True)
 class Codec:
-    """Compress, or decompress, on a processor."""
+    """Compression or decompression on a processor."""
 
     compress: bool
     processor: Processor
@@ -75,7 +75,7 @@ class Collective:
 
     @property
     def sharded(self) -> bool:
-        """Of two steps, that every rank has its part in between, and not one rank all."""
+        """Whether every rank has its part between the two steps, rather than one rank everything."""
         return self.routine not in (Routine.REDUCE, Routine.GATHER, Routine.BROADCAST)
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ class Option:
 
     @property
     def processors(self) -> frozenset[Processor]:
-        """Who compresses and decompresses."""
+        """The processors that compress and decompress."""
         return frozenset(operation.processor for operation in self.operations if isinstance(operation, Codec))
 
     @property
@@ -186,7 +186,7 @@ class _Grammar:
             yield from _then(self.comp, _first(Scope.INTRA, True, inner), self.decomp, self.between(inner))
 
     def between(self, inner: bool) -> list[Operations]:
-        """From dense values in each machine on."""
+        """The operations that follow dense values in each machine."""
         return [*self.t3(inner), *_then(self.comp, self.t4(inner))]
 
     def t1(self, scope: Scope, sharded: bool) -> list[Operations]:
@@ -198,13 +198,13 @@ class _Grammar:
         return [*_then(_second(scope, True, sharded), self.decomp), *_then(self.decomp, self.t1(scope, sharded))]
 
     def t3(self, inner: bool) -> Iterator[Operations]:
-        """Between machines, of dense values, and the rest."""
+        """The exchange of dense values between machines, and all that follows it."""
         yield from _then(_whole(Scope.INTER, False), self.t1(Scope.INTRA, inner))
         for outer in (True, False):
             yield from _then(_first(Scope.INTER, False, outer), self.t5(inner, outer))
 
     def t4(self, inner: bool) -> list[Operations]:
-        """Between machines, of payloads, and the rest."""
+        """The exchange of payloads between machines, and all that follows it."""
         found = list(_then(_whole(Scope.INTER, True), self.t2(Scope.INTRA, inner)))
         for outer in (True, False):
             first = _first(Scope.INTER, True, outer)

@@ -1,4 +1,4 @@
-"""When all tensors have been exchanged, each by its own option; and by how much another option of one would change that. Pure.
+"""Predicts when all tensors have been exchanged, each by its own option, and how another option of one changes that. Pure.
 
 Espresso (Wang et al., EuroSys 2023), section 4.1: F(S), the end of the timeline of strategy S. There are four resources: GPU,
 CPU, the links within machines and those between them. Each has two queues: one for what a tensor asks of it first, one for what
@@ -62,7 +62,7 @@ class OptionTable:
         self._sizes: dict[int, Size] = {}
 
     def size(self, nbytes: int) -> Size:
-        """What the options take for tensors of ``nbytes`` dense bytes."""
+        """The seconds of all options for tensors of ``nbytes`` dense bytes."""
         if nbytes not in self._sizes:
             elements, rest = divmod(nbytes, self._costs.itemsize)
             if rest:
@@ -73,13 +73,13 @@ class OptionTable:
         return self._sizes[nbytes]
 
     def work(self, nbytes: int, number: int) -> Work:
-        """What one option asks for a tensor of ``nbytes`` dense bytes: queue and seconds of each operation."""
+        """The work of one option for a tensor of ``nbytes`` dense bytes: queue and seconds of each operation."""
         queues = self._queues[number]
         return tuple(zip(queues, self.size(nbytes).of_each[: len(queues), number].tolist(), strict=True))
 
 
 class Size:
-    """What the options of a table take for tensors of one size, in seconds (float64).
+    """The seconds that a table's options take for tensors of one size (float64).
 
     Attributes:
         of_each: by step and option; 0 where an option has no such step.
@@ -130,7 +130,7 @@ class Exchange:
         return tuple(self.table.options[number] for number in self.numbers)
 
     def assign(self, tensor: int, number: int) -> None:
-        """Give one tensor the option of this number in the table."""
+        """Gives one tensor the option of this number in the table."""
         totals = self._sizes[tensor].totals
         self._totals = self._totals + totals[number] - totals[self.numbers[tensor]]
         self.numbers[tensor] = number
@@ -178,7 +178,7 @@ class Exchange:
         """Seconds of all operations of each candidate together (float64, by number), whatever they overlap with."""
         return self._sizes[tensor].sums[: self.table.choices]
 
-    # What follows is most of the time that planning takes: no calls in the innermost loops.
+    # Planning spends most of its time below, so the innermost loops make no calls.
 
     def _update_states(self, tensor: int) -> None:
         links = 2 * _INTRA

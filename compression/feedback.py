@@ -86,7 +86,7 @@ class ErrorFeedback(Reducer):
 def compress_parts(
     compressor: Compressor, memory: Memory | None, bundle: Bundle, worlds: Worlds, turn: Turn, suffix: str = ""
 ) -> list[Payload | None]:
-    """Compress each part of a bundle as a group of its own, with error feedback.
+    """Compresses each part of a bundle as a group of its own, with error feedback.
 
     Args:
         compressor: makes the payloads.

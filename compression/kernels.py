@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gemini_ft.accelerator import holds
+
 from .base import Layout, Turn
 from .randomness import random_words, stream_seed, uniform
 
-_BLOCK = 120 * 1024  # elements: with what is made of them they fit into a core's own cache; a multiple of every method's run
+_BLOCK = 120 * 1024  # elements that fit, with their results, into a core's own cache; a multiple of every method's run
 
 
 @cache
@@ -41,7 +43,7 @@ def select(flat: Tensor, layout: Layout, thresholds: Tensor) -> Tensor:
 
     Padding is left out if thresholds are above zero. ``thresholds`` is float32 (tensors,).
     """
-    if flat.is_cuda:
+    if holds(flat):
         found: Tensor = _triton().select(flat, layout, thresholds)
         return found
     below = np.empty(layout.total, dtype=bool)
@@ -53,30 +55,30 @@ def select(flat: Tensor, layout: Layout, thresholds: Tensor) -> Tensor:
 
 def not_below(values: Tensor, limit: float) -> Tensor:
     """Ascending indices of the elements that are not below a limit, NaN among them; int64. numpy compares five times as fast as torch."""
-    if values.is_cuda:
+    if holds(values):
         return values.lt(limit).logical_not_().nonzero().view(-1)
     below = np.less(values.numpy(), np.float32(limit))
     return torch.from_numpy(np.flatnonzero(np.logical_not(below, out=below)))
 
 
 def negative(flat: Tensor) -> Tensor:
-    """Which elements are below zero, bool."""
-    return flat < 0 if flat.is_cuda else torch.from_numpy(flat.numpy() < 0)
+    """A mask of the elements below zero, bool."""
+    return flat < 0 if holds(flat) else torch.from_numpy(flat.numpy() < 0)
 
 
 def equal(codes: Tensor, code: int) -> Tensor:
-    """Which codes are this one, bool."""
-    return codes == code if codes.is_cuda else torch.from_numpy(codes.numpy() == code)
+    """A mask of the codes that equal ``code``, bool."""
+    return codes == code if holds(codes) else torch.from_numpy(codes.numpy() == code)
 
 
 def indices(mask: Tensor) -> Tensor:
-    """Where a bool tensor is set, ascending, int64."""
-    return mask.nonzero().view(-1) if mask.is_cuda else torch.from_numpy(np.flatnonzero(mask.numpy()))
+    """The indices at which a bool tensor is set, ascending, int64."""
+    return mask.nonzero().view(-1) if holds(mask) else torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 
 def pack(mask: Tensor) -> Tensor:
     """Bits of a bool tensor, eight a byte, the first in the lowest bit: uint8 (elements / 8,)."""
-    if mask.is_cuda:
+    if holds(mask):
         shifts = torch.arange(8, device=mask.device, dtype=torch.uint8)
         packed: Tensor = (mask.view(-1, 8).to(torch.uint8) << shifts).sum(1, dtype=torch.uint8)
         return packed
@@ -84,8 +86,8 @@ def pack(mask: Tensor) -> Tensor:
 
 
 def pack_signs(flat: Tensor) -> Tensor:
-    """One bit an element, set where it is zero or above: uint8 (total / 8,)."""
-    if flat.is_cuda:
+    """Packs one bit per element, set where it is zero or above: uint8 (total / 8,)."""
+    if holds(flat):
         packed: Tensor = _triton().pack_signs(flat)
         return packed
     return torch.from_numpy(np.packbits(flat.numpy() >= 0, bitorder="little"))
@@ -94,9 +96,9 @@ def pack_signs(flat: Tensor) -> Tensor:
 def pack_signs_and_zeros(flat: Tensor) -> tuple[Tensor, Tensor | None, bool]:
     """`pack_signs`, and one bit an element that is set where it is zero: both uint8 (total / 8,); None where none is zero.
 
-    And whether all is finite; very large values may be taken for what is not.
+    The last value says whether all elements are finite; very large ones may count as infinite.
     """
-    if flat.is_cuda:
+    if holds(flat):
         return pack_signs(flat), pack(flat == 0), bool(torch.isfinite(flat.sum()))
     values, mask = flat.numpy(), np.empty(min(_BLOCK, flat.numel()), dtype=bool)
     signs, nowhere, squares = np.empty(values.size // 8, dtype=np.uint8), True, 0.0
@@ -116,7 +118,7 @@ def _blocks(total: int) -> Iterator[slice]:
 
 def mean_log(values: Tensor) -> float:
     """The mean of the natural logarithms. numpy takes them four times as fast as torch."""
-    if values.is_cuda:
+    if holds(values):
         return float(values.log().mean())
     plain = values.numpy()
     return sum(float(np.log(plain[part]).sum(dtype=np.float64)) for part in _blocks(plain.size)) / plain.size
@@ -127,7 +129,7 @@ def scaled_blocks(flat: Tensor, layout: Layout, factors: Tensor) -> Iterator[tup
 
     On CPUs, what is done to a block before the next one is asked for does not leave the core's cache.
     """
-    if flat.is_cuda:
+    if holds(flat):
         scaled = flat.clone()
         torch._foreach_mul_(layout.views(scaled), list(factors.unbind()))
         yield slice(0, layout.total), scaled
@@ -191,7 +193,7 @@ def stochastic_round(flat: Tensor, layout: Layout, scales: Tensor, limit: int, s
         limit: the largest magnitude of a result, at most 127.
         bucket: elements of a bucket, which divides ``layout.align``; 0: scales are per tensor.
     """
-    if flat.is_cuda:
+    if holds(flat):
         rounded: Tensor = _triton().stochastic_round(flat, layout, scales, limit, stream_seeds(layout, flat.device, seed, turn), bucket)
         return rounded
     scaled = uniform(layout, flat.device, seed, turn)
@@ -213,7 +215,7 @@ def natural(flat: Tensor, layout: Layout, seed: int, turn: Turn) -> Tensor:
 
     The one above is taken with a probability of the mantissa's fraction. 0 stands for zero, 255 for infinities and NaN.
     """
-    if flat.is_cuda:
+    if holds(flat):
         rounded: Tensor = _triton().natural(flat, layout, stream_seeds(layout, flat.device, seed, turn))
         return rounded
     words, bits = random_words(layout, seed, turn), flat.numpy().view(np.uint32)

@@ -36,7 +36,7 @@ class Memory:
         return self._regroup(layout, device)
 
     def replace(self, layout: Layout, flat: Tensor) -> None:
-        """Make ``flat`` the group's buffer; where that is ``fixed``, its values."""
+        """Makes ``flat`` the group's buffer; a ``fixed`` buffer takes over its values."""
         if self.fixed and layout.names in self._flat:
             self.flat(layout, flat.device).copy_(flat)
         else:
@@ -57,14 +57,14 @@ class Memory:
         return fresh
 
     def state_dict(self) -> State:
-        """By name, float32 (elements,); not copied."""
+        """The tensors by name, float32 (elements,); not copied."""
         state: State = dict(self._waiting)
         for layout, flat in self._flat.values():
             state.update(zip(layout.names, layout.views(flat), strict=True))
         return dict(sorted(state.items()))
 
     def forget(self, names: Collection[str]) -> None:
-        """Make zero what is kept for these names, and for what is made of them (``name/mean``, ``name#1``)."""
+        """Sets to zero all that is kept for these names, and for names made of them (``name/mean``, ``name#1``)."""
         for name, kept in self.state_dict().items():
             if name in names or re.split("[/#]", name)[0] in names:
                 kept.zero_()
@@ -75,7 +75,7 @@ class Memory:
 
 
 def put_back(layout: Layout, flat: Tensor, before: Tensor | None, numbers: Sequence[int]) -> None:
-    """Give the tensors of these numbers the values they had in ``before``, which may be None for no numbers."""
+    """Gives the tensors of these numbers the values they had in ``before``, which may be None for no numbers."""
     for number in numbers:
         assert before is not None
         layout.views(flat)[number].copy_(layout.views(before)[number])

@@ -10,12 +10,12 @@ import torch
 from . import kernels
 from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn, cut, join
 
-_LOW = 18  # below the smallest biased exponent that seven bits tell, 19; they also tell zero (0) and what is not finite (127)
+_LOW = 18  # below the smallest biased exponent of seven bits, 19; 0 stands for zero, 127 for values that are not finite
 _INFINITE = 127
 
 
 class Natural(Compressor):
-    """Sign and exponent: 9 bits. Infinities and NaN come out as infinities; above 2^127 there is no power to round up to."""
+    """Sends sign and exponent: 9 bits. Infinities and NaN come out as infinities, as do values above 2^127 that round up."""
 
     primitive = Primitive.ALL_GATHER
     unbiased = True
@@ -38,7 +38,7 @@ class Natural(Compressor):
 
 
 class Natural8(Natural):
-    """Sign and seven bits of exponent: from 2^-108 to 2^17. What is below becomes zero, what is above 2^17: unbiased in between."""
+    """Sign and seven bits of exponent: from 2^-108 to 2^17. Smaller values become zero, larger ones 2^17: unbiased in between."""
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         exponents = kernels.natural(bundle.flat, bundle.layout, self.seed, turn)

@@ -28,7 +28,7 @@ class Part:
         return Bundle(self.layout, flat, own=True)
 
     def put(self, piece: Bundle, whole: Bundle) -> None:
-        """Write the part into a bundle."""
+        """Writes the part into a bundle."""
         torch._foreach_copy_([whole.views[number][begin:end] for number, begin, end in self.runs], piece.views)
 
 
@@ -66,7 +66,7 @@ def renamed(layout: Layout, suffix: str) -> Layout:
 
 @lru_cache(maxsize=4096)
 def layouts(layout: Layout | None, worlds: Worlds) -> tuple[Layout | None, ...]:
-    """Of all parts, those of part 0 first; None: nothing is in it."""
+    """The layouts of all parts, beginning with those of part 0; None for a part that holds nothing."""
     if not worlds:
         return (layout,)
     found = [None if layout is None else part(layout, rank, worlds[0]) for rank in range(worlds[0])]
@@ -74,7 +74,7 @@ def layouts(layout: Layout | None, worlds: Worlds) -> tuple[Layout | None, ...]:
 
 
 def divide(bundle: Bundle | None, worlds: Worlds) -> list[Bundle | None]:
-    """All parts of a bundle, as `layouts` has them."""
+    """Divides a bundle into the parts that `layouts` describes."""
     if not worlds:
         return [bundle]
     found: list[Bundle | None] = []

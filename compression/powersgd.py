@@ -18,7 +18,7 @@ from .memory import Memory, put_back
 from .randomness import SHARED, generator
 
 _ALIGN = 16  # elements, 64 bytes: how a product is rounded depends on where its operands lie
-_DEPENDENT = 1e-5  # of a row's length: what is left of it beside rounding, if it depends on the rows before it
+_DEPENDENT = 1e-5  # of a row's length: the rest beside rounding, if it depends on the rows before it
 
 
 class PowerSGD(Reducer):
@@ -104,7 +104,7 @@ class PowerSGD(Reducer):
         factor.copy_(torch.where(zero, torch.from_numpy(fresh).to(factor.device), factor))
 
     def _keep_factors(self, names: Sequence[str], runs: Sequence[Run], projections: _Stacks) -> list[int]:
-        """Q' for the next step; numbers of the tensors whose one is not finite, on all ranks alike. Those are not kept."""
+        """Keeps Q' for the next step, where it is finite; returns numbers of the tensors where not, alike on all ranks."""
         finite = projections.finite
         kept, fresh, bad = [], [], []
         for run, stack in zip(runs, projections.parts, strict=True):
@@ -119,7 +119,7 @@ class PowerSGD(Reducer):
         return bad
 
     def _keep_errors(self, left: Bundle, result: Bundle, before: Tensor, whole: Sequence[int], bad: Sequence[int]) -> None:
-        """E for the next step: nothing of what travelled whole, and what it was before where a result is not finite."""
+        """Keeps E for the next step: nothing of tensors that travelled whole, and the old E where a result is not finite."""
         left.flat.sub_(result.flat)
         for number in whole:
             left.views[number].zero_()
@@ -147,7 +147,7 @@ class PowerSGD(Reducer):
 
 @dataclass(frozen=True)
 class Run:
-    """Tensors that follow each other in a layout and are matrices of one shape: what can be done for all at once is.
+    """Tensors that follow each other in a layout and are matrices of one shape, so that they can be handled together.
 
     Products are not: how a batch of products is rounded depends on its size, and a group must give what its tensors give.
 
@@ -166,7 +166,7 @@ class Run:
     span: int
 
     def matrices(self, flat: Tensor) -> Tensor:
-        """Their elements of a flat buffer, (count, rows, columns)."""
+        """The tensors as parts of a flat buffer, (count, rows, columns)."""
         return flat.as_strided(
             (len(self.numbers), self.rows, self.columns), (self.span, self.columns, 1), flat.storage_offset() + self.start
         )
@@ -193,14 +193,14 @@ def split(layout: Layout, rank: int, least_rate: float) -> tuple[tuple[Run, ...]
 
 
 class _Stacks:
-    """Factors of all runs, and what travels with them in one collective."""
+    """The factors of all runs, and the tensors that travel with them in one collective."""
 
     def __init__(self, shapes: Sequence[tuple[int, int, int]], rest: int, device: torch.device) -> None:
         self.parts = [_aligned(shape, device) for shape in shapes]
         self.rest = torch.empty(rest, device=device)
 
     def average(self, turn: Turn) -> Generator[Request, list[Tensor], None]:
-        """Over ranks."""
+        """Averages the factors and the rest over all ranks."""
         (total,) = yield Request("sum", torch.cat([part.reshape(-1) for part in (*self.parts, self.rest)]))
         total = total.div_(turn.world) if turn.world > 1 else total
         *means, self.rest = total.split_with_sizes([part.numel() for part in (*self.parts, self.rest)])
@@ -257,5 +257,5 @@ def orthonormalise(stacks: Sequence[Tensor]) -> None:
 
 
 def _norms(rows: Tensor) -> Tensor:
-    """Of each row, one by one: (rows,) for (..., m)."""
+    """The norm of each row, computed one by one: (rows,) for (..., m)."""
     return torch.stack(torch._foreach_norm(list(rows.reshape(-1, rows.shape[-1]).unbind())))

@@ -16,12 +16,12 @@ def magnitudes(bundle: Bundle) -> Tensor:
 
 
 def inverse(scales: Tensor, levels: float = 1.0) -> Tensor:
-    """``levels / scales``; 0 where that is not finite: of zeros, of what is nearly as small, and of what is not finite itself."""
+    """``levels / scales``, or 0 where that is not finite: for scales that are zero, nearly zero, or not finite themselves."""
     return (levels / scales).nan_to_num_(0.0, 0.0, 0.0)
 
 
 class QSGD(Compressor):
-    """Per bucket its L2 norm and, for each element, one of ``2 levels + 1`` multiples of a fraction of it. Alistarh et al., NeurIPS 2017.
+    """Sends each bucket's L2 norm and, per element, one of ``2 levels + 1`` multiples of a fraction of it. Alistarh et al., NeurIPS 2017.
 
     The variance is at most min(b / s^2, sqrt(b) / s) times the squared norm, for buckets of b elements and s levels. Finite values whose
     norm overflows float32 come out as NaN. Payload: norms (float32), then codes of 4 bits (up to 7 levels) or 8 (up to 127).
@@ -62,10 +62,10 @@ class QSGD(Compressor):
 
 
 class TernGrad(Compressor):
-    """-1, 0 or 1 times the largest magnitude of each tensor, in 2 bits. Wen et al., NeurIPS 2017.
+    """Rounds each element to -1, 0 or 1 times its tensor's largest magnitude, in 2 bits. Wen et al., NeurIPS 2017.
 
     Args:
-        clip: magnitudes above so many standard deviations of the tensor are clipped to that, which bounds the variance and is
+        clip: magnitudes above this many standard deviations of the tensor are clipped to it, which bounds the variance and is
             a bias. None: unbiased.
         seed: of the rounding.
     """

@@ -31,7 +31,7 @@ def stream_seed(name: str, seed: int, turn: Turn, rank: int) -> int:
 
 
 def generator(name: str, seed: int, turn: Turn, rank: int) -> np.random.Generator:
-    """Of one tensor, step and rank."""
+    """The random generator of one tensor, step and rank."""
     bits = np.random.SFC64(0)
     begin = stream_seed(name, seed, turn, rank)
     bits.state = {

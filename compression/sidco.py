@@ -1,7 +1,7 @@
 """SIDCo (Abdelmoniem et al., MLSys 2021): a threshold in closed form, from a distribution fitted to the magnitudes.
 
-Stages fit the tail that the stage before has left ("peaks over threshold"); a controller per tensor changes their number until
-what is selected is near the target.
+Each stage fits the tail that the stage before it has left ("peaks over threshold"); a controller per tensor changes their number
+until the share that is selected is near the target.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _FITS: dict[str, tuple[Fit, Fit]] = {  # of the first stage, and of the later on
 
 @dataclass
 class Stages:
-    """The controller of one tensor: how many stages, and what they have selected since the last decision.
+    """The controller of one tensor: the number of stages, and the shares they have selected since the last decision.
 
     Algorithm 1 (Adapt_Stages) takes a stage away where too much is selected and adds one where it is too little. That is the first
     move here. But whether more stages select more depends on the distribution, and one stage that selects too much cannot become
@@ -100,7 +100,7 @@ class Stages:
     error: float = 0.0  # that led to it: how far selected / target was from 1, as a logarithm
 
     def observe(self, achieved: float, most: int) -> None:
-        """One step's result; every fifth decides."""
+        """Takes note of one step's result; every fifth call decides."""
         self.steps += 1
         self.achieved += achieved
         if self.steps < _EVERY:
@@ -123,7 +123,7 @@ class Stages:
 
 
 class SIDCo(Sparsifier):
-    """About ``ratio`` of each tensor, above a threshold fitted in O(d).
+    """Sends about ``ratio`` of each tensor, above a threshold fitted in O(d).
 
     Args:
         ratio: the target.
@@ -150,7 +150,7 @@ class SIDCo(Sparsifier):
         return torch.cat(picked).int()
 
     def threshold(self, magnitudes: Tensor, stages: int) -> float:
-        """Estimate for so many stages; NaN where the magnitudes are not finite, 0 where they are all zero."""
+        """The threshold that ``stages`` stages estimate; NaN where magnitudes are not finite, 0 where all are zero."""
         if stages == 1 or self.ratio >= _FIRST_RATIO:
             return self._first(magnitudes, 0.0, self.ratio)
         threshold = self._first(magnitudes, 0.0, _FIRST_RATIO)

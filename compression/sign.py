@@ -1,4 +1,4 @@
-"""One bit an element."""
+"""Compressors that send one bit per element."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .randomness import random_bytes
 
 
 class ScaledSign(Compressor):
-    """EF-signSGD: the mean magnitude of each tensor and one sign bit an element; zero counts as positive.
+    """EF-signSGD: sends the mean magnitude of each tensor and one sign bit per element; zero counts as positive.
 
     Needs error feedback. Karimireddy et al., ICML 2019. Payload: scales (float32), then the bits.
     """
@@ -40,7 +40,7 @@ class ScaledSign(Compressor):
 
 
 class OneBit(Compressor):
-    """1-bit SGD: the mean of each tensor's negative and of its other elements, and one bit an element saying which.
+    """1-bit SGD: sends the means of each tensor's negative and other elements, and one bit per element to tell them apart.
 
     Needs error feedback. Seide et al., Interspeech 2014. Payload: both means of each tensor (float32), then the bits.
     """

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gemini_ft.accelerator import holds
+
 from . import kernels
 from .base import Bundle, Compressor, Layout, Payload, Primitive, Summed, Turn, cut, divided, join
 from .randomness import SHARED, generator
@@ -29,7 +31,7 @@ class Sparsifier(Compressor):
 
     @abstractmethod
     def pick(self, bundle: Bundle, turn: Turn) -> Tensor:
-        """Indices in ``bundle.flat`` of what is to be sent, int32, none twice. What is not finite is always picked."""
+        """Picks the elements to send: indices in ``bundle.flat``, int32, each once. Elements that are not finite are always picked."""
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         indices = self.pick(bundle, turn)
@@ -66,7 +68,7 @@ def entries(payload: Payload) -> tuple[Tensor, Tensor]:
 
 
 def kept(size: int, ratio: float) -> int:
-    """Elements that a ratio keeps of so many: at least one, where there is any."""
+    """The number of elements that a ratio keeps of ``size``: at least one, where there is any."""
     return min(size, max(1, int(ratio * size)))
 
 
@@ -82,7 +84,7 @@ def largest(magnitudes: Tensor, count: int) -> Tensor:
     Large tensors are not sorted: a sample tells a threshold that a little more than ``count`` pass, and only those are compared.
     """
     size = magnitudes.numel()
-    if magnitudes.is_cuda or size <= _FEW or count * 4 > size:
+    if holds(magnitudes) or size <= _FEW or count * 4 > size:
         return magnitudes.topk(count, sorted=False).indices
     sample = magnitudes[:: max(1, count // _HITS)]
     expected = count / size * sample.numel()
@@ -94,12 +96,12 @@ def largest(magnitudes: Tensor, count: int) -> Tensor:
 
 
 def above(magnitudes: Tensor, threshold: float) -> Tensor:
-    """Indices of what is not below a threshold, int64; zeros never are among them, NaN always is."""
+    """The indices of magnitudes that are not below a threshold, int64; zeros are never among them, NaN always is."""
     return kernels.not_below(magnitudes, threshold) if threshold >= _LEAST else kernels.indices(magnitudes.ne(0))
 
 
 class TopK(Sparsifier):
-    """The k = max(1, floor(ratio d)) largest magnitudes of each tensor. Stich et al., NeurIPS 2018."""
+    """Sends the k = max(1, floor(ratio d)) largest magnitudes of each tensor. Stich et al., NeurIPS 2018."""
 
     primitive = Primitive.ALL_GATHER
 
@@ -119,7 +121,7 @@ class TopK(Sparsifier):
 
 
 class Threshold(Sparsifier):
-    """Everything that is at least ``value`` in magnitude, an absolute compressor. Sahu et al., NeurIPS 2021 (hard threshold).
+    """Sends every element of at least ``value`` in magnitude: an absolute compressor. Sahu et al., NeurIPS 2021 (hard threshold).
 
     The paper's choice is one value for all layers and steps: ``Threshold.hard(k)`` for k elements per step of the whole model.
     """
@@ -131,7 +133,7 @@ class Threshold(Sparsifier):
 
     @classmethod
     def hard(cls, count: int) -> Threshold:
-        """With lambda = 1 / (2 sqrt(k)), k elements of the whole model per step."""
+        """The threshold lambda = 1 / (2 sqrt(k)), for k elements of the whole model per step."""
         if count < 1:
             raise ValueError(f"count={count}: give how many elements of the model may travel per step, at least 1")
         return cls(1 / (2 * count**0.5))
@@ -141,7 +143,7 @@ class Threshold(Sparsifier):
 
 
 class RandomK(Summed):
-    """k = max(1, floor(ratio d)) elements of each tensor, drawn without replacement, the same on all ranks: indices do not travel.
+    """Sends k = max(1, floor(ratio d)) elements of each tensor, drawn alike on all ranks, so that indices do not travel.
 
     Args:
         ratio: part of each tensor that travels.
@@ -158,7 +160,7 @@ class RandomK(Summed):
         indices = self._drawn(layout, turn).to(bundle.flat.device)
         values = bundle.flat.index_select(0, indices)
         counts = [kept(size, self.ratio) for size in layout.sizes]
-        if not bool(torch.isfinite(bundle.flat.sum())):  # what was not drawn must be seen too
+        if not bool(torch.isfinite(bundle.flat.sum())):  # elements that were not drawn must be seen too
             for part, view in zip(values.split_with_sizes(counts), bundle.views, strict=True):
                 part.add_(view.sub(view).sum())
         if self.scaled:

@@ -19,7 +19,7 @@ _WEIGHTS = torch.tensor([81, 27, 9, 3, 1])  # of the digits of a byte
 
 
 class ThreeLC(Compressor):
-    """The nearest of -M, 0 and M, where M is ``sparsity`` times the largest magnitude of each tensor. Needs error feedback.
+    """Sends the nearest of -M, 0 and M; M is ``sparsity`` times each tensor's largest magnitude. Needs error feedback.
 
     Payload: M of each tensor (float32), then the bytes.
 
@@ -53,7 +53,7 @@ class ThreeLC(Compressor):
         return Bundle(layout, flat)
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
-        """Here ``selected`` is the number of bytes that runs have come down to."""
+        """Bytes of the payload, where ``selected`` is the number of bytes left after runs of zeros are shortened."""
         if selected is None:
             raise ValueError("3LC: how long runs of zeros are depends on the data; give selected=")
         return 4 * len(layout.names) + selected
@@ -69,7 +69,7 @@ def shorten(quartic: Tensor) -> Tensor:
     others = kernels.indices(kernels.equal(quartic, _ZEROS).logical_not_())
     gaps = torch.cat([others.new_full((1,), -1), others, others.new_full((1,), quartic.numel())]).diff() - 1
     pieces = (gaps + _LONGEST - 1) // _LONGEST
-    ends = (pieces + 1).cumsum(0) - 1  # where what follows a gap lies
+    ends = (pieces + 1).cumsum(0) - 1  # where the element after a gap lies
     short = quartic.new_full((int(ends[-1]),), _RUN + _LONGEST - 2)
     short[ends[:-1]] = quartic[others]
     last = gaps - _LONGEST * (pieces - 1)  # of a gap that is not empty: the zeros in its last piece
@@ -79,6 +79,6 @@ def shorten(quartic: Tensor) -> Tensor:
 
 
 def lengthen(runs: Tensor) -> Tensor:
-    """Undo `shorten`."""
+    """Undoes `shorten`."""
     lengths = (runs.int() - (_RUN - 2)).clamp_(min=1)
     return torch.repeat_interleave(runs.clamp(max=_RUN).masked_fill_(runs >= _RUN, _ZEROS), lengths)

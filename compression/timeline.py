@@ -1,4 +1,4 @@
-"""When the gradients of one backward pass have been exchanged, if they are exchanged in groups. Pure: no torch, no clock.
+"""Predicts when the gradients of one backward pass have been exchanged, if they travel in groups. Pure: no torch, no clock.
 
 Cupcake (Wang et al., MLSys 2023), section 3: tensors become ready one after the other, consecutive ones form a group, and a
 group is encoded, communicated and decoded as one. Four queues, each serving the groups in their order:
@@ -52,7 +52,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class GroupCosts:
-    """What one group costs, each as a function of its dense bytes.
+    """The costs of one group, each as a function of its dense bytes.
 
     Attributes:
         encode: compressing it.
@@ -88,7 +88,7 @@ class Grouping:
 
 
 def layer_wise(tensors: int) -> Grouping:
-    """Every tensor for itself."""
+    """The grouping in which every tensor is a group."""
     return Grouping(tuple(range(1, tensors + 1)))
 
 
@@ -122,7 +122,7 @@ def buckets(nbytes: Sequence[int], capacity: int) -> Grouping:
 
 @dataclass(frozen=True)
 class GroupTimes:
-    """When each stage of one group ends, in seconds since the backward pass began."""
+    """The ends of one group's stages, in seconds since the backward pass began."""
 
     ready: float
     encoded: float
@@ -144,7 +144,7 @@ class Timeline:
 
 
 def simulate(backward: Backward, costs: GroupCosts, grouping: Grouping) -> Timeline:
-    """Predict one iteration.
+    """Predicts one iteration.
 
     Raises:
         ValueError: ``grouping`` is one of another number of tensors.

@@ -1,4 +1,4 @@
-"""Machines with as many ranks each, and whom a collective connects. Pure.
+"""Machines with equal numbers of ranks, and the members of each collective. Pure.
 
 Ranks of a machine are neighbours: rank r is the (r mod ranks)-th of machine r div ranks.
 """
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Scope(Enum):
-    """Whom a collective connects: all ranks, those of one machine, or those of the same place in each machine."""
+    """The members of a collective: all ranks, those of one machine, or those of the same place in each machine."""
 
     FLAT = "flat"
     INTRA = "intra"
@@ -33,7 +33,7 @@ class Topology:
 
     @classmethod
     def of(cls, world: int, ranks_per_machine: int) -> Topology:
-        """The topology of so many ranks.
+        """The topology of ``world`` ranks, ``ranks_per_machine`` on each machine.
 
         Raises:
             ValueError: they do not fill machines.
@@ -44,7 +44,7 @@ class Topology:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return self.machines * self.ranks
 
     @property
@@ -57,7 +57,7 @@ class Topology:
         return {Scope.FLAT: self.world, Scope.INTRA: self.ranks, Scope.INTER: self.machines}[scope]
 
     def place(self, rank: int, scope: Scope) -> int:
-        """Which of the members a rank is, from 0."""
+        """The position of a rank among the members of a scope, from 0."""
         return {Scope.FLAT: rank, Scope.INTRA: rank % self.ranks, Scope.INTER: rank // self.ranks}[scope]
 
     def group(self, rank: int, scope: Scope) -> range:

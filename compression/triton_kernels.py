@@ -39,7 +39,7 @@ def _write(flat, segments, thresholds, ends, found, total, BLOCK: tl.constexpr):
 
 
 def select(flat: Tensor, layout: Layout, thresholds: Tensor) -> Tensor:
-    """See `kernels.select`: compare, count, and write indices in their order."""
+    """Implements `kernels.select`: compares, counts, and writes indices in their order."""
     total, grid = layout.total, (triton.cdiv(layout.total, _BLOCK),)
     segments = layout.segments(flat.device)
     counts = torch.empty(grid[0], dtype=torch.int32, device=flat.device)
@@ -62,7 +62,7 @@ def _pack(flat, packed, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-
 
 
 def pack_signs(flat: Tensor) -> Tensor:
-    """See `kernels.pack_signs`."""
+    """Implements `kernels.pack_signs`."""
     count = flat.numel() // 8
     packed = torch.empty(count, dtype=torch.uint8, device=flat.device)
     _pack[(triton.cdiv(count, _BLOCK),)](flat, packed, count, BLOCK=_BLOCK)
@@ -82,7 +82,7 @@ def _round(flat, segments, starts, seeds, scales, codes, total, limit, BUCKET: t
 
 
 def stochastic_round(flat: Tensor, layout: Layout, scales: Tensor, limit: int, seeds: Tensor, bucket: int) -> Tensor:
-    """See `kernels.stochastic_round`."""
+    """Implements `kernels.stochastic_round`."""
     codes = torch.empty(layout.total, dtype=torch.int8, device=flat.device)
     grid = (triton.cdiv(layout.total, _BLOCK),)
     segments, starts = layout.segments(flat.device), _starts(layout, flat)
@@ -104,7 +104,7 @@ def _natural(bits, segments, starts, seeds, exponents, total, BLOCK: tl.constexp
 
 
 def natural(flat: Tensor, layout: Layout, seeds: Tensor) -> Tensor:
-    """See `kernels.natural`."""
+    """Implements `kernels.natural`."""
     exponents = torch.empty(layout.total, dtype=torch.uint8, device=flat.device)
     grid = (triton.cdiv(layout.total, _BLOCK),)
     bits = flat.view(torch.int32)

@@ -270,9 +270,10 @@ def main(quick: Drill, full: Drill, description: str | None = __doc__) -> int:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
     parser.add_argument("--folder", type=Path, help="keep logs, events and checkpoints there (default: a temporary folder)")
+    parser.add_argument("--svg", type=Path, help="draw there what was printed")
     arguments = parser.parse_args()
     drill = quick if arguments.quick else full
-    console = Console()
+    console = Console(record=arguments.svg is not None)
     console.width = max(console.width, 110)  # of the last table
     begin = time.time()
     with ExitStack() as stack:
@@ -287,6 +288,8 @@ def main(quick: Drill, full: Drill, description: str | None = __doc__) -> int:
         console.print(table_of(recoveries, drill.note))
         same = compare(console, undisturbed, disturbed)
     console.print(f"{time.time() - begin:.0f} s in all")
+    if arguments.svg is not None:
+        console.save_svg(str(arguments.svg), title="make demo")
     return 0 if same else 1
 
 

@@ -56,7 +56,7 @@ _log = logging.getLogger("gemini_ft")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What ``open`` found."""
+    """The snapshot that ``open`` found."""
 
     iteration: int
     extras: Any  # of this rank, or of one whose state it takes over in part
@@ -137,7 +137,7 @@ class Checkpointer:
     # -- the plain loop
 
     def resume(self) -> int:
-        """Join the run and load the newest state there is, into everything given to the constructor; the last call before the loop.
+        """Joins the run and loads the newest state there is into everything given to the constructor; the last call before the loop.
 
         Collective. Returns the number of iterations already done: 0 at a first start.
 
@@ -169,7 +169,7 @@ class Checkpointer:
         return found.iteration
 
     def step(self, **scalars: Any) -> None:
-        """The iteration is over: take a snapshot, if the optimizer has stepped and the interval says so.
+        """Ends an iteration: takes a snapshot if the optimizer has stepped and the interval says so.
 
         In the middle of an accumulation there is none; where another optimizer steps meanwhile, the gradients that wait are part of it.
 
@@ -202,7 +202,7 @@ class Checkpointer:
     # -- finer grain
 
     def open(self) -> Snapshot | None:
-        """Join the run, and find out what to resume. Collective over the default process group.
+        """Joins the run, and finds out what to resume. Collective over the default process group.
 
         Raises:
             GeminiError: a rank could not join, or the state cannot be resumed; the same text on all ranks.
@@ -226,9 +226,9 @@ class Checkpointer:
         return Snapshot(self._iteration, extras[recorder.session.rank % plan.world_size]["extras"], plan.kind, plan.world_size)
 
     def _read_extras(self, recorder: Recorder) -> dict[int, Any]:
-        """Those of this rank; in a job of another size those of all ranks that made the snapshot."""
+        """The extras of this rank; in a job of another size those of all ranks that made the snapshot."""
         session, then = recorder.session, recorder.session.plan.world_size
-        trust = bool(self.config.storage and self.config.storage.trust_pickle)  # what is in memory may have come from storage
+        trust = bool(self.config.storage and self.config.storage.trust_pickle)  # the state in memory may have come from storage
         extras = {}
         for owner in [session.rank] if then == session.world_size else range(then):
             blob = session.sources.read(owner, session.rank, lambda shard: shard.extras())
@@ -236,7 +236,7 @@ class Checkpointer:
         return extras
 
     def bind(self, models: nn.Module | Mapping[str, nn.Module], optimizers: Any = (), *, modes: bool = True) -> None:
-        """Say what to capture; as early as the objects exist.
+        """Names the objects to capture; call it as early as they exist.
 
         Args:
             models: module, or name -> module.
@@ -265,7 +265,7 @@ class Checkpointer:
             )
 
     def bind_state(self, state: TrainingState) -> None:
-        """Say what to capture where that is no plain module and optimizer; the caller calls ``wait_before_update`` and ``save``."""
+        """Names a state to capture that is no plain module and optimizer; the caller calls ``wait_before_update`` and ``save``."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -274,7 +274,7 @@ class Checkpointer:
         self._state = state if self._gradients is None else WithGradients(state, self._gradients)
 
     def attach_gradients(self, gradients: GradientState) -> None:
-        """Capture and restore the state of what synchronises the gradients too, and show its figures in ``gemini status``.
+        """Captures and restores the state of a gradient synchronizer, too, and shows its figures in ``gemini status``.
 
         Raises:
             StateError: there is one already, or it is too late: part of the state has been resumed or recorded without it.
@@ -290,7 +290,7 @@ class Checkpointer:
         self._reporter = FiguresReporter(gradients.summary, lambda message: self._joined.client.offer(message))
 
     def _find_gradients(self) -> None:
-        """Attach what synchronises the gradients of the models, where nobody has said what does."""
+        """Attaches the synchronizer of the models' gradients, unless one was named."""
         if self._gradients is not None:
             return
         found = announced(param for model in self._models.values() for param in model.parameters())
@@ -304,7 +304,7 @@ class Checkpointer:
         self.attach_gradients(found)
 
     def load_tensors(self) -> None:
-        """Fill the bound models and optimizers with what ``open`` found. Collective.
+        """Fills the bound models and optimizers with the snapshot that ``open`` found. Collective.
 
         Raises:
             LayoutMismatchError: the snapshot is of another model; the first differences are named.
@@ -337,7 +337,7 @@ class Checkpointer:
             _log.info("resumed at iteration %d: rank 0 read %s in %.2f s", self._iteration, read or "nothing", self.stats.restore_seconds)
 
     def save(self, iteration: int, extras: Any) -> None:
-        """Take a snapshot of the state after ``iteration``: what may change at once is copied now, the rest in the background.
+        """Takes a snapshot of the state after ``iteration``: some state is copied now, the rest in the background.
 
         Raises:
             GeminiError: something that must stop the job has happened since the last call.
@@ -350,11 +350,11 @@ class Checkpointer:
         self._blocked = 0.0
 
     def marks(self) -> dict[str, list[tuple[int, int]]]:
-        """Name -> what is another after a write, of every tensor that the last snapshot has."""
+        """Name -> a value that changes with every write, of each tensor that the last snapshot has."""
         return self._joined.marks()
 
     def due(self, before: int, now: int) -> bool:
-        """Whether there is to be a snapshot, by how many updates had been made at the last one that was asked about, and now.
+        """Whether a snapshot is due, from the number of updates at the last question, and now.
 
         The same on all ranks that count alike; where ``interval`` is auto, it changes as the network asks for.
         """
@@ -366,13 +366,13 @@ class Checkpointer:
         return self._joined.interval(self._iteration)
 
     def alive(self, iteration: int) -> None:
-        """Instead of ``save``, after a step of which no snapshot is due: a sign of life for the hang detection."""
+        """Gives a sign of life for the hang detection, in place of ``save``, after a step of which no snapshot is due."""
         self._iteration = iteration
         self._joined.alive(iteration)
         self._report()
 
     def wait_before_update(self) -> None:
-        """Call before parameters or optimizer state are written: returns when the copy under way has read them."""
+        """Returns when the copy under way has read parameters and optimizer state; call it before they are written."""
         faults.at_step(self._iteration, "before_update")
         begin = time.perf_counter()
         if self._recorder is not None:
@@ -380,26 +380,26 @@ class Checkpointer:
         self._blocked += time.perf_counter() - begin
 
     def flush(self) -> None:
-        """Wait until the newest snapshot is committed, or given up; for at most ``timeout`` seconds."""
+        """Waits until the newest snapshot is committed, or given up; for at most ``timeout`` seconds."""
         begin = time.perf_counter()
         self._joined.flush()
         self._blocked += time.perf_counter() - begin
 
     @contextlib.contextmanager
     def mutate(self) -> Iterator[None]:
-        """Write parameters or optimizer state outside the optimizer's step (weight averaging, pruning, clamping)."""
+        """Allows writes to parameters or optimizer state outside the optimizer's step (weight averaging, pruning, clamping)."""
         if self._recorder is not None:
             self._recorder.settle()
         yield
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """No progress is expected meanwhile (validation, saving): hang detection is off."""
+        """Switches hang detection off meanwhile, as no progress is expected (validation, saving)."""
         with self._joined.suspended(self._iteration):
             yield
 
     def close(self, finished: bool = True, interrupted: bool = False) -> None:
-        """Leave the run. Only a finished or interrupted one lets its agents go; after a failure they keep the state."""
+        """Leaves the run. Only a finished or interrupted one lets its agents go; after a failure they keep the state."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -417,13 +417,13 @@ class Checkpointer:
     # -- inside
 
     def _leave_if_interrupted(self) -> None:
-        """At the end of the process: after Ctrl-C nobody will come back for what the agents hold."""
+        """Leaves the run at the end of the process: after Ctrl-C the agents' memory will not be needed."""
         if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
             self.close(finished=False, interrupted=True)
 
     @contextlib.contextmanager
     def _script_to_blame(self) -> Iterator[None]:
-        """What does not fit a script that has changed must not be given up after a few restarts: the user will mend the script."""
+        """Excuses a snapshot that does not fit a changed script from being given up after a few restarts: the user will mend the script."""
         try:
             yield
         except StateError:
@@ -431,7 +431,7 @@ class Checkpointer:
             raise
 
     def explain(self) -> str:
-        """The census as a table: what the state of this rank consists of, where it is, what becomes of it, and its bytes."""
+        """The census as a table: the parts of this rank's state, their places, fates and bytes."""
         return table(self.census.findings())
 
     def _stateful_findings(self) -> Iterator[Finding]:
@@ -443,7 +443,7 @@ class Checkpointer:
             yield from findings(name, model)
 
     def _take_census(self) -> None:
-        """Refuse what is not captured, at the first snapshot and after a change; show it where ``gemini run --explain`` asks for it."""
+        """Refuses state that is not captured, at the first snapshot and after a change; shows it for ``gemini run --explain``."""
         if self.census.is_due():
             found = self.census.take()
             if os.environ.get(EXPLAIN) and self._joined.session.rank == 0:
@@ -488,20 +488,20 @@ class Checkpointer:
         self._stepped = True
 
     def _hook(self, optimizer: torch.optim.Optimizer) -> None:
-        """Wait for the copy before each of its steps, and count them."""
+        """Makes an optimizer wait for the copy before each of its steps, and counts them."""
         self._hooked.add(optimizer)
         self._handles.append(optimizer.register_step_pre_hook(lambda *_: self.wait_before_update()))
         self._handles.append(optimizer.register_step_post_hook(self._mark_stepped))
 
     def _any_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """An optimizer of this process has stepped; one that nobody has given writes what is captured without its own state being so."""
+        """Takes note that an optimizer of this process has stepped; an unknown one writes captured state while its own is not captured."""
         if optimizer not in self._hooked and self._stranger is None:
             ours = {id(param) for model in self._models.values() for param in model.parameters()}
             if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
                 self._stranger = optimizer
 
     def _refuse_stranger(self) -> None:
-        """Raise StateError if an optimizer has stepped that was not given; one that another holds since then is taken in."""
+        """Raises StateError if an unknown optimizer has stepped; one that another holds since then is taken in."""
         stranger, self._stranger = self._stranger, None
         if stranger is None:
             return
@@ -514,14 +514,14 @@ class Checkpointer:
 
 
 def _on_all_ranks(work: Callable[[], T], timeout: float = 60.0) -> T:
-    """Run ``work`` on every rank, raise everywhere if it fails anywhere, and return this rank's own result."""
+    """Runs ``work`` on every rank, raises everywhere if it fails anywhere, and returns this rank's own result."""
     mine: list[T] = []
     exchange_or_raise(lambda: mine.append(work()), timeout)
     return mine[0]
 
 
 def _log_to_stderr() -> None:
-    """Let a user without any logging set-up see what happens to the job."""
+    """Lets a user without any logging set-up see the messages about the job."""
     if not _log.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[gemini %(levelname).1s rank " + os.environ.get("RANK", "0") + "] %(message)s"))

@@ -22,7 +22,7 @@ _UNITS |= {"tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def parse_bytes(value: object) -> object:
-    """Turn ``"8GiB"`` or ``"500 MB"`` into bytes; anything else is passed through for pydantic to judge."""
+    """Turns ``"8GiB"`` or ``"500 MB"`` into bytes; anything else is passed through for pydantic to judge."""
     if not isinstance(value, str):
         return value
     text = value.strip().lower()
@@ -71,12 +71,12 @@ class StorageConfig(_Model):
     endpoint_url: str | None = Field(None, description="Endpoint of an S3-compatible store; default: boto3's own choice.")
     max_bandwidth: Bytes | None = Field(None, description="Bytes per second that one host's uploads to S3 may take.")
     patience: float = Field(300.0, ge=0, description="Seconds to wait for storage that cannot say what there is to resume, and at the end of the job for the last upload.")
-    history: str | None = Field(None, description="Which history to resume where storage has several that do not descend from each other: the line that went through this incarnation (2-0a1b2c3d), as far as it has come. What did not is left aside, and told.")
+    history: str | None = Field(None, description="Which history to resume where storage has several that do not descend from each other: the line that went through this incarnation (2-0a1b2c3d), as far as it has come. Other histories are left aside, and named.")
     trust_pickle: bool = Field(False, description="Whether pickled objects found in storage may be loaded.")
 
     @property
     def kept(self) -> int | None:
-        """As `keep_last`; None: all."""
+        """`keep_last` as a number; None: all are kept."""
         return self.keep_last if isinstance(self.keep_last, int) else None
 
     @model_validator(mode="after")
@@ -89,9 +89,9 @@ class StorageConfig(_Model):
 
 
 class TrafficConfig(_Model):
-    """How replicas travel beside the training's own traffic."""
+    """Options for the way replicas travel beside the training's own traffic."""
 
-    transport: Literal["tcp", "collective"] = Field("tcp", description="Who carries replicas: agents (tcp), or workers through sub-buffers in a process group of their own (collective).")
+    transport: Literal["tcp", "collective"] = Field("tcp", description="The processes that carry replicas: agents (tcp), or workers through sub-buffers in a process group of their own (collective).")
     when: Literal["idle", "ready"] = Field("idle", description="Send while the training's network is idle, or as soon as a chunk is ready.")
     profile_steps: int = Field(20, ge=2, description="Steps of the same order of collectives that make a profile of them.")
     gamma: float = Field(0.8, gt=0, le=1, description="Part of each idle span that is used; the rest is for jitter.")
@@ -116,14 +116,14 @@ DEFAULT_TRAFFIC = TrafficConfig.model_validate({})
 
 
 class GeminiConfig(_Model):
-    """Everything the fault-tolerance core can be told."""
+    """All options of the fault-tolerance core."""
 
     replicas: int = Field(2, ge=1, description="Copies of every shard, the owner's own host included.")
     interval: Annotated[int | Literal["auto"], _number_or("auto", "steps")] = Field("auto", description="Take a snapshot every this many optimizer steps; auto: every step, or as often as the idle network can carry.")
     storage: StorageConfig | None = Field(None, description="The slow tier, for when every copy in memory is gone.")
     run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=64, description="Name of the run (letters, digits and . _ -); default: a hash of uid, working directory and command.")
-    resume: Literal["auto", "never", "require", "found"] = Field("auto", description="Whether to resume from what exists; found: from what can be found, be it older than what was reported as stored.")
-    memory_limit: Bytes | None = Field(None, description="Most bytes one host's agent may hold; default: 60 % of the memory available to it.")
+    resume: Literal["auto", "never", "require", "found"] = Field("auto", description="Whether to resume a snapshot; found: the newest that can be found, even if a newer one was reported as stored.")
+    memory_limit: Bytes | None = Field(None, description="The most bytes that one host's agent may hold; default: 60 % of the memory available to it.")
     interface: str | None = Field(None, description="Network for replicas: interface name or CIDR; default: the route to the master.")
     port_range: tuple[int, int] | None = Field(None, description="First and last TCP port agents may listen on; default: any.")
     domain: str | None = Field(None, description="Failure domain of this host, for example its rack.")
@@ -254,7 +254,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def load_config(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> GeminiConfig:
-    """Merge defaults, file, environment and ``overrides`` into one checked configuration.
+    """Merges defaults, file, environment and ``overrides`` into one checked configuration.
 
     Raises:
         ConfigError: an option is unknown or has a wrong value; all faults are listed at once.

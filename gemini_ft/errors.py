@@ -1,4 +1,4 @@
-"""Every exception gemini-ft raises, split by who has to act.
+"""Every exception that gemini-ft raises, split by the party that has to act.
 
     GeminiError
     ├── ConfigError               the user: an option is wrong
@@ -18,9 +18,9 @@
     │   └── SupersededError       this worker belongs to an older incarnation of the job
     ├── PeerError                 another host's agent is gone, refuses, or does not answer
     └── StorageError              the slow tier cannot be read or written
-        ├── FormatError           what lies there is sound, and of a format that this version does not read
-        ├── ObjectGoneError       what was listed is not there any more
-        └── StorageUnclearError   what there is to resume cannot be told now; nothing has been begun
+        ├── FormatError           the data are sound, but of a format that this version does not read
+        ├── ObjectGoneError       an object was listed, but is not there any more
+        └── StorageUnclearError   it cannot be told now what there is to resume; nothing has been begun
 
 A message says what was given, what is allowed, and the way out. Where a class has an ``exit_status``, that is how a worker of
 ``gemini run`` ends with such an error, and ``gemini run`` itself, which does not try again.
@@ -104,7 +104,7 @@ class StorageError(GeminiError):
 
 
 class ObjectGoneError(StorageError):
-    """An object that was listed is not there any more, because retention or somebody else has deleted it."""
+    """An object that was listed is not there any more, because retention or another process has deleted it."""
 
 
 class FormatError(StorageError):

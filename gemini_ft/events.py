@@ -1,4 +1,4 @@
-"""What happens to a run, one JSON object per line, appended to the file that GEMINI_EVENTS names.
+"""The events of a run, one JSON object per line, appended to the file that GEMINI_EVENTS names.
 
 For drills, tests and dashboards; without the variable nothing is written. Every line has ``event``, ``at`` (seconds of the
 system's clock), ``pid``, ``host``, ``rank`` and ``stream``, and besides:
@@ -28,7 +28,7 @@ _log = logging.getLogger("gemini_ft")
 
 
 class EventLog:
-    """Where one worker's part of a stream writes its events; does nothing without GEMINI_EVENTS.
+    """The events of one worker's part of a stream; writes nothing without GEMINI_EVENTS.
 
     Raises:
         ConfigError: GEMINI_EVENTS cannot be written.
@@ -44,7 +44,7 @@ class EventLog:
             raise ConfigError(f"GEMINI_EVENTS={path}: cannot be written ({error.strerror}); name a file in a folder that exists") from None
 
     def write(self, event: str, **facts: Any) -> None:
-        """Append one line."""
+        """Appends one line."""
         if self._fd >= 0:
             line = {"event": event, "at": time.time(), **self._who, **facts}
             data = (json.dumps(line) + "\n").encode()
@@ -65,7 +65,7 @@ class EventLog:
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:
-    """All events so far, whole lines only; none while there is no file."""
+    """Reads all events so far, whole lines only; none while there is no file."""
     try:
         text = Path(path).read_text()
     except FileNotFoundError:

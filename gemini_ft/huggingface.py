@@ -1,4 +1,4 @@
-"""transformers' Trainer under DeepSpeed resumes where it was, in the middle of an epoch too, and ends with the same bits.
+"""Resumes transformers' Trainer under DeepSpeed exactly where it was, in the middle of an epoch too.
 
     trainer = Trainer(
         model,
@@ -61,15 +61,15 @@ _SEAMS = {
         "steps_trained_in_current_epoch",
     ],
 }
-# What the Trainer counts between two logs. `_tr_loss` is a tensor.
+# The Trainer's counters between two logs. `_tr_loss` is a tensor.
 _COUNTS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen", "current_flos")
-# Not of the training, but of this process.
+# These belong to this process, not to the training.
 _OWN = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks", "log_history")
 _NO_FOLDER = "/dev/null/gemini"  # the Trainer skips batches only if it resumes from somewhere; nothing is found there
 
 
 class GeminiCallback(TrainerCallback):  # type: ignore[misc]
-    """Put one into the Trainer's ``callbacks``. Without a "gemini" section in the DeepSpeed configuration it does nothing.
+    """A callback for the Trainer's ``callbacks``. Without a "gemini" section in the DeepSpeed configuration it does nothing.
 
     Raises:
         ConfigError: this version of transformers is not known; when training begins: the Trainer does not use DeepSpeed.
@@ -108,7 +108,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
     # -- called by the extended Trainer
 
     def prepare(self, trainer: Any, prepare: Callable[..., Any], max_steps: int, train_dataloader: Any, checkpoint: str | None) -> Any:
-        """The engine is made, and resumed if there is something to resume; from a checkpoint only if that is newer."""
+        """Makes the engine, and resumes it if there is something to resume; from a checkpoint only if that is newer."""
         self._protection, self._found, self._trainer = None, None, trainer
         prepared = prepare(max_steps, train_dataloader, None)
         self._protection = _protect(trainer)
@@ -117,7 +117,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         if found is not None and (checkpoint is None or found["state"]["global_step"] > trainer.state.global_step):
             self._found = found
             self._restore_state(found)
-        elif checkpoint is not None:  # what the Trainer does where it was given none
+        elif checkpoint is not None:  # as the Trainer does where it was given none
             deepspeed_load_checkpoint(trainer.model_wrapped, checkpoint, load_module_strict=not _is_peft_model(trainer.model))
             trainer._load_optimizer_and_scheduler(checkpoint)
             trainer._load_scaler(checkpoint)
@@ -129,7 +129,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         return prepared
 
     def run_epoch(self, run: Callable[..., None], named: dict[str, Any]) -> None:
-        """One epoch: what is left of it."""
+        """Runs one epoch, or the rest of it."""
         if self._protection is None:
             return run(**named)
         trainer, epoch, found = self._trainer, named["epoch"], self._found
@@ -158,14 +158,14 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             run(**named)
         if trainer.control.should_training_stop or epoch + 1 >= trainer.state.num_train_epochs:
             self._save(finished=True)
-            self._protection.checkpointer.wait_before_update()  # what follows may load the best model
-            self._pause()  # what comes now may take long: evaluation, the export of the model
+            self._protection.checkpointer.wait_before_update()  # the next lines may load the best model
+            self._pause()  # the next part may take long: evaluation, the export of the model
         return None
 
     # -- inside
 
     def _pause(self) -> None:
-        """No sign of life is due until the next step."""
+        """Announces that no sign of life is due until the next step."""
         if self._protection is not None:
             self._paused.close()
             self._paused.enter_context(self._protection.checkpointer.paused())
@@ -236,7 +236,7 @@ def _protect(trainer: Any) -> Any:
 
 @contextmanager
 def _telling_the_whole_loader() -> Iterator[None]:
-    """The loader of the rest of an epoch, which the Trainer makes, passes the epoch on to the one that it is the rest of.
+    """Makes the loader of the rest of an epoch hand the epoch's number on to the whole loader.
 
     Told itself, it would miss samplers and datasets that lie one level deeper in it, or tell a dataset that is not told otherwise.
     """
@@ -273,7 +273,7 @@ def _findings(trainer: Any) -> Iterator[Finding]:
 
 
 def _with_state(trainer: Any) -> list[tuple[str, Any]]:
-    """Callbacks that tell their state, by the name of their class."""
+    """The callbacks that have a state to save, by the name of their class."""
     return [(type(callback).__name__, callback) for callback in trainer.callback_handler.callbacks if isinstance(callback, ExportableState)]
 
 
@@ -282,7 +282,7 @@ def _of(trainer: Any) -> GeminiCallback | None:
 
 
 def _extend_trainer() -> None:
-    """Let Trainers that have a `GeminiCallback` ask it; callbacks alone cannot move the position in the data.
+    """Lets Trainers that have a `GeminiCallback` ask it; callbacks alone cannot move the position in the data.
 
     Raises:
         ConfigError: the Trainer of this version has other methods.

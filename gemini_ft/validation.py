@@ -1,4 +1,4 @@
-"""Options of methods and schemes: models of their types and ranges, and the error that says what is wrong with one."""
+"""Options of methods and schemes: models of their types and ranges, and an error that explains a wrong one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def options_model(name: str, **fields: Any) -> type[BaseModel]:
 
 
 def check_options(what: str, model: type[BaseModel], options: Mapping[str, Any], more: tuple[str, ...] = ()) -> None:
-    """Whether a method or scheme can be made with these options.
+    """Checks that a method or scheme can be made with these options.
 
     Args:
-        what: is to be made, in words.
+        what: the thing to be made, in words.
         model: of its options.
         options: as the user gave them.
         more: names of options that others check.

@@ -1,4 +1,4 @@
-"""All-gather of everybody's indices and values; each rank sums for itself."""
+"""The scheme that gathers the indices and values of all ranks, so that each rank sums for itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .rows import SparseRows, add_up
 
 
 class AGsparse(SparseScheme):
-    """What torch does with sparse gradients: simple, and its bytes grow with the number of ranks."""
+    """Torch's own way with sparse gradients: simple, but its bytes grow with the number of ranks."""
 
     name = "agsparse"
     dimensions = Dimensions("ring", "one-shot", "centralization", None)

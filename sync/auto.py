@@ -27,7 +27,7 @@ _PATIENCE = 3  # calls in a row of another regime
 
 @dataclass
 class Plan:
-    """What is known about gradients of one shape.
+    """All that is known about gradients of one shape.
 
     Attributes:
         traffic: how they are spread, None before the profile.

@@ -17,12 +17,12 @@ from . import wire
 from .exchange import Exchange, Passed
 from .ring import Ring
 
-ROOM = 2**20  # bytes; what a shorter message leaves untouched takes no memory
+ROOM = 2**20  # bytes; pages that a shorter message leaves untouched take no memory
 _DIRECT = 0x5A454E00  # tag: our messages must not be mixed up with the user's; `ring` has others
 
 
 def open_exchange(group: ProcessGroup, device: torch.device, text: str, refused: str | None = None) -> Exchange:
-    """Over the backend that ``group`` has for ``device``, or, where it has none or gloo, over CPU memory."""
+    """Opens an exchange over the backend that ``group`` has for ``device``, or over CPU memory where that is gloo or missing."""
     name = _backend(group, device)
     if name in ("gloo", None):
         cpu = torch.device("cpu")
@@ -39,7 +39,7 @@ def _backend(group: ProcessGroup, device: torch.device) -> str | None:
 
 
 class PointToPoint(Exchange):
-    """Over gloo."""
+    """An exchange over gloo."""
 
     def send(self, message: torch.Tensor, peer: int) -> None:
         _wait([self._send(part, peer) for part in _parts(message)])
@@ -60,7 +60,7 @@ class PointToPoint(Exchange):
         return received
 
     def _all_to_all(self, messages: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-        peers = [(self.rank + step) % self.size for step in range(1, self.size)]  # nobody is everybody's first
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]  # spreads the load: no rank is the first peer of all
         coming = {peer: _Coming(self.group, peer) for peer in peers}
         parts = {peer: _parts(messages[peer]) for peer in peers}
         sends = [self._send(parts[peer][0], peer) for peer in peers]
@@ -85,9 +85,9 @@ class PointToPoint(Exchange):
 class _Coming:
     """A message of unknown length that is awaited, in the parts that `_parts` makes.
 
-    Gloo asks the sender for a part over the connection on which this rank sends too: that question would wait behind what is
-    long and has begun to flow the other way. So before a rank sends the rest of a long message it asks for what it awaits
-    itself from that peer; else the two directions take turns.
+    Gloo asks the sender for a part over the connection on which this rank sends too: that question would wait behind a long
+    message that has begun to flow the other way. So before a rank sends the rest of a long message, it asks that peer for the
+    message that it awaits itself; else the two directions take turns.
     """
 
     def __init__(self, group: ProcessGroup, peer: int) -> None:
@@ -97,7 +97,7 @@ class _Coming:
         self._work = self._receive(self._message)
 
     def ask(self) -> None:
-        """Wait for the header, and ask for the rest of a long message."""
+        """Waits for the header, and asks for the rest of a long message."""
         self._work.wait()
         length = wire.length(self._message)
         if length <= ROOM:
@@ -123,7 +123,7 @@ def _parts(message: torch.Tensor) -> list[torch.Tensor]:
 
 
 class CollectiveExchange(Exchange):
-    """Over backends that need to know every size beforehand, such as NCCL."""
+    """An exchange over backends that must know every size beforehand, such as NCCL."""
 
     def send(self, message: torch.Tensor, peer: int) -> None:
         self._batch([(self._length_of(message), peer)], [])

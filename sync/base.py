@@ -1,4 +1,4 @@
-"""What every gradient synchronisation scheme answers to.
+"""The interface of every gradient synchronisation scheme.
 
 All schemes compute the same sum; they differ in how the bytes travel. The four dimensions in which they differ are those of
 Zen (Wang et al., OSDI 2025, section 2).
@@ -28,7 +28,7 @@ Result: TypeAlias = torch.Tensor | torch.futures.Future[torch.Tensor]
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Where a scheme stands in the design space; ``balance`` is None for centralised ones, which have no parts."""
+    """The place of a scheme in the design space; ``balance`` is None for centralised ones, which have no parts."""
 
     communication: Literal["ring", "hierarchy", "point-to-point"]
     aggregation: Literal["incremental", "one-shot"]
@@ -84,11 +84,11 @@ class Scheme(ABC):
     def _sum(self, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next sum depends on beside the gradient, as plain data: nothing, but in schemes that adapt themselves."""
+        """All state, beside the gradient, that the next sum depends on, as plain data; only adaptive schemes have any."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restores a `state_dict`."""
         if state:
             raise ValueError(f"{self.name} has no state; given {sorted(state)}: was it another scheme's?")
 
@@ -98,13 +98,13 @@ class Scheme(ABC):
         return self.name
 
     def _describe(self, tensor: torch.Tensor) -> str:
-        """What must be the same on all ranks."""
+        """A text that must be the same on all ranks."""
         sparse = f" with {tensor.sparse_dim()} sparse dimensions" if tensor.layout == torch.sparse_coo else ""
         return f"{self._title} of {tuple(tensor.shape)} {tensor.dtype} {tensor.layout}{sparse}"
 
 
 class SparseScheme(Scheme):
-    """A scheme of which only the way of the units is its own."""
+    """A scheme that only decides the way of the units."""
 
     @abstractmethod
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:

@@ -1,4 +1,4 @@
-"""What each scheme costs on a network: the formulas of Zen (OSDI 2025, section 2.4 and appendix B), with latency. Pure.
+"""The cost of each scheme on a network, by the formulas of Zen (OSDI 2025, section 2.4 and appendix B), with latency. Pure.
 
 The paper counts elements, whose index is as long as the value: 2 d M bytes for density d of M bytes. Here a unit of ``unit``
 bytes has an index of ``index`` bytes, so it is (1 + index / unit) d M, which for float32 elements is the same.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Link:
-    """What a message costs a rank: ``alpha`` seconds, and ``beta`` seconds per byte in each direction."""
+    """The cost of a message for a rank: ``alpha`` seconds, and ``beta`` seconds per byte in each direction."""
 
     alpha: float
     beta: float
@@ -53,16 +53,16 @@ class Traffic:
 
     @property
     def density(self) -> float:
-        """Of one rank's gradient, d."""
+        """The density of one rank's gradient, d."""
         return self.densities[1]
 
     @property
     def densification(self) -> float:
-        """How much denser the sum is than one rank's gradient (gamma)."""
+        """The density of the sum divided by that of one rank's gradient (gamma)."""
         return self.densities[self.ranks] / self.density if self.density else 1.0
 
     def pairs(self, ranks: int) -> float:
-        """Bytes of the indices and values of the sum over so many ranks."""
+        """Bytes of the indices and values of the sum over ``ranks`` ranks."""
         return self.nbytes * self.densities[ranks] * (1 + self.index / self.unit)
 
     def coo(self, ranks: int) -> float:

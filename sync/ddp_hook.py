@@ -17,7 +17,7 @@ from .zen import Zen
 
 @dataclass
 class HookState:
-    """What the hook does with the two kinds of buckets.
+    """The schemes that the hook applies to the two kinds of buckets.
 
     Attributes:
         sparse: for the gradients of modules with ``sparse=True``, each of which is a bucket of its own.
@@ -32,7 +32,7 @@ class HookState:
 
 
 def hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over all ranks, in the background of the backward pass."""
+    """Averages a bucket over all ranks, in the background of the backward pass."""
     gradient = bucket.buffer()
     gradient.div_(dist.get_world_size(state.group))  # before the sum, as DDP does: in 16 bits the sum may be too large
     scheme = state.sparse if gradient.layout == torch.sparse_coo else state.dense

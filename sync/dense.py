@@ -1,4 +1,4 @@
-"""The backend's own all-reduce of the whole tensor: what the others are compared with."""
+"""The backend's own all-reduce of the whole tensor, with which the other schemes are compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .rows import SparseRows, from_dense, to_matrix
 
 
 class Dense(SparseScheme):
-    """Ring all-reduce. A sparse gradient is made dense for it; of the sum, units that are all zero are left out again.
+    """The ring all-reduce. A sparse gradient is made dense for it; units of the sum that are all zero are left out again.
 
     The order of addition is the backend's, the same on all ranks.
 

@@ -1,4 +1,4 @@
-"""How messages of unknown size travel between the ranks of a group."""
+"""Messages of unknown size between the ranks of a group."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Exchange(ABC):
         self._digest = _REFUSED if refused is not None else int.from_bytes(digest, "little")
 
     def agree(self) -> None:
-        """Begin without data: for schemes in which not every rank hears from every other one.
+        """Begins without data, for schemes in which not every rank hears from every other one.
 
         Raises:
             GradientError: a rank was given something else, or cannot take part.
@@ -66,7 +66,7 @@ class Exchange(ABC):
         return messages
 
     def all_to_all(self, messages: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Send ``messages[rank]`` to each rank; (rank, message) of what has come, in rank order, the own one included.
+        """Sends ``messages[rank]`` to each rank; returns (rank, message) of all ranks, in rank order, the own one included.
 
         Messages are under way when this returns; the iterator must be taken to its end.
 
@@ -90,7 +90,7 @@ class Exchange(ABC):
         self.exchanged = everything
 
     def all_gather(self, message: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Send one message to all; (rank, message) of what has come, in any order, the own one included.
+        """Sends one message to all; yields (rank, message) of all ranks, in any order, the own one included.
 
         Short messages go in few rounds, as with `share`. Long ones are under way when this returns; the iterator must be taken
         to its end, without long delays, because a rank may pass on meanwhile what others wait for.
@@ -101,7 +101,7 @@ class Exchange(ABC):
         return ((rank, data) for rank, _, data in passed if data is not None)
 
     def relay(self, head: torch.Tensor, data: torch.Tensor, limit: int, length: Callable[[torch.Tensor], int]) -> Iterator[Passed]:
-        """The same, without a look at all lengths first, of data whose head goes ahead; after an `all_to_all`.
+        """Sends as `all_gather`, but without a look at all lengths first, data whose head goes ahead; after an `all_to_all`.
 
         Every rank has all heads before the last data, and time meanwhile to prepare a place for them.
 
@@ -129,19 +129,19 @@ class Exchange(ABC):
 
     @abstractmethod
     def send(self, message: torch.Tensor, peer: int) -> None:
-        """Send a message with a header; returns when it may be written again."""
+        """Sends a message with a header; returns when it may be written again."""
 
     @abstractmethod
     def receive(self, peer: int) -> torch.Tensor:
         """The next message of ``peer``."""
 
     def swap(self, message: torch.Tensor, peer: int) -> torch.Tensor:
-        """Send and receive at once."""
+        """Sends and receives at once."""
         return self.shift(message, peer, peer)
 
     @abstractmethod
     def shift(self, message: torch.Tensor, to: int, source: int) -> torch.Tensor:
-        """Send to one rank and receive from another at once."""
+        """Sends to one rank and receives from another at once."""
 
     @abstractmethod
     def _all_to_all(self, messages: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]: ...
@@ -157,7 +157,7 @@ class Exchange(ABC):
         return [held[(rank - self.rank) % self.size] for rank in range(self.size)]
 
     def _differences(self) -> str:
-        """What each rank was given. Collective, once all know that they differ."""
+        """A text with the gradients that each rank was given. Collective, once all know that they differ."""
         text = self._text.encode()
         own = wire.new(len(text), self.device)
         wire.payload(own).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))

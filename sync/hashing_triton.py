@@ -18,7 +18,7 @@ BLOCK = 1024  # indices per program
 def fill(
     indices: torch.Tensor, parts: torch.Tensor, count: int, seed: int, parallel: int, serial: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `hierarchical_hashing._fill`, on the device of ``indices``. Who gets a slot differs from call to call."""
+    """Does the work of `hierarchical_hashing._fill` on the device of ``indices``. Which index gets a slot differs between calls."""
     width = parallel + serial
     memory = torch.zeros(count * width, dtype=torch.int64, device=indices.device)
     asked = torch.zeros(count, dtype=torch.int64, device=indices.device)
@@ -45,7 +45,7 @@ def _place(indices, parts, memory, asked, length, seed, parallel, width, ROUNDS:
     part = tl.load(parts + place, mask=waiting, other=0)
     for number in tl.static_range(1, ROUNDS + 1):
         slot = part * width + _murmur(key, seed + number) % parallel
-        # An atomic has no mask here: whoever has its slot already expects what is never there.
+        # An atomic has no mask here: an index that has its slot already expects a value that is never there.
         expected = tl.where(waiting, 0, -1).to(tl.int64)
         before = tl.atomic_cas(memory + slot, expected, place + 1)
         waiting = waiting & (before != 0)

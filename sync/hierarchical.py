@@ -1,4 +1,4 @@
-"""Dense sums inside a host, sparse ones between hosts: what Zen runs on machines with several GPUs (section 3.3)."""
+"""Dense sums inside a host, sparse ones between hosts: Zen's way on machines with several GPUs (section 3.3)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from gemini_ft.torch_versions import all_gather_single, reduce_scatter_single
 from gemini_ft.validation import check_options
 
 from .backends import open_exchange
@@ -15,7 +16,7 @@ from .rows import from_dense, to_tensor
 
 
 class Hierarchical(Scheme):
-    """Reduce-scatter in the host, ``inter`` among the ranks of one place in their hosts, all-gather in the host.
+    """Reduce-scatter in the host, ``inter`` among ranks of the same place in their hosts, all-gather in the host.
 
     Inside a host all units travel, dense, over links that are fast; of what travels between hosts each rank carries its share.
     Units whose sum is zero are left out of the result.
@@ -43,9 +44,9 @@ class Hierarchical(Scheme):
         padded = matrix.new_zeros(share * host.size(), width)
         padded[:rows] = matrix
         own = padded.new_empty(share, width)
-        dist.reduce_scatter_single(own, padded, group=host)
+        reduce_scatter_single(own, padded, group=host)
         between = open_exchange(place, exchange.device, self._describe(tensor))
-        dist.all_gather_single(padded, self._inter.reduce(from_dense(own), between).dense(), group=host)
+        all_gather_single(padded, self._inter.reduce(from_dense(own), between).dense(), group=host)
         whole = padded[:rows]
         return whole.reshape(tensor.shape).to(tensor.device) if tensor.layout == torch.strided else to_tensor(from_dense(whole), tensor)
 

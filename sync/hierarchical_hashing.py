@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from gemini_ft.accelerator import holds
+
 from .hashing import murmur
 
 ROUNDS = 3  # k, hash functions of level two; a fourth gains nothing (section 4.5)
@@ -37,12 +39,12 @@ class Grouping:
 
 
 def hierarchical_hash(indices: torch.Tensor, parts: torch.Tensor, count: int, seed: int = 0, slots: int | None = None) -> Grouping:
-    """Group ``indices`` by ``parts``.
+    """Groups ``indices`` by ``parts``.
 
     Args:
         indices: int64 [n], unique, not negative.
         parts: int64 [n] in [0, count): h0 of each index.
-        seed: of h1 to hk. Need not be the same on all ranks: only h0 decides who sums what.
+        seed: of h1 to hk. Need not be the same on all ranks: only h0 decides which rank sums an index.
         slots: of the parallel memory of one part (r1); by default twice as many in all parts together as there are indices.
 
     Returns:
@@ -56,7 +58,7 @@ def hierarchical_hash(indices: torch.Tensor, parts: torch.Tensor, count: int, se
 
 
 def _attempt(indices: torch.Tensor, parts: torch.Tensor, count: int, seed: int, slots: int, attempts: int) -> Grouping | None:
-    if indices.device.type == "cuda":
+    if holds(indices):
         from .hashing_triton import fill
 
         memory, serial = fill(indices, parts, count, seed, slots, slots // SERIAL)

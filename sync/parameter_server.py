@@ -10,7 +10,7 @@ from .rows import SparseRows, add_up
 
 
 def push(gradient: SparseRows, partition: Partition, exchange: Exchange) -> SparseRows:
-    """Send each part to its server; the sum of the own part, added in rank order."""
+    """Sends each part to its server; returns the sum of the own part, added in rank order."""
     messages = [wire.encode(part, partition.formats) for part in partition.split(gradient)]
     size, width, dtype = partition.size(exchange.rank), gradient.width, gradient.values.dtype
     return add_up([wire.decode(message, size, width, dtype) for _, message in exchange.all_to_all(messages)])
@@ -19,7 +19,7 @@ def push(gradient: SparseRows, partition: Partition, exchange: Exchange) -> Spar
 class SparsePS(SparseScheme):
     """A sparse parameter server, colocated: contiguous parts; each worker pushes to and pulls from every server.
 
-    Whoever holds the part in which most units are sends and receives most of the bytes.
+    The holder of the part with most units sends and receives most of the bytes.
     """
 
     name = "sparse-ps"

@@ -1,4 +1,4 @@
-"""Which server sums which unit: ways to cut an index space into as many parts as there are servers.
+"""Decides which server sums which unit, by cutting an index space into as many parts as there are servers.
 
 In its part a unit has a *position*, from 0; positions ascend with the indices. Units travel by position.
 """
@@ -32,7 +32,7 @@ class Partition(ABC):
 
     @abstractmethod
     def split(self, gradient: SparseRows) -> list[SparseRows]:
-        """What of ``gradient`` belongs to each part, by position, in any order."""
+        """The units of ``gradient`` that belong to each part, by position, in any order."""
 
 
 class HashPartition(Partition):
@@ -40,7 +40,7 @@ class HashPartition(Partition):
 
     @abstractmethod
     def indices(self, parts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Of the units at these positions of these parts, int64 [n]."""
+        """The indices of the units at these positions of these parts, int64 [n]."""
 
     def gather(self, positions: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Indices of all parts' units, ascending, and where in them those at these positions of each part are."""
@@ -98,7 +98,7 @@ class RotatedPartition(HashPartition):
         self._seed = seed
 
     def size(self, part: int) -> int:
-        return -(-self.rows // self.parts)  # the last position may be nobody's
+        return -(-self.rows // self.parts)  # the last position may be unused
 
     def split(self, gradient: SparseRows) -> list[SparseRows]:
         positions = gradient.indices // self.parts

@@ -1,4 +1,4 @@
-"""What `costs` needs to know, measured by all ranks together; every rank gets the same figures."""
+"""Measures the figures that `costs` needs, on all ranks together; every rank gets the same ones."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .omnireduce import BLOCK
 from .partition import EvenPartition
 from .rows import SparseRows, union
 
-_PROBES = 2**18, 3 * 2**18  # bytes: more than what a link lets through at once after a pause
+_PROBES = 2**18, 3 * 2**18  # bytes: more than a link lets through at once after a pause
 _TRIES = 5
 
 
 def traffic(gradient: SparseRows, exchange: Exchange) -> Traffic:
-    """Density, densification, and skew, from everybody's indices: an all-gather of them, without values."""
+    """Measures density, densification and skew by an all-gather of all ranks' indices, without values."""
     bare = wire.encode(SparseRows(gradient.rows, gradient.indices, gradient.values[:, :0]), ("coo", "bitmap"))
     gathered = dict(exchange.all_gather(bare))
     dtype = gradient.values.dtype
@@ -28,7 +28,7 @@ def traffic(gradient: SparseRows, exchange: Exchange) -> Traffic:
 
 
 def describe(sets: Sequence[torch.Tensor], rows: int, width: int, itemsize: int) -> Traffic:
-    """Of the indices of each rank, [n] ascending each, in an index space of ``rows`` units of ``width`` values."""
+    """The traffic of ranks' indices, each [n] ascending, in an index space of ``rows`` units of ``width`` values."""
     ranks, unit = len(sets), max(1, width * itemsize)
     densities, groups = {}, list(sets)
     for size in _sizes(ranks):
@@ -54,12 +54,12 @@ def describe(sets: Sequence[torch.Tensor], rows: int, width: int, itemsize: int)
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> float:
-    """How much of the smaller of two index sets the other one has (section 2.1)."""
+    """The share of the smaller of two index sets that the other one has, too (section 2.1)."""
     return _ratio(int(torch.isin(one, other).sum()), min(len(one), len(other)))
 
 
 def link(exchange: Exchange) -> Link:
-    """Latency, and time per byte of a single stream with everybody sending at once: of the slowest rank.
+    """Measures the slowest rank's latency, and time per byte of a single stream while all ranks send at once.
 
     The time per byte is the difference between two long messages: what a pause has saved up for either (a token bucket, empty
     buffers) passes at any speed.
@@ -76,7 +76,7 @@ def link(exchange: Exchange) -> Link:
 
 
 def slowest(seconds: Sequence[float], exchange: Exchange) -> list[float]:
-    """Of each time, that of the rank where it was longest. Collective."""
+    """The longest time of any rank, for each of ``seconds``. Collective."""
     own = wire.new(8 * len(seconds), exchange.device)
     wire.payload(own).view(torch.float64).copy_(torch.tensor(seconds, dtype=torch.float64))
     everybody = torch.stack([wire.payload(each).view(torch.float64) for each in exchange.share(own)])
@@ -84,7 +84,7 @@ def slowest(seconds: Sequence[float], exchange: Exchange) -> list[float]:
 
 
 def _seconds(call: Callable[[], object], exchange: Exchange) -> float:
-    """The shortest of some calls: whatever disturbs makes them longer."""
+    """The shortest time of some calls, as every disturbance makes them longer."""
     times = []
     for _ in range(_TRIES):
         exchange.agree()

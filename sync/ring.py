@@ -1,5 +1,4 @@
-"""What every rank must have goes around a ring: one stream per link and direction gets nearly all of its rate, which many at
-once do not. For gloo."""
+"""A ring for gloo: one stream per link and direction gets nearly all of its rate, which many at once do not."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ class Ring:
         self._sends: list[Work] = []
 
     def start(self, head: torch.Tensor, data: torch.Tensor) -> Iterator[Passed]:
-        """As `Exchange.relay` returns them. All that this rank adds is under way at once."""
+        """Starts the ring and returns an iterator like `Exchange.relay`'s. All that this rank adds is under way at once."""
         rank = self._group.rank()
         self._send(rank, head, _AHEAD)
         # Of two ranks each asks the other over the connection on which its own data flow: then it asks before it sends.
@@ -52,7 +51,7 @@ class Ring:
                 if waits:
                     self._send_data(rank, data)
                 before = list(done)
-                # What is done with these delays nobody: all that others wait for is on its way.
+                # Handling these here delays no other rank: all that others wait for is on its way.
                 yield origin, self._rooms[origin], None
                 yield from before
                 done = coming
@@ -63,7 +62,7 @@ class Ring:
         return collect()
 
     def _announced(self, origin: int) -> Iterator[Passed]:
-        """When a head has come: pass it on, and ask for the data, which the iterator awaits and passes on."""
+        """Takes a head that has come: passes it on, and asks for the data, which the iterator awaits and passes on."""
         self._heads[origin].wait()
         head = self._rooms[origin] = self._rooms[origin][: wire.length(self._rooms[origin])]
         self._send(origin, head, _AHEAD)

@@ -1,4 +1,4 @@
-"""A sparse gradient as all schemes see it: which units are present, and their values.
+"""A sparse gradient as all schemes see it: the units that are present, and their values.
 
 The unit is a row where the gradient has dense dimensions (an embedding: one index per row, not per value), else an element.
 """
@@ -80,7 +80,7 @@ def to_matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_tensor(result: SparseRows, like: torch.Tensor) -> torch.Tensor:
-    """In the shape, layout, dtype and device of ``like``; a sparse one is coalesced. ``result.indices`` must ascend."""
+    """Converts rows to the shape, layout, dtype and device of ``like``; sparse ones are coalesced. ``result.indices`` must ascend."""
     result = result.to(like.device)
     if like.layout == torch.strided:
         return result.dense().reshape(like.shape)

@@ -1,4 +1,4 @@
-"""All schemes by name, and where they stand in Zen's design space."""
+"""All schemes by name, and their places in Zen's design space."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from .rows import SparseRows, add_up, from_dense
 
 
 class SSARRecursiveDoubling(SparseScheme):
-    """log2(n) rounds: in round i, partners at distance 2**i swap what they have and add it. Zen's hierarchical centralization.
+    """log2(n) rounds: in round i, partners at distance 2**i swap and add their units. Zen's hierarchical centralization.
 
     Of a world that is no power of two, the ranks beyond the largest one hand their gradient to a partner and get the sum back.
     16-bit values are rounded after each round.

@@ -1,4 +1,4 @@
-"""One after the other: what a group's schemes send must be sent in the same order on all ranks."""
+"""Keeps the order in which a group's schemes send, because it must be the same on all ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
+
+from gemini_ft import accelerator
 
 T = TypeVar("T")
 
@@ -23,22 +25,23 @@ class _Line:
         self._thread: threading.Thread | None = None
 
     def now(self, call: Callable[[], T]) -> T:
-        """When all that were put in the background before are done."""
+        """Runs a call after all that were put in the background before it."""
         self._refuse_callbacks()
         self._waiting.join()
         with self._one:
             return call()
 
     def later(self, call: Callable[[], T]) -> torch.futures.Future[T]:
-        """In the background, on the device stream that is current now."""
+        """Runs a call in the background, on the device stream that is current now."""
         self._refuse_callbacks()
         future: Any = torch.futures.Future()  # its set_exception is annotated as if errors were results
-        stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+        module = accelerator.in_use()
+        stream = module.current_stream() if module is not None else None
 
         def run() -> None:
             try:
                 with self._one:
-                    value = _on(stream, call)
+                    value = _on(module, stream, call)
             except Exception as error:
                 future.set_exception(error)
             else:
@@ -82,11 +85,11 @@ def _serve(waiting: queue.Queue[Callable[[], None] | None]) -> None:
         del run  # it holds the gradient
 
 
-def _on(stream: torch.cuda.Stream | None, call: Callable[[], T]) -> T:
-    """On the caller's stream, so after what it has put there; what has been returned is there for other streams too."""
+def _on(module: Any, stream: Any, call: Callable[[], T]) -> T:
+    """Runs a call on the caller's stream, so after the work that is queued there; its results can be used on other streams, too."""
     if stream is None:
         return call()
-    with torch.cuda.stream(stream):
+    with module.stream(stream):
         result = call()
         stream.synchronize()
     return result

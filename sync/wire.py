@@ -22,7 +22,7 @@ _FORMATS: tuple[Format, ...] = ("coo", "bitmap", "dense")
 
 
 def new(payload: int, device: torch.device | None = None) -> torch.Tensor:
-    """A message with room for so many bytes after its header; their content is undefined."""
+    """A message with room for ``payload`` bytes after its header; their content is undefined."""
     return _new(payload, 0, 0, device)
 
 
@@ -33,7 +33,7 @@ def _new(payload: int, number: int, count: int, device: torch.device | None) -> 
 
 
 def stamp(message: torch.Tensor, digest: int, total: int) -> None:
-    """Write the sender's digest and the bytes of all that it sends."""
+    """Writes the sender's digest and the bytes of all that it sends."""
     _words(message)[:2] = torch.tensor([digest, total])
 
 
@@ -48,12 +48,12 @@ def length(message: torch.Tensor) -> int:
 
 
 def payload(message: torch.Tensor) -> torch.Tensor:
-    """What follows the header."""
+    """The bytes that follow the header."""
     return message[HEADER:]
 
 
 def index_bytes(rows: int) -> int:
-    """Of one index among so many units: 4, or 8 where 31 bits cannot count them."""
+    """Bytes of one index among ``rows`` units: 4, or 8 where 31 bits cannot count them."""
     return 4 if rows <= 2**31 else 8
 
 
@@ -72,7 +72,7 @@ def encode(part: SparseRows, formats: tuple[Format, ...] = ("coo", "dense")) -> 
 
 
 def bitmap_limit(rows: int) -> int:
-    """Bytes of the longest message without values that `encode` makes of so many units if it may make bitmaps."""
+    """Bytes of the longest message without values that `encode` makes of ``rows`` units if it may make bitmaps."""
     return _values_at("bitmap", rows, rows)
 
 
@@ -82,7 +82,7 @@ def count(message: torch.Tensor) -> int:
 
 
 def decode(message: torch.Tensor, rows: int, width: int, dtype: torch.dtype) -> SparseRows:
-    """What was encoded; the values are a view of the message. All units of a dense one are present."""
+    """Decodes a message; the values are a view of it. All units of a dense one are present."""
     *_, number, count = _words(message).tolist()
     chosen = _FORMATS[number]
     if chosen == "dense":
@@ -100,7 +100,7 @@ def pack(indices: torch.Tensor, rows: int) -> torch.Tensor:
     """One bit per unit, least significant first: uint8 [ceil(rows / 8)]."""
     bits = torch.zeros(-(-rows // 8) * 8, dtype=torch.uint8, device=indices.device)
     bits[indices] = 1
-    if bits.device.type == "cpu":  # four times as fast as what follows
+    if bits.device.type == "cpu":  # four times as fast as the general way below
         return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
     return (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
 

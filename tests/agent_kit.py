@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -111,7 +112,8 @@ class Rank:
     def __init__(self, run: str, host: str, rank: int, timeout: float = 10.0, **hello: Any) -> None:
         self.run, self.rank, self.host, self.events = run, rank, host, list[Message]()
         self._heard = threading.Condition()
-        self.hello = Hello(**{"run": run, "stream": "main", "rank": rank, "secret": b"s" * 16, "bind": "127.0.0.1", "linger": 60.0} | hello)
+        usual: dict[str, Any] = {"stream": "main", "secret": b"s" * 16, "bind": "127.0.0.1", "linger": 60.0}
+        self.hello = Hello(run=run, rank=rank, **usual | hello)
         self.client = AgentClient(run, host, self.hello, self._hear, timeout)
         self.address = self.client.welcome.info.address
         self.layout: Layout | None = None
@@ -435,7 +437,10 @@ class Job:
     def gone(self, *hosts: str) -> None:
         """Wait until the agents have left."""
         for host in hosts:
-            eventually(lambda host=host: agent_pid(self.run, host) is None, f"the leaving of {host}'s agent")
+            eventually(partial(self._has_left, host), f"the leaving of {host}'s agent")
+
+    def _has_left(self, host: str) -> bool:
+        return agent_pid(self.run, host) is None
 
 
 class Proxy:

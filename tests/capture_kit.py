@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from gemini_ft.core.layout import Layout, build_layout, plan_reads, stored_specs
 from gemini_ft.state import codec
@@ -26,7 +27,7 @@ def slot_of(layout: Layout) -> Iterator[Slot]:
     """A slot as an agent would have given it."""
     fd = os.memfd_create("slot")
     os.ftruncate(fd, max(1, layout.nbytes))
-    slot = Slot(fd, 0, layout.nbytes, pinned=False)
+    slot = Slot(fd, 0, layout.nbytes, device=None)
     yield slot
     slot.close()
 
@@ -76,3 +77,29 @@ def give(taken: Taken, state: TrainingState) -> None:
     for read in plan_reads([source.spec for source in sources], 0, layouts):
         copy_into(tensors[read.name], read.start, read.stop, taken.shard[read.offset : read.offset + read.nbytes])
     state.apply_extras(extras)
+
+
+class SAM(Optimizer):
+    """Sharpness-aware minimisation as it is usually written: an optimizer inside, on the same groups."""
+
+    def __init__(self, params: Any, base: Any, rho: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"rho": rho, **options})
+        self.base_optimizer = base(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not params:  # all are frozen
+            return loss
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            self.state[p]["old"] = p.clone()
+            p.add_(p.grad * (self.param_groups[0]["rho"] / (norm + 1e-12)))
+        loss = closure()
+        for p in params:
+            p.copy_(self.state[p]["old"])
+        self.base_optimizer.step()
+        return loss

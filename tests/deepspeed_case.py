@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from plain_case import history
+from rank_kit import World
 from torch import nn
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -366,3 +369,23 @@ def destroyed_in_finally(case: Case, out: str, fail: bool) -> int:
     finally:
         engine.destroy()
     return first
+
+
+KILLED = "step=3:rank=0:sigkill; step=6:rank=1:sigkill:moment=in_copy"
+
+
+def check(
+    folder: Path, case: Case, world: int = 2, faults: str = KILLED, restarts: int = 2, job: Callable[[Case, str], Any] = train
+) -> list[Any]:
+    """Run a case with faults and without, compare every bit, and return what the ranks of the last attempt said."""
+    with World(folder, world) as ranks:
+        expected = ranks.outcome(job, case, str(folder / "undisturbed"))
+        assert not any(isinstance(said, Exception) for said in expected), expected
+    with World(folder, world) as ranks:
+        results = ranks.finish(job, case, str(folder / "disturbed"), GEMINI_FAULTS=faults)
+        assert ranks.restarts == restarts
+    for rank in range(world):
+        assert history(folder / "disturbed", rank) == history(folder / "undisturbed", rank)
+        assert results[rank]["state"] == expected[rank]["state"]
+    assert results[0]["start"] > 0
+    return results

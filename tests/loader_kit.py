@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from gemini_ft.lightning.loader import make_resumable
 from gemini_ft.state import codec
@@ -34,6 +34,21 @@ class Stream(IterableDataset[torch.Tensor]):
         info = get_worker_info()
         for index in range(info.id if info else 0, SAMPLES, info.num_workers if info else 1):
             yield torch.tensor([float(index), random.random()], dtype=torch.float64)
+
+
+class OwnEpochs(Sampler[int]):
+    """Counts its epochs by itself, as samplers do that are never told."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(5 + self.rounds)
+        self.rounds += 1
+        yield from torch.randperm(SAMPLES, generator=generator).tolist()
+
+    def __len__(self) -> int:
+        return SAMPLES
 
 
 class Job:
@@ -78,7 +93,8 @@ class Job:
                 self.loader.load_state_dict(first["loader"])
             batches, index = self._fetched(iter(self.loader)), 0
             if first is not None:
-                index, first = first["index"], set_randomness(first["random"])
+                set_randomness(first["random"])
+                index, first = first["index"], None
             while True:
                 if stop == (self.epoch, index):
                     return {"loader": self.loader.state_dict(), "random": randomness(), "index": index}

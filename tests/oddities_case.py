@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from test_optimizer_zoo import SAM
+from capture_kit import SAM
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh

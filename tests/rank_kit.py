@@ -48,10 +48,11 @@ class Attempt:
         end = time.monotonic() + timeout
         while self._pipes_open():
             assert time.monotonic() < end, f"ranks {self._pipes_open()} did not end within {timeout:g} s"
-            for pipe in wait([self._pipes[rank] for rank in self._pipes_open()], 0.1):
-                rank = self._pipes.index(pipe)
+            pipes = {self._pipes[rank]: rank for rank in self._pipes_open()}
+            ready = wait(list(pipes), 0.1)
+            for rank in [rank for pipe, rank in pipes.items() if pipe in ready]:
                 try:
-                    self._said[rank] = pipe.recv()
+                    self._said[rank] = self._pipes[rank].recv()
                 except EOFError:
                     self.processes[rank].join(WAIT)
                     self._said[rank] = Failed(f"rank {rank} died with exit code {self.processes[rank].exitcode}")
@@ -119,7 +120,7 @@ class World:
         """What the host's agent wrote."""
         return self._log(host).read_text()
 
-    def start(self, function: Callable[..., Any], *arguments: Any, per_rank: Sequence[Mapping[str, str]] = (), **environ: str) -> Attempt:
+    def start(self, function: Callable[..., Any], *arguments: Any, per_rank: Sequence[Mapping[str, str]] = (), **environ: Any) -> Attempt:
         """One attempt of ``function(*arguments)`` on every rank."""
         self._known |= set(self.hosts)
         size = len(self.hosts)
@@ -145,7 +146,7 @@ class World:
         self._attempts.append(Attempt(function, arguments, environments))
         return self._attempts[-1]
 
-    def finish(self, function: Callable[..., Any], *arguments: Any, restarts: int = 10, **environ: str) -> list[Any]:
+    def finish(self, function: Callable[..., Any], *arguments: Any, restarts: int = 10, **environ: Any) -> list[Any]:
         """Restart all ranks until all have ended well; what each returned then."""
         while True:
             attempt = self.start(function, *arguments, **environ)
@@ -155,7 +156,7 @@ class World:
             self.restarts += 1
             assert self.restarts <= restarts, attempt._said
 
-    def outcome(self, function: Callable[..., Any], *arguments: Any, **environ: str) -> list[Any]:
+    def outcome(self, function: Callable[..., Any], *arguments: Any, **environ: Any) -> list[Any]:
         """What each rank returned, or the exception it raised, in one attempt; all are dead afterwards."""
         attempt = self.start(function, *arguments, **environ)
         try:

@@ -77,7 +77,7 @@ class TestUnixSocket:
         job.rank("a", 0)
         name = lifecycle.socket_name(job.run, "a")
         if os.getuid() != 0:
-            pytest.skip("only root can be somebody else")
+            pytest.skip("only root can become another user")
         stranger = f"""
 import os, socket
 os.setgid(65534), os.setuid(65534)

@@ -71,7 +71,7 @@ class Host:
         async with asyncio.timeout(WAIT):
             return await self.gate.leave(nbytes, look)
 
-    async def still_waits(self, task: asyncio.Task[Pass]) -> bool:
+    async def still_waits(self, task: asyncio.Task[Any]) -> bool:
         """Whether the gate has looked again, and lets nothing go."""
         looks = self.looks
         self.gate.poke()
@@ -322,7 +322,8 @@ class TestWorkers:
                 await asyncio.sleep(0)
                 assert page._memory[_LISTENS]
                 tasks[0].cancel()
-                await asyncio.sleep(0.01)
+                with pytest.raises(asyncio.CancelledError):
+                    await tasks[0]
                 assert page._memory[_LISTENS]
                 page.write(now())
                 await tasks[1]
@@ -345,16 +346,17 @@ def test_senders_share_what_may_be_under_way() -> None:
 
             async def send(index: int) -> None:
                 while True:
-                    passed = await here.gate.leave(100_000, never)
+                    passed = await here.leave(100_000)
                     gone[index] += passed.nbytes
                     senders[index].unacknowledged += passed.nbytes  # nothing ever arrives
                     await asyncio.sleep(0)
 
             tasks = [asyncio.create_task(send(index)) for index in range(2)]
             async with asyncio.timeout(WAIT):
-                while sum(gone) < 700_000:
+                while sum(gone) < 800_000:
                     await asyncio.sleep(0.001)
-            await asyncio.sleep(0.05)
+            for _ in range(4):
+                assert await here.still_waits(tasks[0])
             assert sum(gone) == 800_000  # twice 4 ms of the link
             assert min(gone) > 0
             for task in tasks:

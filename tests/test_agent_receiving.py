@@ -127,7 +127,9 @@ def test_a_shard_whose_slot_was_taken_away_is_asked_for_anew(room: Room, monkeyp
         receiver.on_message(begin(2))
         room.torn = True
         receiver.on_message(end(2))
-        await asyncio.sleep(0.01)
+        async with asyncio.timeout(10):
+            while not wire.said:
+                await asyncio.sleep(0)
         room.torn = False
         receiver.on_message(begin(2))
         receiver.on_message(end(2))

@@ -86,7 +86,7 @@ class TestMemory:
         job.commit([rank], 1, 2)
         rank.reserve(extras_capacity=2**20)  # one slot of the new size beside the committed one
         assert len(rank.fds) == 1
-        assert "Going on with one slot less" in job.log("a")
+        assert "Continuing with one slot less" in job.log("a")
         job.commit([rank], 3)
         rank.wait_for("room")
         rank.reserve(extras_capacity=2**20)
@@ -160,7 +160,7 @@ class TestMemory:
         with monkeypatch.context() as full:
             full.setattr(mmap, "mmap", scarce)
             with pytest.raises(MemoryBudgetError, match="this worker cannot map 2 slots"):
-                map_slots(handed, reserved, False)
+                map_slots(handed, reserved, None)
         assert slots_of_this_process() <= kept
         for slot in slots:
             slot.close()

@@ -111,7 +111,7 @@ def test_a_store_that_keeps_half_of_what_it_is_given_has_stored_nothing(host: Ho
         host.storage.halves = what
         for iteration in (3, 4, 5):
             told = await host.upload(iteration)
-            assert ("did not come back" in told and "the newest stored step is 2" in told) == (iteration == 3)
+            assert ("could not be read back" in told and "the newest stored step is 2" in told) == (iteration == 3)
         assert host.steps() == [2, 1]
         assert host.folders() == 2
         assert json.loads(json.dumps(host.uploader.status()))["failing_since"]
@@ -154,11 +154,11 @@ def test_old_checkpoints_that_cannot_be_deleted_are_said_once_and_shown(host: Ho
         host.storage.refuses = "delete"
         told = [await host.upload(iteration) for iteration in range(1, 6)]
         assert [bool(text) for text in told] == [False, False, True, False, False]
-        assert "nothing more is stored until it can: the newest stored step is 3, 0 s old" in told[2]
+        assert "nothing more is stored until that works: the newest stored step is 3, 0 s old" in told[2]
         assert "could not be deleted" in str(host.uploader.status()["error"])
         assert (await host.uploader.tidy())[1]
         host.storage.refuses = "$^"
-        assert "what is old is deleted again" in await host.upload(6)
+        assert "old checkpoints can be deleted again" in await host.upload(6)
         assert host.steps() == [6, 5]
         assert await host.uploader.tidy() == ("", "")
         assert not host.uploader.status()["error"]

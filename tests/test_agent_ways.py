@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from agent_kit import WAIT
 
+from gemini_ft.agent import carriers
 from gemini_ft.agent.carriers import ByWorkers
 from gemini_ft.config import TrafficConfig
 from gemini_ft.wire.messages import Begin, Chunk, Dispatch, End, Message, Parcel
@@ -212,18 +214,22 @@ def test_closed_in_the_middle_nothing_is_under_way_and_nothing_more_is_ordered()
     run(work())
 
 
-def test_the_time_in_which_nothing_is_under_way_does_not_count_as_busy() -> None:
+def test_the_time_in_which_nothing_is_under_way_does_not_count_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(carriers, "time", SimpleNamespace(monotonic=lambda: now))
+
     async def work() -> None:
+        nonlocal now
         road = Road()
         for index in range(2):
             road.put(index, PIECE)
             await road.settled()
-            await asyncio.sleep(0.02)
+            now += 0.02
             road.way.dispatched(road.orders[index][1].tag, "")
             before = road.way.meter()
-            await asyncio.sleep(0.05)
+            now += 5.0
             assert road.way.meter() == before
-        assert 0.02 <= before.rtt <= before.busy / 2
+        assert (before.rtt, before.busy) == pytest.approx((0.02, 0.04))
         road.way.close()
 
     run(work())

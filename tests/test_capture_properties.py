@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from capture_kit import Taken, give, take
+from capture_kit import SAM, Taken, give, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loader_kit import SAMPLES, Noisy, check_going_on
-from test_lightning_zoo import OwnEpochs
-from test_optimizer_zoo import SAM, Averaging
+from loader_kit import SAMPLES, Noisy, OwnEpochs, check_going_on
+from test_optimizer_zoo import Averaging
 from torch import nn
 from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
 from torch.nn.utils import prune

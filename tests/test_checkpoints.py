@@ -274,7 +274,7 @@ def test_a_damaged_shard_leads_to_the_next_older_checkpoint(storage: LocalStorag
     with pytest.raises(CorruptDataError, match=f"{newer.folder}/shard-00001.safetensors"):
         StoredShard(storage, found.shards[1]).read(0, memoryview(bytearray(256)))
     assert newest_whole(storage, "run", "main", passed=[newer.folder]) == older
-    with pytest.raises(StorageUnclearError, match="2 checkpoints are there and none can be read as sound"):
+    with pytest.raises(StorageUnclearError, match="2 checkpoints are there, but none is sound"):
         newest_whole(storage, "run", "main", passed=[newer.folder, older.folder])
 
 
@@ -470,10 +470,10 @@ def test_an_empty_listing_is_no_proof_that_there_is_nothing() -> None:
     assert newest_whole(storage, "run", "main") == newest  # by the mark and a reading of its own
     for key in newest.shards.values():
         now.delete(key.key)
-    with pytest.raises(StorageUnclearError, match="1 checkpoints are there and none can be read as sound"):
+    with pytest.raises(StorageUnclearError, match="1 checkpoints are there, but none is sound"):
         newest_whole(storage, "run", "main")
     now.delete(f"{newest.folder}/manifest.json")
-    with pytest.raises(StorageUnclearError, match="none can be read as sound"):
+    with pytest.raises(StorageUnclearError, match="none is sound"):
         newest_whole(storage, "run", "main")
 
 
@@ -484,7 +484,7 @@ def test_what_was_reported_as_stored_and_is_gone_is_no_reason_to_take_the_one_be
     write_mark(storage, "run", "main", newest.version)
     for key in [key for key in storage.objects if key.startswith(newest.folder)]:
         storage.delete(key)
-    with pytest.raises(StorageUnclearError, match="iteration 20 of incarnation 1 was reported as stored and is not there"):
+    with pytest.raises(StorageUnclearError, match="iteration 20 of incarnation 1 was reported as stored, but neither it"):
         newest_whole(storage, "run", "main")
 
 

@@ -45,7 +45,7 @@ def names(observer: Observer) -> list[str]:
 def idle(observer: Observer) -> Moment:
     end = time.monotonic() + WAIT
     while (moment := observer.page.read()).in_flight:
-        assert time.monotonic() < end, f"still in flight: {[flight.name for flight in observer._in_flight]}"
+        assert time.monotonic() < end, f"still in flight: {moment}"
         time.sleep(0.001)
     return moment
 

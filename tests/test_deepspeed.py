@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from agent_kit import end_agent
-from deepspeed_case import Case, destroyed_in_finally, hang, refusals, train, train_average, train_pipeline, train_resized, with_gradients
-from plain_case import history
+from deepspeed_case import (
+    Case,
+    check,
+    destroyed_in_finally,
+    hang,
+    refusals,
+    train,
+    train_average,
+    train_pipeline,
+    train_resized,
+    with_gradients,
+)
 from rank_kit import World
 
 from gemini_ft.errors import LayoutMismatchError
 
 pytestmark = pytest.mark.timeout(300)
-
-KILLED = "step=3:rank=0:sigkill; step=6:rank=1:sigkill:moment=in_copy"
-
-
-def check(
-    folder: Path, case: Case, world: int = 2, faults: str = KILLED, restarts: int = 2, job: Callable[[Case, str], Any] = train
-) -> list[Any]:
-    """Run a case with faults and without, compare every bit, and return what the ranks of the last attempt said."""
-    with World(folder, world) as ranks:
-        expected = ranks.outcome(job, case, str(folder / "undisturbed"))
-        assert not any(isinstance(said, Exception) for said in expected), expected
-    with World(folder, world) as ranks:
-        results = ranks.finish(job, case, str(folder / "disturbed"), GEMINI_FAULTS=faults)
-        assert ranks.restarts == restarts
-    for rank in range(world):
-        assert history(folder / "disturbed", rank) == history(folder / "undisturbed", rank)
-        assert results[rank]["state"] == expected[rank]["state"]
-    assert results[0]["start"] > 0
-    return results
-
 
 LONG = pytest.mark.soak  # of the matrix, what `make test` can do without
 

@@ -51,7 +51,7 @@ def test_python_is_python(page: Path) -> None:
 @pages
 def test_variables_are_read_somewhere(page: Path) -> None:
     options = {f"GEMINI_{name.upper()}" for name in GeminiConfig.model_fields}
-    source = "".join(file.read_text() for file in (ROOT / "gemini_ft").rglob("*.py"))
+    source = "".join(file.read_text() for folder in ("gemini_ft", "benchmarks/gpu") for file in (ROOT / folder).rglob("*.py"))
     for variable in set(re.findall(r"GEMINI_[A-Z_]*[A-Z]", page.read_text())):
         assert variable.partition("__")[0] in options or f'"{variable}"' in source, variable
 

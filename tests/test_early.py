@@ -31,6 +31,7 @@ def early(folder: Path, source: str, *environ: str) -> Early:
         ("import os\ntry:\n    import uvloop\nexcept ImportError:\n    pass\nos.environ['A'] = '1'", {"A": "1"}),
         ("import os\ndef main():\n    os.environ['A'] = '1'\n    import torch\nif __name__ == '__main__':\n    main()", {"A": "1"}),
         ("import os\ndef main():\n    os.environ['A'] = '1'\nimport torch\nmain()", {}),
+        ("import os\ndef f():\n    os.environ['A'] = '1'\nboth = f(), f()\nimport torch", {"A": "1"}),
         ("import os\nprint(os.environ['A'], os.environ.get('B'))\nimport torch", {}),
         ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = os.environ['LOCAL_RANK']\nimport torch", {}),
         ("import os\nif x:\n    os.environ['NCCL_DEBUG'] = 'INFO'\nimport torch", {}),

@@ -537,7 +537,7 @@ class TestSeam:
         monkeypatch.setattr(torch_api, self.STARTER, starts_otherwise)
         with forked_workers(["none.py"], []):
             assert getattr(torch_api, self.STARTER) is starts_otherwise
-        assert "starting workers cold: this version of torch starts them in a way not known here" in caplog.text
+        assert "starting workers cold: this version of torch starts them in an unknown way" in caplog.text
 
     def test_afterwards_torch_is_as_before(self) -> None:
         before = getattr(torch_api, self.STARTER)

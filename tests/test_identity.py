@@ -252,7 +252,7 @@ class TestRoots:
             job.open(ranks, addresses={"a": ranks[0].address, "b": to_b.address}, replica_timeout=0.5)
             to_b.forge = True
             job.commit(ranks, 1, 2)
-            assert "has another root than its owner's copy" in job.log("b")
+            assert "another root than its owner's copy" in job.log("b")
             assert not any(slot.startswith("complete") for slot in job.stream("b")["shards"]["0"])
             to_b.forge = False
             iterations = iter(range(3, 100_000))

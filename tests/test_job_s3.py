@@ -148,7 +148,7 @@ class TestResume:
         proxy.faults.append(denied)
         (result,) = one.outcome(*work)
         assert (result["start"], result["committed"]) == (4, 7)
-        assert told(result, "storage cannot say what there is")
+        assert told(result, "storage cannot say which checkpoints it has")
         lose_all(one)
         (error,) = one.outcome(*work)
         assert type(error) is StorageUnclearError
@@ -172,7 +172,7 @@ class TestResume:
         path.write_bytes(content)
         results = two.outcome(*run(server.endpoint, 1))
         assert [result["start"] for result in results] == [4, 4]
-        assert told(results[0], "in storage is damaged or gone: trying the one before")
+        assert told(results[0], "in storage is damaged or gone; trying an older one")
         assert told(results[1], "is damaged (XXH3")
 
 
@@ -231,7 +231,7 @@ class TestTrouble:
         proxy.faults.append(S3Fault(kind, 10_000, is_shard))
         state = self.failed_for_a_while(two, server, proxy.faults.clear)
         assert kind == "reset" or kind.split()[1] in state["error"]
-        eventually(lambda: "goes through again after" in two.log("host0") + two.log("host1"), "the line in the log")
+        eventually(lambda: "works again after" in two.log("host0") + two.log("host1"), "the line in the log")
 
     def test_server_that_is_killed_and_comes_back(self, two: World, server: s3_server.Server) -> None:
         two.start(*run(server.endpoint, 10_000, during=None, pause=0.03))

@@ -110,7 +110,7 @@ class TestAgent:
     @pytest.mark.parametrize("victim", [0, 1], ids=["leader", "member"])
     def test_that_hangs_costs_snapshots_and_no_step(self, two: World, victim: int) -> None:
         results = two.outcome(*run(40, during=stop_the_agent, on_late="skip", pause=0.01), VICTIM=str(victim))
-        assert told(results[0], "has no snapshot: the snapshot before was still uncommitted at the next update")
+        assert told(results[0], "has no snapshot: the previous snapshot was still uncommitted at the next update")
         assert all(result["committed"] > 23 for result in results), results
 
 

@@ -41,7 +41,7 @@ class TestAlive:
 
     def test_a_worker_that_its_launcher_has_left_behind_counts(self) -> None:
         with pytest.raises(RunAliveError):
-            Launches().refuse_second("run", "here", launch("second"), [(os.getpid(), launch("first"))])
+            Launches().refuse_second("run", "here", launch("second", 1), [(os.getpid(), launch("first", 2))])
 
 
 class TestChanges:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loader_kit import BATCH, EPOCHS, SAMPLES, Job, Noisy, Stream, check_going_on, shuffled
+from loader_kit import BATCH, EPOCHS, SAMPLES, Job, Noisy, OwnEpochs, Stream, check_going_on, shuffled
 from torch.utils.data import (
     BatchSampler,
     ChainDataset,
@@ -61,21 +61,6 @@ class Lengths(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return -(-SAMPLES // BATCH)
-
-
-class OwnEpochs(Sampler[int]):
-    """Counts its epochs by itself, as samplers do that nobody tells."""
-
-    def __init__(self) -> None:
-        self.rounds = 0
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(5 + self.rounds)
-        self.rounds += 1
-        yield from torch.randperm(SAMPLES, generator=generator).tolist()
-
-    def __len__(self) -> int:
-        return SAMPLES
 
 
 SAMPLERS: dict[str, Maker] = {

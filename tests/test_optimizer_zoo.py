@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from capture_kit import give, take
+from capture_kit import SAM, give, take
 from torch import nn
 from torch.optim import Optimizer
 
@@ -27,32 +27,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-class SAM(Optimizer):
-    """The usual code: an optimizer inside, on the same groups."""
-
-    def __init__(self, params: Any, base: Any, rho: float = 0.05, **options: Any) -> None:
-        super().__init__(params, {"rho": rho, **options})
-        self.base_optimizer = base(self.param_groups, **options)
-        self.param_groups = self.base_optimizer.param_groups
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        closure = torch.enable_grad()(closure)
-        loss = closure()
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not params:  # all are frozen
-            return loss
-        norm = torch.stack([p.grad.norm() for p in params]).norm()
-        for p in params:
-            self.state[p]["old"] = p.clone()
-            p.add_(p.grad * (self.param_groups[0]["rho"] / (norm + 1e-12)))
-        loss = closure()
-        for p in params:
-            p.copy_(self.state[p]["old"])
-        self.base_optimizer.step()
-        return loss
 
 
 class Averaging(torch.optim.SGD):

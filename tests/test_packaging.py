@@ -64,7 +64,7 @@ def test_constraints_pin_every_dependency(pyproject: dict[str, Any]) -> None:
     assert all("==" in line for line in lines)
     pinned = {_normal(line.split("==")[0]): line.split("==")[1] for line in lines}
     optional = pyproject["project"]["optional-dependencies"]
-    for text in [*pyproject["project"]["dependencies"], *optional["lightning"], *optional["s3"], *optional["dev"]]:
+    for text in [*pyproject["project"]["dependencies"], *optional["lightning"], *optional["s3"], *optional["dev"], *optional["docs"]]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pinned[_normal(requirement.name)]), text
 

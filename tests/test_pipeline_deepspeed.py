@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from deepspeed_case import Case as Job
+from deepspeed_case import check
 from engine_pipeline_case import BF16, BF16_OPTIMIZER, WORDS, Case, every, refusals
 from rank_kit import World
-from test_deepspeed import check
 
 pytestmark = pytest.mark.timeout(300)
 

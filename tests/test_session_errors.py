@@ -147,7 +147,9 @@ class TestResume:
             assert all(isinstance(result, RuntimeError) for result in two.outcome(*run(crash_at=3, max_retries=2)))
         results = two.outcome(*run(crash_at=3, max_retries=2))
         assert [result["start"] for result in results] == [2, 2]
-        assert "iteration 3 of incarnation 1 was resumed 2 times in a row without one step of progress: giving it up" in results[0]["told"]
+        assert (
+            "iteration 3 of incarnation 1 was resumed 2 times in a row without one step of progress: it is left aside" in results[0]["told"]
+        )
 
     def test_the_last_one_there_is_is_not_given_up(self, two: World) -> None:
         two.outcome(*run(1))
@@ -155,4 +157,4 @@ class TestResume:
             assert all(isinstance(result, RuntimeError) for result in two.outcome(*run(crash_at=1, max_retries=1)))
         results = two.outcome(*run(max_retries=1))
         assert [result["start"] for result in results] == [1, 1]
-        assert any("without one step of progress: there is nothing else, so it is tried again" in text for text in results[0]["told"])
+        assert any("without one step of progress: there is no other, so it is tried again" in text for text in results[0]["told"])

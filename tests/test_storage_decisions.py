@@ -1,7 +1,8 @@
 """What to resume and what to delete, for any course of events: nothing that was reported as stored is ever out of reach.
 
 The machine has hosts that remember, several jobs at once, of which some never met, and a storage that is away, shows old or
-empty listings, reads as damaged, keeps halves, and loses bytes for good. Jobs do what the agents do, by the same functions.
+empty listings, reads as damaged, keeps halves, is another mount with an old copy, and loses bytes and objects for good. Jobs do what
+the agents do, by the same functions.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.storage.decisions import (
@@ -27,18 +28,20 @@ from gemini_ft.storage.decisions import (
     gives_way,
     left_aside,
     left_torn,
+    newest_of_each,
     superseded_by,
 )
 
 
 @dataclass
 class Stored:
-    """One checkpoint as it is, whatever it looks like."""
+    """One checkpoint as it is, whatever it looks like; ``hidden``: its manifest does not show that its shards are not intact."""
 
     version: Version
     descent: Descent
     committed: bool = True
     intact: bool = True
+    hidden: bool = False
 
     @property
     def folder(self) -> str:
@@ -47,7 +50,7 @@ class Stored:
     def seen(self, listed_only: bool = False) -> Sighting:
         if not self.committed:
             return Sighting(self.folder, self.version, "torn")
-        if not self.intact:
+        if not self.intact and not self.hidden:
             return Sighting(self.folder, self.version, "damaged")
         return Sighting(self.folder, self.version, "listed" if listed_only else "whole", self.descent)
 
@@ -63,7 +66,9 @@ class Job:
 
 
 which = st.integers(0, 7)
-views = st.sampled_from(["true", "away", "old", "empty", "damaged", "flaky"])
+job_number = st.sampled_from([-1, -1, -1, -2, 0])  # mostly the newest
+views = st.sampled_from(["true", "true", "true", "away", "old", "empty", "damaged", "flaky", "copy"])
+some_hosts = st.sampled_from([(0, 1, 2), (0,), (1, 2), ()])
 
 
 class Histories(RuleBasedStateMachine):
@@ -73,6 +78,7 @@ class Histories(RuleBasedStateMachine):
         super().__init__()
         self.objects: dict[str, Stored] = {}
         self.old: dict[str, Stored] = {}  # what a stale listing shows
+        self.old_mark: Version | None = None
         self.mark: Version | None = None
         self.hosts: list[Version | None] = [None, None, None]
         self.jobs: list[Job] = []
@@ -85,8 +91,15 @@ class Histories(RuleBasedStateMachine):
 
     # -- looks
 
-    def look(self, view: str, hosts: tuple[int, ...]) -> Look:
-        marks = tuple(version for version in (self.mark, *(self.hosts[host] for host in hosts)) if version is not None)
+    def look(self, view: str, hosts: tuple[int, ...], passed: Set[str] = frozenset()) -> Look:
+        """A look; ``passed``: folders whose shards turned out to be damaged when they were read."""
+        look = self._look(view, hosts)
+        seen = (replace(one, condition="damaged", descent=Descent()) if one.folder in passed else one for one in look.sightings)
+        return replace(look, sightings=tuple(seen))
+
+    def _look(self, view: str, hosts: tuple[int, ...]) -> Look:
+        in_storage = self.old_mark if view == "copy" else self.mark
+        marks = tuple(version for version in (in_storage, *(self.hosts[host] for host in hosts)) if version is not None)
         if view == "away":
             return Look(trouble="storage is away")
         if view == "empty":
@@ -97,29 +110,40 @@ class Histories(RuleBasedStateMachine):
                 for one in self.objects.values()
             )
             return Look(tuple(sightings), tuple(mark for mark in marks if mark != self.mark), damaged_mark=self.mark is not None)
-        if view == "old":
-            listed = dict(self.old)
-            if self.mark is not None:  # read by its name
-                folder = f"{self.mark.incarnation}/{self.mark.iteration}"
-                listed[folder] = self.objects.get(folder, Stored(self.mark, Descent()))
-            sightings = (
-                self.objects[folder].seen() if folder in self.objects else Sighting(folder, one.version, "gone")
-                for folder, one in listed.items()
-            )
-            return Look(tuple(sightings), marks)
-        return Look(tuple(one.seen() for one in self.objects.values()), marks)
+        there = self.old if view == "copy" else self.objects
+        listed = dict(there if view != "old" else self.old)
+        if in_storage is not None:  # read by its name
+            folder = f"{in_storage.incarnation}/{in_storage.iteration}"
+            listed[folder] = there.get(folder, Stored(in_storage, Descent()))
+        sightings = (there[folder].seen() if folder in there else Sighting(folder, one.version, "gone") for folder, one in listed.items())
+        return Look(tuple(sightings), marks)
 
     # -- rules
 
-    @rule(view=views, hosts=st.sets(which.map(lambda n: n % 3)), choice=which, stays=st.booleans())
-    def start(self, view: str, hosts: set[int], choice: int, stays: bool) -> None:
+    @initialize(hosts=some_hosts)
+    def begin(self, hosts: tuple[int, ...]) -> None:
+        """A job that stores twice."""
+        self.start("true", hosts, 0, False)
+        for keep in (1, 2):
+            self.store(0, 1, hosts, late=False, keep=keep, view="true", half=False, reads=True)
+
+    @rule(view=views, hosts=some_hosts, choice=which, stays=st.booleans())
+    def start(self, view: str, hosts: tuple[int, ...], choice: int, stays: bool) -> None:
         """A job starts without anything in memory, on some of the hosts; ``stays``: the last choice of a history is in its command."""
-        look = self.look("true" if view == "flaky" else view, tuple(hosts))
         named = self.setting if stays else None
-        answer = decide(look, named)
+        passed: set[str] = set()
+        while True:
+            look = self.look("true" if view == "flaky" else view, hosts, passed)
+            answer = decide(look, named)
+            if not isinstance(answer, Here):
+                break
+            resumed = answer.order[0]
+            if (there := self.objects.get(resumed.folder)) is None or there.intact:
+                break
+            passed.add(resumed.folder)
         contested = named is not None or (isinstance(answer, Unclear) and answer.contested)
         if isinstance(answer, Unclear) and answer.contested:  # the user chooses
-            lines = sorted({str(one.version.incarnation) for one in look.sightings if one.readable})
+            lines = [str(one.version.incarnation) for one in newest_of_each(one for one in look.sightings if one.readable)]
             self.setting = named = lines[choice % len(lines)]
             answer = decide(look, named)
         if isinstance(answer, Unclear):
@@ -127,13 +151,14 @@ class Histories(RuleBasedStateMachine):
         known = {one.version.incarnation for one in look.sightings}
         self.nonces += 1
         if isinstance(answer, Nothing):
-            assert not self.reported
+            assert view == "copy" or not self.reported
             self._begin(Job(self._next(known), Descent((), frozenset(known)), 0), known, None)
             return
         resumed = answer.order[0]
+        self._check_marks(look)
         for version, descent in self.reported.items():
             there = self.objects.get(Stored(version, descent).folder)
-            if there is not None and there.intact and version != resumed.version:
+            if view != "copy" and there is not None and there.intact and version != resumed.version:
                 assert not there.seen().descends_from(resumed.version), (version, resumed)
         if view in ("true", "flaky") and not contested:
             self._check_order(resumed.version)
@@ -152,6 +177,15 @@ class Histories(RuleBasedStateMachine):
         self.knew[job.incarnation] = frozenset({job.incarnation, *known}).union(*(self.knew[incarnation] for incarnation in known))
         self.jobs.append(job)
 
+    def _check_marks(self, look: Look) -> None:
+        """What a mark names is there, or something that knew of it; else nothing is resumed."""
+        readable = [one.version for one in look.sightings if one.readable]
+        for mark in look.marks:
+            newer = (one for one in readable if mark.incarnation in self.knew[one.incarnation])
+            assert any(one.version == mark and one.condition != "gone" for one in look.sightings) or any(
+                one.incarnation != mark.incarnation or one.iteration > mark.iteration for one in newer
+            ), (mark, look)
+
     def _check_order(self, resumed: Version) -> None:
         """What is resumed without asking the user knew of everything that is left aside, and is the newest of its own."""
         for one in self.objects.values():
@@ -164,35 +198,47 @@ class Histories(RuleBasedStateMachine):
 
     @precondition(lambda self: self.jobs)
     @rule(
-        job=which,
+        job=job_number,
         steps=st.integers(1, 3),
-        hosts=st.sets(which.map(lambda n: n % 3)),
+        hosts=some_hosts,
         late=st.booleans(),
         keep=st.integers(1, 3),
         view=views,
+        half=st.sampled_from([False, False, False, True]),
+        reads=st.booleans(),
     )
-    def store(self, job: int, steps: int, hosts: set[int], late: bool, keep: int, view: str) -> None:
-        """A job stores a checkpoint, marks it, and cleans up; ``late``: it looked for others before they had written."""
-        this = self.jobs[job % len(self.jobs)]
+    def store(self, job: int, steps: int, hosts: tuple[int, ...], late: bool, keep: int, view: str, half: bool, reads: bool) -> None:
+        """A job stores a checkpoint, marks it, and cleans up.
+
+        Args:
+            late: it looked for others before they had written.
+            half: storage keeps a half and says 200, which reading back finds out.
+            reads: it also reads older ones back.
+        """
+        this = self.jobs[max(job, -len(self.jobs))]
         this.iteration += steps
         new = Stored(Version(this.incarnation, this.iteration), this.descent)
         seen = self.old if late else self.objects
         if any(one.committed and one.intact and not new.seen().knows(one.version.incarnation) for one in seen.values()):
             return  # another job has taken the run over
+        if half:
+            self.objects[new.folder] = replace(new, intact=False, hidden=True)
+            return
         self.objects[new.folder] = new
         self.mark = new.version
         for host in hosts:
             self.hosts[host] = new.version
         self.reported[new.version] = new.descent
-        self.retain(this, new, keep, "true" if view == "flaky" else view)
+        self.retain(this, new, keep, "true" if view == "flaky" else view, reads)
 
-    def retain(self, this: Job, new: Stored, keep: int, view: str) -> None:
+    def retain(self, this: Job, new: Stored, keep: int, view: str, reads: bool) -> None:
         look = self.look(view, ())
         if look.trouble:
             return
         this.sound.add(new.folder)
         line = [one for one in look.sightings if one.readable and new.seen().descends_from(one.version)]
-        this.sound |= {one.folder for one in line if one.folder in self.objects and self.objects[one.folder].intact}
+        if reads:
+            this.sound |= {one.folder for one in line if one.folder in self.objects and self.objects[one.folder].intact}
         for one in superseded_by((one for one in look.sightings if one.folder != new.folder), new.seen(), this.sound, keep, None):
             gone = self.objects.get(one.folder)
             if one.condition == "torn" and gone is not None and gone.committed:
@@ -211,39 +257,61 @@ class Histories(RuleBasedStateMachine):
                 del self.objects[one.folder]
 
     @precondition(lambda self: self.jobs)
-    @rule(job=which)
+    @rule(job=job_number)
     def half(self, job: int) -> None:
         """An upload is torn."""
-        this = self.jobs[job % len(self.jobs)]
+        this = self.jobs[max(job, -len(self.jobs))]
         torn = Stored(Version(this.incarnation, this.iteration + 1), this.descent, committed=False)
         self.objects.setdefault(torn.folder, torn)
 
     @precondition(lambda self: self.jobs)
-    @rule(job=which)
+    @rule(job=job_number)
     def die(self, job: int) -> None:
-        del self.jobs[job % len(self.jobs)]
+        del self.jobs[max(job, -len(self.jobs))]
 
     @precondition(lambda self: self.jobs)
-    @rule(job=which)
+    @rule(job=job_number)
     def restart_from_memory(self, job: int) -> None:
         """The same hosts go on, without a look at storage."""
-        this = self.jobs[job % len(self.jobs)]
+        this = self.jobs[max(job, -len(self.jobs))]
         self.nonces += 1
         descent = continued(Version(this.incarnation, this.iteration), [(this.incarnation, this.descent)])
         known = {this.incarnation, *descent.overtaken}
-        del self.jobs[job % len(self.jobs)]
+        del self.jobs[max(job, -len(self.jobs))]
         self._begin(Job(self._next(known), descent, this.iteration), {this.incarnation}, this.incarnation)
+
+    @precondition(lambda self: self.jobs)
+    @rule(job=job_number)
+    def part(self, job: int) -> None:
+        """Half of the hosts go on and store, and so does the other half: neither knows of the other."""
+        this = self.jobs.pop(max(job, -len(self.jobs)))
+        for _ in range(2):
+            self.jobs.append(this)
+            self.restart_from_memory(len(self.jobs) - 1)
+        before = self.objects.copy()
+        self.jobs[-1].iteration += 1
+        self.store(len(self.jobs) - 2, 1, (0,), late=False, keep=1, view="away", half=False, reads=True)
+        self.old, settled = before, self.old
+        self.store(len(self.jobs) - 1, 1, (1,), late=True, keep=1, view="away", half=False, reads=True)
+        self.old = settled
+
+    @precondition(lambda self: self.objects)
+    @rule(one=which)
+    def vanish(self, one: int) -> None:
+        """Somebody deletes a checkpoint."""
+        del self.objects[sorted(self.objects)[one % len(self.objects)]]
 
     @precondition(lambda self: self.objects)
     @rule(one=which)
     def rot(self, one: int) -> None:
         """Bytes are lost for good."""
-        self.objects[sorted(self.objects)[one % len(self.objects)]].intact = False
+        folder = sorted(self.objects)[one % len(self.objects)]
+        self.objects[folder] = replace(self.objects[folder], intact=False, hidden=False)
 
     @rule()
     def settle(self) -> None:
         """Listings show all that is there by now."""
-        self.old = dict(self.objects)
+        self.old, self.old_mark = dict(self.objects), self.mark
 
     # -- what holds
 
@@ -251,7 +319,7 @@ class Histories(RuleBasedStateMachine):
     def nothing_stored_is_out_of_reach(self) -> None:
         look = self.look("true", ())
         lines = [None, *sorted({str(one.version.incarnation) for one in look.sightings if one.readable})]
-        answers = [decide(look, line) for line in lines]
+        answers = [decide(look, line, found=True) for line in lines]
         reach = [one for answer in answers if isinstance(answer, Here) for one in answer.order]
         for version in self.reported:
             stored = self.objects.get(f"{version.incarnation}/{version.iteration}")
@@ -329,7 +397,7 @@ class TestTheChoiceOfAHistory:
         look = Look((self.FIRST, self.LEFT), marks=(after,))
         answer = decide(look, "2-b")
         assert isinstance(answer, Unclear)
-        assert "iteration 9 of incarnation 3 was reported as stored and is not there" in answer.why
+        assert "iteration 9 of incarnation 3 was reported as stored, but neither it" in answer.why
         assert isinstance(decide(look, "2-b", found=True), Here)
 
     def test_leaves_aside_what_cannot_be_read_just_now(self) -> None:

@@ -210,7 +210,7 @@ class TestFaults:
         proxy.fail(kind, "ListObjects", count=1)
         assert storage.list() == ["a"]
         proxy.fail(kind, "ListObjects")
-        with pytest.raises(StorageError, match=r"cannot list the prefix: the answer is no .*tells nothing about what is stored"):
+        with pytest.raises(StorageError, match=r"cannot list the prefix: the answer is no .*says nothing about the stored objects"):
             storage.list()
 
     def test_a_listing_of_something_else_is_refused(self, storage: Storage, proxy: S3Proxy) -> None:

@@ -186,7 +186,7 @@ class TestBytes:
                 transport.pause_reading()
                 for _ in range(8):
                     connection.send(chunk(0, 2**23), memoryview(bytes(2**23)))
-                await asyncio.sleep(0.1)
+                await place.until(lambda: connection.unacknowledged > 0)
                 assert connection.backlog > 1
                 waiting = asyncio.create_task(connection.flushed(1))
                 connection.abort("too slow")
@@ -305,9 +305,10 @@ class TestMeter:
                 transport.pause_reading()
                 await asyncio.sleep(0)
                 connection.shape(hold_back=True, max_rate=None, low_priority=False)
+                before = connection.meter().acked
                 connection.send(chunk(0, nbytes), memoryview(bytes(nbytes)), valve)
                 valve.allow(nbytes // 2)
-                await asyncio.sleep(0.2)
+                await place.until(lambda: connection.meter().acked > before + 1000)
                 assert nbytes // 4 < connection.unacknowledged <= nbytes // 2 + 1000  # the peer's kernel took some of it
                 transport.resume_reading()
                 await place.until(lambda: connection.unacknowledged == 0)

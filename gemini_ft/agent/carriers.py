@@ -1,7 +1,7 @@
 """The two ways in which a chunk gets to a peer's memory: this agent sends it itself, or has workers carry it.
 
-Both ask the same valve before any byte leaves, and count what is under way. What travels, and what becomes of it on arrival, is
-the same on both (gemini_ft.agent.sending).
+Both ask the same gate before any byte leaves, and count the bytes under way. The data, and its fate on arrival, are the same
+on both (gemini_ft.agent.sending).
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ _SAMPLES = 32  # newest pieces that say how long the shortest of them takes
 
 
 class Way(Protocol):
-    """What chunks leave on. Messages that must not overtake them go by ``send`` too."""
+    """A carrier of chunks. Messages that must not overtake them go by ``send`` too."""
 
     @property
     def unacknowledged(self) -> int:
         """Bytes that have left, and may not have arrived."""
 
     def meter(self) -> Meter:
-        """What has travelled so far."""
+        """The traffic so far."""
 
     def send(self, message: Message) -> None:
-        """After every chunk that was sent before."""
+        """Sends a message after every chunk that was sent before it."""
 
     def send_chunk(self, chunk: Chunk, slot: int, payload: memoryview, valve: Valve) -> None:
-        """Queue a chunk of a slot; ``payload`` are its bytes."""
+        """Queues a chunk of a slot; ``payload`` are its bytes."""
 
     async def flushed(self, below: int) -> None:
-        """Wait until fewer than ``below`` things are queued, or the connection is closed."""
+        """Waits until fewer than ``below`` things are queued, or the connection is closed."""
 
     def close(self) -> None:
-        """The connection is closed."""
+        """Takes note that the connection is closed."""
 
 
 class ByAgents:
-    """The bytes follow their message on the connection."""
+    """The way from agent to agent: the bytes follow their message on the connection."""
 
     def __init__(self, connection: Connection, traffic: TrafficConfig) -> None:
         self._connection = connection
@@ -67,11 +67,11 @@ class ByAgents:
         await self._connection.flushed(below)
 
     def close(self) -> None:
-        """Nothing else is open."""
+        """Does nothing: only the connection is open."""
 
 
 class ByWorkers:
-    """The connection carries words only; a chunk goes from worker to worker in pieces, several under way at a time.
+    """The way through workers: the connection carries messages only, chunks go from worker to worker in pieces, several at a time.
 
     Args:
         connection: to the peer's agent.
@@ -118,7 +118,7 @@ class ByWorkers:
             await self._change()
 
     def dispatched(self, tag: int, error: str) -> None:
-        """From the worker: a piece has left, or could not."""
+        """Takes a worker's report that a piece has left, or could not."""
         if tag not in self._under_way:
             return
         nbytes, ordered = self._under_way.pop(tag)
@@ -149,7 +149,7 @@ class ByWorkers:
     async def _run(self) -> None:
         try:
             await self._send_all()
-        except Exception as error:  # a fault of ours: nobody else would notice that nothing is sent any more
+        except Exception as error:  # a fault of ours: without this, the stop would go unnoticed
             self._astray(f"{type(error).__name__}: {error}")
 
     async def _send_all(self) -> None:

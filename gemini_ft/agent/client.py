@@ -54,18 +54,18 @@ _EVENTS = (Room, Granted, Committed, Aborted, Notice, Paced, Travelled, Dispatch
 
 
 def as_error(failed: Failed) -> GeminiError:
-    """The exception a refusal stands for."""
+    """The exception that a refusal stands for."""
     kind = getattr(errors, failed.error, AgentError)
     return kind(failed.text) if isinstance(kind, type) and issubclass(kind, GeminiError) else AgentError(failed.text)
 
 
 class AgentClient:
-    """Talks to the agent; a thread of its own listens, and replaces an agent of which nothing is heard for ``hello.agent_timeout`` seconds.
+    """A connection to the agent; its own thread listens, and replaces an agent that is silent for ``hello.agent_timeout`` seconds.
 
     Args:
         run: run id.
         host: host id.
-        hello: who this worker is.
+        hello: this worker's introduction.
         on_event: called on the listening thread with Granted, Committed, Aborted, Notice and fatal Failed messages.
         timeout: seconds to wait for an answer.
 
@@ -83,7 +83,7 @@ class AgentClient:
         self._numbers = itertools.count(1)
         self._calls_lock = threading.Lock()
         self._send_lock = threading.Lock()
-        self.late_answers = 0  # that came when nobody waited for them any more, and were dropped
+        self.late_answers = 0  # answers that came too late, and were dropped
         self._ended = False  # no answer can come any more
         self.lost = False
         self.custody: dict[str, int] = {}  # replicas kept safe for the agent: key -> descriptor
@@ -102,7 +102,7 @@ class AgentClient:
         _clients.add(self)
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send without waiting for an answer.
+        """Sends a message without waiting for an answer.
 
         Raises:
             AgentError: the agent is gone.
@@ -122,7 +122,7 @@ class AgentClient:
             raise self._gone(str(error)) from None
 
     def offer(self, message: Message) -> bool:
-        """Send without ever waiting, what nobody needs: whether it has been sent, or the agent is behind with reading, or gone."""
+        """Sends a message that no one needs, without ever waiting; False if the agent is slow to read, or gone."""
         frame = pack(message)
         if self.lost or len(frame) > _OFFERED or not self._send_lock.acquire(blocking=False):
             return False
@@ -140,7 +140,7 @@ class AgentClient:
         return True
 
     def call(self, message: Message, answer: type[M], timeout: float | None = None) -> tuple[M, list[int]]:
-        """Send, and wait ``timeout`` seconds (default: the client's) for the answer and the descriptors beside it.
+        """Sends a message, and waits ``timeout`` seconds (default: the client's) for the answer and the descriptors beside it.
 
         Raises:
             AgentTimeoutError: there is none; should it come later, it is dropped.
@@ -184,7 +184,7 @@ class AgentClient:
                 self._drop(answers.get())
 
     def _answered(self, message: Message, fds: list[int]) -> None:
-        """Hand an answer to the call it belongs to, if that is still waited for."""
+        """Hands an answer to its call, if that still waits for it."""
         with self._calls_lock:
             waiting = self._calls.pop(message.call, None)  # type: ignore[union-attr]
             if waiting is not None:
@@ -200,7 +200,7 @@ class AgentClient:
 
     @property
     def log(self) -> str:
-        """Where the agent writes."""
+        """The path of the agent's log."""
         return str(lifecycle.log_path(self._run, self._host))
 
     def _gone(self, why: str) -> AgentError:
@@ -212,7 +212,7 @@ class AgentClient:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def forget(self) -> None:
-        """Close without a word, in a forked child: the connection, and what is kept for the agent, are the parent's."""
+        """Closes without a message, in a forked child: the connection, and all that is kept for the agent, are the parent's."""
         self._socket.close()
         for fd in self.custody.values():
             os.close(fd)
@@ -249,7 +249,7 @@ class AgentClient:
         except (OSError, PeerError) as error:
             if not self.lost:
                 _log.warning("%s", self._gone(str(error)))
-        finally:  # whatever ends this thread, nobody may wait for it, or believe that the agent is heard
+        finally:  # whatever ends this thread, no call may wait for it, or believe that the agent is heard
             _close_all(fds)
             self._hang_up()
             with self._calls_lock:
@@ -258,7 +258,7 @@ class AgentClient:
                     waiting.put(None)
 
     def _await_data(self) -> bool:
-        """Wait for something to read; False: nothing will come, because the agent hung and has been replaced."""
+        """Waits for something to read; False: nothing will come, because the agent hung and has been replaced."""
         readable = select.poll()
         readable.register(self._socket.fileno(), select.POLLIN)
         while not readable.poll(self._pulse.tick and 1000 * self._pulse.tick):
@@ -273,7 +273,7 @@ class AgentClient:
         return True
 
     def _route(self, message: Message, fds: list[int]) -> list[int]:
-        """Hand a message on; returns the descriptors that belong to a later one."""
+        """Hands a message on; returns the descriptors that belong to a later one."""
         if isinstance(message, Custody):
             if (old := self.custody.pop(message.key, None)) is not None:
                 os.close(old)
@@ -286,7 +286,7 @@ class AgentClient:
             mine, fds = fds[:1], fds[1:]
             self._answered(message, mine)
         elif isinstance(message, Pong):
-            pass  # that something was heard is all it says
+            pass  # it only shows that the agent lives
         elif isinstance(message, _EVENTS):
             self._on_event(message)
         elif isinstance(message, _ANSWERS) or (isinstance(message, Failed) and message.call):

@@ -1,4 +1,4 @@
-"""Which local worker keeps which replica's memory: so that it survives this agent, and so that a worker can receive into it."""
+"""Assigns each replica's memory to a local worker, so that it survives this agent and the worker can receive into it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gemini_ft.wire.messages import Custody
 
 
 class Custodians:
-    """Of one stream on one host.
+    """The custodians of one stream on one host.
 
     Args:
         workers: of the present incarnation, by rank.
@@ -19,10 +19,10 @@ class Custodians:
 
     def __init__(self, workers: Callable[[], Iterable[WorkerPort]]) -> None:
         self._workers = workers
-        self._keepers: dict[int, WorkerPort] = {}  # id of a replica's memory -> who keeps its descriptor
+        self._keepers: dict[int, WorkerPort] = {}  # id of a replica's memory -> the worker that keeps its descriptor
 
     def entrust(self, memory: SlotMemory) -> None:
-        """Let a local worker keep a replica's descriptor, unless one does: those of an owner always the same, of many owners many."""
+        """Lets a local worker keep a replica's descriptor, unless one does: one worker per owner, spread over many owners."""
         keeper = self._keepers.get(id(memory))
         workers = sorted((worker for worker in self._workers() if worker.alive), key=lambda worker: worker.rank)
         if workers and (keeper is None or keeper not in workers):
@@ -34,11 +34,11 @@ class Custodians:
                 del self._keepers[id(memory)]
 
     def take_back(self, memory: SlotMemory) -> None:
-        """The memory is no replica any more."""
+        """Takes back memory that holds no replica any more."""
         if (keeper := self._keepers.pop(id(memory), None)) is not None:
             keeper.send(Custody(key=str(id(memory)), drop=True))
 
     def keeper(self, memory: SlotMemory) -> WorkerPort | None:
-        """Who keeps it, if that worker lives."""
+        """The worker that keeps a replica's memory, if it lives."""
         keeper = self._keepers.get(id(memory))
         return keeper if keeper is not None and keeper.alive else None

@@ -1,7 +1,7 @@
-"""Where replicas wait until the training's own network is idle.
+"""Holds replicas back until the training's own network is idle.
 
 Every byte that leaves this host for a peer passes here, a slice at a time: while no local worker communicates and the span that
-began then is long enough (`gemini_ft.core.traffic.room`). What has waited for too long goes anyway, and is counted.
+began then is long enough (`gemini_ft.core.traffic.room`). A slice that has waited for too long goes anyway, and is counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gemini_ft.wire.control_page import ControlPage
 
 _LEAST = 16 * 2**10  # bytes of a slice, if there are as many
 _SLICE = 128 * 2**10  # bytes of a slice while the speed of the network is not known
-# Of the network at most: how long a collective that comes unforeseen may have to wait. What workers carry costs more by the piece.
+# How long an unforeseen collective may have to wait for the network. Pieces that workers carry cost more each.
 _SLICE_SECONDS = {"tcp": 0.004, "collective": 0.02}
 _LARGEST = 4 * 2**20  # bytes of a slice
 _PATIENCE = 1.0  # seconds that a snapshot has for idle network, while the length of a step is not known
@@ -29,7 +29,7 @@ _OVERDUE = 0.05  # seconds between looks at whether a collective that was to com
 
 @dataclass(frozen=True)
 class Pass:
-    """Leave to send: so many bytes, in which span (step, collectives begun); ``outside`` of any, because it was late."""
+    """Permission to send ``nbytes`` in a span (step, collectives begun); ``outside`` of any, because the bytes were late."""
 
     nbytes: int
     span: tuple[int, int] | None = None
@@ -37,7 +37,7 @@ class Pass:
 
 
 class Way(Protocol):
-    """What bytes leave on."""
+    """A carrier of bytes."""
 
     @property
     def unacknowledged(self) -> int:
@@ -45,7 +45,7 @@ class Way(Protocol):
 
 
 class Gate:
-    """One per stream and host."""
+    """The gate of one stream on one host."""
 
     def __init__(self, traffic: TrafficConfig) -> None:
         self._traffic = traffic
@@ -53,21 +53,21 @@ class Gate:
         self.profiles: dict[int, Profile] = {}
         self.link: Link | None = None
         self.interval = 1  # steps between snapshots
-        self._ways: dict[object, Way] = {}  # sender -> what it sends on
+        self._ways: dict[object, Way] = {}  # sender -> its carrier
         self._waiting = 0
         self._changed = asyncio.Event()
 
-    # -- who communicates
+    # -- the workers that communicate
 
     def watch(self, rank: int, page: ControlPage) -> None:
-        """Wait for this worker too; the page is the gate's from here on."""
+        """Makes the gate wait for this worker too; it owns the page from here on."""
         self.forget(rank)
         self._pages[rank] = page
         page.listen(self._waiting > 0)
         asyncio.get_running_loop().add_reader(page.bell, self._rung, page)
 
     def forget(self, rank: int) -> None:
-        """Wait for this worker no more: it is gone."""
+        """Ends waiting for this worker: it is gone."""
         page = self._pages.pop(rank, None)
         self.profiles.pop(rank, None)
         if page is not None:
@@ -79,10 +79,10 @@ class Gate:
         for rank in list(self._pages):
             self.forget(rank)
 
-    # -- who sends
+    # -- the links that send
 
     def register(self, sender: object, way: Way) -> None:
-        """What this sender has under way counts."""
+        """Counts the bytes that this sender has under way."""
         self._ways[sender] = way
 
     def release(self, sender: object) -> None:
@@ -90,7 +90,7 @@ class Gate:
 
     @property
     def step_seconds(self) -> float | None:
-        """How long a step takes; None: not known yet."""
+        """Seconds of a step; None: not known yet."""
         return max((profile.seconds for profile in self.profiles.values()), default=None)
 
     @property
@@ -99,11 +99,11 @@ class Gate:
         return _PATIENCE if self.step_seconds is None else self.interval * self.step_seconds
 
     def poke(self) -> None:
-        """Whoever waits looks again."""
+        """Makes all that wait look again."""
         self._changed.set()
 
     async def leave(self, nbytes: int, late_at: Callable[[], float]) -> Pass:
-        """Wait until some of ``nbytes`` may be sent.
+        """Waits until some of ``nbytes`` may be sent.
 
         Args:
             nbytes: that are ready.
@@ -140,7 +140,7 @@ class Gate:
         return Pass(min(nbytes, free), span=(moment.step, moment.begun))
 
     def _pause(self, left: float) -> float:
-        """Nobody rings when bytes arrive, nor when a collective does not come."""
+        """Seconds to wait at most: no bell rings when bytes arrive, nor when a collective does not come."""
         return min(left, _BREATH if self._under_way else _OVERDUE)
 
     @property

@@ -1,4 +1,4 @@
-"""Workers that hang: no progress for too long, and the agent kills them, so that the job restarts."""
+"""Detects workers that hang: the agent kills those that make no progress for too long, so that the job restarts."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class HangDetector:
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=64))
 
     def take_over(self, now: float) -> None:
-        """Another agent has watched it until now: its first steps are behind it."""
+        """Takes over from another agent that has watched it until now: the first steps are over."""
         self.last, self._stepping, self._steps = now, True, _FIRST_STEPS
 
     def heard(self, now: float) -> None:
-        """It has said something."""
+        """Takes note of a sign of life."""
         if not self._stepping:
             self.last = now
 
@@ -58,11 +58,11 @@ class HangDetector:
 
     @property
     def reason(self) -> str:
-        """Which option decides, and what it is."""
+        """The option that decides, and its value."""
         return f"{'start' if self.starting else 'hang'}_timeout {self.patience:.1f} s"
 
     def hangs(self, now: float) -> float | None:
-        """Seconds since the last progress if they are too many, else None."""
+        """Seconds since the last progress if the worker hangs, else None."""
         if self.last is None or self._suspended or not self.patience:
             return None
         silent = now - self.last

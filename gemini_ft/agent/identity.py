@@ -12,7 +12,7 @@ from gemini_ft.core.versions import Incarnation, Version
 
 
 class Origin(NamedTuple):
-    """The last incarnation of a stream on this host, and where it comes from; see `SessionSpec`."""
+    """The last incarnation of a stream on this host, and its descent; see `SessionSpec`."""
 
     incarnation: Incarnation
     lineage: list[Version]
@@ -21,7 +21,7 @@ class Origin(NamedTuple):
 
 
 class Past(NamedTuple):
-    """All that an agent leaves to its successor beside the slots."""
+    """Everything that an agent leaves to its successor beside the slots."""
 
     secret: bytes = b""
     known: Incarnation | None = None
@@ -39,7 +39,7 @@ class Identity:
         os.pwrite(self._fd, len(body).to_bytes(4, "big") + body, 0)
 
     def take_over(self, fd: int) -> Past:
-        """Go on with a predecessor's; what it says. Nothing, if that died before it knew anything."""
+        """Continues a predecessor's identity; returns what it left, or nothing if it died before it knew anything."""
         os.close(self._fd)
         self._fd = fd
         raw = os.pread(fd, os.fstat(fd).st_size, 0)
@@ -47,7 +47,7 @@ class Identity:
             return Past()
         try:
             secret, known, origins = msgpack.unpackb(raw[4 : 4 + int.from_bytes(raw[:4], "big")])
-        except ValueError:  # that was killed while it wrote, or is of another release: what the slots repeat is known all the same
+        except ValueError:  # its writer was killed, or is of another release: the slots repeat the most important part
             return Past()
         return Past(secret, Incarnation(*known) if known is not None else None, {stream: _origin(*of) for stream, of in origins.items()})
 

@@ -1,4 +1,4 @@
-"""What peers' shards find on this host: slots with pages in them, and workers that receive pieces where those carry replicas."""
+"""Receives peers' shards on this host: slots with pages in them, and workers that take pieces where those carry replicas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REPLICA_SLOTS = 2  # one complete, one in progress
 
 
 def shape_of(home: Home, agent: AgentServices, owner: int, wanted: Offer | Reserve) -> SlotShape:
-    """What a slot for a shard must be made for."""
+    """The shape that a slot for a shard must have."""
     spec = home.spec
     assert spec is not None
     sizes = wanted.data_bytes, wanted.extras_capacity, spec.chunk_bytes
@@ -35,25 +35,25 @@ class Inbound:
 
     def __init__(self, home: Home, agent: AgentServices, custodians: Custodians) -> None:
         self._home, self._agent, self._custodians = home, agent, custodians
-        self._collecting: dict[tuple[int, int], tuple[Receiver, int]] = {}  # (source, tag) of a piece -> for whom, by which rank
+        self._collecting: dict[tuple[int, int], tuple[Receiver, int]] = {}  # (source, tag) of a piece -> its receiver and rank
 
     def end_session(self) -> None:
-        """Nobody waits for pieces any more."""
+        """Drops the pieces that are awaited: the session is over."""
         self._collecting.clear()
 
     def entrust_all(self) -> None:
-        """Let a worker that has just come keep what nobody keeps."""
+        """Lets a worker that has just come keep the replicas that no worker keeps."""
         for (held, _), memory in self._home.vault.memory.items():
             if not self._home.host.owns(held):
                 self._custodians.entrust(memory)
 
     def worker_lost(self, rank: int) -> None:
-        """What it was receiving will not arrive, and it writes nowhere any more."""
+        """Ends what a lost worker was receiving: it will not arrive, and the worker writes nowhere any more."""
         for source, tag in [piece for piece, (_, target) in self._collecting.items() if target == rank]:
             self.collected(Collected(source=source, tag=tag, error=f"rank {rank} is gone"))
 
     def collected(self, message: Collected) -> None:
-        """A worker has received a piece, or could not."""
+        """Takes a worker's report that it has received a piece, or could not."""
         if (waiting := self._collecting.pop((message.source, message.tag), None)) is not None:
             waiting[0].collected(message.source, message.tag, message.error)
 
@@ -67,7 +67,7 @@ class Inbound:
         self._home.log(text)
 
     async def make_room(self, offer: Offer) -> None:
-        """Have slots for a peer's shard, their pages already faulted in."""
+        """Makes slots for a peer's shard, their pages already faulted in."""
         owner, vault = offer.owner, self._home.vault
         before = {memory for (of, _), memory in vault.memory.items() if of == owner}
         reuse = not (may_be_written_by_another(self._home, owner) or self._is_kept_by_stranger(owner))
@@ -110,7 +110,7 @@ class Inbound:
             return False
         if not memory.finish(version, end.extras_bytes, end.root):
             self._home.counters["damaged"] += 1
-            text = f"what came of rank {end.owner}'s shard of {version} has another root than its owner's copy"
+            text = f"rank {end.owner}'s shard of {version} arrived with another root than its owner's copy has"
             self.log(f"{text}: asking for all of it again, on another connection")
             raise PeerError(text)
         self._home.perform(self._home.host.received(end.owner, version, end.layout, end.digest, memory.root))

@@ -1,4 +1,4 @@
-"""How long a reader may keep a slot without a sign of life: a process that is stopped keeps its connection, and would keep the slot."""
+"""Limits how long a silent reader may keep a slot: a process that is stopped keeps its connection, and would keep the slot."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _LOOKS = 4  # in a lease
 
 
 class Lease:
-    """Ends a connection on which nothing is asked for, and nothing taken in, for so many seconds.
+    """Ends a connection on which no request and no progress is seen for ``seconds``.
 
     Args:
         connection: the reader's.
-        seconds: how long, but never less than five.
+        seconds: of silence, but never less than five.
         expired: called before the connection is closed.
     """
 
@@ -27,11 +27,11 @@ class Lease:
         self._timer = self._schedule()
 
     def renew(self) -> None:
-        """The reader has said something."""
+        """Takes note of a sign of life."""
         self._idle = 0
 
     def end(self) -> None:
-        """The reader has gone."""
+        """Ends the lease: the reader has gone."""
         self._timer.cancel()
 
     def _schedule(self) -> asyncio.TimerHandle:

@@ -28,7 +28,7 @@ from gemini_ft.wire.private import check_listener, open_log, runtime_folder
 
 _log = logging.getLogger("gemini_ft")
 _LOGS, _LOG_SECONDS = 100, 86400.0  # logs that are kept, and how long any of them is
-_QUEUE_SECONDS = 2.0  # that a connection waits for room among those which the agent has not taken in yet
+_QUEUE_SECONDS = 2.0  # that a connection waits in the agent's queue of new ones
 STACKS_SIGNAL = signal.SIGRTMIN + 11
 _stacks: list[IO[bytes]] = []  # the file of `write_stacks_on_request`, which must stay open
 _children: list[subprocess.Popen[bytes]] = []  # agents this process has started, to collect those that have ended
@@ -64,7 +64,7 @@ def _remove_old_logs(folder: Path) -> None:
 
 
 def try_connect(run: str, host: str) -> socket.socket | None:
-    """Connect to the agent, if there is one.
+    """Connects to the agent, if there is one.
 
     Raises:
         AgentTimeoutError: it takes in no connections.
@@ -83,7 +83,7 @@ def _try_connect(address: bytes, what: str = "an agent") -> socket.socket | None
     except (ConnectionRefusedError, FileNotFoundError):
         sock.close()
         return None
-    except BlockingIOError:  # who listens cannot be known before
+    except BlockingIOError:  # the listener cannot be known before
         sock.close()
         why = "it hangs, or another user's process has the address; end that one, or give the run another id (GEMINI_RUN_ID)"
         raise AgentTimeoutError(f"{what} has taken in no connection for {_QUEUE_SECONDS:g} s; {why}") from None
@@ -94,19 +94,19 @@ def _try_connect(address: bytes, what: str = "an agent") -> socket.socket | None
 
 
 def timeval(seconds: float) -> bytes:
-    """A time as socket options have it."""
+    """A time in seconds as socket options take it."""
     return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def is_listening(run: str, host: str) -> bool:
-    """Whether there is an agent, be it one that hangs."""
+    """Whether there is an agent, even one that hangs."""
     if (sock := try_connect(run, host)) is not None:
         sock.close()
     return sock is not None
 
 
 def spawn(run: str, host: str, fds: Sequence[int] = (), arguments: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-    """Start an agent in a session of its own: signals to the worker's group do not reach it. It inherits ``fds``, and nothing else."""
+    """Starts an agent in its own session: signals to the worker's group do not reach it. It inherits only ``fds``."""
     _children[:] = [child for child in _children if child.poll() is None]
     with _open_log(run, host) as log:
         command = [sys.executable, "-m", "gemini_ft.agent.main", "--run", run, "--host", host, *arguments]
@@ -126,7 +126,7 @@ def spawn(run: str, host: str, fds: Sequence[int] = (), arguments: Sequence[str]
 
 
 def _open_log(run: str, host: str) -> IO[bytes]:
-    """Where an agent writes; nowhere if the disk is full, as without an agent there would be no snapshots either."""
+    """The open log of an agent; a null file if the disk is full, as without an agent there would be no snapshots either."""
     try:
         return open(open_log(log_path(run, host)), "ab")
     except OSError as error:
@@ -137,14 +137,13 @@ def _open_log(run: str, host: str) -> IO[bytes]:
 
 
 def shares_fate(pid: int) -> bool:
-    """Whether a process is in this one's cgroup, although that is one of its own (a job step, a container):
-    whoever ends the cgroup ends both."""
+    """Whether ending this process's cgroup (a job step, a container) would end the other process, too."""
     mine, theirs = Path("/proc/self/cgroup").read_text(), Path(f"/proc/{pid}/cgroup").read_text()
     return mine == theirs and any(word in mine for word in ("slurm", "step_", "kubepods", "docker", ".service"))
 
 
 def write_stacks_on_request(run: str, host: str) -> None:
-    """Let this process write to the agent's log where its threads are, before the agent kills it because it hangs."""
+    """Lets this process write its threads' stacks to the agent's log, before a hang makes the agent kill it."""
     if signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
         return  # the script's own
     with contextlib.suppress(OSError):
@@ -155,26 +154,26 @@ def write_stacks_on_request(run: str, host: str) -> None:
 
 
 def set_oom_score(score: int) -> None:
-    """When memory runs out, the kernel shall end a worker (500) and not the agent that keeps its state (0)."""
+    """Makes the kernel, when memory runs out, end a worker (500) and not the agent that keeps its state (0)."""
     with contextlib.suppress(OSError):  # lowering below what root has set is not allowed
         Path("/proc/self/oom_score_adj").write_text(str(score))
 
 
 def raise_descriptor_limit() -> None:
-    """As many descriptors as this process is allowed at most: every slot, worker and peer takes one."""
+    """Raises the limit of open descriptors as far as allowed: every slot, worker and peer takes one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # infinity, where the kernel has a lower bound of its own
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def yield_to_training() -> None:
-    """This thread, and those it starts, shall not interrupt who computes when they wake up; their share of the processor stays."""
+    """Keeps this thread, and those it starts, from interrupting computation when they wake up; their share of the CPU stays."""
     with contextlib.suppress(AttributeError, OSError):  # a kernel, or a sandbox, without scheduling classes
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _agent_environment() -> dict[str, str]:
-    """The agent imports this very gemini_ft, wherever its working directory is."""
+    """The environment in which the agent imports this very gemini_ft, wherever its working directory is."""
     import gemini_ft
 
     paths = [str(Path(entry).resolve().parent) for entry in gemini_ft.__path__[:1]]
@@ -183,7 +182,7 @@ def _agent_environment() -> dict[str, str]:
 
 
 def ask(run: str, host: str, message: Message, timeout: float = 5.0) -> Message | None:
-    """Send one message to the agent and return its answer; None when there is no agent, or it just hung up."""
+    """Sends one message to the agent and returns its answer; None when there is no agent, or it just hung up."""
     try:
         return ask_at(socket_name(run, host), message, timeout)
     except TimeoutError:
@@ -191,7 +190,7 @@ def ask(run: str, host: str, message: Message, timeout: float = 5.0) -> Message 
 
 
 def ask_at(address: bytes, message: Message, timeout: float = 5.0) -> Message | None:
-    """As `ask`, for the agent at ``address``. Raises TimeoutError."""
+    """Asks the agent at ``address``, as `ask` does. Raises TimeoutError."""
     if (sock := _try_connect(address)) is None:
         return None
     with sock:
@@ -204,7 +203,7 @@ def ask_at(address: bytes, message: Message, timeout: float = 5.0) -> Message | 
 
 
 def addresses() -> list[bytes]:
-    """Where the agents of this user on this machine listen, whatever their runs."""
+    """The addresses at which agents of this user listen on this machine, whatever their runs."""
     mark = rb" @(gemini-ft-%d-[0-9a-f]{24})$" % os.getuid()  # other users choose other names, of any bytes
     return sorted({b"\0" + name for name in re.findall(mark, Path("/proc/net/unix").read_bytes(), re.MULTILINE)})
 
@@ -228,13 +227,13 @@ def status(run: str, host: str | None = None) -> str | None:
 
 
 def leave(run: str, host: str | None = None) -> None:
-    """Tell the agent of ``run`` on this host to go, if there is one. Uploads under way are finished first."""
+    """Tells the agent of ``run`` on this host to go, if there is one. Uploads under way are finished first."""
     with contextlib.suppress(AgentError, ConnectionError):
         ask(run, host or host_id(), Leave(run=run))
 
 
 def job_finished(run: str) -> str:
-    """The launcher's word that the whole job has ended well; waits for the last upload, as long as the agent answers and waits itself.
+    """Tells the agent, for the launcher, that the job has ended well; waits for the last upload, as long as the agent answers.
 
     Returns:
         Why that failed for good; empty: it did not.

@@ -51,7 +51,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 @dataclass(frozen=True)
 class SlotShape:
-    """What a slot was made for. Sizes in bytes."""
+    """The shard that a slot was made for. Sizes in bytes."""
 
     run: str
     stream: str
@@ -74,7 +74,7 @@ class SlotShape:
 
     @cached_property
     def layout_digest(self) -> bytes:
-        """Its part of every root."""
+        """The layout's part in every root."""
         return layout_digest(self.layout)
 
     @property
@@ -91,7 +91,7 @@ class SlotShape:
 
 
 def extras_room(nbytes: int) -> int:
-    """Bytes to have ready for small state that takes ``nbytes`` now: it may grow, and slots made for it at other times be equal."""
+    """Bytes to reserve for small state that takes ``nbytes`` now: it may grow, and slots made at other times must be equal."""
     return max(EXTRAS_ROOM, 1 << (nbytes + nbytes // 4).bit_length())
 
 
@@ -100,12 +100,12 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def address_of(memory: mmap.mmap) -> int:
-    """Where a writable mapping starts."""
+    """The address at which a writable mapping starts."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def populate(memory: mmap.mmap, start: int, length: int, wanted: Callable[[], bool] = lambda: True) -> None:
-    """Fault pages in ahead of time (a fresh page costs 4-5x the copy into it), as long as they are ``wanted``; releases the GIL."""
+    """Faults pages in ahead of time (a fresh page costs 4-5x the copy into it), as long as they are ``wanted``; releases the GIL."""
     base = address_of(memory)
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
     for offset in range(first, start + length, 64 * 2**20):
@@ -115,12 +115,12 @@ def populate(memory: mmap.mmap, start: int, length: int, wanted: Callable[[], bo
 
 
 def keep_from_children(memory: mmap.mmap) -> None:
-    """A forked child (a data loader) must neither inherit nor copy the mapping."""
+    """Keeps a forked child (a data loader) from inheriting or copying the mapping."""
     _libc.madvise(address_of(memory), len(memory), _MADV_DONTFORK)
 
 
 class SlotMemory:
-    """One slot's memfd, mapped."""
+    """The memfd of one slot, mapped."""
 
     def __init__(self, shape: SlotShape, fd: int) -> None:
         self.shape = shape
@@ -130,15 +130,15 @@ class SlotMemory:
         self.version: Version | None = None
         self.root = ""  # of the copy that is here; empty exactly when there is no version
         self.extras_bytes = 0
-        self.chunks: dict[int, tuple[int, int, int]] = {}  # index -> (offset, nbytes, digest) of what is laid down
-        self.unchanged: set[int] = set()  # of these, the ones that are what the slot held there before
-        # As `chunks`, of whatever version: where a peer writes, what is there; where a worker does, what it said last.
+        self.chunks: dict[int, tuple[int, int, int]] = {}  # index -> (offset, nbytes, digest) of each chunk that is laid down
+        self.unchanged: set[int] = set()  # those that equal the bytes that the slot held there before
+        # As `chunks`, of any version: the bytes in the slot where a peer writes, the last reported ones where a worker does.
         self._held: dict[int, tuple[int, int, int]] = {}
         self.completed_at = 0.0
 
     @classmethod
     def create(cls, shape: SlotShape) -> SlotMemory:
-        """Make a sealed memfd: a client that truncated it would kill every process that maps it."""
+        """Makes a sealed memfd: a client that truncated it would kill every process that maps it."""
         fd = os.memfd_create(f"gemini:{shape.stream}:{shape.owner}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, shape.total)
@@ -153,13 +153,13 @@ class SlotMemory:
 
     @classmethod
     def adopt(cls, fd: int) -> SlotMemory:
-        """Take over a memfd another agent made.
+        """Takes over a memfd another agent made.
 
         Raises:
             CorruptDataError: the header is not whole, or of another format; or layout and checksums are not those of the version it names.
         """
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise CorruptDataError("a slot's memory is not sealed: whoever truncates it would kill this process")
+            raise CorruptDataError("a slot's memory is not sealed: a process that truncated it would kill this one")
         with mmap.mmap(fd, _HEADER_BYTES, prot=mmap.PROT_READ) as head:
             fields = _read_header(head[:])
             layout_at, layout_len = fields["layout_offset"], fields["layout_bytes"]
@@ -205,12 +205,12 @@ class SlotMemory:
         return self._view[start : start + nbytes]
 
     def clear(self) -> None:
-        """What is in the slot is worth nothing (from now on, and after a crash as well)."""
+        """Declares the slot's bytes worthless, from now on and after a crash as well."""
         self.version, self.root, self.extras_bytes, self.chunks, self.unchanged = None, "", 0, {}, set()
         self._write_header()
 
     def forget(self, index: int | None = None) -> None:
-        """A chunk (None: all of them) is about to be overwritten: `keep` does not find it any more."""
+        """Takes note that a chunk (None: all of them) is about to be overwritten: `keep` does not find it any more."""
         if index is None:
             self._held.clear()
         else:
@@ -221,7 +221,7 @@ class SlotMemory:
         return 0 <= index < self.shape.max_chunks and offset >= 0 and nbytes > 0 and offset + nbytes <= self.shape.capacity
 
     def put_chunk(self, index: int, offset: int, nbytes: int, digest: int) -> None:
-        """A chunk has been laid down, and matches its digest."""
+        """Takes note of a chunk that has been laid down, and matches its digest."""
         self.chunks[index] = (offset, nbytes, digest)
         if self._held.get(index) == self.chunks[index]:
             self.unchanged.add(index)
@@ -229,7 +229,7 @@ class SlotMemory:
         struct.pack_into("<Q", self._view, _HEADER_BYTES + 8 * index, digest)
 
     def keep(self, index: int, offset: int, nbytes: int, digest: int) -> bool:
-        """Let a chunk of the version before be one of the next, if it is still there and the same.
+        """Lets a chunk of the version before be one of the next, if it is still there and the same.
 
         Its bytes are checked: memory that is never written again would collect what fails in it.
         """
@@ -247,7 +247,7 @@ class SlotMemory:
         return self.chunks.keys() >= set(range(len(cuts))) and all(self.chunks[i][:2] == cut for i, cut in enumerate(cuts))
 
     def finish(self, version: Version, extras_bytes: int, root: str | None) -> bool:
-        """Give the slot its identity, if every chunk is there, and together they come to ``root`` (None: nobody has one to compare)."""
+        """Gives the slot its identity, if every chunk is there and they amount to ``root`` (None: there is none to compare with)."""
         if not self.is_whole(extras_bytes):
             return False
         checksums = [self.chunks[i][2] for i in range(len(self.cuts(extras_bytes)))]
@@ -259,7 +259,7 @@ class SlotMemory:
         return True
 
     def damaged(self) -> list[int]:
-        """Check every chunk against its digest; returns the indices that do not match."""
+        """Checks every chunk against its digest; returns the indices that do not match."""
         return [i for i, (at, n, digest) in self.chunks.items() if checksum(self.data(at, n)) != digest]
 
     def _write_header(self) -> None:
@@ -287,7 +287,7 @@ class SlotMemory:
 
     @property
     def inode(self) -> int:
-        """What two descriptors of the same memory have in common."""
+        """The inode, which two descriptors of the same memory have in common."""
         return os.fstat(self.fd).st_ino
 
     @property
@@ -324,7 +324,7 @@ def available_memory() -> int:
 
 
 def _cgroup_headroom() -> list[int]:
-    """What each cgroup around this process still allows; a limit anywhere above counts as well."""
+    """The bytes that each cgroup around this process still allows; a limit anywhere above counts as well."""
     found = []
     for folder, limit_name, used_name in _cgroup_folders():
         for place in (folder, *folder.parents):
@@ -348,7 +348,7 @@ def _cgroup_folders() -> list[tuple[Path, str, str]]:
 
 
 class Budget:
-    """How many bytes of slots this host may hold. One owner: the agent."""
+    """The bytes of slots that this host may hold. One owner: the agent."""
 
     _PART = 0.6  # of the available memory, where the user has stated no limit
 
@@ -358,7 +358,7 @@ class Budget:
         self.used = 0
 
     def take(self, nbytes: int, what: str) -> None:
-        """Count ``nbytes`` in.
+        """Counts ``nbytes`` as used.
 
         Raises:
             MemoryBudgetError: they do not fit; the text has the numbers and the way out.
@@ -376,7 +376,7 @@ class Budget:
         self.used += nbytes
 
     def take_over(self, nbytes: int) -> None:
-        """Count in what an agent before has taken: it was not available when this one started, and would be without it."""
+        """Counts memory that a former agent took: it was not available when this one started, and would be without it."""
         self.used += nbytes
         if not self.stated:
             self.limit += int(self._PART * nbytes)

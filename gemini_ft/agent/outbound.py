@@ -1,4 +1,4 @@
-"""Everything one host sends to its peers in one session: the links, what they wait for, and how often there is something to send."""
+"""Sends everything of one host to its peers in one session: the links, and how often there is something to send."""
 
 from __future__ import annotations
 
@@ -44,40 +44,40 @@ class Outbound:
         self._link(peer).cancel(owner, version)
 
     def chunk_ready(self, owner: int) -> None:
-        """The worker has copied a chunk: it may travel."""
+        """Sends a chunk that the worker has copied."""
         for peer in self._home.host.holders.get(owner, ())[1:]:
             if peer in self._links:
                 self._links[peer].chunk_ready()
 
     def copied(self, owner: int, version: Version, end: End) -> None:
-        """The worker has copied everything."""
+        """Takes note that the worker has copied everything."""
         for link in self._links.values():
             link.copied(owner, version, end)
 
     # -- when
 
     def watch(self, rank: int, page: ControlPage) -> None:
-        """A worker shows what it does on the network."""
+        """Takes the page in which a worker shows its use of the network."""
         self._gate.watch(rank, page)
 
     def observed(self, rank: int, profile: Profile | None) -> None:
-        """A worker's steps have a profile, or have none any more."""
+        """Takes the profile of a worker's steps, or word that there is none any more."""
         self._pacing.observed(rank, profile)
 
     def worker_lost(self, rank: int) -> None:
         self._gate.forget(rank)
 
     def paced(self, interval: int) -> None:
-        """The leader has decided how many steps are between snapshots."""
+        """Takes the leader's decision on the number of steps between snapshots."""
         self._pacing.paced(interval)
 
     def left_out(self, owner: int, peer: str) -> None:
-        """Nobody waits for this replica any more."""
+        """Stops sending a replica that is not waited for any more."""
         self._pacing.left_out(owner, peer)
 
     @property
     def needs(self) -> list[Message]:
-        """What the leader was told last."""
+        """The need that the leader was told last."""
         return [self._pacing.need] if self._pacing.need is not None else []
 
     def status(self) -> dict[str, object]:
@@ -116,7 +116,7 @@ class Outbound:
         self._home.workers[owner].send(dispatch)
 
     def dispatched(self, message: Dispatched) -> None:
-        """A worker has sent a piece, or could not."""
+        """Takes a worker's report that it has sent a piece, or could not."""
         for link in self._links.values():
             link.dispatched(message.tag, message.error)
 

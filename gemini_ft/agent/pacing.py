@@ -1,4 +1,4 @@
-"""One host's traffic: the gate, what sending costs, and how many steps a snapshot needs.
+"""The traffic of one host: the gate, the cost of sending, and the number of steps that a snapshot needs.
 
 The workers say what their steps look like, the kernel how fast the links are, the last snapshot how much there is to send.
 From these follows how many steps of idle network carry one snapshot (`gemini_ft.core.schedule`); the leader takes the most that any
@@ -18,20 +18,20 @@ from gemini_ft.core.traffic import Profile, common
 from gemini_ft.wire.messages import Message, Notice, ReportNeed, Travelled
 from gemini_ft.wire.tcp import Meter
 
-_SAMPLES = 8  # newest transfers that say what sending costs
+_SAMPLES = 8  # newest transfers from which the cost of sending is known
 _MEASURABLE = 2**16  # bytes below which one says nothing
 
 
 class Pacing:
-    """Of one stream on one host, for one session.
+    """The pacing of one stream on one host, for one session.
 
     Args:
         host: id of this host.
         traffic: the user's wishes.
-        gate: what the links pass.
+        gate: the gate of the links.
         fixed: steps between snapshots, where the user says so.
-        report: takes what is for the leader.
-        tell: takes what is for the workers.
+        report: takes messages for the leader.
+        tell: takes messages for the workers.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Pacing:
         self._totals = {"bytes": 0, "bytes_outside": 0, "spans": 0}
 
     def observed(self, rank: int, profile: Profile | None) -> None:
-        """A worker's steps have a profile, or have none any more."""
+        """Takes the profile of a worker's steps, or word that there is none any more."""
         if profile is None:
             self._gate.profiles.pop(rank, None)
         else:
@@ -61,7 +61,7 @@ class Pacing:
         self._judge()
 
     def arrived(self, out: Outgoing, peer: str, meter: Meter, seconds: float) -> None:
-        """A shard got to a peer, ``seconds`` after its first byte could be sent."""
+        """Takes note that a shard got to a peer, ``seconds`` after its first byte could be sent."""
         self._learn(out, meter)
         first = (out.owner, peer) not in self._nbytes
         self._nbytes[out.owner, peer] = out.sent
@@ -83,15 +83,15 @@ class Pacing:
             self._judge()
 
     def left_out(self, owner: int, peer: str) -> None:
-        """Nobody waits for this replica any more."""
+        """Takes note of a replica that is not waited for any more."""
         self._nbytes.pop((owner, peer), None)
 
     def paced(self, interval: int) -> None:
-        """The leader has decided."""
+        """Takes the leader's decision."""
         self._gate.interval = interval
 
     def status(self) -> dict[str, object]:
-        """What ``gemini status`` shows."""
+        """The figures that ``gemini status`` shows."""
         link, profile = self._gate.link, self._profile
         return {
             "interval": self._gate.interval,
@@ -115,7 +115,7 @@ class Pacing:
 
     @property
     def _profile(self) -> Profile | None:
-        """Of this host; None: its workers have none."""
+        """The network profile of this host; None: its workers have none."""
         profiles = list(self._gate.profiles.values())
         return common(profiles) if profiles else None
 
@@ -125,14 +125,14 @@ class Pacing:
         return Transfer(sum(self._nbytes.values()), 1, traffic.buffer_bytes, traffic.sub_buffers, traffic.gamma)
 
     def _expected(self) -> float | None:
-        """Seconds by the cost model until everything that a snapshot sends from here has arrived."""
+        """Seconds, by the cost model, until everything that a snapshot sends from here has arrived."""
         link, profile = self._gate.link, self._profile
         if link is None or profile is None:
             return None
         return arrival(profile.begins, profile.gaps, profile.seconds, self._transfer, link)
 
     def _judge(self) -> None:
-        """Whether the idle network carries a snapshot per step; if not, how many steps it takes."""
+        """Decides whether the idle network carries a snapshot per step and, if not, how many steps it takes."""
         link, profile, transfer = self._gate.link, self._profile, self._transfer
         if link is None or profile is None or not self._nbytes:
             return

@@ -1,4 +1,4 @@
-"""What the parts of a stream ask of each other: the vocabulary that keeps their modules apart."""
+"""The interfaces by which the parts of a stream know each other, so that their modules stay apart."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WorkerPort(Protocol):
 
 
 class AgentServices(Protocol):
-    """What a stream asks of its agent."""
+    """The services that a stream asks of its agent."""
 
     run: str
     host: str
@@ -36,7 +36,7 @@ class AgentServices(Protocol):
 
 
 class Home(Protocol):
-    """A stream, to those who send, receive and serve its shards."""
+    """A stream, as the parts that send, receive and serve its shards see it."""
 
     name: str
     host: Host
@@ -46,21 +46,21 @@ class Home(Protocol):
     counters: dict[str, int]
 
     def perform(self, effects: list[Effect]) -> None:
-        """Carry out what the protocol decided."""
+        """Carries out the protocol's decisions."""
 
     def tell_workers(self, message: Message) -> None: ...
 
     def notify(self, text: str) -> None:
-        """Tell the workers, for the user."""
+        """Tells the workers something for the user."""
 
     def report(self, message: Message) -> None:
-        """Tell the leader."""
+        """Tells the leader."""
 
     def claims(self, role: str, to: str) -> Claims:
-        """What this host says of itself when it dials a peer."""
+        """This host's introduction when it dials a peer."""
 
     def version(self, iteration: int) -> Version:
-        """Of the present incarnation."""
+        """The version of an iteration in the present incarnation."""
 
     def committed_roots(self, version: Version) -> Mapping[int, str]:
         """Owner -> root of its shard of a committed version: all of them at the leader, at other hosts those of what they hold."""

@@ -1,4 +1,4 @@
-"""How far a long transfer has come, in the log and in numbers."""
+"""The progress of a long transfer, in the log and in numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Transfer:
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
-        """So many bytes more; every ten seconds the log says how long it will take."""
+        """Counts ``nbytes`` more; every ten seconds the log says how long the rest will take."""
         with self._lock:
             self.done = min(self.total, self.done + nbytes)  # headers count as well
             now = time.monotonic()
@@ -36,11 +36,11 @@ class Transfer:
 
     @property
     def seconds_left(self) -> float:
-        """At the mean speed so far; infinite before the first byte."""
+        """Seconds that the rest takes at the mean speed so far; infinite before the first byte."""
         speed = self.done / max(1e-9, time.monotonic() - self._began)
         return (self.total - self.done) / speed if speed else float("inf")
 
     def finish(self) -> None:
-        """Say what it took."""
+        """Logs the time that the transfer took."""
         seconds = time.monotonic() - self._began
         self._log(f"{self.what}: {self.total:,} bytes in {seconds:.1f} s ({self.total / max(1e-9, seconds) / 1e6:,.0f} MB/s)")

@@ -1,4 +1,4 @@
-"""Shards on their way from a peer: laid down where they belong, verified, acknowledged.
+"""Receives shards from a peer: lays them down where they belong, verifies and acknowledges them.
 
 A chunk's bytes follow its message on the connection, or come in pieces by way of a local worker (transport.collective).
 """
@@ -19,7 +19,7 @@ _FULL = 0.05  # seconds after which a sender may try again, when there is no slo
 
 
 class ReceiverOwner(Protocol):
-    """What a receiver asks of its stream."""
+    """The services that a receiver asks of its stream."""
 
     async def make_room(self, offer: Offer) -> None: ...
 
@@ -30,7 +30,7 @@ class ReceiverOwner(Protocol):
     def fail_receive(self, owner: int, iteration: int) -> None: ...
 
     def receives(self, owner: int, iteration: int) -> bool:
-        """Whether there still is a slot that it is laid down in."""
+        """Whether a receiver's shard still has a slot here."""
 
     def holds(self, owner: int, iteration: int) -> bool: ...
 
@@ -38,7 +38,7 @@ class ReceiverOwner(Protocol):
         """Rank of the local worker that keeps the memory of a replica."""
 
     def collect(self, parcel: Parcel, memory: SlotMemory | None, receiver: Receiver) -> None:
-        """Let that worker receive a piece; ``receiver`` is told (``collected``)."""
+        """Lets that worker receive a piece; ``receiver`` is told (``collected``)."""
 
     @property
     def host_name(self) -> str: ...
@@ -60,14 +60,14 @@ class _Parcels:
         return self._waiting.pop((source, tag), None)
 
     def completes(self, parcel: Parcel) -> bool:
-        """Count a piece that has come; whether its chunk is whole now."""
+        """Counts a piece that has come; returns whether its chunk is whole now."""
         chunk = parcel.chunk
         key = chunk.owner, chunk.iteration, chunk.index
         self._landed[key] = self._landed.get(key, 0) + parcel.nbytes
         return self._landed[key] >= chunk.nbytes and self._landed.pop(key) > 0
 
     def restart(self, owner: int) -> None:
-        """Its chunks come again, from the first byte on."""
+        """Forgets a shard's pieces: its chunks come again, from the first byte on."""
         self._landed = {key: nbytes for key, nbytes in self._landed.items() if key[0] != owner}
 
     def under_way(self, owner: int, iteration: int) -> bool:
@@ -76,13 +76,13 @@ class _Parcels:
 
 
 class Receiver:
-    """Everything one peer sends to this host."""
+    """Receives everything that one peer sends to this host."""
 
     def __init__(self, owner: ReceiverOwner, connection: Connection, host: str) -> None:
         self._owner, self._connection, self.host = owner, connection, host
         self._open: dict[int, tuple[int, SlotMemory | None]] = {}  # owner -> (iteration, its memory; None: bytes are thrown away)
         self._parcels = _Parcels()
-        self._ends: dict[int, End] = {}  # owner -> what was said when not all pieces had come yet
+        self._ends: dict[int, End] = {}  # owner -> the end that was announced before all pieces had come
         self._left: set[tuple[int, int]] = set()  # (owner, iteration) given up, whose memory a worker may still write to
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -120,7 +120,7 @@ class Receiver:
         self._open.clear()
 
     def collected(self, source: int, tag: int, error: str) -> None:
-        """A local worker has received a piece, or could not."""
+        """Takes a local worker's report that it has received a piece, or could not."""
         found = self._parcels.landed(source, tag)
         if found is None:
             return
@@ -130,7 +130,7 @@ class Receiver:
             self._let_go(chunk.owner, chunk.iteration)
         elif error:
             self._connection.send(Astray(text=f"host {self._owner.host_name}: {error}"))
-        elif kept:  # what was thrown away must not make a chunk whole when the shard starts over
+        elif kept:  # pieces that were thrown away must not make a chunk whole when the shard starts over
             if self._parcels.completes(parcel):
                 self._whole(chunk)
             if chunk.owner in self._ends:
@@ -170,7 +170,7 @@ class Receiver:
         self._owner.collect(parcel, memory, self)
 
     def _whole(self, chunk: Chunk) -> None:
-        """All bytes of a chunk have come."""
+        """Takes a chunk of which all bytes have come."""
         memory = self._memory(chunk.owner, chunk.iteration)
         if memory is None:
             return
@@ -181,7 +181,7 @@ class Receiver:
         self._connection.send(Resend(owner=chunk.owner, iteration=chunk.iteration, chunks=[chunk.index]))
 
     def _keep(self, chunk: Chunk) -> None:
-        """What its sender had in this place before, we may have as well (frozen parameters); if not, it is asked for."""
+        """Keeps the bytes of an unchanged chunk that are here already (frozen parameters); asks for them if they are not."""
         memory = self._memory(chunk.owner, chunk.iteration)
         if memory is not None and not memory.keep(chunk.index, chunk.offset, chunk.nbytes, chunk.digest):
             self._connection.send(Resend(owner=chunk.owner, iteration=chunk.iteration, chunks=[chunk.index]))
@@ -211,7 +211,7 @@ class Receiver:
         elif self._owner.end_receive(end):
             del self._open[end.owner]
             self._connection.send(Ack(owner=end.owner, iteration=end.iteration, ok=True))
-        elif not self._owner.receives(end.owner, end.iteration):  # what an earlier connection still had to say has taken the slot away
+        elif not self._owner.receives(end.owner, end.iteration):  # a late message of an earlier connection has taken the slot away
             self._abandon(end.owner, end.iteration)
             self._ask_anew(end.owner, end.iteration)
 
@@ -220,7 +220,7 @@ class Receiver:
         asyncio.get_running_loop().call_later(_FULL, self._connection.send, restart)
 
     def _abandon(self, owner: int, iteration: int) -> None:
-        """Give a shard up; its memory is free as soon as nobody writes to it any more."""
+        """Gives a shard up; its memory is free as soon as no worker writes to it any more."""
         if self._memory(owner, iteration) is not None:
             del self._open[owner]
             self._ends.pop(owner, None)

@@ -1,8 +1,8 @@
 """A host's agent that hangs: noticed by its silence, killed, and started again with the memory it had.
 
-Whoever waits for it notices: its workers, the launcher, a worker that wants to join. Its memory is not lost with it: the
-kernel shows the descriptors of every process of the same user under /proc, so they are taken over first. Of all who notice
-at the same time one acts, and until its agent listens nobody starts another: an agent is never seen without its memory.
+Every process that waits for it notices: its workers, the launcher, a worker that wants to join. Its memory is not lost with
+it: the kernel shows the descriptors of every process of the same user under /proc, so they are taken over first. Of all that
+notice at the same time one acts, and none starts another agent until that one listens: an agent is never seen without its memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _START_TIMEOUT = 20.0  # seconds
 _LOOKS = 6  # an agent is asked at least so often within its timeout
 _POLL = 0.01  # seconds
 _BATCH = 100  # descriptors beside one message; the kernel takes 253
-_SLOT, _IDENTITY = "/memfd:gemini:", "/memfd:gemini-agent"  # what the kernel calls an agent's memory
+_SLOT, _IDENTITY = "/memfd:gemini:", "/memfd:gemini-agent"  # the kernel's name for an agent's memory
 
 
 @dataclass
@@ -47,11 +47,11 @@ class Listener:
         return cls(pid)
 
     def ended(self, seconds: float = 0.0) -> bool:
-        """Whether it is dead, or has died after that time."""
+        """Whether the process is dead, or dies within that time."""
         return self.pidfd < 0 or bool(select.select([self.pidfd], [], [], seconds)[0])
 
     def kill(self) -> bool:
-        """SIGKILL; whether it is dead then."""
+        """Sends SIGKILL; returns whether the process is dead then."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         return self.ended(_START_TIMEOUT / 4)
@@ -68,11 +68,11 @@ class Estate:
 
     slots: list[int] = field(default_factory=list)
     shared: list[bool] = field(default_factory=list)  # of each slot: another process maps it, and may still write to it
-    identity: int = -1  # what only agents know: the secret, the newest incarnation
+    identity: int = -1  # the knowledge that only agents have: the secret, the newest incarnation
 
     @classmethod
     def of(cls, pid: int) -> Estate:
-        """Take over the memory of a process of this user. What cannot be taken over is said."""
+        """Takes over the memory of a process of this user; logs memory that cannot be taken over."""
         estate, seen, failed = cls(), set[int](), 0
         mapped = _mapped_by_others(pid)
         try:
@@ -110,7 +110,7 @@ class Estate:
 
     @property
     def arguments(self) -> list[str]:
-        """How an agent hears of what it inherits."""
+        """The command-line arguments that tell an agent what it inherits."""
         slots = ",".join(f"{fd}{'!' * shared}" for fd, shared in zip(self.slots, self.shared, strict=True))
         return ["--inherit", slots, "--identity", str(self.identity)] if self.fds else []
 
@@ -136,7 +136,7 @@ def _mapped_by_others(pid: int) -> set[int]:
 
 @contextlib.contextmanager
 def _sole_starter(run: str, host: str) -> Iterator[bool]:
-    """Whether this process may start the agent now; the kernel lets go of it should this process die."""
+    """Whether this process may start the agent now; the kernel releases that right if this process dies."""
     name = lifecycle.socket_name(run, host).replace(b"gemini-ft-", b"gemini-start-", 1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as lock:
         try:
@@ -149,7 +149,7 @@ def _sole_starter(run: str, host: str) -> Iterator[bool]:
 
 
 def _is_foreign(name: bytes) -> bool:
-    """Whether another user's process has taken the address: that stops nobody."""
+    """Whether another user's process has taken the address; that stops nothing."""
     kind = socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
     with socket.socket(socket.AF_UNIX, kind) as holder, contextlib.suppress(OSError):  # let go of just now, or many ask
         holder.connect(name)
@@ -158,7 +158,7 @@ def _is_foreign(name: bytes) -> bool:
 
 
 def connect(run: str, host: str, patience: float = 0.0) -> socket.socket:
-    """Connect to the agent of ``run`` on this host; start it if there is none, and anew if it hangs.
+    """Connects to the agent of ``run`` on this host; starts it if there is none, and anew if it hangs.
 
     Args:
         run: run id.
@@ -190,7 +190,7 @@ def connect(run: str, host: str, patience: float = 0.0) -> socket.socket:
 
 
 def _asked(sock: socket.socket, pulse: Pulse) -> bool | None:
-    """Whether the agent answers on this connection; False: it hung up, as one of another version does; None: it says nothing."""
+    """Whether the agent answers on this connection; False: it hung up, as one of another version does; None: it is silent."""
     sock.settimeout(pulse.tick)
     inbox = bytearray()
     try:
@@ -211,21 +211,21 @@ def _asked(sock: socket.socket, pulse: Pulse) -> bool | None:
 
 
 def _start(run: str, host: str, estate: Estate, deadline: float) -> None:
-    """Start an agent with what another has left, and return when one listens."""
+    """Starts an agent with a former one's estate, and returns when it listens."""
     process = lifecycle.spawn(run, host, estate.fds, estate.arguments)
     while time.monotonic() < deadline and not lifecycle.is_listening(run, host):
         if process.poll() is not None and process.returncode != 0:
             process = lifecycle.spawn(run, host, estate.fds, estate.arguments)
         time.sleep(_POLL)
     if estate.slots and process.poll() is not None and (sock := lifecycle.try_connect(run, host)) is not None:
-        with sock:  # somebody else's agent was quicker, a service's for example
+        with sock:  # another process's agent was quicker, a service's for example
             for at in range(0, len(estate.slots), _BATCH):
                 fds, shared = estate.slots[at : at + _BATCH], estate.shared[at : at + _BATCH]
                 socket.send_fds(sock, [pack(Adopt(count=len(fds), shared=shared))], fds)
 
 
 def replace(run: str, host: str, listener: Listener, why: str) -> bool:
-    """Kill an agent that hangs and start another with its memory, unless another process has or does; whether the old one is dead.
+    """Kills an agent that hangs and starts another with its memory, or lets another process do so; returns whether the old one is dead.
 
     Returns when an agent listens again, or when it is clear that none will.
     """
@@ -251,14 +251,14 @@ def replace(run: str, host: str, listener: Listener, why: str) -> bool:
 
 @dataclass
 class Pulse:
-    """Counts the looks in which nothing was heard of an agent, and not the time: whoever looks may have been stopped itself."""
+    """Counts looks without a sign of life from an agent, rather than time: the process that looks may have been stopped itself."""
 
     timeout: float  # seconds of silence after which the agent hangs; 0: never
     silent: int = 0
 
     @property
     def tick(self) -> float | None:
-        """Seconds between looks; None: nobody looks."""
+        """Seconds between looks; None: hangs are not looked for."""
         return min(1.0, self.timeout / _LOOKS) if self.timeout else None
 
     @property
@@ -273,7 +273,7 @@ class Pulse:
 
 
 class Watchman(threading.Thread):
-    """The launcher's look at its host's agent: workers, who look too, may all be dead or hang themselves.
+    """The launcher's look at its host's agent: the workers, which look too, may all be dead or hang themselves.
 
     Args:
         run: run id.
@@ -305,7 +305,7 @@ class Watchman(threading.Thread):
                     _log.warning("the agent of host %s could not be watched: %s", self._host, said)
 
     def _look(self, sock: socket.socket, listener: Listener) -> None:
-        """Until the agent ends, is replaced, or the watch is over."""
+        """Watches until the agent ends, is replaced, or the watch is over."""
         self._pulse.heard()
         inbox = bytearray()
         while not self._over.wait(self._pulse.tick or 1.0):

@@ -1,4 +1,4 @@
-"""Shards on their way to a peer.
+"""Sends shards to a peer.
 
 A chunk is queued as soon as the worker has copied it, goes when the gate lets it (gemini_ft.agent.gate), and is verified on
 arrival; a damaged one is asked for again. A connection that breaks is dialled again and the newest version starts over.
@@ -50,7 +50,7 @@ _PATIENCE = 2.0  # seconds a peer may take to let go of a shard that was given u
 
 @dataclass
 class Outgoing:
-    """One shard on its way to one peer."""
+    """A shard on its way to one peer."""
 
     owner: int
     version: Version
@@ -78,7 +78,7 @@ class Outgoing:
         return self.sent_bytes - self.sent_before
 
     def went(self, leave: Pass) -> None:
-        """So much of it was let go, just now."""
+        """Counts bytes that the gate has just let go."""
         self.outside += leave.nbytes * leave.outside
         if leave.span is not None:
             now = time.monotonic()
@@ -93,37 +93,37 @@ class Outgoing:
 
 
 class LinkOwner(Protocol):
-    """What a link asks of its stream."""
+    """The services that a link asks of its stream."""
 
     def committed_of(self, owner: int) -> Version | None: ...
 
     def send_over(self, out: Outgoing, peer: str) -> None:
-        """Nothing refers to ``out``'s slot any more."""
+        """Takes note that nothing refers to ``out``'s slot any more."""
 
     def peer_refused(self, peer: str, text: str) -> None: ...
 
     def measured(self, peer: str, address: str, rate: float) -> None:
-        """The first sizeable shard has travelled, at ``rate`` bytes per second while it was under way."""
+        """Takes note that the first sizeable shard has travelled, at ``rate`` bytes per second while it was under way."""
 
     def notify(self, text: str) -> None:
-        """Tell the workers, for the user."""
+        """Tells the workers something for the user."""
 
     tags: Iterator[int]  # for pieces that workers carry
 
     def order(self, owner: int, dispatch: Dispatch) -> None:
-        """Let the worker that owns a shard send a piece of it."""
+        """Lets the worker that owns a shard send a piece of it."""
 
     def arrived(self, out: Outgoing, peer: str, meter: Meter) -> None:
-        """The peer has acknowledged a shard; ``meter`` has the connection's counters now."""
+        """Takes note that the peer has acknowledged a shard; ``meter`` has the connection's counters now."""
 
     def late_answer(self, text: str) -> None:
-        """An answer came that nobody waits for any more; it is dropped."""
+        """Takes note of an answer that came too late and is dropped."""
 
     def log(self, text: str) -> None: ...
 
 
 class Link:
-    """Everything this host sends to one peer, over one connection that is dialled for as long as there is something to send."""
+    """Sends everything for one peer, over one connection that is dialled for as long as there is something to send."""
 
     def __init__(
         self,
@@ -136,13 +136,13 @@ class Link:
         gate: Gate,
     ) -> None:
         self._owner, self.peer, self._address, self._claims, self._secret = owner, peer, address, claims, secret
-        self._log = Sparing(owner.log)  # whoever stands in between can break every connection
+        self._log = Sparing(owner.log)  # an attacker in between can break every connection
         self._traffic, self._gate = traffic, gate
         self._by_workers = traffic.transport == "collective"
         self._keepers: dict[int, int] = {}  # owner -> rank of the peer's worker that keeps its replica
         self._way: Way | None = None
         self._active: list[Outgoing] = []
-        self._rooms: dict[int, tuple[SlotShape, int]] = {}  # owner -> what the peer was asked to have room for last, and that call's number
+        self._rooms: dict[int, tuple[SlotShape, int]] = {}  # owner -> the last offer to the peer, and that call's number
         self._calls = itertools.count(1)
         self._ready: set[int] = set()
         self._measured = False
@@ -164,7 +164,7 @@ class Link:
         self._wake.set()
 
     def cancel(self, owner: int, version: Version) -> None:
-        """Let go of a shard soon, whether the peer answers or not: its slot is needed."""
+        """Lets go of a shard soon, whether the peer answers or not: its slot is needed."""
         for out in [o for o in self._active if o.owner == owner and o.version == version]:
             out.cancelled = True
             self._gate.poke()
@@ -179,7 +179,7 @@ class Link:
             connection.abort("it does not answer")
 
     def close(self) -> None:
-        """Stop for good; every slot is let go."""
+        """Stops for good; every slot is released."""
         self._task.cancel()
         if self._connection is not None:
             self._connection.abort("the session is over")
@@ -215,7 +215,7 @@ class Link:
         raise PeerError(f"host {self.peer} sent raw bytes on a connection that only sends")
 
     def astray(self, text: str) -> None:
-        """Workers cannot carry replicas to this peer: in this session its agent gets them from us."""
+        """Takes note that workers cannot carry replicas to this peer: in this session its agent gets them from us."""
         if self._by_workers:
             self._by_workers = False
             self._owner.notify(f"replicas to host {self.peer} travel from agent to agent from now on: {text}")
@@ -223,7 +223,7 @@ class Link:
                 self._connection.abort("its workers cannot receive")
 
     def dispatched(self, tag: int, error: str) -> None:
-        """A local worker has sent a piece, or could not; perhaps one of another link."""
+        """Takes a local worker's report that it has sent a piece, or could not; it may be one of another link."""
         if isinstance(self._way, ByWorkers):
             self._way.dispatched(tag, error)
 
@@ -252,7 +252,8 @@ class Link:
         out.presumed.difference_update(message.chunks)
         out.resends += not (absent or message.restart)
         if out.resends > _MAX_RESENDS and not message.restart:
-            self._log(f"host {self.peer} received damaged chunks of rank {out.owner} {_MAX_RESENDS} times: giving up; check its network")
+            text = f"host {self.peer} received damaged chunks of rank {out.owner} {_MAX_RESENDS} times"
+            self._log(f"{text}; the replica is given up. Check the network of that host")
             out.cancelled = True
         elif message.restart:
             out.restart()
@@ -261,7 +262,7 @@ class Link:
             out.end_sent = False
 
     def _measure(self, out: Outgoing) -> None:
-        """How fast the replica got there, verified and acknowledged; said once per link."""
+        """Logs, once per link, how fast a replica travelled, was verified and acknowledged."""
         if self._way is None or out.busy_before is None:
             return
         now = self._way.meter()
@@ -319,7 +320,7 @@ class Link:
                 await self._wake.wait()
 
     def _advance(self, out: Outgoing, connection: Connection, way: Way) -> bool:
-        """Queue the next frame of one shard; False when it has to wait."""
+        """Queues the next frame of one shard; False when it has to wait."""
         shape = out.memory.shape
         if out.cancelled:
             return self._withdraw(out, connection)
@@ -369,7 +370,7 @@ class Link:
         return True
 
     async def _allowed(self, out: Outgoing, nbytes: int) -> int:
-        """Wait until some of a chunk's bytes may go. What was given up goes at once: whoever waits for its slot waits longer."""
+        """Waits until some of a chunk's bytes may go. A shard that was given up goes at once: others wait longer for its slot."""
         leave = await self._gate.leave(nbytes, lambda: 0.0 if out.cancelled else out.begun_at + self._gate.patience)
         out.went(leave)
         return leave.nbytes

@@ -1,4 +1,4 @@
-"""A log that strangers cannot fill: they can knock as often as they like, and each time there is something to say of it."""
+"""A log that strangers cannot fill, however often they knock."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""From storage into this host's memory: a shard of a stored checkpoint becomes a copy like any other.
+"""Brings a shard of a stored checkpoint into this host's memory, where it becomes a copy like any other.
 
-Each shard is read from storage once, by its owner's host; whoever else needs it reads it from there.
+Each shard is read from storage once, by its owner's host; other hosts that need it read it from there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StoredCopy:
         )
 
     def fill(self, memory: SlotMemory) -> None:
-        """Lay the shard down by parallel ranged reads, each checked against its checksum, and give the slot its identity.
+        """Lays the shard down by parallel ranged reads, each checked against its checksum, and gives the slot its identity.
 
         Raises:
             CorruptDataError: a part does not match its checksum (the rest is not read any more), or the whole not the committed root.

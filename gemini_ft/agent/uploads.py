@@ -1,4 +1,4 @@
-"""From committed memory to storage, while training goes on."""
+"""Uploads committed memory to storage, while training goes on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gemini_ft.storage.shard import Committed, ShardRecord, StoredShard, write_s
 from gemini_ft.wire.messages import SessionSpec
 
 _T = TypeVar("_T")
-_HOME_SECONDS = 5.0  # for what this host remembers in its home folder, which may hang
+_HOME_SECONDS = 5.0  # for this host's note in its home folder, which may hang
 _ATTEMPTS = 4
 _DELETING = "deleting old checkpoints"
 _UPLOADS = "an upload"
@@ -59,10 +59,10 @@ class Uploader:
         self._clearing = threading.Lock()
         self._newest: tuple[Version, float] | None = None  # stored, and when
         self._tidied = False
-        self._failures: dict[str, tuple[float, str]] = {}  # what -> since when (on the system's clock) it fails, and why
+        self._failures: dict[str, tuple[float, str]] = {}  # operation -> since when (on the system's clock) it fails, and why
 
     def status(self) -> dict[str, object]:
-        """What ``gemini status`` shows: what is under way, how far it is, what is wrong and since when."""
+        """The figures that ``gemini status`` shows: the upload under way, its progress, any failure and since when it lasts."""
         transfers = list(self._transfers.values()) if self.version is not None else []
         since, error = min(self._failures.values(), default=(None, ""))
         return {
@@ -79,7 +79,7 @@ class Uploader:
         }
 
     def start(self, owner: int, memory: SlotMemory, version: Version, done: Callable[[str, str], None]) -> None:
-        """Upload one shard in the background; ``done`` gets its record, or what went wrong."""
+        """Uploads one shard in the background; ``done`` gets its record, or the error."""
         if version != self.version:
             self._transfers.clear()
         self.version = version
@@ -93,7 +93,7 @@ class Uploader:
         return bool(self._tasks)
 
     def over(self, version: Version, error: str) -> str:
-        """The upload has ended on all hosts.
+        """Takes note that the upload has ended on all hosts.
 
         Args:
             version: what was uploaded.
@@ -121,11 +121,11 @@ class Uploader:
             return ""
         return (
             f"storage: the upload of {version} failed: {error}; training goes on, the next upload is tried when it is due; "
-            f"until then {self._stake()}. The end of this is told too"
+            f"until then {self._stake()}. A message will say when storing works again"
         )
 
     def _recall(self) -> None:
-        """Learn of what was stored before this session."""
+        """Finds out which checkpoints were stored before this session."""
         if self._newest is None and (mark := recall_on_host(self.config.url, self._run, self._spec.stream)) is not None:
             self._newest = self._newest or (mark.version, mark.at)
 
@@ -136,14 +136,14 @@ class Uploader:
         return f"the newest stored step is {stored.iteration}, {max(0.0, time.time() - at):.0f} s old"
 
     def _clear_away(self, version: Version) -> None:
-        """Delete, in the background, the shards that this host has written for an upload that failed."""
+        """Deletes, in the background, the shards that this host has written for an upload that failed."""
         if keys := self._written.pop(version, set()):
             with self._clearing:
                 self._leftovers |= keys
             self._spawn(asyncio.to_thread(self._delete_leftovers))
 
     def _delete_leftovers(self) -> str:
-        """The reason why they could not be deleted; empty: they are gone."""
+        """Deletes leftovers; returns the reason if they could not be deleted, else an empty string."""
         with self._clearing:
             for key in sorted(self._leftovers):
                 try:
@@ -187,7 +187,7 @@ class Uploader:
         try:
             StoredShard(self._storage, record).sample()  # a store may say yes and keep half
         except CorruptDataError as error:
-            raise StorageError(f"what was written did not come back: {error}") from None
+            raise StorageError(f"the upload could not be read back: {error}") from None
         transfer.finish()
         if version not in self._written:  # the upload has failed elsewhere meanwhile
             with self._clearing:
@@ -195,7 +195,7 @@ class Uploader:
         return record
 
     async def write_manifest(self, version: Version, records: dict[int, str]) -> None:
-        """Make the checkpoint exist. What it supersedes is deleted by `tidy`.
+        """Writes the manifest, which makes the checkpoint exist. Those that it supersedes are deleted by `tidy`.
 
         Raises:
             StorageError: the manifest could not be written, or another job has taken this one's run id over.
@@ -221,7 +221,7 @@ class Uploader:
             try:
                 read_manifest(self._storage, manifest.folder)
             except CorruptDataError as error:
-                raise StorageError(f"what was written did not come back: {error}") from None
+                raise StorageError(f"the upload could not be read back: {error}") from None
             write_mark(self._storage, self._run, self._spec.stream, version)
 
         try:
@@ -233,7 +233,7 @@ class Uploader:
         self._newest = (version, time.time())
 
     def _check_place(self) -> None:
-        """Make sure that this is where the run has stored before: an unmounted folder takes everything, and shows nothing.
+        """Makes sure that this is where the run has stored before: an unmounted folder takes everything, and shows nothing.
 
         Raises:
             StorageError: it is not.
@@ -256,10 +256,10 @@ class Uploader:
         return True
 
     async def tidy(self) -> tuple[str, str]:
-        """On the leader's host: delete what is old, and what earlier uploads have left.
+        """Deletes, on the leader's host, old checkpoints and the leftovers of earlier uploads.
 
         Returns:
-            What to tell the user; and why nothing more may be uploaded until it has been tried again: storage would fill up.
+            A text for the user; and the reason why nothing more may be uploaded until a later try: storage would fill up.
         """
         spec = self._spec
         newest = Version(spec.incarnation, sys.maxsize)
@@ -271,21 +271,21 @@ class Uploader:
                 await asyncio.wait_for(asyncio.to_thread(self._recall), _HOME_SECONDS)
             begins = _DELETING not in self._failures
             self._failures[_DELETING] = (self._failures.get(_DELETING, (time.time(), ""))[0], str(error))
-            told = f"storage: what is there cannot be looked through, and what is old deleted: {error}; nothing more is stored until it can"
-            told += f": {self._stake()}. The end of this is told too"
-            return told if begins else "", f"what is old cannot be deleted: {error}"
+            told = f"storage: old checkpoints cannot be found or deleted: {error}; nothing more is stored until that works"
+            told += f": {self._stake()}. A message will say when storing works again"
+            return told if begins else "", f"old checkpoints cannot be deleted: {error}"
         finally:
             self._tidied = True
         since, _ = self._failures.pop(_DELETING, (0.0, ""))
-        return f"storage: what is old is deleted again after {time.time() - since:.0f} s; uploads go on" if since else "", ""
+        return f"storage: old checkpoints can be deleted again after {time.time() - since:.0f} s; uploads go on" if since else "", ""
 
     def _delete_manifest(self, manifest: Manifest) -> None:
-        """It may be there although it could not be written: its shards go next."""
+        """Deletes a manifest, which may exist although writing it failed: its shards go next."""
         with contextlib.suppress(StorageError):
             self._storage.delete(f"{manifest.folder}/{MANIFEST}")
 
     async def _insist(self, what: str, work: Callable[[], _T]) -> _T:
-        """Try again after a storage error, a few times, ever slower."""
+        """Tries again after a storage error, a few times, ever slower."""
         for attempt in range(_ATTEMPTS):
             try:
                 result = await asyncio.to_thread(work)
@@ -300,13 +300,13 @@ class Uploader:
                     await asyncio.wait_for(self._closed.wait(), _BACKOFF * 2**attempt)
             else:
                 if what in self._failures:
-                    self._log(f"storage: {what} goes through again after {time.time() - self._failures.pop(what)[0]:.0f} s")
+                    self._log(f"storage: {what} works again after {time.time() - self._failures.pop(what)[0]:.0f} s")
                 return result
         raise AssertionError("unreachable")
 
 
 def _versions() -> dict[str, str]:
-    """Of the software that a manifest names; the agent itself does not import it."""
+    """The versions of the software that a manifest names; the agent itself does not import it."""
     found = {"python": platform.python_version()}
     for name in ("gemini-ft", "torch", "lightning", "deepspeed"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

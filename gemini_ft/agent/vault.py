@@ -1,4 +1,4 @@
-"""One stream's memory on one host: the memfds behind the protocol's slots, kept in step with it."""
+"""The memory of one stream on one host: the memfds behind the protocol's slots, kept in step with it."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Writer(Protocol):
 
 
 class Vault:
-    """Makes, finds and frees slot memory. What a slot's bytes are worth is the protocol's business (``host``)."""
+    """Makes, finds and frees slot memory. The protocol (``host``) decides what a slot's bytes are worth."""
 
     def __init__(self, host: Host, budget: Budget, log: Callable[[str], None], on_free: Callable[[SlotMemory], None]) -> None:
         self.memory: dict[tuple[int, int], SlotMemory] = {}  # (owner, slot) -> its memfd
         self._host, self._budget, self._log, self._on_free = host, budget, log, on_free
         self._givers: dict[tuple[int, int], Giver | None] = {}
-        self._wanted: dict[int, tuple[SlotShape, int]] = {}  # owner -> what its slots are made for, and how many there should be
+        self._wanted: dict[int, tuple[SlotShape, int]] = {}  # owner -> the shape of its slots, and how many there should be
         self._checks: dict[Version, asyncio.Task[list[int]]] = {}  # under way
 
     def inventory(self) -> list[SlotInfo]:
@@ -66,7 +66,7 @@ class Vault:
         ]
 
     async def verify(self, version: Version) -> list[int]:
-        """Check all copies of ``version`` here; what does not match its checksums is discarded.
+        """Checks all copies of ``version`` here; those that do not match their checksums are discarded.
 
         Every local rank asks at about the same time: the bytes are read once for all of them.
 
@@ -93,14 +93,14 @@ class Vault:
         return sorted(sound)
 
     def adopt(self, memory: SlotMemory, shared: bool = False, giver: Giver | None = None) -> bool:
-        """Take over a slot from before this agent's own time; it counts, but is never refused: the memory is in use already.
+        """Takes over a slot from before this agent's own time; it counts, but is never refused: the memory is in use already.
 
         Args:
             memory: the slot.
-            shared: a process may still write to it that has not given it to us: it can be read, and is not granted.
-            giver: who hands it back.
+            shared: a process that has not handed it back may still write to it: it can be read, and is not granted.
+            giver: the worker that hands it back.
 
-        Returns whether that brought a complete copy which was not here.
+        Returns whether that brought a complete copy that was not here.
         """
         owner = memory.shape.owner
         slots = self._host.slots(owner)
@@ -122,7 +122,7 @@ class Vault:
         return [giver for (of, _), giver in self._givers.items() if of == owner and giver is not None]
 
     async def stage(self, copy: StoredCopy, version: Version, wanted: Callable[[], bool]) -> None:
-        """Lay a complete version down in a slot of its own, in the place of slots that hold nothing.
+        """Lays a complete version down in a slot of its own, in place of slots that hold nothing.
 
         Args:
             copy: what to lay down.
@@ -155,7 +155,7 @@ class Vault:
                     memory.close()
 
     def _drop_empty(self, owner: int, keep: int) -> None:
-        """Free slots in which there is nothing and which nobody looks at, until ``keep`` are left."""
+        """Frees empty slots that have no readers, until ``keep`` are left."""
         slots = self._host.slots(owner)
         for index in [index for index, slot in slots.slots.items() if slot.state is SlotState.EMPTY and not slot.readers]:
             if len(slots.slots) > keep:
@@ -163,7 +163,7 @@ class Vault:
                 self.free(owner, index)
 
     def ensure(self, owner: int, shape: SlotShape, count: int, reuse: bool) -> list[int]:
-        """Have ``count`` slots of ``shape`` in rotation; fresh ones where the present ones do not fit or must not be reused.
+        """Keeps ``count`` slots of ``shape`` in rotation; new ones where the present ones do not fit or must not be reused.
 
         Where there is no room for one of them beside what is still needed, there is one less until then (`short`).
 
@@ -177,7 +177,7 @@ class Vault:
         fits = [index for index in mine if self.memory[owner, index].shape == shape]
         if reuse and fits and len(fits) == len(mine):
             self._drop_empty(owner, keep=count)
-        else:  # before anything is taken, what nobody needs is given back
+        else:  # slots that are not needed are given back before memory is taken
             _, effects = self._host.renew(owner, 0)
             for effect in effects:
                 if isinstance(effect, Free):
@@ -200,11 +200,11 @@ class Vault:
             if missing < 1 or others + missing - 1 < 2:  # one slot alone could never be overwritten
                 raise
             made = self._create(shape, missing - 1, what)
-            self._log(f"{error} Going on with one slot less, until there is room")
+            self._log(f"{error} Continuing with one slot less until there is room")
             return made
 
     def _create(self, shape: SlotShape, number: int, what: str) -> list[SlotMemory]:
-        """All, or none."""
+        """Creates all of the slots, or none."""
         self._budget.take(number * shape.total, what)
         made: list[SlotMemory] = []
         try:
@@ -229,19 +229,19 @@ class Vault:
         return [owner for owner, shape in lacking if shape.total <= room]
 
     def top_up(self, owner: int) -> None:
-        """Have the slots that there was no room for."""
+        """Makes the slots that there was no room for before."""
         with contextlib.suppress(MemoryBudgetError):
             self.ensure(owner, *self._wanted[owner], reuse=True)
 
     async def prefault(self, owner: int, indices: list[int]) -> None:
-        """Fault pages in before the first bytes arrive, beside everything else the agent does."""
+        """Faults pages in before the first bytes arrive, beside everything else the agent does."""
         for index in indices:
             if (memory := self.memory.get((owner, index))) is not None:
                 with contextlib.suppress(RuntimeError):  # no thread can be started: the pages come with the first bytes
                     await asyncio.to_thread(populate, memory.memory, 0, memory.shape.total)
 
     def free(self, owner: int, slot: int) -> None:
-        """Give the memory back."""
+        """Gives the memory of a slot back."""
         memory = self.memory.pop((owner, slot))
         self._givers.pop((owner, slot), None)
         self._budget.give_back(memory.shape.total)
@@ -249,24 +249,24 @@ class Vault:
         memory.close()
 
     def writing(self, owner: int, version: Version) -> SlotMemory | None:
-        """The memory ``version`` is being laid down in."""
+        """The memory into which ``version`` is being written."""
         slot = self._host.slots(owner).find(version)
         return self.memory[owner, slot.index] if slot is not None and slot.state is SlotState.WRITING else None
 
     def forget(self) -> None:
-        """Who writes to a slot may change: what is in it is not known any more, where the protocol does not say so."""
+        """Forgets which bytes are in the slots, as their writers may change, except where the protocol knows them."""
         for memory in self.memory.values():
             memory.forget()
 
     def sync_headers(self) -> None:
-        """A slot the protocol has cleared must say so in memory too, before anybody writes to it."""
+        """Clears in memory, too, the slots that the protocol has cleared, before anything is written to them."""
         for (owner, index), memory in self.memory.items():
             slot = self._host.slots(owner).slots.get(index)
             if memory.version is not None and (slot is None or slot.state is not SlotState.COMPLETE):
                 memory.clear()
 
     def damage(self, owner: int) -> int:
-        """Fault injection: flip a bit in every copy of a shard, as a failing memory module would. Returns how many."""
+        """Flips a bit in every copy of a shard, as a failing memory module would: fault injection. Returns how many."""
         copies = [m for (o, _), m in self.memory.items() if o == owner and m.version is not None and m.shape.data_bytes]
         for memory in copies:
             memory.data(0, 1)[0] ^= 1

@@ -1,4 +1,4 @@
-"""The Unix socket that workers of this host talk to: messages, descriptors, and proof of who lives.
+"""The Unix socket that workers of this host talk to: messages, descriptors, and proof of life.
 
 The socket is abstract (nothing to clean up; the first agent to bind it wins). A peer of another uid is turned away.
 A worker's death is known by its pidfd: an orphaned data loader may keep its socket open.
@@ -31,7 +31,7 @@ STACKS_SECONDS = 1.0  # for a worker to write down where its threads are
 
 
 class Office(Protocol):
-    """Who answers the workers."""
+    """The answering side of the workers' desk."""
 
     def on_worker_message(self, worker: WorkerConnection, message: Message, fds: list[int]) -> None: ...
 
@@ -71,7 +71,7 @@ class WorkerConnection:
         return self._connected
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Queue a message; descriptors are duplicated now, so that the caller may close its own.
+        """Queues a message; descriptors are duplicated now, so that the caller may close its own.
 
         Raises:
             AgentError: this process has no free descriptors left.
@@ -86,17 +86,17 @@ class WorkerConnection:
             self._writable()
 
     def refuse(self, message: Message, error: GeminiError) -> None:
-        """Answer ``message`` with what is wrong."""
+        """Answers ``message`` with an error."""
         self.send(Failed(call=getattr(message, "call", 0), error=type(error).__name__, text=str(error), fatal=True))
 
     def ask_for_stacks(self) -> None:
-        """Let it write to the agent's log where its threads are, even if it is stopped."""
+        """Makes a worker write its threads' stacks to the agent's log, even if it is stopped."""
         with contextlib.suppress(OSError):  # it is dead already
             for number in (lifecycle.STACKS_SIGNAL, signal.SIGCONT):
                 signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:
-        """SIGKILL, without the risk of hitting another process that got the same pid."""
+        """Sends SIGKILL, without the risk of hitting another process that got the same pid."""
         with contextlib.suppress(OSError):  # it is dead already, and its pidfd closed
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
@@ -109,12 +109,12 @@ class WorkerConnection:
 
     def _died(self) -> None:
         self._alive = False
-        self._readable()  # what it said before it died still counts
+        self._readable()  # messages that it sent before it died still count
         self.close()
         self._office.on_worker_dead(self)
 
     def _hang_up(self) -> None:
-        """Whichever side ends the connection, the office hears of it: it would take silence for a hang, and kill."""
+        """Ends the connection and tells the office, whichever side ends it: the silence would look like a hang."""
         if self._connected:
             self._disconnect()
             self._office.on_worker_hung_up(self)
@@ -138,7 +138,7 @@ class WorkerConnection:
             except OSError:
                 data, fds, flags = _BUFFER[:0], [], 0
             self._fds += fds
-            if flags & socket.MSG_CTRUNC:  # the kernel drops what does not fit: nothing that follows would find its own
+            if flags & socket.MSG_CTRUNC:  # the kernel drops descriptors that do not fit: later messages would not find theirs
                 self._office.log(f"worker {self.pid}: descriptors of slots were lost, because this agent has no free ones (ulimit -Hn)")
                 data = _BUFFER[:0]
             if not data:
@@ -181,7 +181,7 @@ class WorkerConnection:
                 self._loop.add_writer(self._socket, self._writable)
                 return
             except OSError:
-                self._loop.call_soon(self._hang_up)  # not amid what the office is doing
+                self._loop.call_soon(self._hang_up)  # not in the middle of the office's work
                 return
             for fd in fds:
                 os.close(fd)
@@ -192,7 +192,7 @@ class WorkerConnection:
 
 
 def _duplicates(fds: Sequence[int]) -> list[int]:
-    """All, or none."""
+    """Duplicates all descriptors, or none."""
     copies: list[int] = []
     try:
         for fd in fds:
@@ -240,7 +240,7 @@ class Desk:
                 self._pause(error)
 
     def _pause(self, error: OSError) -> None:
-        """Accept nobody for a second: nothing can be done before descriptors or memory are given back."""
+        """Accepts no worker for a second: nothing can be done before descriptors or memory are given back."""
         self._office.log(f"no worker can be accepted for {_PAUSE:g} s: {error.strerror} (ulimit -Hn)")
         self._loop.remove_reader(self._listener)
         self._loop.call_later(_PAUSE, self._resume)

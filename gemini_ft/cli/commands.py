@@ -133,7 +133,7 @@ something that is damaged or cannot be read."""
         reopen = partial(open_existing, url, options.endpoint_url or (settings.endpoint_url if settings is not None else None))
         try:
             stored += _in_storage(reopen, options.run_id, options.verify)
-        except (StorageError, ConfigError) as error:  # what is in memory is worth knowing all the more
+        except (StorageError, ConfigError) as error:  # the copies in memory matter all the more
             failure = error
     rows += stored
     head = ("run", "stream", "step", "age", "bytes", "ranks", "state", "where")
@@ -224,7 +224,7 @@ def _describe(document: dict[str, Any]) -> str:
 
 
 def _describe_gradients(gradients: dict[str, dict[str, dict[str, float]]]) -> list[str]:
-    """A line for each rule, of the first rank on this host."""
+    """A line for each rule, as the first rank on this host has it."""
     first = min(gradients, key=int, default=None)
     if first is None:
         return []
@@ -232,7 +232,7 @@ def _describe_gradients(gradients: dict[str, dict[str, dict[str, float]]]) -> li
 
 
 def _figures(figures: dict[str, float]) -> Iterator[str]:
-    """In words; see gemini_ft.state.gradients.GradientState."""
+    """The figures of a stream's gradients in words; see `gemini_ft.state.gradients.GradientState`."""
     rest = dict(figures)
     if "bytes_before" in rest and "bytes_after" in rest:
         yield f"{rest.pop('bytes_before'):,.0f} -> {rest.pop('bytes_after'):,.0f} bytes"

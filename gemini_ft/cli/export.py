@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run-id", default=os.environ.get("GEMINI_RUN_ID"), help="which run (default: GEMINI_RUN_ID, or the only one)")
     parser.add_argument("--stream", help="which line of snapshots: main, fit-0, fabric-0, deepspeed-0 (default: the only one)")
     parser.add_argument("--endpoint-url", help="of an S3-compatible store (default: boto3's own choice)")
-    parser.add_argument("--overwrite", action="store_true", help="replace what was exported there before")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     parser.add_argument("--trust-pickle", action="store_true", help="load pickles from storage that are not signed with the run's secret")
     return parser
 
@@ -77,7 +77,7 @@ def _step(text: str) -> int | None:
 
 
 def _find(step: int | None, options: argparse.Namespace, config: GeminiConfig) -> Checkpoint:
-    """From --from; else from memory; else from the storage that is configured."""
+    """Finds the checkpoint: under ``--from`` if that is given, else in memory, else in the configured storage."""
     secret = read_secret(config) or None
     if options.source is not None:
         storage = open_existing(options.source, options.endpoint_url)

@@ -43,7 +43,7 @@ def _help() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``gemini`` with ``argv`` (default: this process's own arguments); return its exit status.
+    """Runs ``gemini`` with ``argv`` (default: this process's own arguments); returns its exit status.
 
     An error of this package becomes one line on stderr: its own status if it has one, 2 where the user has to change the command, else 1.
     """

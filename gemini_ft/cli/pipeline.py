@@ -1,4 +1,4 @@
-"""``gemini pipeline``: which parameter gets what, and what each rule will cost, before anything is trained.
+"""``gemini pipeline``: the rule of each parameter, and the cost of each rule, before anything is trained.
 
 Seconds are those that bytes alone take at a given rate, by the textbook formulas of the collectives; compressing takes its own time,
 which a machine tells only when it is measured (fusion ``auto`` does that).
@@ -30,7 +30,7 @@ _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rule takes in one step.
+    """The cost of one rule in one step.
 
     Attributes:
         rule: as users know it.
@@ -52,7 +52,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter."""
+    """One parameter and the way its gradient takes."""
 
     parameter: str
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class Description:
 
 
 def describe(model: nn.Module, rules: Rules, ranks: int, rate: float) -> Description:
-    """What training would do with these rules.
+    """Predicts how training would exchange gradients under these rules.
 
     Args:
         model: its parameters may be on the meta device.
@@ -137,7 +137,7 @@ def _wire(
     """Bytes of one rank, how they are known, and how they travel."""
     if rule.compress is None:
         if rule.is_sparse:
-            return None, "the data decide: rows that are not zero", Primitive.ALL_REDUCE
+            return None, "depends on the data: rows that are not zero", Primitive.ALL_REDUCE
         return sum(tensor.nbytes for group in groups for tensor in group), "formula", Primitive.ALL_REDUCE
     reducer = rule.compress.make()
     layouts = [_layout(group, dtypes, reducer.align) for group in groups]
@@ -146,10 +146,10 @@ def _wire(
     except ValueError:  # how many elements travel depends on the data
         ratio = _ratio(reducer)
     if ratio is None:
-        return None, f"the data decide: {rule.compress.method} has no ratio", reducer.primitive
+        return None, f"depends on the data: {rule.compress.method} has no ratio", reducer.primitive
     picked = [sum(kept(size, ratio) for size in layout.sizes) for layout in layouts]
     total = sum(reducer.wire_bytes(layout, world=ranks, selected=count) for layout, count in zip(layouts, picked, strict=True))
-    return total, f"ratio {ratio:g}; the data decide", reducer.primitive
+    return total, f"ratio {ratio:g}; depends on the data", reducer.primitive
 
 
 def _layout(group: Sequence[Tensor], dtypes: Mapping[str, torch.dtype], align: int) -> Layout:
@@ -162,7 +162,7 @@ def _ratio(reducer: Reducer) -> float | None:
 
 
 def _seconds(primitive: Primitive, nbytes: int, ranks: int, rate: float) -> float:
-    """Until a link of ``rate`` bits per second has carried what one rank receives, if each hands over ``nbytes``."""
+    """Seconds until a link of ``rate`` bits per second has carried all that one rank receives, if each hands over ``nbytes``."""
     match primitive:
         case Primitive.ALL_GATHER | Primitive.ALL_GATHER_V:
             received = (ranks - 1) * float(nbytes)
@@ -176,7 +176,7 @@ def _seconds(primitive: Primitive, nbytes: int, ranks: int, rate: float) -> floa
 def command(arguments: Sequence[str]) -> int:
     """``gemini pipeline CONFIG --model module:function``."""
     parser = argparse.ArgumentParser(
-        prog="gemini pipeline", description="Show which parameter of a model a gradient pipeline treats how, and what that costs."
+        prog="gemini pipeline", description="Show how a gradient pipeline treats each parameter of a model, and what that costs."
     )
     parser.add_argument("config", help="YAML or JSON file with a gradient_pipeline (a DeepSpeed configuration, for example)")
     parser.add_argument("--model", required=True, metavar="MODULE:FUNCTION", help="called without arguments, it returns the nn.Module")
@@ -224,7 +224,7 @@ def _model(path: str) -> nn.Module:
 
 
 def _made(make: Callable[[], Any]) -> Any:
-    """On the meta device, which takes no memory, unless the model cannot be built there."""
+    """Builds the model on the meta device, which takes no memory, or for real if that does not work."""
     try:
         with torch.device("meta"):
             return make()

@@ -13,9 +13,9 @@ from gemini_ft.errors import ConfigError
 
 
 def open_store(host: str, port: int) -> TCPStore:
-    """Serve a store on ``host:port`` from a thread of this process, for as long as the result is kept.
+    """Serves a store on ``host:port`` from a thread of this process, for as long as the result is kept.
 
-    Whoever reaches the port can read and write: give an interface that only the training hosts reach.
+    Every process that reaches the port can read and write: give an interface that only the training hosts reach.
 
     Args:
         host: name or address of the interface to listen on; 0.0.0.0 or :: for all.
@@ -35,7 +35,7 @@ def open_store(host: str, port: int) -> TCPStore:
 
 
 def command(argv: Sequence[str]) -> int:
-    """Serve a store until SIGINT or SIGTERM, after one line that says where."""
+    """Serves a store until SIGINT or SIGTERM, after one line that names its address."""
     parser = argparse.ArgumentParser(
         prog="gemini store",
         description="Serve the store of a c10d rendezvous apart from the training hosts, so that the job survives the loss of any of them.",

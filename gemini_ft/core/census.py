@@ -23,9 +23,9 @@ class Fate(StrEnum):
     """The fate of a piece of state. There is no fifth one."""
 
     CAPTURED = "captured"  # part of every snapshot
-    DERIVED = "derived"  # follows from what is captured, or from the script
+    DERIVED = "derived"  # follows from captured state, or from the script
     USERS = "the user's"  # not restored, and the user has been told or has said so
-    REFUSED = "refused"  # the job stops, and the error says what to do
+    REFUSED = "refused"  # the job stops, and the error names the way out
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Rule:
     how: str
 
     def found(self, where: str, nbytes: int = 0, note: str = "") -> Finding:
-        """One thing of this kind.
+        """A finding of this kind.
 
         Args:
             where: its name in the job, such as ``optim0.base_optimizer``.
@@ -71,7 +71,7 @@ IGNORED = Rule("whatever the option `ignore` names", Fate.USERS, "it is not capt
 
 
 def declare(what: str, fate: Fate, how: str) -> Rule:
-    """Add a kind of state to the table. The same declaration may be made again."""
+    """Adds a kind of state to the table. The same declaration may be made again."""
     return _rules.setdefault(what, Rule(what, fate, how))
 
 
@@ -82,7 +82,7 @@ def rules() -> list[Rule]:
 
 
 class Census:
-    """The parts of one job's state, each with somebody who can walk it.
+    """The parts of one job's state, each with a function that walks it.
 
     Args:
         ignore: patterns (as for files) of names that are the user's.
@@ -94,7 +94,7 @@ class Census:
         self._seen: tuple[object, ...] | None = None
 
     def register(self, part: str, walk: Walk, fingerprint: Callable[[], object] = lambda: None) -> None:
-        """Add a part of the state, or replace it.
+        """Adds a part of the state, or replaces it.
 
         Args:
             part: its name.
@@ -109,7 +109,7 @@ class Census:
         return any(fnmatchcase(where, pattern) for pattern in self._ignore)
 
     def is_due(self) -> bool:
-        """Whether it must be taken, for the first time or again. Whoever asks takes it."""
+        """Whether the census must be taken, for the first time or again; a caller that gets True takes it."""
         now = tuple(fingerprint() for _, fingerprint in self._parts.values())
         changed, self._seen = now != self._seen, now
         return changed
@@ -133,7 +133,7 @@ class Census:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Findings for people: what, where, fate, bytes and more, in columns."""
+    """Findings as a table for people: place, kind, fate, bytes and more."""
     rows = [("what", "where", "fate", "bytes", "how")]
     rows += [(item.rule.what, item.where, str(item.rule.fate), f"{item.nbytes:,}", item.note or item.rule.how) for item in findings]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

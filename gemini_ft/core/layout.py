@@ -1,4 +1,4 @@
-"""A rank's training state as one flat byte range: what lies where, and who owns it.
+"""A rank's training state as one flat byte range: the place of every tensor, and its owner.
 
 Every tensor is declared with the *group* of ranks that hold the very same bytes. The tensors of one
 group are laid end to end, in the order of their names, and each rank of the group owns one equal
@@ -26,7 +26,7 @@ from gemini_ft.errors import CorruptDataError, LayoutMismatchError, StateError, 
 
 ALIGNMENT = 64  # bytes; a cache line, and a multiple of every element size
 FORMAT_VERSION = 1
-PER_RANK = "per rank"  # begins TensorSpec.logical of what is each rank's own affair: other ranks may have another shape, or none
+PER_RANK = "per rank"  # begins TensorSpec.logical of per-rank state: other ranks may have another shape, or none
 ITEMSIZES: Mapping[str, int] = {
     **dict.fromkeys(("bool", "uint8", "int8", "float4_e2m1fn_x2", "float8_e8m0fnu"), 1),
     **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),
@@ -90,13 +90,13 @@ class Piece:
 
     @property
     def label(self) -> str:
-        """How the piece is called in files and messages."""
+        """The name of the piece in files and messages."""
         return f"{self.name}@{self.start}:{self.stop}"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each piece of one owner's shard lies.
+    """The place of each piece of one owner's shard.
 
     Attributes:
         pieces: by ascending offset; offsets are multiples of `ALIGNMENT`, nothing overlaps.
@@ -128,14 +128,14 @@ class Layout:
         return set().union(*self.groups)
 
     def to_bytes(self) -> bytes:
-        """Encode as msgpack; groups are stored once each."""
+        """Encodes as msgpack; groups are stored once each."""
         groups = {group: index for index, group in enumerate(self.groups)}
         rows = [(p.name, p.dtype, p.shape, p.start, p.stop, p.offset, groups[p.group], p.logical) for p in self.pieces]
         return bytes(msgpack.packb((FORMAT_VERSION, self.world_size, self.logical_hash, self.nbytes, self.groups, rows)))
 
     @staticmethod
     def from_bytes(blob: bytes) -> Layout:
-        """Decode and check what `to_bytes` made; safe on bytes from an untrusted source.
+        """Decodes and checks the bytes that `to_bytes` made; safe on bytes from an untrusted source.
 
         Raises:
             CorruptDataError: the bytes are not a layout, or contradict themselves.
@@ -168,7 +168,7 @@ class Read:
 
 
 def build_layout(specs: Sequence[TensorSpec], rank: int, world_size: int) -> Layout:
-    """Cut every group's bytes into equal stretches and lay out those that ``rank`` owns; frozen tensors first, cut apart.
+    """Cuts every group's bytes into equal stretches and lays out those that ``rank`` owns; frozen tensors first, cut apart.
 
     Two ranks of a group differ by less than one element per group in what they own of each kind; cuts fall on
     element boundaries. The order of ``specs`` does not matter.
@@ -194,7 +194,7 @@ def build_layout(specs: Sequence[TensorSpec], rank: int, world_size: int) -> Lay
 def logical_hash(specs: Iterable[TensorSpec]) -> str:
     """16 hex digits of XXH3-64 over names, dtypes, logical shapes and what is frozen; independent of order, rank and groups.
 
-    What is `PER_RANK` does not count.
+    Tensors that are `PER_RANK` do not count.
     """
     common = [spec for spec in specs if not spec.logical.startswith(PER_RANK)]
     rows = sorted((spec.name, spec.dtype, spec.logical or list(spec.shape), *[True] * spec.frozen) for spec in common)
@@ -216,7 +216,7 @@ def stored_specs(rank: int, layouts: Mapping[int, Layout]) -> list[TensorSpec]:
 
 
 def plan_reads(specs: Sequence[TensorSpec], rank: int, layouts: Mapping[int, Layout]) -> list[Read]:
-    """What ``rank`` must read from whose shard to fill all its tensors, ordered by owner and offset.
+    """Plans the reads that fill all tensors of ``rank``, ordered by owner and offset.
 
     Args:
         specs: the tensors of this rank now.
@@ -319,7 +319,7 @@ def _stored(rank: int, layouts: Mapping[int, Layout]) -> dict[str, list[tuple[in
 
 
 def _differences(specs: Sequence[TensorSpec], stored: Mapping[str, list[tuple[int, Piece]]]) -> Iterator[str]:
-    """One sentence for each tensor that is not the same now and in the snapshot."""
+    """Describes each tensor that differs between now and the snapshot, one sentence each."""
     names = {spec.name for spec in specs}
     for spec in specs:
         if spec.name not in stored:

@@ -1,4 +1,4 @@
-"""Which hosts hold whose shards, and how likely every shard survives the loss of some of them.
+"""Decides which hosts hold whose shards, and computes how likely every shard survives the loss of some of them.
 
 Implements Algorithm 1 ("mixed") of GEMINI (Wang et al., SOSP 2023) and, beyond the paper, failure
 domains such as racks. Hosts are placed, not ranks: all ranks of a host share its holders. Pure.
@@ -20,7 +20,7 @@ Placement = dict[str, tuple[str, ...]]
 
 
 def place(hosts: Sequence[str], replicas: int, domains: Mapping[str, str] | None = None) -> Placement:
-    """Choose the holders of every host's shards.
+    """Chooses the holders of every host's shards.
 
     Args:
         hosts: ids, each once. Their order does not matter: ranks move between hosts at a restart,
@@ -91,7 +91,7 @@ def fatal_domains(placement: Mapping[str, Iterable[str]], domains: Mapping[str, 
 
 
 def describe(placement: Mapping[str, Sequence[str]], domains: Mapping[str, str] | None = None) -> str:
-    """Word a placement made by `place`, and what it survives, in two or three short sentences."""
+    """Words for a placement made by `place`, and for what it survives, in two or three short sentences."""
     hosts = len(placement)
     if hosts == 1:
         return "1 host, 1 replica: a lost process is survived, a lost host is not, because no other host holds a copy."
@@ -124,7 +124,7 @@ def _check(hosts: Sequence[str], replicas: int, domains: Mapping[str, str]) -> N
 
 
 def _spread(hosts: Sequence[str], replicas: int, domains: Mapping[str, str]) -> list[str]:
-    """Order hosts so that `mixed` cuts them into parts that span as many domains as they can."""
+    """Orders hosts so that `mixed` cuts them into parts that span as many domains as they can."""
     sizes = part_sizes(len(hosts), replicas)
     parts: list[list[str]] = [[] for _ in sizes]
     present: list[Counter[str]] = [Counter() for _ in sizes]
@@ -138,7 +138,7 @@ def _spread(hosts: Sequence[str], replicas: int, domains: Mapping[str, str]) -> 
 
 
 def _apart(hosts: Sequence[str], domains: Mapping[str, str]) -> list[str]:
-    """Order a ring so that hosts of one domain stand far apart: neighbours hold each other's copies."""
+    """Orders a ring so that hosts of one domain stand far apart: neighbours hold each other's copies."""
     order: dict[int, str] = {}
     free = list(range(len(hosts)))
     for _, members in _by_domain(hosts, domains):
@@ -189,7 +189,7 @@ def _add(ways: dict[frozenset[int], list[int]], key: frozenset[int], counts: lis
 
 
 def _walk(hosts: Sequence[str], fatal: Sequence[frozenset[str]], containing: Mapping[str, frozenset[int]]) -> Iterator[str]:
-    """All hosts, so that a fatal set that was begun is finished soon: few are open at a time."""
+    """Orders all hosts so that every fatal set that is begun is finished soon: few are open at a time."""
     left = dict.fromkeys(hosts)
     remaining = {i: set(members) for i, members in enumerate(fatal)}
     begun: dict[int, None] = {}
@@ -221,7 +221,7 @@ def _hosts(count: int) -> str:
 
 
 def _chance(probability: Fraction) -> str:
-    """Per cent with one decimal, cut and not rounded: what is not certain never reads 100 %."""
+    """Per cent with one decimal, cut and not rounded, so that only a certainty reads 100 %."""
     tenths = int(probability * 1000)
     return f"with {tenths // 10}.{tenths % 10} %" if probability else "never"
 

@@ -1,9 +1,9 @@
 """The identity of a shard's copy: one root over what it is, where its tensors lie, and every byte.
 
-    owner, at the copy:     root of what it has laid down
-    holders, on arrival:    every chunk against its checksum, then the root of what they have; reported with the version
-    leader:                 commits only equal roots, and says them with the commit
-    whoever reads a copy:   forms the root of what it was given before it uses a byte of it
+    owner, at the copy:     forms the root of the bytes it has laid down
+    holders, on arrival:    check every chunk against its checksum, then report the root of their bytes with the version
+    leader:                 commits only equal roots, and sends them with the commit
+    reader of a copy:       forms the root of the bytes it was given before it uses any of them
 
 A copy whose root is another one is damaged, whatever its checksums say of it. Every checksum in memory and between hosts comes from
 here, so that a keyed one takes this module alone. Pure.

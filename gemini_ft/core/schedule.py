@@ -1,4 +1,4 @@
-"""Idle spans of the training's own traffic -> which chunk of which copy travels when. Pure: no torch, no clock, no I/O.
+"""Plans which chunk of which copy travels in which idle span of the training's own traffic. Pure: no torch, no clock, no I/O.
 
 GEMINI (SOSP'23), section 5 and algorithm 2: a shard is cut into chunks that fit one of ``parts`` sub-buffers of a small reserved
 buffer; chunks are put into the spans between collectives, in order, as many as the span can carry with a safety factor.
@@ -20,7 +20,7 @@ OVERFLOW = -1  # the span of chunks for which there is no room
 
 @dataclass(frozen=True)
 class Link:
-    """What one message costs: ``alpha`` seconds, and its bytes at ``bandwidth`` bytes per second."""
+    """The cost of one message: ``alpha`` seconds, and its bytes at ``bandwidth`` bytes per second."""
 
     alpha: float
     bandwidth: float
@@ -30,17 +30,17 @@ class Link:
             raise ValueError(f"alpha={self.alpha} s and bandwidth={self.bandwidth} bytes/s: must be finite, alpha >= 0, bandwidth > 0")
 
     def seconds(self, nbytes: int) -> float:
-        """Time that one message of so many bytes takes."""
+        """Seconds that one message of ``nbytes`` bytes takes."""
         return self.alpha + nbytes / self.bandwidth
 
     def carries(self, seconds: float) -> int:
-        """Bytes of one message that fit into so much time."""
+        """Bytes of one message that can travel in ``seconds``."""
         return max(0, math.floor((seconds - self.alpha) * self.bandwidth))
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What has to travel once per snapshot.
+    """The data that has to travel once per snapshot.
 
     Attributes:
         nbytes: of the shard.
@@ -98,7 +98,7 @@ class Schedule:
 
 
 def schedule(spans: Sequence[float], transfer: Transfer, link: Link) -> Schedule:
-    """Put every byte of every copy into spans, in order (algorithm 2).
+    """Puts every byte of every copy into spans, in order (algorithm 2).
 
     Args:
         spans: seconds of each idle span, in the order of the step.
@@ -140,14 +140,14 @@ def steps_per_snapshot(spans: Sequence[float], transfer: Transfer, link: Link, m
 
 
 def arrival(begins: Sequence[float], spans: Sequence[float], period: float, transfer: Transfer, link: Link) -> float | None:
-    """When the last byte of a snapshot has arrived, in seconds since the step began at whose beginning it was taken.
+    """Predicts when the last byte of a snapshot arrives, in seconds since the beginning of the step at which it was taken.
 
     Args:
         begins: of each span, in seconds since its step began.
         spans: seconds of each.
         period: seconds of a step; the next ones have the same spans.
         transfer: what travels.
-        link: what a message costs.
+    link: the cost of a message.
 
     Returns:
         None: the spans of many steps cannot carry it.
@@ -185,6 +185,6 @@ class _Waiting:
         return chunk
 
     def rest(self) -> Iterator[Chunk]:
-        """What is left, in chunks of full size."""
+        """The bytes that are left, in chunks of full size."""
         while (chunk := self.take(OVERFLOW, self._transfer.chunk_bytes)) is not None:
             yield chunk

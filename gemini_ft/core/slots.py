@@ -1,4 +1,4 @@
-"""The slots one host keeps for one shard: pure state, no memory, no clock.
+"""The slots that one host keeps for one shard: pure state, no memory, no clock.
 
     EMPTY -> WRITING -> COMPLETE      ``begin``, ``complete``
              WRITING -> TORN          ``discard``: given up, but its writer may still lay bytes down
@@ -19,7 +19,7 @@ from gemini_ft.core.versions import Incarnation, Version
 
 
 class SlotState(StrEnum):
-    """What a slot's bytes are worth."""
+    """The value of a slot's bytes."""
 
     EMPTY = "empty"
     WRITING = "writing"
@@ -37,8 +37,8 @@ class Slot:
     frozen: bool = False  # being uploaded; only a COMPLETE slot is frozen
     retired: bool = False  # of an earlier layout, an earlier placement, or a writer that may still live; never granted again
     past: bool = False  # COMPLETE, and to be kept until it is certain that all hosts have left it behind
-    root: str = ""  # of a COMPLETE slot: what its bytes come to (gemini_ft.core.roots)
-    readers: set[str] = field(default_factory=set)  # who may still look at the bytes, whatever has become of the version
+    root: str = ""  # of a COMPLETE slot: the root of its bytes (gemini_ft.core.roots)
+    readers: set[str] = field(default_factory=set)  # readers that may still look at the bytes, whatever has become of the version
 
     def clear(self) -> None:
         self.state, self.version, self.frozen, self.past, self.root = SlotState.EMPTY, None, False, False, ""
@@ -50,23 +50,23 @@ class SlotSet:
     def __init__(self, committed: Version | None = None, sealed: bool = False) -> None:
         self.slots: dict[int, Slot] = {}
         self.committed = committed  # newest version known to be complete everywhere
-        self.sealed = sealed  # a new incarnation is choosing what to resume: nothing becomes complete, nothing complete goes
+        self.sealed = sealed  # a new incarnation is choosing a version to resume: nothing becomes complete, nothing complete goes
 
     def add(self, count: int) -> list[Slot]:
-        """Put ``count`` fresh slots into the rotation."""
+        """Puts ``count`` fresh slots into the rotation."""
         first = max(self.slots, default=-1) + 1
         fresh = [Slot(index) for index in range(first, first + count)]
         self.slots.update((slot.index, slot) for slot in fresh)
         return fresh
 
     def adopt(self, index: int, version: Version | None, root: str = "") -> Slot:
-        """Take over a slot found in memory: COMPLETE with ``version``, or EMPTY."""
+        """Takes over a slot found in memory: COMPLETE with ``version``, or EMPTY."""
         slot = Slot(index, SlotState.COMPLETE if version else SlotState.EMPTY, version, root=root)
         self.slots[index] = slot
         return slot
 
     def retire(self) -> None:
-        """Take all present slots out of the rotation; they stay readable until ``reap``."""
+        """Takes all present slots out of the rotation; they stay readable until ``reap``."""
         for slot in self.slots.values():
             slot.retired = True
             if slot.state is SlotState.WRITING:
@@ -95,7 +95,7 @@ class SlotSet:
         return slot.state is SlotState.EMPTY or (slot.state is SlotState.COMPLETE and slot.version != keep)
 
     def begin(self, version: Version) -> Slot | None:
-        """Grant a slot for writing ``version``, or None while none may be overwritten.
+        """Grants a slot for writing ``version``, or None while none may be overwritten.
 
         A complete version above the committed one still waits for its commit, so it is as untouchable as
         the committed one itself, retired or not; ``commit``, ``discard`` or ``supersede`` decide its fate first.
@@ -111,14 +111,14 @@ class SlotSet:
         return slot
 
     def supersede(self, version: Version, committed: Version | None) -> None:
-        """Learn from the owner, about to send ``version``, what is committed; everything between was aborted."""
+        """Learns from the owner, about to send ``version``, what is committed; everything between was aborted."""
         self.commit(committed)
         for slot in self.undecided():
             if slot.version is not None and slot.version < version:
                 self.abort(slot.version)
 
     def complete(self, version: Version, root: str = "") -> bool:
-        """All bytes are there; False when that comes too late (the slot is free again then): given up, or sealed."""
+        """Marks a slot as complete; returns False when that comes too late (it was given up, or sealed): the slot is free then."""
         slot = self.find(version)
         if slot is None or slot.state is not SlotState.WRITING or self.sealed:
             self.let_go(version)
@@ -127,7 +127,7 @@ class SlotSet:
         return True
 
     def discard(self, version: Version) -> None:
-        """Give ``version`` up. A slot that is being written stays out of reach until its writer is known to have stopped."""
+        """Gives ``version`` up. A slot that is being written stays out of reach until its writer is known to have stopped."""
         slot = self.find(version)
         if slot is not None and slot.state is SlotState.WRITING:
             slot.state = SlotState.TORN
@@ -135,24 +135,24 @@ class SlotSet:
             slot.clear()
 
     def abort(self, version: Version) -> None:
-        """``version`` will never be committed. While sealed a complete copy stays all the same: an inventory may have promised it."""
+        """Takes note that ``version`` will never be committed. While sealed, a complete copy stays: an inventory may have promised it."""
         if not self.sealed or self.complete_version(version) is None:
             self.discard(version)
 
     def let_go(self, version: Version) -> None:
-        """The writer of ``version`` lays no more bytes down. Nothing happens to a complete version."""
+        """Takes note that the writer of ``version`` lays no more bytes down. A complete version stays as it is."""
         slot = self.find(version)
         if slot is not None and slot.state in (SlotState.WRITING, SlotState.TORN):
             slot.clear()
 
     def commit(self, version: Version | None) -> None:
-        """``version`` is complete everywhere; the committed version never moves back."""
+        """Takes note that ``version`` is complete everywhere; the committed version never moves back."""
         if version is not None and (self.committed is None or version > self.committed):
             self.committed = version
             self.drop_past()
 
     def rewind(self, resumed: Version | None) -> None:
-        """Start a new incarnation from ``resumed``: every newer version belongs to a history that is over.
+        """Starts a new incarnation from ``resumed``: every newer version belongs to a history that is over.
 
         Complete ones stay until `drop_past`, and so does what was committed before. Some host may fail before it has opened this
         incarnation, which then has never been: those that go on with the former one need not keep ``resumed``, so what they have in
@@ -171,13 +171,13 @@ class SlotSet:
         self.committed = resumed
 
     def resume(self, incarnation: Incarnation) -> None:
-        """Go on with an incarnation, nobody knows in which state: as if it had begun just now, and all hosts might not have opened it."""
+        """Continues an incarnation in an unknown state: as if it had begun just now, and all hosts might not have opened it."""
         for slot in self.slots.values():
             if slot.version is not None and slot.state is SlotState.COMPLETE:
                 slot.past = slot.version != self.committed and slot.version.incarnation < incarnation
 
     def drop_past(self) -> None:
-        """The present incarnation has come about: somebody trains, so all hosts have opened it. Nothing goes while sealed."""
+        """Drops slots of the past once the new incarnation trains, so that all hosts have opened it. Nothing goes while sealed."""
         for slot in self.slots.values():
             if slot.past and not self.sealed:
                 slot.past = False
@@ -185,7 +185,7 @@ class SlotSet:
                     slot.clear()
 
     def reap(self) -> list[Slot]:
-        """Drop retired slots that nobody reads or writes and whose version will not be needed again."""
+        """Drops retired slots without readers or writers, whose version will not be needed again."""
         gone = [s for s in self.slots.values() if s.retired and not s.readers and not s.frozen and self._is_spent(s)]
         for slot in gone:
             del self.slots[slot.index]

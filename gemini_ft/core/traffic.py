@@ -1,4 +1,4 @@
-"""What the training sends in a step, and what fits in between. Pure: no torch, no clock, no I/O.
+"""Models the training's network traffic in a step, and the traffic that fits in between. Pure: no torch, no clock, no I/O.
 
 GEMINI (SOSP'23), section 5: the collectives of a step are observed for some steps; where their order repeats, so do the spans
 between them in which the network is idle. A span is named by how many collectives have begun before it.
@@ -22,13 +22,13 @@ from gemini_ft.core.schedule import Link
 
 _STRANGERS = 3  # steps in a row with another order of collectives, until that one counts
 _LOW = 0.1  # the quantile of a span's length that is relied upon
-_OVERDUE = 0.05  # seconds by which a span may be longer than it should be, until what was profiled does not hold
+_OVERDUE = 0.05  # seconds by which a span may exceed its profile before the profile does not hold any more
 _FALLS = 2  # reports in a row after which an interval that is longer than needed is shortened
 
 
 @dataclass(frozen=True)
 class Moment:
-    """How a worker uses the network.
+    """A worker's present use of the network.
 
     Attributes:
         in_flight: collectives of the training that have begun and are not over.
@@ -73,7 +73,7 @@ class Step:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """What has to repeat for spans to repeat. Sizes may differ (sequences of other lengths): spans are what is relied upon anyway."""
+        """The operations that must repeat for idle spans to repeat. Sizes may differ, as with sequences of other lengths."""
         return tuple(each.name for each in self.collectives)
 
     def idle(self) -> list[tuple[float, float]]:
@@ -124,7 +124,7 @@ class Profiler:
         self._fresh = 0  # steps since the last look
 
     def add(self, step: Step) -> bool:
-        """Take in a step; whether ``profile`` is another one now: after each window, and when it became void.
+        """Takes in a step; returns whether ``profile`` has changed: after each window, and when it became void.
 
         Single steps of another order (a logged value that is reduced now and then) are passed over. When they follow each
         other, the order has changed: the profile is void until the new order has been seen long enough.
@@ -168,10 +168,10 @@ def _low(values: Sequence[float]) -> float:
 
 
 def common(profiles: Sequence[Profile]) -> Profile:
-    """When the network of a host is idle, from the profiles of its ranks.
+    """The idle spans of a host's network, from the profiles of its ranks.
 
-    Ranks of one job mostly do the same: then span by span the shortest. Where they do not (pipelines), as the rank that is idle for
-    the shortest time; at run time all are asked anyway.
+    Ranks of one job mostly do the same: then the shortest is taken for each span. Where they do not (pipelines), the profile of the
+    rank that is idle for the shortest time is taken; at run time all are asked anyway.
     """
     tightest = min(profiles, key=lambda profile: profile.idle)
     if len({len(profile.gaps) for profile in profiles}) > 1:
@@ -214,7 +214,7 @@ def room(
 
 @dataclass
 class Pace:
-    """How many steps lie between two snapshots, for all hosts alike: as few as the slowest of them can carry.
+    """The number of steps between two snapshots, the same for all hosts: as few as the slowest of them can carry.
 
     It rises at once, and falls when every host has needed less for some time.
     """
@@ -224,7 +224,7 @@ class Pace:
     _lower: int = 0  # reports in a row by which it could be shorter
 
     def report(self, host: str, steps: int) -> bool:
-        """One host's need; whether ``interval`` has changed."""
+        """Takes one host's need; returns whether ``interval`` has changed."""
         self._needs[host] = steps
         need = max(self._needs.values())
         self._lower = self._lower + 1 if need < self.interval else 0

@@ -1,4 +1,4 @@
-"""Names of what is replicated: which incarnation of the job, and which iteration of it."""
+"""Names for the replicated state: the incarnation of the job, and its iteration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Incarnation(NamedTuple):
 
     @classmethod
     def after(cls, known: Iterable[Incarnation]) -> Incarnation:
-        """Return a fresh incarnation above every one in ``known``."""
+        """Returns a fresh incarnation above every one in ``known``."""
         return cls(max((item.number for item in known), default=0) + 1, secrets.token_hex(4))
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""Where an iteration of a script's own loop ends: at the end of ``engine.step()``, or later, if the script does more than that.
+"""Finds where an iteration of a script's own loop ends: with ``engine.step()``, or later if the script writes state after it.
 
 A snapshot at the end of ``step()`` lacks what the script does afterwards (an average of weights), which a restart would not do again. So
-what is captured is compared when the next forward pass begins. Where the script has written tensors in between, snapshots are taken then
+the captured state is compared when the next forward pass begins. Where the script has written tensors in between, snapshots are taken then
 from there on, with the random generators as they were at the end of ``step()``, since the next batch may have been drawn already.
 """
 
@@ -35,12 +35,12 @@ class Border:
         self._protection = protection
         self._rng: Any = None  # while a step's state is still to be saved
         self._values: dict[str, Any] = {}  # of client_state, at the end of the step
-        self._marks: dict[str, Any] | None = None  # of what was captured at the end of the step
+        self._marks: dict[str, Any] | None = None  # marks of the tensors captured at the end of the step
         self._has_warned = False
         self._handle = module.register_forward_pre_hook(lambda module, _: self.passed() if module.training else None, prepend=True)
 
     def stepped(self) -> None:
-        """``engine.step()`` is over."""
+        """Takes note that ``engine.step()`` is over."""
         if self.is_late:
             self._rng, self._values = rng_state(), dict(_values(self._protection.client_state))
         else:
@@ -48,7 +48,7 @@ class Border:
             self._marks, self._values = self._look(), dict(_values(self._protection.client_state))
 
     def passed(self) -> None:
-        """The next forward pass begins, or the training is over.
+        """Takes note that the next forward pass begins, or the training is over.
 
         Raises:
             StateError: where the iteration ends cannot be told.
@@ -76,7 +76,7 @@ class Border:
                 )
 
     def close(self) -> None:
-        """Look no more."""
+        """Stops looking."""
         self._handle.remove()
 
     def _look(self) -> dict[str, Any]:

@@ -17,5 +17,5 @@ def loss_scaler(dynamic: bool, values: Mapping[str, Any]) -> Any:
 
 
 def address(start: int, numel: int) -> Any:
-    """Where a parameter's part lies in a partition."""
+    """The address of a parameter's part in a partition."""
     return fragment_address(numel=numel, start=start)

@@ -1,4 +1,4 @@
-"""``attach``: an engine's updates wait for the copy under way, and every update is followed by a snapshot.
+"""Protects an engine (``attach``): updates wait for the copy under way, and every update is followed by a snapshot.
 
 A "gradient_pipeline" section gives the engine a pipeline as well (`gemini_ft.deepspeed.gradients`), with protection or without.
 
@@ -29,7 +29,7 @@ from gemini_ft.state.gradients import GradientState
 from gemini_ft.state.rng import branch_randomness, rng_state, set_rng_state
 
 _log = logging.getLogger("gemini_ft")
-_HANG_SECONDS = 600.0  # what a collective of the engine may take, where hang_timeout does not say: NCCL's own default
+_HANG_SECONDS = 600.0  # for a collective of the engine, where hang_timeout is not set: NCCL's own default
 _ordinals = itertools.count()
 _open: weakref.WeakSet[Protection] = weakref.WeakSet()
 
@@ -78,27 +78,27 @@ class Protection:
             self.resumed, self._iteration = engine.global_steps, found.iteration
 
     def before_update(self) -> None:
-        """The engine is about to write weights and optimizer state."""
+        """Waits, as the engine is about to write weights and optimizer state."""
         self.checkpointer.wait_before_update()
 
     def updated(self) -> None:
-        """The engine has written them, unless a scaler skipped the step."""
+        """Takes note that the engine has written them, unless a scaler skipped the step."""
         self._updated = self._engine.was_step_applied()
         if not self._updated:
             self.checkpointer.alive(self._iteration)
 
     def stepped(self) -> None:
-        """All that DeepSpeed does in a step is done, counters included."""
+        """Takes note that DeepSpeed's step is over, counters included."""
         if not self.deferred:
             self._border.stepped()
 
     def begins(self) -> None:
-        """The next iteration's forward pass is about to begin."""
+        """Takes note that the next iteration's forward pass is about to begin."""
         if not self.deferred:
             self._border.passed()
 
     def save(self, rng: Any = None) -> None:
-        """Take a snapshot, if there was an update since the last one and the interval says so.
+        """Takes a snapshot, if there was an update since the last one and the interval says so.
 
         Args:
             rng: the random generators as they were when the iteration ended; default: as they are.
@@ -114,7 +114,7 @@ class Protection:
             self.checkpointer.alive(self._iteration)
 
     def close(self, finished: bool = True) -> None:
-        """Leave the run; after a finished one the agents leave too."""
+        """Leaves the run; after a finished one the agents leave too."""
         if not self._closed:
             if finished:
                 self._border.passed()
@@ -124,13 +124,13 @@ class Protection:
 
 
 def finish() -> None:
-    """The script has ended well: so has the training of every engine that was not destroyed."""
+    """Ends, with the script that has ended well, the training of every engine that was not destroyed."""
     for protection in list(_open):
         protection.close()
 
 
 def bound_collectives(engine: Any, hang_timeout: float | None) -> None:
-    """DeepSpeed's groups are made without a timeout: a peer that hangs would stop the others for half an hour.
+    """Gives DeepSpeed's groups a timeout, which they lack: a peer that hangs would stop the others for half an hour.
 
     Args:
         engine: any engine.
@@ -145,7 +145,7 @@ def bound_collectives(engine: Any, hang_timeout: float | None) -> None:
 
 
 class _Protected:
-    """What an engine's class is extended by."""
+    """The mixin that extends a protected engine's class."""
 
     gemini: Protection
 
@@ -160,12 +160,12 @@ class _Protected:
             return super().load_checkpoint(*arguments, **named)  # type: ignore[misc]
 
     def destroy(self) -> Any:
-        """Training is over, unless this is the way out of an exception."""
+        """Ends the training, unless this is the way out of an exception."""
         self.gemini.close(finished=sys.exc_info()[0] is None)
         return super().destroy()  # type: ignore[misc]
 
     def __del__(self) -> None:
-        self.gemini.close(finished=False)  # nobody has said that training is over; the engine's own calls destroy()
+        self.gemini.close(finished=False)  # training has not been ended by hand; the engine's own calls destroy()
         super().__del__()  # type: ignore[misc]
 
 
@@ -185,7 +185,7 @@ class _ProtectedPipeline(_Protected):
 
 
 def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
-    """Protect an engine, and resume it if there is something to resume; give it its gradient pipeline before. Collective.
+    """Protects an engine, with its gradient pipeline, and resumes it if there is something to resume. Collective.
 
     Args:
         engine: as ``deepspeed.initialize`` returned it, before its first step.
@@ -224,7 +224,7 @@ def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
 
 
 def initialize(*arguments: Any, **named: Any) -> tuple[Any, Any, Any, Any]:
-    """``deepspeed.initialize`` with its own arguments and results, and `attach` if the configuration has a section of ours.
+    """Does what ``deepspeed.initialize`` does, and `attach` if the configuration has a section of ours.
 
     Raises:
         GeminiError: see `attach`.

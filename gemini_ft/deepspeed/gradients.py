@@ -104,7 +104,7 @@ class EngineGradients(Body):
         self._replaced.append((target, name))
 
     def _reduce_all(self, grads: Any = None, elements_per_buffer: int = 500_000_000) -> None:
-        """For ``DeepSpeedEngine.buffered_allreduce_fallback``: everything, in the plan's groups."""
+        """Replaces ``DeepSpeedEngine.buffered_allreduce_fallback``: averages all gradients in the plan's groups."""
         engine = self._engine
         if grads is not None:
             type(engine).buffered_allreduce_fallback(engine, grads, elements_per_buffer)
@@ -120,7 +120,7 @@ class EngineGradients(Body):
                 gradient.copy_(means[name])
 
     def _accumulated(self) -> dict[str, torch.Tensor]:
-        """What is to be replaced by its average; the same names on all ranks."""
+        """The gradients that averages replace, by the same names on all ranks."""
         optimizer = self._engine.optimizer
         if isinstance(optimizer, BF16_Optimizer):
             params = [param for group in optimizer.bf16_groups for param in group]
@@ -134,7 +134,7 @@ class EngineGradients(Body):
         return found
 
     def _reduce_bucket(self, tensor: torch.Tensor, communication_data_type: torch.dtype) -> torch.Tensor:
-        """For ``DeepSpeedZeroOptimizer.gradient_reduction_w_predivide``: one bucket, (elements,), in place."""
+        """Replaces ``DeepSpeedZeroOptimizer.gradient_reduction_w_predivide``: averages one bucket, (elements,), in place."""
         if not tensor.numel():
             return tensor
         optimizer = self._engine.optimizer
@@ -149,7 +149,7 @@ class EngineGradients(Body):
         return flat
 
     def _scatter(self, params: Sequence[Any], communication_data_type: torch.dtype) -> list[torch.Tensor]:
-        """For ZeRO 3's ``__avg_scatter_grads``: this rank's part of the average of each, (up to ``partition_numel``,)."""
+        """Replaces ZeRO 3's ``__avg_scatter_grads``: this rank's part of each average, (up to ``partition_numel``,)."""
         optimizer = self._engine.optimizer
         gradients = {self._names[id(param)]: param.grad.to(communication_data_type).view(param.ds_shape) for param in params}
         means = self._average(gradients)
@@ -164,7 +164,7 @@ class EngineGradients(Body):
             return self.averager.average(gradients)
 
     def _loss_scale(self) -> float:
-        """What gradients are multiplied by, as the engine's scaler has it now."""
+        """The factor of the gradients, as the engine's scaler has it now."""
         engine, optimizer = self._engine, self._engine.optimizer
         for scaler in (getattr(optimizer, "torch_autocast_gradscaler", None), getattr(engine, "torch_autocast_z0_gradscaler", None)):
             if scaler is not None:
@@ -187,7 +187,7 @@ class EngineGradients(Body):
         return type(self._engine).destroy(self._engine)
 
     def close(self) -> None:
-        """Give the engine its own methods back, and end the threads."""
+        """Gives the engine its own methods back, and ends the threads."""
         for target, name in self._replaced:
             vars(target).pop(name, None)
         self._watch.close()
@@ -213,7 +213,7 @@ class EngineGradients(Body):
 
 
 def install(engine: Any, pipeline: Any) -> EngineGradients:
-    """Give an engine a gradient pipeline; the one that it has, if it has one. Collective.
+    """Gives an engine a gradient pipeline, unless it has one; returns it. Collective.
 
     Raises:
         ConfigError: see `EngineGradients`.
@@ -230,7 +230,7 @@ def _refuse(reasons: Iterator[str]) -> None:
 
 
 def _unsupported_engine(engine: Any) -> Iterator[tuple[bool, str]]:
-    """Whether something is there that the pipeline cannot be used with, and why."""
+    """The reason why the pipeline cannot be used with an engine, or None."""
     yield (
         isinstance(engine, deepspeed.PipelineEngine),
         "a PipelineEngine averages gradients in its own way; leave the section out",
@@ -249,7 +249,7 @@ def _unsupported_engine(engine: Any) -> Iterator[tuple[bool, str]]:
 
 
 def _unsupported_buckets(engine: Any, rules: Rules) -> Iterator[tuple[bool, str]]:
-    """The same where DeepSpeed hands over buckets."""
+    """The reason why the pipeline cannot take buckets from DeepSpeed, or None."""
     zero, stage = engine.config.get("zero_optimization", {}), engine.zero_optimization_stage()
     planned = next(((number, rule) for number, rule in enumerate(rules) if rule.fusion in PLANNED), None)
     if planned is not None:

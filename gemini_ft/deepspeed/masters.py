@@ -1,4 +1,4 @@
-"""What the optimizers inside a DeepSpeed engine really update on this rank, and how low-precision weights follow from it.
+"""Finds the tensors that the optimizers in a DeepSpeed engine update on this rank, from which low-precision weights follow.
 
 DeepSpeed 0.19: `master` tensors are fp32 (partitions of) parameters; optimizer state is keyed by them. The weights that the
 module computes with are a cast of them, all-gathered where they are partitioned, and are never captured.
@@ -66,7 +66,7 @@ def masters(engine: Any) -> list[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def rebuild_weights(engine: Any) -> None:
-    """Make the module's weights follow from the masters; collective where they are partitioned."""
+    """Makes the module's weights follow from the masters; collective where they are partitioned."""
     optimizer = engine.optimizer
     match optimizer:
         case DeepSpeedZeroOptimizer_Stage3():
@@ -93,13 +93,13 @@ def rebuild_weights(engine: Any) -> None:
 
 
 def release_gathered(engine: Any) -> None:
-    """Give up whole parameters that ZeRO 3 has gathered; the counterpart is at the end of `rebuild_weights`."""
+    """Gives up whole parameters that ZeRO 3 has gathered; the counterpart is at the end of `rebuild_weights`."""
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
         engine.optimizer.checkpoint_event_prologue()
 
 
 def replay_beta_powers(engine: Any) -> None:
-    """Walk DeepSpeed's CPU Adam through the steps already made.
+    """Walks DeepSpeed's CPU Adam through the steps already made.
 
     DeepSpeedCPUAdam, and FusedAdam on the CPU, keep beta ** t as a running product inside a C++ object and recompute it
     with pow() when the step jumps (ops/csrc/includes/cpu_adam.h), which gives other bits. One-element tensors suffice.

@@ -1,4 +1,4 @@
-"""What of which parameter lies where in an engine: as re-cutting for another number of ranks and exports need it.
+"""Finds where each parameter lies in an engine's partitions, for re-cutting to another number of ranks and for exports.
 
 It is found once, when the engine is protected, and travels with every snapshot.
 """
@@ -24,7 +24,7 @@ from gemini_ft.state.modules import state_dict_tensors
 
 
 def about(engine: Any) -> dict[str, Any]:
-    """What exports must know besides, as plain data.
+    """Further facts that exports need, as plain data.
 
     ``params``: name -> whole shape, dtype in the module, whether it is trained. ``masters``: name -> parameters in it, in their
     order. ``groups``: parameters of each parameter group. ``keys``: key of the module's state dict -> name of parameter or buffer.
@@ -69,7 +69,7 @@ def _groups(engine: Any, held: dict[str, list[str]]) -> list[list[str]]:
 
 
 def present_cut(engine: Any) -> Cut:
-    """How this rank's masters and frozen parameters are made of parameters."""
+    """The cut of this rank's masters and frozen parameters: how they are made of parameters."""
     names = {id(param): name for name, param in engine.module.named_parameters()}
     shapes = {name: tuple(master.shape) for name, master in masters(engine)}
     found = [Fragment(master, offset, names[id(param)], start, stop) for master, offset, param, start, stop in _of_masters(engine)]
@@ -124,7 +124,7 @@ def _end_to_end(params: Sequence[torch.Tensor]) -> list[int]:
 
 
 def own_part(param: Any, group: Any) -> tuple[int, int]:
-    """What ZeRO 3 gives this rank of a parameter, without the padding."""
+    """The range of a parameter that ZeRO 3 gives this rank, without the padding."""
     size = param.partition_numel()
     start = min(dist.get_rank(group) * size, param.ds_numel)
     return start, min(start + size, param.ds_numel)

@@ -1,4 +1,4 @@
-"""How a rank's masters are made of parameters, and how another number of ranks would cut them.
+"""Cuts the masters of a rank, which are made of parameters, anew for another number of ranks.
 
 ZeRO lays the parameters of a group end to end and cuts that line into one partition per rank (stages 1 and 2), or cuts every
 parameter by itself (stage 3). Either way a master is a row of *fragments*, and optimizer state of the master's shape is the
@@ -30,7 +30,7 @@ class Fragment(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """How one rank's part of the training state is made of parameters.
+    """The way in which one rank's part of the training state is made of parameters.
 
     Attributes:
         shapes: tensor of masters or of a frozen parameter -> its shape.
@@ -41,16 +41,16 @@ class Cut:
     fragments: Sequence[Fragment]
 
     def of(self, master: str) -> list[Fragment]:
-        """Those of one tensor."""
+        """The fragments of one tensor."""
         return [fragment for fragment in self.fragments if fragment.master == master]
 
     def pack(self) -> tuple[Any, ...]:
-        """As plain data."""
+        """The cut as plain data."""
         return dict(self.shapes), [tuple(fragment) for fragment in self.fragments]
 
     @classmethod
     def unpack(cls, packed: tuple[Any, ...]) -> Cut:
-        """What `pack` gave."""
+        """Makes a cut of the plain data that `pack` gave."""
         shapes, fragments = packed
         return cls(shapes, [Fragment(*fragment) for fragment in fragments])
 
@@ -94,7 +94,7 @@ class OldShards:
             if not places or (
                 (places[0].piece.name, places[0].piece.group) == (piece.name, piece.group) and owner not in {p.owner for p in places}
             ):
-                places.append(place)  # more than one where ranks share what is the same on all of them
+                places.append(place)  # more than one where ranks share state that is the same on all of them
             return
         low = max(fragment.offset, piece.start)
         high = min(fragment.offset + fragment.stop - fragment.start, piece.stop)
@@ -104,15 +104,15 @@ class OldShards:
             places.append(Found(start, start + high - low, owner, offset, piece))
 
     def state_of(self, param: str) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
-        """Key -> what its tensor was: state of the master's shape, and state that every fragment of a master shares."""
+        """Key -> kind of its tensor: state of the master's shape, or state that every fragment of a master shares."""
         of_shape = {key: _spec(found[0].piece) for key, found in self._found.get(param, {}).items() if key}
         return of_shape, {key: _spec(found[0].piece) for key, found in self._scalars.get(param, {}).items()}
 
     def dtype(self, param: str, key: str) -> str:
-        """That of a parameter (empty key) or of state of its shape.
+        """The dtype of a parameter (empty key) or of state of its shape.
 
         Raises:
-            LayoutMismatchError: nobody had it.
+            LayoutMismatchError: no rank had it.
         """
         found = self._found.get(param, {}).get(key)
         if not found:
@@ -120,11 +120,11 @@ class OldShards:
         return found[0].piece.dtype
 
     def shared(self, param: str, key: str, name: str) -> list[Read]:
-        """What to read to fill the tensor ``name`` with state that every fragment of a master shares."""
+        """The reads that fill the tensor ``name`` with state that every fragment of a master shares."""
         return [Read(f.owner, f.offset, f.piece.nbytes, name, f.start, f.stop) for f in self._scalars[param][key]]
 
     def reads(self, fragment: Fragment, key: str, name: str) -> list[Read]:
-        """What to read to fill a new fragment.
+        """The reads that fill a new fragment.
 
         Args:
             fragment: of this rank.

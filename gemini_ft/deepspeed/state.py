@@ -35,14 +35,14 @@ from gemini_ft.state.modes import Modes, not_users
 from gemini_ft.state.rebuilding import ModuleTree
 from gemini_ft.state.tensors import HOST, Live, Role, Source, captured, describe, split_state_name, state_name
 
-_SUPPORTED = "0.19"  # its optimizers' attributes are relied on
+_SUPPORTED = ("0.18.", "0.19.")  # its optimizers' attributes are relied on
 _WAY_OUT = "Resume with the script and configuration that made it, or start afresh with another run_id or resume='never'."
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_unmanaged_backward_count")
 _SCALERS = ("loss_scaler", "loss_scale_config")
 
 
 class EngineState:
-    """See `gemini_ft.state.base.TrainingState`.
+    """Implements `gemini_ft.state.base.TrainingState` for an engine of DeepSpeed.
 
     Args:
         engine: as ``deepspeed.initialize`` returned it.
@@ -72,7 +72,7 @@ class EngineState:
         return found + [Live(f"frozen.{name}", getattr(param, "ds_tensor", param), Role.PARAMETER) for name, param in self._others.items()]
 
     def describe(self, live: Sequence[Live], rank: int, world_size: int) -> list[Source]:
-        """Whatever is the same on all data-parallel ranks is owned in equal parts, if these are all ranks of the job.
+        """Describes what to capture: equal bytes are owned in equal parts, if the data-parallel ranks are all ranks of the job.
 
         Where they are not (pipelines), ranks need not even have tensors of the same names.
         """
@@ -125,7 +125,7 @@ class EngineState:
         return None
 
     def check(self, extras: dict[str, Any]) -> None:
-        """See `TrainingState.check`; where what lies in the partitions differs, their sizes need not.
+        """Implements `TrainingState.check`; partitions need not have the sizes that they had.
 
         Raises:
             LayoutMismatchError: the snapshot is of another optimizer, scheduler or configuration.
@@ -164,7 +164,7 @@ class EngineState:
     def resized(
         self, layouts: Mapping[int, Layout], extras: Mapping[int, dict[str, Any]], rank: int, world_size: int
     ) -> tuple[list[Read], dict[str, torch.Tensor], dict[str, Any]]:
-        """Masters and their state from whatever old ranks had parts of them; buffers are those of one old rank."""
+        """Fills masters and their state from the old ranks that had parts of them; buffers are those of one old rank."""
         owner = rank % len(layouts)
         release_gathered(self._engine)
         old = OldShards(layouts, {of: Cut.unpack(codec.decode(value["cut"])) for of, value in extras.items()})
@@ -187,7 +187,7 @@ class EngineState:
         base = base_optimizer(self._engine.optimizer)
         tensors, reads, own = dict[str, torch.Tensor](), list[Read](), dict[str, Any]()
         for name, master in masters(self._engine):
-            tensors[name] = master.detach().zero_()  # what no fragment covers is padding
+            tensors[name] = master.detach().zero_()  # elements that no fragment covers are padding
             fragments = self._cut.of(name)
             model = fragments[0].param if fragments else next(iter(old.masters))  # the optimizer keeps the same for all parameters
             of_shape, shared = old.state_of(model)
@@ -206,7 +206,7 @@ class EngineState:
         return tensors, reads, own
 
     def apply_extras(self, extras: dict[str, Any]) -> None:
-        """Collective where weights are partitioned: they are rebuilt from the masters."""
+        """Puts back `extras`. Collective where weights are partitioned: they are rebuilt from the masters."""
         engine, base = self._engine, base_optimizer(self._engine.optimizer)
         for name, master in masters(engine):
             if values := extras["values"].get(name):
@@ -241,7 +241,7 @@ class EngineState:
 
 
 def _not_users(item: Any) -> frozenset[str]:
-    """Attributes that DeepSpeed gives to modules are not the user's."""
+    """The attributes that DeepSpeed gives to modules, which are not the user's."""
     return not_users(item) | {name for name in vars(item) if name.startswith(("ds_", "_ds_", "applied_pre_backward"))}
 
 
@@ -250,7 +250,7 @@ def _per_rank(words: str) -> str:
 
 
 def _whole(layout: Layout, owner: int, item: Live) -> Read:
-    """What to read to fill a buffer."""
+    """The read that fills a whole buffer."""
     piece, shape = layout.piece(item.name), tuple(item.tensor.shape)
     if piece is None or piece.shape != shape:
         then = "is missing from the snapshot" if piece is None else f"has shape {shape} now and {piece.shape} in the snapshot"
@@ -270,9 +270,9 @@ def _room(spec: TensorSpec, master: torch.Tensor) -> torch.Tensor:
 
 
 def _check(engine: Any) -> None:
-    """Refuse by name what cannot be captured exactly."""
-    if not deepspeed.__version__.startswith(f"{_SUPPORTED}."):
-        raise UnsupportedStateError(f"deepspeed {deepspeed.__version__} is not supported; install deepspeed>={_SUPPORTED}.8,<0.20")
+    """Refuses by name any state that cannot be captured exactly."""
+    if not deepspeed.__version__.startswith(_SUPPORTED):
+        raise UnsupportedStateError(f"deepspeed {deepspeed.__version__} is not supported; install deepspeed>=0.18,<0.20")
     if engine.optimizer is None or isinstance(engine.optimizer, DummyOptim):
         raise UnsupportedStateError("this engine has no optimizer, so it has no training state; give one to deepspeed.initialize")
     kinds = (deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine)
@@ -283,7 +283,7 @@ def _check(engine: Any) -> None:
 
 
 def _unsupported(engine: Any) -> Iterator[tuple[bool, str]]:
-    """Whether a setting is there, and why it is refused."""
+    """The reason why an engine's setting is refused, or None."""
     for name, settings in (("offload_optimizer", engine.zero_offload_optimizer()), ("offload_param", engine.zero_offload_param())):
         nvme = settings is not None and settings.device == "nvme"
         yield nvme, f"zero_optimization.{name}.device='nvme': state on disk cannot be captured; use 'cpu'"

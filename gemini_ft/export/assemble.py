@@ -1,4 +1,4 @@
-"""Shards of all ranks -> whole tensors, on the CPU.
+"""Assembles whole tensors, on the CPU, from the shards of all ranks.
 
 Under DDP every rank owns a stretch of the one tensor all of them hold; under FSDP2 every rank has a part of its own,
 whose place in the whole tensor follows from shape, placements and mesh (`gemini_ft.state.tensors.placement_words`).
@@ -65,7 +65,7 @@ def _reads(owner: int, layout: Layout, wanted: Mapping[str, torch.Tensor]) -> li
 
 
 def _check_covered(pieces: Sequence[Piece]) -> None:
-    """Check that each tensor's pieces have as many elements as its shape; a shape that lies would make us allocate too much memory."""
+    """Checks that each tensor's pieces have as many elements as its shape; a shape that lies would make us allocate too much memory."""
     covered: dict[str, int] = {}
     for piece in pieces:
         covered[_key(piece)] = covered.get(_key(piece), 0) + piece.stop - piece.start
@@ -108,7 +108,7 @@ def _join(name: str, words: str, parts: Parts, world_size: int) -> torch.Tensor:
 
 
 def _put(name: str, whole: torch.Tensor, part: torch.Tensor, group: Group, placements: str, mesh: Group) -> None:
-    """Copy what the ranks of ``group`` hold to its place, if ranks fill the mesh in their order (as init_device_mesh has it)."""
+    """Copies the part that ``group``'s ranks hold to its place, if ranks fill the mesh in order (as with init_device_mesh)."""
     indices = [torch.arange(size) for size in whole.shape]
     coordinate = [int(i) for i in torch.unravel_index(torch.tensor(group[0]), mesh)]
     holders = torch.arange(math.prod(mesh)).reshape(mesh)
@@ -139,13 +139,13 @@ def _runs(indices: torch.Tensor) -> list[tuple[int, int, int]]:
 
 
 def _share(indices: torch.Tensor, parts: int, at: int, factor: int) -> torch.Tensor:
-    """Indices of part ``at``; with a factor above 1 the dimension was cut into so many before, on an axis further right."""
+    """The indices of part ``at``; the dimension may have been cut before, into ``factor`` runs, on an axis further right."""
     cuts = [_chunks(run, parts)[at] for run in _chunks(indices, factor)]
     return torch.cat(cuts)
 
 
 def _chunks(indices: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """As torch.chunk, which DTensor follows, with empty ones for those that get nothing."""
+    """Cuts as torch.chunk does, which DTensor follows, with empty chunks for parts that get nothing."""
     chunks = list(torch.chunk(indices, parts)) if len(indices) else []
     return chunks + [indices[:0]] * (parts - len(chunks))
 

@@ -1,4 +1,4 @@
-"""Model and optimizers as a folder of torch.distributed.checkpoint, under the names that ``get_state_dict`` gives them.
+"""Writes model and optimizers as a folder of torch.distributed.checkpoint, under the names of ``get_state_dict``.
 
 {"model": {name: tensor}, "optim": {"state": {name: {key: value}}, "param_groups": [{..., "params": [name, ...]}]}}
 """
@@ -24,7 +24,7 @@ from gemini_ft.export.zero import read_states
 
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write into ``folder``. It can be loaded by any number of ranks."""
+    """Writes a checkpoint into ``folder`` that any number of ranks can load."""
     state = read_states(checkpoint, optimizers=True)
     document = {"model": state.model() | state.extra_state(), "optim": _merged(state.optimizers())}
     with warnings.catch_warnings():
@@ -40,7 +40,7 @@ class _Writer(FileSystemWriter):
     """Writes files whose names no earlier export has, so that both can lie in one place until the metadata are exchanged."""
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """See torch; it keeps the beginning of the names in the plans."""
+        """Extends torch's method: the plans keep the beginning of the files' names."""
         nonce = secrets.token_hex(4)
         planned = super().prepare_global_plan(plans)
         return [replace(plan, storage_data=replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{nonce}_")) for plan in planned]

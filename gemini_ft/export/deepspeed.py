@@ -1,4 +1,4 @@
-"""A folder that ``engine.load_checkpoint`` continues from, without gemini-ft: what ``save_checkpoint`` would have written.
+"""Writes a folder that ``engine.load_checkpoint`` continues from, without gemini-ft, as ``save_checkpoint`` would have.
 
 With the number of ranks that wrote it; for others DeepSpeed's own ``ds_to_universal`` converts it.
 """
@@ -22,7 +22,7 @@ _ZERO12, _ZERO3, _BF16 = "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage
 
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write ``folder/latest`` and ``folder/global_step<N>``.
+    """Writes ``folder/latest`` and ``folder/global_step<N>``.
 
     Raises:
         ConfigError: the checkpoint is not of a DeepSpeed engine, or DeepSpeed is not installed.
@@ -71,15 +71,15 @@ class _Writer:
     def _save(self, name: str, content: object) -> None:
         try:
             torch.save(content, self._folder / self._tag / name)
-        except RuntimeError as error:  # what its writer makes of a full disk
+        except RuntimeError as error:  # its writer's error for a full disk
             raise StorageError(f"{name}: torch cannot write it: {str(error).partition(chr(10))[0]}; is there room?") from None
 
     def _placeholders(self, weights: Iterable[str]) -> dict[str, torch.Tensor]:
-        """At stage 3 the module has no weights between steps; they are in the optimizer's partitions."""
+        """Empty weights, as the module has them between steps at stage 3: they are in the optimizer's partitions."""
         return {name: torch.empty(0, dtype=getattr(torch, self._about["params"][name][1])) for name in weights}
 
     def _model_states(self, tensors: dict[str, torch.Tensor], held: dict[str, torch.Tensor], optimizer: Any = None) -> dict[str, Any]:
-        """``held``: among others the frozen parameters, or this rank's partitions of them, as ``frozen.<name>``."""
+        """The model's states of one rank; ``held`` has frozen parameters, or partitions of them, as ``frozen.<name>``."""
         module = {key: tensors[name] for key, name in self._about["keys"].items()}
         trained = [{name: torch.Size(self._about["params"][name][0]) for name in group} for group in self._about["masters"].values()]
         trained_names = {name for group in self._about["masters"].values() for name in group}
@@ -108,7 +108,7 @@ class _Writer:
         }
 
     def _whole_optimizer(self, params: dict[str, dict[str, torch.Tensor]]) -> dict[str, Any]:
-        """As torch's ``Optimizer.state_dict`` numbers it."""
+        """The state of the whole optimizer, numbered as torch's ``Optimizer.state_dict`` does it."""
         groups = self._about["groups"]
         state = [{key: value for key, value in params[name].items() if key} | self._value(0, f"param.{name}") for g in groups for name in g]
         return _state_dict(state, [len(group) for group in groups], self._extras[0]["groups"])
@@ -117,7 +117,7 @@ class _Writer:
         return dict(self._extras[rank]["values"].get(master, {}))
 
     def _optimizer_states(self, rank: int, partition: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """What the engine's optimizer says of one rank."""
+        """The state that the engine's optimizer would save for one rank."""
         masters = list(self._about["masters"])
         state = []
         for name in masters:

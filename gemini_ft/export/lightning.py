@@ -1,4 +1,4 @@
-"""A Lightning ``.ckpt`` that ``Trainer.fit(ckpt_path=...)`` continues from, without gemini-ft."""
+"""Writes a Lightning ``.ckpt`` that ``Trainer.fit(ckpt_path=...)`` continues from, without gemini-ft."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger("gemini_ft")
 
 
 def write(checkpoint: Checkpoint, folder: Path, name: str) -> None:
-    """Write ``folder/name``.
+    """Writes ``folder/name``.
 
     Raises:
         ConfigError: the checkpoint is not of a Lightning Trainer.
@@ -38,13 +38,13 @@ def write(checkpoint: Checkpoint, folder: Path, name: str) -> None:
     content = file_checkpoint(saved, model, [_state_dict(optimizer) for optimizer in state.optimizers()])
     try:
         torch.save(content, folder / name)
-    except RuntimeError as error:  # what its writer makes of a full disk
+    except RuntimeError as error:  # its writer's error for a full disk
         raise StorageError(f"{folder / name}: torch cannot write it: {str(error).partition(chr(10))[0]}; is there room?") from None
     _warn_if_not_plain(folder / name)
 
 
 def _state_dict(optimizer: OptimizerState) -> dict[str, Any]:
-    """As ``torch.optim.Optimizer.state_dict`` numbers it."""
+    """The state of one optimizer, numbered as ``torch.optim.Optimizer.state_dict`` does it."""
     numbers = {name: number for number, name in enumerate(optimizer.names)}
     spans = pairwise(accumulate(optimizer.sizes, initial=0))
     groups = [{**hyper, "params": list(range(*span))} for hyper, span in zip(optimizer.groups, spans, strict=True)]

@@ -1,4 +1,4 @@
-"""The model's weights as one safetensors file, written by hand: 8 bytes of size, a JSON header, the tensors end to end.
+"""Writes a model's weights as one safetensors file, by hand: 8 bytes of size, a JSON header, the tensors end to end.
 
 Tied tensors are there once, under their first name; the header's metadata has the others, as ``safetensors.torch`` does.
 """
@@ -19,7 +19,7 @@ from gemini_ft.storage.shard import CODES
 
 
 def write(checkpoint: Checkpoint, folder: Path, name: str) -> None:
-    """Write ``folder/name``.
+    """Writes ``folder/name``.
 
     Raises:
         UnsupportedStateError: a dtype is unknown to safetensors; the tensor is named.

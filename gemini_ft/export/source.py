@@ -1,4 +1,4 @@
-"""Which checkpoint is exported, and where its shards are read."""
+"""Finds the checkpoint to export, and the places where its shards are read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN = 20  # steps listed in an error
 
 
 class StorageShard:
-    """One rank's shard in storage, as a `gemini_ft.recovery.readers.ShardReader`."""
+    """The shard of one rank in storage, as a `gemini_ft.recovery.readers.ShardReader`."""
 
     where = "storage"
 
@@ -43,22 +43,22 @@ class StorageShard:
             yield offset, view
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: no resources are held open."""
 
 
 @dataclass
 class Checkpoint:
-    """One checkpoint that can be read. Close it as soon as it has been: in memory it takes a slot from the job until then.
+    """A checkpoint that can be read. Close it soon: in memory it takes a slot from the job until then.
 
     Attributes:
         run: run id.
         stream: which line of snapshots: ``main`` of a plain loop, ``fit-0``, ``fabric-0``.
-        version: which state.
+        version: of the state.
         where: in words.
         shards: by owner, all ranks of the job.
         secret: of the run, to check the signature of pickles.
         trust_pickle: whether pickles without a valid signature may be loaded.
-        held: keeps what is read from being deleted meanwhile, until ``close``.
+        held: keeps the files that are read from being deleted, until ``close``.
     """
 
     run: str
@@ -76,7 +76,7 @@ class Checkpoint:
         return self.version.iteration
 
     def extras(self, *part: str) -> Any:
-        """What is no tensor, as rank 0 had it; only the part under these keys is decoded.
+        """The state that is no tensor, as rank 0 had it; only the part under these keys is decoded.
 
         Raises:
             KeyError: there is no such part.
@@ -85,7 +85,7 @@ class Checkpoint:
         return codec.decode(self._extras, self.secret, self.trust_pickle, part)
 
     def extras_of(self, owner: int, *part: str) -> Any:
-        """The same, as another rank had it."""
+        """The `extras` as another rank had them."""
         return codec.decode(self.shards[owner].extras(), self.secret, self.trust_pickle, part)
 
     @cached_property
@@ -93,7 +93,7 @@ class Checkpoint:
         return self.shards[0].extras()
 
     def close(self) -> None:
-        """Let go of the shards."""
+        """Releases the shards."""
         for shard in self.shards:
             shard.close()
         self.held.close()
@@ -155,7 +155,7 @@ def from_storage(
 
 
 def _of_step(found: Sequence[CheckpointInfo], step: int | None, where: str) -> CheckpointInfo:
-    """Of a step that was run again, the newest one."""
+    """The checkpoint of a step; the newest one if the step was run again."""
     if not found:
         raise ConfigError(f"no checkpoints in {where}; look with `gemini checkpoints {where}`, or leave out --run-id and --stream")
     if step is None:

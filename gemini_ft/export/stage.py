@@ -1,8 +1,8 @@
-"""A folder to write an export into, beside the place where it will be; what killed exports have left is found and removed.
+"""A folder beside the target to write an export into; leftovers of killed exports are found and removed.
 
 .gemini-export-<writer>       a lock, held while the export runs; named as `gemini_ft.storage.partials` has it
-.gemini-export-<writer>.new   what is being written
-.gemini-export-<writer>.old   what was there before, where a file system cannot exchange two folders in one go
+.gemini-export-<writer>.new   the files that are being written
+.gemini-export-<writer>.old   the former target, where a file system cannot exchange two folders in one go
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gemini_ft.storage import partials
 
 PREFIX = ".gemini-export-"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # fcntl.h, stdio.h
-_UNABLE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}  # what file systems say that cannot exchange
+_UNABLE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}  # errors of file systems that cannot exchange
 _log = logging.getLogger("gemini_ft")
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -38,7 +38,7 @@ class Stage:
         self._fd = fd
 
     def take_place(self, target: Path, own: Callable[[str], bool]) -> None:
-        """Let the folder take the place of ``target``, in one go where the file system can; ``target`` may be missing.
+        """Lets the folder take the place of ``target``, in one go where the file system can; ``target`` may be missing.
 
         Args:
             target: in the same folder as this one.
@@ -58,8 +58,8 @@ class Stage:
         before.rmdir()
 
     def _change_over(self, target: Path) -> Path:
-        """Do it in two steps; returns where the old content is now."""
-        os.write(self._fd, os.fsencode(target.name))  # whoever finds the old one without a new one puts it back
+        """Takes the place of the target in two steps; returns where the old content is now."""
+        os.write(self._fd, os.fsencode(target.name))  # a process that finds the old one without a new one puts it back
         os.fsync(self._fd)
         target.rename(self._old)
         try:
@@ -87,7 +87,7 @@ def stage(where: Path, mode: int = 0o777) -> Iterator[Stage]:
 
 
 def clear_leftovers(where: Path, now: float | None = None) -> None:
-    """Remove what dead exports have left in ``where``; ``now`` as for `gemini_ft.storage.partials.sweep`."""
+    """Removes leftovers of dead exports in ``where``; ``now`` as for `gemini_ft.storage.partials.sweep`."""
     partials.sweep(where, now, PREFIX, _written, _remove)
 
 
@@ -106,7 +106,7 @@ def _remove(lock: Path) -> None:
 
 
 def _written(lock: Path) -> float:
-    """When an export has last written something."""
+    """The time at which an export last wrote something."""
     newest = partials.last_byte(lock)
     for path in _beside(lock)[0].rglob("*"):
         with suppress(FileNotFoundError):
@@ -119,7 +119,7 @@ def _beside(lock: Path) -> tuple[Path, Path]:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders in one go; False: this file system or this kernel cannot."""
+    """Exchanges two folders in one go; False: this file system or this kernel cannot."""
     if not hasattr(_libc, "renameat2"):
         return False
     if _libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:

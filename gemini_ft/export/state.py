@@ -1,4 +1,4 @@
-"""Whole tensors -> the state dicts of models and optimizers, under the names that other tools know.
+"""Makes the state dicts of models and optimizers of whole tensors, under the names that other tools know.
 
 A snapshot calls a parameter ``<model>.<name>``; where there is one model, its name is left out.
 """
@@ -24,7 +24,7 @@ _OPTIMIZER = re.compile(r"optim\d+\.")
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """One optimizer.
+    """The state of one optimizer.
 
     Attributes:
         names: its parameters, in its own order, as in the model's state dict.

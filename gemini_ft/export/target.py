@@ -1,4 +1,4 @@
-"""Where an export is written: to a local folder or an S3 prefix; it appears whole, or not at all."""
+"""The target of an export, a local folder or an S3 prefix; the export appears there whole, or not at all."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _WAY_OUT = "choose another --to, or give --overwrite"
 
 @dataclass(frozen=True)
 class Target:
-    """What one format writes.
+    """The files that one format writes.
 
     Attributes:
         name: the one file; None: a folder of several.
-        last: of these, the one that names the others, and without which they are no checkpoint.
-        own: what such a folder holds, files in folders by their first part.
+        last: the file that names the others, and without which they are no checkpoint.
+        own: a pattern of the names in such a folder; files in folders go by their first part.
         tagged: ``last`` holds the name of the folder that all others are in.
     """
 
@@ -44,7 +44,7 @@ DEEPSPEED = Target(last="latest", own=r"latest|global_step\d+(-[0-9a-f]+)?(/.*)?
 
 @contextmanager
 def staged(to: str, target: Target, overwrite: bool = False, endpoint_url: str | None = None) -> Iterator[Path]:
-    """A folder to write into; what is in it appears in ``to`` when the block ends well.
+    """A folder to write into; its files appear in ``to`` when the block ends well.
 
     Args:
         to: local folder, ``file:///folder`` or ``s3://bucket/prefix``. For the latter the files lie in the temporary directory first.
@@ -103,7 +103,7 @@ def _local(folder: Path, target: Target, overwrite: bool) -> Iterator[Path]:
 
 
 def _existing(found: Sequence[str], target: Target, to: str, overwrite: bool) -> Sequence[str]:
-    """What will be replaced.
+    """The files that will be replaced.
 
     Raises:
         ConfigError: it must not be.
@@ -119,7 +119,7 @@ def _existing(found: Sequence[str], target: Target, to: str, overwrite: bool) ->
 
 
 def _upload(storage: Storage, folder: Path, target: Target, old: Sequence[str]) -> None:
-    """Put the new files beside the old ones, then the one that names them in place of the old one, and delete the old ones last."""
+    """Puts the new files beside the old ones, then the one that names them in place of the old one, and deletes the old ones last."""
     if target.tagged:
         _make_unlike(folder, target, old)
     files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
@@ -135,7 +135,7 @@ def _upload(storage: Storage, folder: Path, target: Target, old: Sequence[str]) 
 
 
 def _make_unlike(folder: Path, target: Target, old: Sequence[str]) -> None:
-    """Give the folder of an export another name if the old export has one of the same."""
+    """Renames the folder of an export if the old export has one of the same name."""
     tag = (folder / target.last).read_text()
     if any(key.startswith(f"{tag}/") for key in old):
         other = f"{tag}-{secrets.token_hex(4)}"

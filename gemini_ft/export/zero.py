@@ -27,7 +27,7 @@ def is_engine(checkpoint: Checkpoint) -> bool:
 
 
 class Engine:
-    """What all ranks of an engine had in one checkpoint.
+    """The state of all ranks of an engine in one checkpoint.
 
     Args:
         checkpoint: where to read; it stays open.
@@ -69,7 +69,7 @@ class Engine:
         return found
 
     def partition(self, owner: int) -> dict[str, torch.Tensor]:
-        """Every tensor that one rank had for itself, as it had it."""
+        """Every tensor that one rank had for itself, unchanged."""
         pieces = [piece for piece in self._shards[owner].layout.pieces if len(piece.group) == 1]
         tensors = {piece.name: torch.empty(piece.shape, dtype=getattr(torch, piece.dtype)) for piece in pieces}
         self._fill([Read(owner, piece.offset, piece.nbytes, piece.name, piece.start, piece.stop) for piece in pieces], tensors)
@@ -113,7 +113,7 @@ class EngineStates:
         return {key: first for key, name in self._engine.about["keys"].items() if (first := firsts.setdefault(name, key)) != key}
 
     def extra_state(self) -> dict[str, Any]:
-        """Modules' extra state is not captured of engines."""
+        """Nothing: modules' extra state is not captured of engines."""
         return {}
 
     def optimizers(self) -> list[OptimizerState]:
@@ -132,5 +132,5 @@ class EngineStates:
 
 
 def read_states(checkpoint: Checkpoint, optimizers: bool) -> State | EngineStates:
-    """Whatever the checkpoint is of; it is closed then. See `State` and `EngineStates`."""
+    """Reads the states of any checkpoint, and closes it. See `State` and `EngineStates`."""
     return (EngineStates if is_engine(checkpoint) else State)(checkpoint, optimizers)

@@ -1,1 +1,1 @@
-"""Failures on purpose: their language, and the deeds."""
+"""Failures on purpose: their language, and carrying them out."""

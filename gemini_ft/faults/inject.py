@@ -1,4 +1,4 @@
-"""Failures on purpose: GEMINI_FAULTS says which, and the Checkpointer lets them happen.
+"""Failures on purpose: GEMINI_FAULTS names them, and the Checkpointer makes them happen.
 
     GEMINI_FAULTS="step=20:rank=1:sigkill; step=40:host=2:kill" gemini run ... train.py
 
@@ -47,12 +47,12 @@ __all__ = ["Fault", "InjectedFault", "at_step", "from_environment"]
 
 _log = logging.getLogger("gemini_ft")
 _GATHER_SECONDS = 2.0  # a rank that never comes to the moment delays the fault by this much
-_FILL_LIMIT = "256MiB"  # of what storage_full may write; GEMINI_FAULTS_FILL_LIMIT
+_FILL_LIMIT = "256MiB"  # that storage_full may write; GEMINI_FAULTS_FILL_LIMIT
 _FILLER = ".gemini-fault-filler"
 
 
 class InjectedFault(RuntimeError):
-    """What a worker raises for a fault of kind ``exception``."""
+    """The error that a worker raises for a fault of kind ``exception``."""
 
 
 def from_environment() -> tuple[Fault, ...]:
@@ -65,7 +65,7 @@ def from_environment() -> tuple[Fault, ...]:
 
 
 def at_step(iteration: int, moment: str = "end_of_step") -> None:
-    """Let happen what is due at this moment of this iteration. Without GEMINI_FAULTS this is one comparison.
+    """Carries out the faults that are due at this moment of this iteration. Without GEMINI_FAULTS this is one comparison.
 
     Args:
         iteration: iterations done.
@@ -83,7 +83,7 @@ def at_step(iteration: int, moment: str = "end_of_step") -> None:
 
 @dataclass(frozen=True)
 class Orders:
-    """What one rank knows of the faults; the ranks tell each other when they join."""
+    """All that one rank knows of the faults; the ranks tell each other when they join."""
 
     text: str
     happened: frozenset[str] = frozenset()
@@ -91,7 +91,7 @@ class Orders:
 
     @classmethod
     def read(cls, run: str) -> Orders:
-        """From this process's environment and this host's disk.
+        """Reads the orders from this process's environment and this host's disk.
 
         Raises:
             ConfigError: GEMINI_FAULTS cannot be understood.
@@ -103,7 +103,7 @@ class Orders:
 
     @classmethod
     def agree(cls, everyone: Sequence[Orders]) -> Orders:
-        """Put together what the ranks know.
+        """Combines all that the ranks know.
 
         Raises:
             ConfigError: they were not given the same faults.
@@ -119,7 +119,7 @@ class Orders:
 
 @dataclass(frozen=True)
 class Scene:
-    """One worker's view of the job that the faults happen to."""
+    """The job that the faults happen to, as one worker sees it."""
 
     run: str
     has_past: bool  # there are copies, or were; without, a run forgets what an earlier one of its name has left behind
@@ -135,7 +135,7 @@ class Scene:
 
 
 def arm(orders: Orders, scene: Scene) -> None:
-    """Make ready for ``at_step``; the Checkpointer calls it once the ranks have come together.
+    """Prepares for ``at_step``; the Checkpointer calls it once the ranks have come together.
 
     Raises:
         ConfigError: a fault names what this job does not have, or would do harm.
@@ -151,7 +151,7 @@ def arm(orders: Orders, scene: Scene) -> None:
         _forget(folder)
         happened.clear()
     if scene.rank == 0:
-        _log.warning("fault injection: %s", "; ".join(f.text for f in faults if f.name not in happened) or "all has happened")
+        _log.warning("fault injection: %s", "; ".join(f.text for f in faults if f.name not in happened) or "no fault is left to happen")
         if happened:
             _log.warning("fault injection: %d of the faults will not happen again (see %s)", len(happened), folder)
     _drill = Drill(faults, happened, folder, scene)
@@ -170,7 +170,7 @@ def _files(folder: Path) -> Iterable[Path]:
 
 
 def _forget(folder: Path) -> None:
-    """Remove what earlier runs have noted; the folder is the user's, so everything else in it stays."""
+    """Removes the notes of earlier runs; the folder is the user's, so everything else in it stays."""
     for path in _files(folder):
         if OCCURRENCE.fullmatch(path.name) and (path.is_file() or path.is_symlink()):
             path.unlink(missing_ok=True)  # another rank of this host may have been quicker
@@ -186,7 +186,7 @@ class Drill:
         self._faults, self._happened, self._folder, self._scene = faults, happened, folder, scene
 
     def at(self, iteration: int, moment: str) -> None:
-        """Carry out what is due, in the order of the list."""
+        """Carries out the faults that are due, in the order of the list."""
         for fault in self._faults:
             self._end(fault, iteration)
             name = fault.occurrence(iteration)
@@ -211,7 +211,7 @@ class Drill:
 
 
 def _gather(name: str, rank: int, world_size: int, wait: bool) -> None:
-    """Say that this rank has come to a fault; ``wait`` for the others to say so too, for a short time.
+    """Announces that this rank has come to a fault; with ``wait``, waits a short time for the others to do so too.
 
     Not a collective: its last steps would fail on the ranks that are still in it when the first one dies.
     """
@@ -255,9 +255,9 @@ def _do(fault: Fault, scene: Scene) -> None:
 
 
 def _kill_host(agent: int) -> None:
-    """The launcher goes before its workers: it must not see them die, nor say goodbye for them.
+    """Kills the launcher before its workers: it must not see them die, nor sign them off.
 
-    Under `gemini run` this process dies with it, torchrun's workers do not. The agent goes first, because nobody else would kill it.
+    Under `gemini run` this process dies with it, torchrun's workers do not. The agent goes first, because no other process would kill it.
     """
     launcher = _launcher()
     family = [launcher, *launcher.children(recursive=True)] if launcher is not None else []
@@ -265,7 +265,7 @@ def _kill_host(agent: int) -> None:
 
 
 def _fill(path: Path) -> None:
-    """Take all the room of a file system, down to the last byte."""
+    """Takes all the room of a file system, down to the last byte."""
     with open(path, "ab", buffering=0) as filler:
         for size in (2**20, 2**12, 1):
             with contextlib.suppress(OSError):
@@ -290,7 +290,7 @@ def _kill(pids: Iterable[int], signum: int = signal.SIGKILL) -> None:
 
 
 def _storage_folder(url: str | None) -> Path:
-    """Where the checkpoints are.
+    """The local folder that holds the checkpoints.
 
     Raises:
         ConfigError: there is no storage, or not a local one.
@@ -301,7 +301,7 @@ def _storage_folder(url: str | None) -> Path:
 
 
 def _check_room(url: str | None) -> None:
-    """Nobody wants a drill to write a terabyte, least of all into a file system that others need.
+    """Limits how much a drill may write: it must not write a terabyte, least of all into a shared file system.
 
     Raises:
         ConfigError: filling it would take more than the limit.

@@ -1,4 +1,4 @@
-"""What goes wrong, when and to whom: the language of GEMINI_FAULTS. Pure; `gemini_ft.faults.inject` carries it out.
+"""The language of GEMINI_FAULTS: failures, their times and their targets. Pure; `gemini_ft.faults.inject` carries them out.
 
     step=20:rank=1:sigkill; step=40:host=2:kill; step=60:group=0:kill; probability=0.001:seed=7:sigkill
 
@@ -47,7 +47,7 @@ MOMENTS = {
 
 @dataclass(frozen=True)
 class World:
-    """Who is where, as far as faults need to know."""
+    """The ranks and hosts of the job, as far as faults need to know them."""
 
     hosts: Sequence[str]  # host of each rank
     holders: Mapping[int, Sequence[str]] = field(default_factory=dict)  # rank -> hosts that hold copies of its shard
@@ -60,7 +60,7 @@ class World:
 
 @dataclass(frozen=True)
 class Fault:
-    """One entry. Steps are counts of finished iterations."""
+    """One entry of GEMINI_FAULTS. Steps are counts of finished iterations."""
 
     kind: str
     text: str  # as given
@@ -78,11 +78,11 @@ class Fault:
     code: int = 1
 
     def occurrence(self, iteration: int) -> str:
-        """Name of what happens at most once: a scheduled fault in a run, a random one in an iteration."""
+        """The name under which the fault happens at most once: a scheduled one in a run, a random one in an iteration."""
         return self.name if self.probability is None else f"{self.name}-{iteration}"
 
     def is_due(self, iteration: int, moment: str) -> bool:
-        """Whether it happens now, unless it has before.
+        """Whether the fault happens now, unless it has happened before.
 
         A scheduled fault is due at its step or the first such moment after it: an iteration may be without a snapshot, and
         validation may come every hundred steps.
@@ -94,14 +94,14 @@ class Fault:
         return iteration <= (self.until or iteration) and self._dice(iteration).random() < self.probability
 
     def doers(self, world: World, iteration: int) -> list[int]:
-        """The ranks that carry it out: all that are hit, or the first one on each host that is hit."""
+        """The ranks that carry the fault out: all that are hit, or the first one on each host that is hit."""
         hit = self._hit(world, iteration)
         if self.kind in RANK_KINDS:
             return hit
         return sorted({world.hosts.index(world.hosts[rank]) for rank in hit})
 
     def owners(self, world: World, host: str) -> list[int]:
-        """`corrupt`: the ranks whose shards are damaged on ``host``."""
+        """The ranks whose shards a `corrupt` fault damages on ``host``."""
         if self.owner is not None:
             return [self.owner]
         if self.rank is not None:
@@ -109,7 +109,7 @@ class Fault:
         return sorted(rank for rank, hosts in world.holders.items() if host in hosts)
 
     def check(self, world: World) -> None:
-        """Raise ConfigError when it names a rank, host or group that this job does not have."""
+        """Raises ConfigError when it names a rank, host or group that this job does not have."""
         hosts = sorted(set(world.hosts))
         numbered = int(self.host) if self.host is not None and self.host.isdigit() and self.host not in hosts else None
         for key, value, count in (
@@ -135,7 +135,7 @@ class Fault:
         return [rank for rank in ranks if world.hosts[rank] in hosts]
 
     def _dice(self, iteration: int) -> random.Random:
-        """The same on all ranks, and in a run that is repeated."""
+        """A random generator that is the same on all ranks, and in a run that is repeated."""
         return random.Random(f"{self.seed}/{self.name}/{iteration}")
 
     @property
@@ -152,7 +152,7 @@ def _host(given: str, world: World) -> str:
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """Read a list of faults.
+    """Reads a list of faults.
 
     Raises:
         ConfigError: an entry has an unknown word, a wrong value, or lacks something; it says what is allowed.
@@ -194,7 +194,7 @@ def _value(text: str, key: str, value: str) -> Any:
 
 
 def _check_relations(fault: Fault) -> None:
-    """Everything that two words of an entry have to do with each other."""
+    """Checks everything that two words of an entry have to do with each other."""
     targets = [fault.rank is not None, fault.everyone, fault.host is not None, fault.group is not None].count(True)
     is_random = fault.probability is not None
     problem = None

@@ -26,7 +26,7 @@ def command(line: Sequence[str], copy: Path | None = None) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Run the program that the command line names."""
+    """Runs the program that the command line names."""
     copy, launcher, program = None, int(sys.argv[1]), sys.argv[2:]
     die_with(launcher)
     if program[0].startswith(_COPY):

@@ -1,6 +1,6 @@
-"""In workers of ``gemini run``, ``deepspeed.initialize`` protects every engine whose configuration has a "gemini" section.
+"""Protects, in workers of ``gemini run``, every engine whose DeepSpeed configuration has a "gemini" section.
 
-A "gradient_pipeline" section is seen to as well. So a script that is not changed at all is protected: whatever calls
+A "gradient_pipeline" section takes effect as well. So an unchanged script is protected: whatever calls
 ``deepspeed.initialize`` (the script, accelerate, transformers' Trainer) finds the function that is put in its place as soon as
 deepspeed has been imported. For an engine without either it does nothing but call the original. ``GEMINI_WRAP=0`` leaves deepspeed as
 it is.
@@ -23,13 +23,13 @@ from gemini_ft.errors import ConfigError
 from gemini_ft.launch.import_hook import after_import
 
 _MODULE = "deepspeed"
-SECTIONS = ("gemini", "gradient_pipeline")  # of DeepSpeed's configuration that are ours
+SECTIONS = ("gemini", "gradient_pipeline")  # our sections of DeepSpeed's configuration
 
 protected = False  # whether this process has a protected engine; `gemini_ft.deepspeed.attach` says so
 
 
 def install() -> None:
-    """Replace ``deepspeed.initialize``: now if deepspeed is loaded, else as soon as it is. May be called any number of times."""
+    """Replaces ``deepspeed.initialize``: now if deepspeed is loaded, else as soon as it is. May be called any number of times."""
     if os.environ.get("GEMINI_WRAP") == "0":
         return
     if (module := sys.modules.get(_MODULE)) is not None:

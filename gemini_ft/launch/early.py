@@ -32,7 +32,7 @@ class Early:
 
 
 def read_early(files: Sequence[Path], folder: Path, heavy: Collection[str], environ: Collection[str]) -> Early:
-    """Read what a program does before its heavy imports.
+    """Reads what a program does before its heavy imports.
 
     Args:
         files: sources that run one after the other: the packages of a module that is run, then the program.
@@ -118,7 +118,7 @@ class _Reader:
         self.early.constants.update(known)
         self._environ |= known.keys()
         called = [name for name in _called(node) if name in self._functions]
-        if any(self._block(self._functions.pop(name)) for name in called):
+        if any(self._block(self._functions.pop(name, ())) for name in called):
             return True
         inner = [item for item in ast.walk(node) if isinstance(item, ast.Import | ast.ImportFrom)]
         return any(self._statement(item) for item in inner)

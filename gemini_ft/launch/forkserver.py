@@ -1,4 +1,4 @@
-"""The process that has imported torch once, and from which ``gemini run`` forks the workers of every attempt.
+"""The process that imports torch once, and from which ``gemini run`` forks the workers of every attempt.
 
 Most of a restart is Python importing torch. A worker forked from here is ready in milliseconds, and in all that a
 script can see it is what ``python -u script.py`` would have been: a child of the launcher in a session of its own, standard
@@ -53,7 +53,7 @@ _NOT_MEANT_HERE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def main() -> None:
-    """Serve; in a forked child, run the script and end as it ends."""
+    """Serves requests; in a forked child, runs the script and ends as it ends."""
     dispositions: dict[int, Any] = {signum: signal.signal(signum, signal.SIG_IGN) for signum in _NOT_MEANT_HERE}
     modules, program = sys.argv[2].split(","), sys.argv[3:]
     if not sys.flags.safe_path:
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _preload(modules: Sequence[str], left_behind: dict[str, str]) -> str | None:
-    """Import ``modules``; return why children must not be forked after that, or None if they can.
+    """Imports ``modules``; returns why children must not be forked after that, or None if they can.
 
     Args:
         modules: their names.
@@ -106,7 +106,7 @@ def _preload(modules: Sequence[str], left_behind: dict[str, str]) -> str | None:
 
 
 def _trial(torch: Any) -> str | None:
-    """Let a child do what breaks if an import has started a pool of OpenMP threads or has asked CUDA for its devices."""
+    """Makes a child do what fails if an import has started a pool of OpenMP threads or has asked CUDA for its devices."""
     pid = _fork()
     if pid == 0:
         bad_fork = torch.cuda._is_in_bad_fork()
@@ -141,7 +141,7 @@ def _wait(pid: int, seconds: float) -> int | None:
 
 
 def _serve(channel: socket.socket, refusal: str | None, dispositions: Mapping[int, Any]) -> dict[str, Any] | None:
-    """Answer requests until the channel closes, and return None; in a worker that may begin, return the request it is made for."""
+    """Answers requests until the channel closes, and returns None; in a worker that may begin, returns the request it is made for."""
     forked: dict[int, int] = {}  # pid -> descriptor of the worker, which no later process of the same number is mistaken for
     with contextlib.suppress(ConnectionError):  # the launcher did not wait for the answer
         messages.send(channel, {"number": 0, "refused": refusal})
@@ -176,7 +176,7 @@ def _serve(channel: socket.socket, refusal: str | None, dispositions: Mapping[in
 
 
 def _fork_worker(prepare: Callable[[], None]) -> int:
-    """Fork a worker that is the launcher's child and leads a session of its own; return its pid, 0 in itself.
+    """Forks a worker that is the launcher's child and leads its own session; returns its pid, 0 in the worker.
 
     It has called ``prepare`` when this returns in the server.
     """
@@ -232,14 +232,14 @@ def _ended(worker: int) -> bool:
 
 
 def _see_off(forked: Mapping[int, int]) -> None:
-    """Kill the sessions of workers that are left without a launcher."""
+    """Kills the sessions of workers that are left without a launcher."""
     for pid, worker in forked.items():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             _kill_session(pid, worker)
 
 
 def _kill_session(pid: int, worker: int) -> None:
-    """Kill a worker and what it has started, and nobody who has been given its number since it ended."""
+    """Kills a worker and all it has started, but no process that was given its number after it ended."""
     try:
         signal.pidfd_send_signal(worker, signal.SIGKILL, None, _SIGNAL_GROUP)
     except OSError as error:
@@ -258,7 +258,7 @@ def _lives(pid: int) -> bool:
 
 
 def _become_worker(environ: Mapping[str, str]) -> None:
-    """Take over the worker's environment, and correct what imported modules have already taken from the server's."""
+    """Takes over the worker's environment, and corrects what imported modules have already taken from the server's."""
     os.environ.clear()
     os.environ.update(environ)
     # These read the rank of the process while they are imported.

@@ -1,4 +1,4 @@
-"""How the launcher's worker processes are signalled and waited for: every one once, at once, and never a process that is not theirs.
+"""Signals and awaits the launcher's worker processes: each one once, at once, and never a process of another launcher.
 
 Torch's launcher turns a signal into an exception in its main thread. That may be in the middle of a bookkeeping step here, or wait for
 minutes in a call that asks an unreachable store. So a thread passes the signal on to all workers the moment it arrives, and the
@@ -39,18 +39,18 @@ class Process:
         self._workers, self._reap = workers, reap
 
     def poll(self) -> int | None:
-        """Exit status, negative for a signal; None while it runs."""
+        """The exit status, negative for a signal; None while it runs."""
         with self._workers.undisturbed():
             return self.look()
 
     def look(self) -> int | None:
-        """As :meth:`poll`, for a caller that is undisturbed already."""
+        """Does what :meth:`poll` does, for a caller that is undisturbed already."""
         if self.returncode is None:
             self.returncode = self._reap()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """As Popen's: wait for the end; TimeoutExpired after ``timeout`` seconds."""
+        """Waits for the end, as Popen's method does; TimeoutExpired after ``timeout`` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         while (status := self.poll()) is None:
             if end is not None and time.monotonic() > end:
@@ -71,7 +71,7 @@ class Workers:
         self._raise: Callable[[int, FrameType | None], None] = getattr(torch_api, _TO_HANDLER)
 
     def adopt(self, pid: int, reap: Callable[[], int | None]) -> Process:
-        """Take in a process that has been started within :meth:`undisturbed`; it gets the signal that has already been passed on."""
+        """Takes in a process that has been started within :meth:`undisturbed`; it gets the signal that has already been passed on."""
         process = Process(self, pid, reap)
         self._all = [*(other for other in self._all if other.returncode is None), process]
         if self.stopped_by is not None:
@@ -79,7 +79,7 @@ class Workers:
         return process
 
     def send(self, process: Process, signum: int) -> None:
-        """Signal the worker and all of its session, unless it has ended or has had that signal already."""
+        """Signals the worker and all of its session, unless it has ended or has had that signal already."""
         with self.undisturbed():
             self._send(process, signum)
 
@@ -90,12 +90,12 @@ class Workers:
                 os.killpg(process.pid, signum)
 
     def go_on(self) -> None:
-        """Raise SignalException again if the job has been told to end: torch's launcher has places that swallow it."""
+        """Raises SignalException again if the job has been told to end: torch's launcher has places that swallow it."""
         if self.stopped_by is not None:
             self._raise(self.stopped_by, None)
 
     def stop(self) -> None:
-        """End those that still run, which torch's launcher does not know of: it was interrupted while it started them."""
+        """Ends workers that torch's launcher does not know of, because it was interrupted while it started them."""
         left = [process for process in self._all if process.poll() is None]
         for signum in (self.stopped_by or signal.SIGTERM, signal.SIGKILL):
             for process in left:

@@ -1,4 +1,4 @@
-"""Something to be done right after a module has been imported, whoever imports it. Standard library only."""
+"""Runs a function right after a module has been imported, whatever imports it. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def after_import(names: Collection[str], then: Callable[[ModuleType], None]) -> None:
-    """Call ``then`` with each of the modules as soon as it has been loaded. Asked again for the same, this does nothing.
+    """Calls ``then`` with each of the modules as soon as it has been loaded. Asked again for the same, this does nothing.
 
     Modules that are loaded already are the caller's business.
     """

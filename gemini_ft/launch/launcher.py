@@ -51,7 +51,7 @@ _KEEP_ALIVE = {"keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run a script under torch's elastic launcher until the job ends.
+    """Runs a script under torch's elastic launcher until the job ends.
 
     Args:
         argv: torchrun's arguments, among which ``--run-id``, ``--explain``, ``--cold`` and ``--preload`` are allowed.
@@ -104,13 +104,13 @@ def command(argv: Sequence[str]) -> int:
         logger.error("the rendezvous cannot be reached: %s", error)
         return 1
     except AttributeError as error:
-        # What torch 2.13 makes of a host that waited as a spare until the job was over: no result, which it does not expect.
+        # Torch 2.13 does not expect that a host which waited as a spare until the job was over has no result.
         if (error.obj, error.name) != (None, "is_failed"):
             raise
         logger.warning("the job is over; this spare host was not needed")
         return 0
     if unstored := lifecycle.job_finished(run_id):
-        logger.error("the job has finished, but its last upload failed for good, and what the agents held is gone: %s", unstored)
+        logger.error("the job has finished, but its last upload failed for good, and the agents' memory is gone: %s", unstored)
         return NOT_STORED
     return 0
 
@@ -136,7 +136,7 @@ def _at_work(run_id: str) -> list[Launch]:
 
 
 def _heed_signals(names: Sequence[str]) -> None:
-    """Undo what nohup, a shell's background jobs and some supervisors leave ignored.
+    """Resets signals that nohup, a shell's background jobs and some supervisors leave ignored.
 
     Workers of torchrun are started when it handles these signals, and so ignore none of them; the fork server starts before. With
     SIGCHLD ignored, a failed worker would count as one that ended well.
@@ -182,7 +182,7 @@ def _program(options: argparse.Namespace) -> list[str]:
 
 
 def _workers(options: argparse.Namespace, program: Sequence[str], copy: Path | None) -> AbstractContextManager[None]:
-    """The context in which torch's launcher starts workers in the way that this command needs; if that is not the user's wish, say why."""
+    """The context in which torch's launcher starts workers as this command needs; explains where that is not the user's wish."""
     if options.cold:
         return cold_workers(copy)
     if reason := _not_forkable(options, copy):
@@ -197,7 +197,7 @@ def _workers(options: argparse.Namespace, program: Sequence[str], copy: Path | N
 
 
 def _not_forkable(options: argparse.Namespace, copy: Path | None) -> str:
-    """Why the program of this command is one for Python itself; empty if it is not."""
+    """The reason why this command's program cannot be forked; empty if it can."""
     if options.no_python or options.run_path:
         return "only what 'python SCRIPT' and 'python -m MODULE' run can be forked"
     if os.environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
@@ -209,7 +209,7 @@ def _not_forkable(options: argparse.Namespace, copy: Path | None) -> str:
 
 
 def _prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
-    """Set what launcher and workers read from the environment, and defaults that restart reliably; return the run id."""
+    """Sets what launcher and workers read from the environment, and defaults that restart reliably; returns the run id."""
     run_id: str = options.run_id or os.environ.get("GEMINI_RUN_ID") or default_run_id(program)
     os.environ["GEMINI_RUN_ID"] = run_id
     os.environ[LAUNCH] = uuid.uuid4().hex
@@ -230,7 +230,7 @@ def _prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
 
 
 def _is_alone(options: argparse.Namespace) -> bool:
-    """Whether this is a job of one host that has said nothing of how it comes together.
+    """Whether this is a job of one host without any rendezvous options.
 
     Torchrun's default then is the static rendezvous, in which a restart hangs if the script makes its process group itself.
     """
@@ -242,7 +242,7 @@ def _is_alone(options: argparse.Namespace) -> bool:
 
 
 def _show_messages() -> None:
-    """Send this package's own messages to stderr, recognisable among those of torch and the workers."""
+    """Sends this package's own messages to stderr, recognisable among those of torch and the workers."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("gemini run: %(message)s"))
     ours = logging.getLogger("gemini_ft")

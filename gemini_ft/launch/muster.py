@@ -1,4 +1,4 @@
-"""A round of torch's rendezvous counts only once all its hosts have been heard in it.
+"""Makes a round of torch's rendezvous count only once all its hosts have been heard in it.
 
 Torch completes a round when enough hosts have come, and each of them then waits for the others' words in the store. Of a host that is lost
 between the two, none comes: after the store's 60 s the launchers of all other hosts failed, and the job with them. Here hosts say
@@ -63,7 +63,7 @@ def whole_rounds() -> Iterator[None]:
             try:
                 return rendezvous(self)
             except _BrokenRoundError as error:
-                logger.warning("the hosts come together anew: %s", error)
+                logger.warning("the hosts begin a new rendezvous round: %s", error)
 
     def whole_world(self: Any) -> tuple[int, int]:
         _places(self)
@@ -77,7 +77,7 @@ def whole_rounds() -> Iterator[None]:
             try:
                 return assign(self, group)
             except dist.DistStoreError as error:  # a host was lost right after all had met: its word is missing in the store
-                logger.warning("the hosts come together anew: %s", str(error).splitlines()[0])
+                logger.warning("the hosts begin a new rendezvous round: %s", str(error).splitlines()[0])
 
     handler._get_store = lambda self: _met(self, store(self), this)  # type: ignore[method-assign]
     SimpleElasticAgent._rendezvous = assigned  # type: ignore[method-assign]
@@ -89,7 +89,7 @@ def whole_rounds() -> Iterator[None]:
 
 
 def _places(handler: Any) -> tuple[int, dict[Any, int]]:
-    """The round that this host is in, and who has which place in it."""
+    """The round that this host is in, and the place of each host in it."""
     state = handler._state_holder.state
     places: dict[Any, int] = dict(state.participants)
     if not state.complete or handler._this_node not in places:
@@ -100,7 +100,7 @@ def _places(handler: Any) -> tuple[int, dict[Any, int]]:
 
 
 def _met(handler: Any, store: Any, this: _Launch, clock: Callable[[], float] = time.monotonic) -> Any:
-    """The round's store, once every host of the round has said in it that it is there, and which launch it belongs to."""
+    """The round's store, once every host of the round has announced itself there, and its launch."""
     begun = _places(handler)
     number, size = begun[1][handler._this_node], len(begun[1])
     store.set(f"{_HERE}/{size}/{number}", this.word)

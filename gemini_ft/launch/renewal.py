@@ -1,10 +1,10 @@
-"""Draws anew, in a forked worker, what the server's imports have drawn at random: else all ranks and all restarts would share it.
+"""Draws anew, in a forked worker, the numbers that the server's imports have drawn: else all ranks and restarts would share them.
 
 Operating system, OpenSSL, ``secrets``, ``uuid4`` and Python's global generator see to themselves after a fork. Not so the global
 generators of torch and numpy, generators that a library makes for itself when it is imported (sympy has three), and the key that
 ``multiprocessing`` proves its identity with. A generator that a library has seeded with a number of its own stays as it is.
 
-Standard library only: what is renewed is what happens to be loaded.
+Standard library only: it renews whatever happens to be loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_DRAWN_BITS = 64  # numpy draws 128 bits for a generator that is given no seed; nobody writes a seed that long
+_DRAWN_BITS = 64  # numpy draws 128 bits for a generator without a seed; no user writes a seed that long
 
 
 class Renewal:

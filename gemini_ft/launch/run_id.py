@@ -1,4 +1,4 @@
-"""The name of a run: what makes the same command, started again, find the memory of the time before."""
+"""The name of a run, by which the same command, started again, finds the memory of the time before."""
 
 from __future__ import annotations
 

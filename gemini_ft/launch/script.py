@@ -52,14 +52,14 @@ def starter(module: str) -> tuple[str, str]:
 
 
 def import_root(program: Sequence[str]) -> str:
-    """First entry of ``sys.path`` as Python sets it for this program: the working directory for a module, else the script's own."""
+    """The first entry of ``sys.path`` as Python sets it: the working directory for a module, else the script's folder."""
     if program[0] == "-":
         return ""
     return os.getcwd() if program[0] == "-m" else os.path.dirname(os.path.realpath(program[0]))
 
 
 def die_with(launcher: int) -> None:
-    """Have the kernel kill this worker when its parent, the ``launcher``, dies: to the other hosts this one is lost then.
+    """Makes the kernel kill this worker when its parent, the ``launcher``, dies: to the other hosts this one is lost then.
 
     Not by SIGTERM, which scripts take for the end of the whole job: Lightning's rank 0 makes all ranks stop at it, with status 0.
     """
@@ -69,17 +69,17 @@ def die_with(launcher: int) -> None:
 
 
 def run(program: Sequence[str], copy: str | None = None) -> None:
-    """Run ``[-m] name arguments...`` as Python itself does, in a new ``__main__``; see `gemini_ft.launch.deepspeed_hook` for what is added.
+    """Runs ``[-m] name arguments...`` as Python itself does, in a new ``__main__``; plus `gemini_ft.launch.deepspeed_hook`.
 
     Args:
-        program: script and arguments, or ``-m``, module name and arguments; the script ``-`` is what came through standard input.
+        program: script and arguments, or ``-m``, module name and arguments; the script ``-`` came through standard input.
         copy: file with the text of a script that came through a pipe.
     """
     wrapping.install()
     sys.orig_argv = [sys.executable, "-u", *program]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
-    if "__mp_main__" in sys.modules:  # multiprocessing has been imported already, and has made it what __main__ was then
+    if "__mp_main__" in sys.modules:  # multiprocessing has been imported already, and has set it to the __main__ of that time
         sys.modules["__mp_main__"] = main
     try:
         if program[0] == "-m":
@@ -105,7 +105,7 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
 
 
 def _leave() -> None:
-    """End a finished process as Python does, but without taking the interpreter apart.
+    """Ends a finished process as Python does, but without taking the interpreter apart.
 
     With DeepSpeed's process groups that ends in ``terminate called without an active exception`` now and then, and torch's
     launcher takes it for a failure of the job.
@@ -137,7 +137,7 @@ def _run_script(script: str, copy: str | None, main: types.ModuleType) -> None:
 
 
 def _record(error: BaseException) -> None:
-    """Leave the exception where torch's launcher looks for what to show in its report, in the form it expects.
+    """Writes the exception where torch's launcher looks for its report, in the form it expects.
 
     Whole or not at all: the launcher itself fails on a file whose writer it has killed half-way. Torch's own
     ``record`` writes such files.
@@ -176,7 +176,7 @@ def _show(show: Callable[..., object], kind: type[BaseException], error: BaseExc
 
 
 def _frames_of_script(frames: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback without what lies between the interpreter and the script."""
+    """The traceback without the frames between the interpreter and the script."""
     while frames is not None and frames.tb_frame.f_code.co_filename in _STARTERS:
         frames = frames.tb_next
     return frames

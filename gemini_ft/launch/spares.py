@@ -13,7 +13,7 @@ it into the rendezvous, and further hosts wait as spares.
 Hosts look more often. Torch's look once a second for what the others have done, several times in a row, and take what
 they saw within the last second for the present.
 
-Nobody's clock decides who lives. Torch compares the time that a host writes with a sign of life with the reader's own: hosts whose
+No clock decides which host lives. Torch compares the time that a host writes with a sign of life with the reader's own: hosts whose
 clocks are seconds apart took each other for dead for ever, and a clock that was set cost a restart. Here a host is dead when what it
 writes has not changed for as long by the reader's monotonic clock.
 """
@@ -47,7 +47,7 @@ _STUCK = 10.0  # seconds after which hosts that go on without a lost one are cal
 
 @dataclass
 class Host:
-    """What this host's launcher knows of itself."""
+    """The facts that this host's launcher knows of itself."""
 
     patience: float  # seconds for which it leaves an open round to others, unless it belongs to the job
     has_taken_part: bool = False
@@ -59,7 +59,7 @@ class PatientJoin:
 
     Args:
         join: torch's own.
-        host: who wishes to join.
+        host: that wishes to join.
         clock: monotonic, seconds.
     """
 
@@ -76,7 +76,7 @@ class PatientJoin:
                 return action
             ctx = _narrowed(ctx, limit)
         if state.complete and ctx.node in state.wait_list and len(state.participants) >= ctx.settings.max_nodes:
-            return _Action.REMOVE_FROM_WAIT_LIST  # nobody needs it any more: torch's next decision makes it a spare
+            return _Action.REMOVE_FROM_WAIT_LIST  # it is not needed any more: torch's next decision makes it a spare
         action = self._join(ctx, deadline)
         if action == _Action.FINISH:
             self._host.has_taken_part = True
@@ -86,7 +86,7 @@ class PatientJoin:
         return _Action.KEEP_ALIVE if torch_rendezvous._should_keep_alive(ctx) else _Action.SYNC
 
     def _within(self, limit: int, ctx: Any) -> Any:
-        """The decision for a job whose state is made for ``limit`` hosts, where it is another than torch's; else None."""
+        """The decision for a job whose state is made for ``limit`` hosts, where torch would decide otherwise; else None."""
         state, here = ctx.state, ctx.node in ctx.state.participants
         if limit < ctx.settings.max_nodes and not here and len(state.participants) >= limit and not self._said:
             self._said = True
@@ -106,7 +106,7 @@ class PatientJoin:
 
 
 def _narrowed(ctx: Any, hosts: int) -> Any:
-    """The context as if the job had been started for exactly so many hosts."""
+    """The context as if the job had been started for exactly ``hosts`` hosts."""
     settings = copy(ctx.settings)
     for name in ("min_nodes", "max_nodes"):
         object.__setattr__(settings, name, hosts)
@@ -114,7 +114,7 @@ def _narrowed(ctx: Any, hosts: int) -> Any:
 
 
 def _waiting(original: Callable[[Any], int], host: Host, handler: Any) -> int:
-    """How many hosts torch's launcher restarts its workers for: none if their state cannot follow."""
+    """The number of hosts that torch's launcher restarts its workers for: none if their state cannot follow."""
     waiting = original(handler)
     if not host.is_fixed():
         return waiting
@@ -146,13 +146,13 @@ def _by_own_clock(holder: Any) -> Any:
 
 
 def _due(ctx: Any) -> bool:
-    """Whether this host must show that it lives; also when its clock has been set back."""
+    """Whether this host must show that it lives, which it also must when its clock has been set back."""
     said = ctx.state.last_heartbeats.get(ctx.node)
     return said is not None and abs(datetime.now(UTC) - said) >= ctx.settings.keep_alive_interval
 
 
 def pause(hosts: int) -> float:
-    """Seconds between two looks at the others' states, in a job of so many hosts."""
+    """Seconds between two looks at the others' states, in a job of ``hosts`` hosts."""
     return min(1.0, _QUICKEST + hosts / _HOSTS_PER_SECOND)
 
 
@@ -167,7 +167,7 @@ def better_rendezvous(hosts: int, is_fixed: Callable[[], bool] = lambda: False) 
     handler = torch_rendezvous.DynamicRendezvousHandler
     waiting = handler.num_nodes_waiting
     if join is None or delay is None or state is None or due is None:
-        logger.warning("spares may displace hosts of the job: this version of torch brings hosts together in a way not known here")
+        logger.warning("spares may displace hosts of the job, as this version of torch brings hosts together in an unknown way")
         yield
         return
     this, interval = Host(pause(hosts) + _GRACE, is_fixed=is_fixed), pause(hosts)

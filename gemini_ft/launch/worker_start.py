@@ -1,4 +1,4 @@
-"""How the launcher starts workers: forked from a server that has imported what they need, or cold."""
+"""Starts the launcher's workers: forked from a server that has imported what they need, or cold."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from gemini_ft.wire import channel as messages
 
 logger = logging.getLogger(__name__)
 
-# torch._dynamo (a second) is what torch imports when a script creates its first optimizer.
+# Torch imports torch._dynamo (a second) when a script creates its first optimizer.
 _ALWAYS = ("torch", "torch._dynamo", "gemini_ft", "gemini_ft.worker.rendezvous", "gemini_ft.checkpointer")
-# What a script imports -> what is imported ahead for it.
+# Package that a script imports -> modules that are imported ahead for it.
 _VENDORS = {
     "lightning": ("lightning", "gemini_ft.lightning"),
     "pytorch_lightning": ("pytorch_lightning", "gemini_ft.pytorch_lightning"),
@@ -56,7 +56,7 @@ class ForkServerError(GeminiError):
 
 
 def modules_to_preload(program: Sequence[str], extra: Sequence[str] = (), copy: Path | None = None) -> list[str]:
-    """What the fork server imports for ``program``: torch, this package, and what the script's source says it needs of the rest.
+    """Lists the modules that the fork server imports for ``program``: torch, this package, and those that the script imports.
 
     Args:
         program: script and arguments, or ``-m``, module name and arguments.
@@ -93,7 +93,7 @@ def _sources(program: Sequence[str]) -> list[Path]:
 
 
 def _text(source: Path) -> str:
-    """What is in the file; nothing if it cannot be read."""
+    """The text of the file, or an empty string if it cannot be read."""
     try:
         return source.read_text(errors="replace") if source.is_file() else ""
     except OSError:
@@ -122,7 +122,7 @@ class ForkServer:
         early: Mapping[str, str | None] | None = None,
         copy: Path | None = None,
     ) -> None:
-        """Start it; it imports in the background until :meth:`wait_ready`.
+        """Starts the server, which imports in the background until :meth:`wait_ready`.
 
         Args:
             program: script and arguments, or ``-m``, module name and arguments.
@@ -150,7 +150,7 @@ class ForkServer:
         return self._process.pid
 
     def wait_ready(self) -> str | None:
-        """Wait for the imports; return why no worker must be forked after them, or None if all is well.
+        """Waits for the imports; returns why no worker must be forked after them, or None if all is well.
 
         Raises:
             ForkServerError: the server has died or takes longer than 10 minutes.
@@ -160,14 +160,14 @@ class ForkServer:
         return self._refusal
 
     def fork(self, program: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]) -> Process:
-        """Start a worker that runs ``program`` with ``streams`` as its standard input, output and error.
+        """Starts a worker that runs ``program`` with ``streams`` as its standard input, output and error.
 
         Raises:
             ForkServerError: the server has died, has not answered in time, or could not fork. The worker will not run then, however
                 late the answer comes.
         """
         if self._answered < self._asked:
-            self._answer(0.0)  # to the question before, which nobody waits for any longer
+            self._answer(0.0)  # to an earlier question, which is not waited for any longer
         gun, trigger = (os.fdopen(end, mode, 0) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
         with trigger:
             with _handed_over():
@@ -181,7 +181,7 @@ class ForkServer:
             return self._begin(answer["pid"], trigger)
 
     def _begin(self, pid: int, trigger: IO[bytes]) -> Process:
-        """Let the worker run, unless the job has been told to end in the meantime."""
+        """Lets the worker run, unless the job has been told to end in the meantime."""
         with self._workers.undisturbed():
             try:
                 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -194,7 +194,7 @@ class ForkServer:
         return process
 
     def close(self) -> None:
-        """End the server, which kills what its workers have left."""
+        """Ends the server, which kills the leftovers of its workers."""
         self._channel.close()
         if self._answered < 0:
             self._process.kill()  # in the midst of its imports
@@ -265,10 +265,10 @@ def _handed_over() -> Iterator[None]:
 
 
 class WarmStart:
-    """Where the workers come from: the fork server, a new one if that has died, or none once it has refused."""
+    """The source of forked workers: a fork server, a new one if that has died, or none once it has refused."""
 
     def __init__(self, start_server: Callable[[], ForkServer]) -> None:
-        """Start the server, which imports in the background."""
+        """Starts the server, which imports in the background."""
         self._start_server = start_server
         self._server: ForkServer | None = self._start_server()
 
@@ -290,7 +290,7 @@ class WarmStart:
             return None
 
     def close(self) -> None:
-        """End the server, as :meth:`ForkServer.close`."""
+        """Ends the server, as :meth:`ForkServer.close`."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -316,7 +316,7 @@ class _Handler(SubprocessHandler):
             return self._workers.adopt(process.pid, process.poll)
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """As torch's own, but a worker that has had the signal does not get it again."""
+        """Closes as torch's own does, but does not signal a worker again that has had the signal."""
         self._workers.send(self.proc, death_sig or signal.SIGTERM)  # type: ignore[arg-type]  # see _popen
         for file in (self._stdout, self._stderr):
             if file:
@@ -337,7 +337,7 @@ def forked_workers(
 ) -> Iterator[None]:
     """Inside, torch's launcher forks the workers of ``program`` from a server that has imported ``modules``; see `ForkServer`."""
     if not _is_known():
-        logger.warning("starting workers cold: this version of torch starts them in a way not known here")
+        logger.warning("starting workers cold: this version of torch starts them in an unknown way")
         yield
         return
     workers = Workers()
@@ -358,7 +358,10 @@ def cold_workers(copy: Path | None = None, by_python: bool = False) -> Iterator[
         by_python: whether Python itself runs the program, and not `gemini_ft.launch.cold`, which knows scripts and modules only.
     """
     if not _is_known():
-        logger.warning('a "gemini" section is not seen by itself: this version of torch starts workers in a way not known here')
+        logger.warning(
+            'a "gemini" section has no effect by itself, as this version of torch starts workers in an unknown way: '
+            "call gemini_ft.deepspeed.initialize"
+        )
         yield
         return
     with _started_by(Workers(), None, tuple if by_python else partial(cold.command, copy=copy)):
@@ -372,7 +375,7 @@ def _is_known() -> bool:
 
 @contextlib.contextmanager
 def _started_by(workers: Workers, warm: WarmStart | None, cold_start: ColdStart) -> Iterator[None]:
-    """Torch has no setting for the way a worker process is started, so its function for that is replaced."""
+    """Replaces torch's function that starts a worker process, as torch has no setting for it."""
     original = getattr(torch_api, _STARTER)
     setattr(torch_api, _STARTER, partial(_Handler, workers, warm, cold_start))
     try:

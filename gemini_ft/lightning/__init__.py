@@ -1,7 +1,7 @@
 """Lightning on top of :class:`gemini_ft.Checkpointer`: ``Trainer(strategy="gemini")`` and ``Fabric(strategy="gemini")``.
 
 ``import gemini_ft`` is enough to use the names ``gemini`` (DDP), ``gemini_fsdp2`` and, for the Trainer, ``gemini_deepspeed_stage_1``
-to ``_3``. The classes here are for those who want to give options in code::
+to ``_3``. The classes here take options in code::
 
     trainer = lightning.Trainer(strategy=gemini_ft.lightning.GeminiStrategy(replicas=2, storage="file:///checkpoints"))
 

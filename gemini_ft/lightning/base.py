@@ -1,4 +1,4 @@
-"""What the strategies for the Trainer and for Fabric have in common.
+"""The common part of the strategies for the Trainer and for Fabric.
 
 They are subclasses of Lightning's, because Lightning chooses precision plugin, samplers and the synchronisation of
 gradients by ``isinstance``. They are made per package, because ``lightning`` and ``pytorch_lightning`` have classes of
@@ -23,7 +23,7 @@ from gemini_ft.worker.rendezvous import init_process_group
 
 
 class Gemini:
-    """Comes before a strategy of Lightning in the list of bases.
+    """The first of a strategy's bases, before Lightning's own.
 
     Attributes:
         gemini_config: options.
@@ -53,11 +53,11 @@ class Gemini:
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: inherited from DDPStrategy this would register "ddp" a second time."""
+        """Does nothing: inherited from DDPStrategy this would register "ddp" a second time."""
 
 
 def join_group(strategy: Any) -> None:
-    """Create the process group before Lightning does, where a restart by torchrun would make it hang.
+    """Creates the process group before Lightning does, where a restart by torchrun would make it hang.
 
     Lightning uses a group that exists. Elsewhere (SLURM, Lightning's own launcher) it creates the group itself.
     """
@@ -70,7 +70,7 @@ def join_group(strategy: Any) -> None:
 
 
 def make_class(name: str, mixin: type, base: str, package: str, public: str, doc: str) -> Any:
-    """A strategy class.
+    """Makes a strategy class.
 
     Args:
         name: its name.

@@ -1,4 +1,4 @@
-"""The position in one loader: what must be known to go on with the batch that would have come next."""
+"""The position in one loader: all that is needed to continue with the batch that would have come next."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Way = Literal["skip", "replay", "own"]
 
 
 class Bookmark:
-    """Where one loader stands, and how its next iteration gets there.
+    """The position of one loader, and the way in which its next iteration gets there.
 
     Args:
         loader: the loader.
@@ -52,10 +52,10 @@ class Bookmark:
         }
         self._generators = private_generators(**parts, sampler=_samplers(loader))
         self._way = _way(loader, base, method, self._generators)
-        self._insists = method == "skip"  # the user has said that what changes beside the generators does not matter
+        self._insists = method == "skip"  # the user has declared that changes beside the generators do not matter
         self._remade = remade
         self._born = Attributes({**parts, "sampler": _samplers(loader)}, lambda _: _OURS)
-        self._data = Attributes(parts, lambda _: _OURS)  # compared with the iteration's start; what samplers change is drawn again
+        self._data = Attributes(parts, lambda _: _OURS)  # compared with the iteration's start; samplers' changes are made again
         # States before a batch that was taken in advance matter only where this process made that batch.
         self._notes_randomness = ahead is not None and not self._num_workers and not _is_sized(loader)
         self._resume: dict[str, Any] | None = None
@@ -63,7 +63,7 @@ class Bookmark:
         # Of the iteration under way:
         self._running = False
         self._position: dict[str, Any] | None = None  # where it is to start; None: at its beginning
-        self._facts: dict[str, Any] = {}  # what the position refers to
+        self._facts: dict[str, Any] = {}  # the data that the position refers to
         self._begin: dict[str, Any] = {}  # the moment it was started
         self._first: dict[str, Any] | None = None  # the moment its first batch was asked for
         self._sampler: dict[str, Any] | None = None  # the moment the sampler was first asked
@@ -111,7 +111,7 @@ class Bookmark:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration start at the position ``state``; one that does not come from here is the loader's own."""
+        """Lets the next iteration start at the position ``state``; one that was not made here is passed to the loader."""
         if not is_position(state):
             self._base.load_state_dict(self._loader, state)
             return
@@ -250,7 +250,7 @@ class Bookmark:
         yield from batches
 
     def asked(self, sampler: Any) -> Iterator[Any]:
-        """The loader asks its sampler for an iterator; samplers that draw when they are asked must draw right here.
+        """Takes note that the loader asks its sampler for an iterator; samplers that draw when they are asked must draw right here.
 
         DataLoaders ask twice when they start, and use the second iterator; with persistent workers of an earlier epoch they
         ask once. Those are gone after a restart, so that there is one more question, which is answered like the first.
@@ -294,7 +294,7 @@ class Bookmark:
 
     @property
     def way(self) -> Way:
-        """How the next iteration gets to the position; see `gemini_ft.lightning.loader`."""
+        """The way in which the next iteration gets to the position; see `gemini_ft.lightning.loader`."""
         return self._way
 
     def changed(self) -> tuple[list[str], list[str]]:
@@ -320,12 +320,12 @@ class Bookmark:
         return self._workers.resting() if started and self._workers else None
 
     def revive_workers(self, states: dict[int, State]) -> None:
-        """Let the next iteration start workers in the place of those that were resting before a restart."""
+        """Lets the next iteration start workers in the place of those that were resting before a restart."""
         if self._workers:
             self._workers.revive(states)
 
     def _check(self, position: dict[str, Any]) -> None:
-        """Refuse a position in other data."""
+        """Refuses a position in other data."""
         then, now = position["facts"], facts(self._loader)
         if differing := [f"{name} was {then[name]} and is {now[name]}" for name in then if then[name] != now[name]]:
             raise StateError(
@@ -366,7 +366,7 @@ class Bookmark:
 
     @property
     def _is_iterator(self) -> bool:
-        """Whether the loader can be gone through only once; then each epoch takes the batches that follow."""
+        """Whether the loader can be iterated only once; then each epoch takes the batches that follow."""
         return self._way == "replay" and hasattr(self._base, "__next__")
 
     def _moment(self) -> dict[str, Any]:
@@ -442,13 +442,13 @@ def _way(loader: Any, base: Any, method: DataResume, generators: Iterable[str]) 
         return "replay"
     theirs = next(kind for kind in base.__mro__ if "__iter__" in vars(kind))
     if theirs is not DataLoader and not theirs.__module__.startswith("torchdata."):
-        return "replay"  # nobody knows what that iteration makes of the sampler
+        return "replay"  # the sampler's state after that iteration is unknown
     in_workers = loader.num_workers > 0 and any(path.startswith(("dataset", "collate")) for path in generators)
     return "skip" if method == "skip" or (loader.in_order and not in_workers) else "replay"
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """Whatever has a part in drawing indices."""
+    """The objects that take part in drawing indices."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     candidates = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     return [sampler for sampler in candidates if sampler is not None]

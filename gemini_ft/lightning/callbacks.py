@@ -1,4 +1,4 @@
-"""Lightning's own callbacks that no snapshot can resume: refused by name."""
+"""Refuses, by name, Lightning's own callbacks that no snapshot can resume."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REFUSED = {
 
 
 def refuse_callbacks(callbacks: Sequence[Any]) -> None:
-    """Raise UnsupportedStateError for the first callback that cannot be resumed; called before training begins."""
+    """Raises UnsupportedStateError for the first callback that cannot be resumed; called before training begins."""
     for callback in callbacks:
         names = [kind.__name__ for kind in type(callback).__mro__ if kind.__module__.startswith(("lightning.", "pytorch_lightning."))]
         for name in names:

@@ -1,4 +1,4 @@
-"""What a Trainer holds besides parameters, buffers and optimizer state; taken between two batches, and put back.
+"""Captures a Trainer's state beside parameters, buffers and optimizer state, between two batches, and puts it back.
 
 Lightning's own checkpoint is the greater part: loops, callbacks, schedulers, precision plugin, datamodule, loaders and
 whatever the user's ``on_save_checkpoint`` hooks add. Its tensors of the model are not copied: they are replaced by
@@ -52,14 +52,14 @@ def checkpoint_of(extras: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def complete(trainer: Any, checkpoint: dict[str, Any], live: Tensors) -> None:
-    """Add what hooks expect to find: the model's tensors by reference, and the hyperparameters."""
+    """Adds the entries that hooks expect: the model's tensors by reference, and the hyperparameters."""
     resolved = _resolve_live(checkpoint, live)
     checkpoint.clear()
     checkpoint |= {"state_dict": dict(live), "optimizer_states": []} | compat.hyper_parameters(trainer) | resolved
 
 
 def file_checkpoint(checkpoint: dict[str, Any], state_dict: Mapping[str, Any], optimizer_states: Sequence[Any]) -> dict[str, Any]:
-    """What Lightning would have saved, for a Trainer without gemini-ft. Hyperparameters are not in it: snapshots lack them.
+    """The checkpoint that Lightning would have saved for a Trainer without gemini-ft, but without hyperparameters.
 
     Args:
         checkpoint: the part of a snapshot's extras, see :func:`checkpoint_of`; it is changed.
@@ -73,7 +73,7 @@ def file_checkpoint(checkpoint: dict[str, Any], state_dict: Mapping[str, Any], o
 
 
 def restore(trainer: Any, package: str, extras: Mapping[str, Any]) -> None:
-    """Put back what Lightning does not restore; the Trainer is about to fetch the batch it was about to fetch.
+    """Puts back the state that Lightning does not restore; the Trainer is about to fetch the same batch as then.
 
     That late, because all that happens on the way draws random numbers, resets metrics, or counts.
     """

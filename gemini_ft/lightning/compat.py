@@ -1,7 +1,7 @@
 """Every private part of Lightning and torchmetrics that is relied on, in one place.
 
-Written for Lightning 2.6; :func:`check_lightning` refuses other versions, and says by name what is missing if a
-release of 2.6 moves something. The loops are internal to Lightning, and without them no step can be resumed exactly.
+Written for Lightning 2.5 and 2.6; :func:`check_lightning` refuses other versions, and says by name what is missing if a
+release of these moves something. The loops are internal to Lightning, and without them no step can be resumed exactly.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from gemini_ft.errors import ConfigError
 from gemini_ft.lightning.loader import bookmark_of, is_position
 from gemini_ft.state.modes import Modes, not_users
 
-_SUPPORTED = "2.6"
+_SUPPORTED = ("2.5.", "2.6.")
 _PRUNING = {("lightning", "ModelPruning"), ("pytorch_lightning", "ModelPruning")}
 
 
 def check_lightning(package: str) -> None:
-    """Refuse a Lightning that this module was not written for.
+    """Refuses a Lightning that this module was not written for.
 
     Args:
         package: "lightning.pytorch", "pytorch_lightning", "lightning.fabric" or "lightning_fabric".
@@ -31,11 +31,11 @@ def check_lightning(package: str) -> None:
         ConfigError: another version, or one without the private parts that are needed.
     """
     version = str(importlib.import_module(package).__version__)
-    if not version.startswith(_SUPPORTED + "."):
-        raise ConfigError(f"{package} {version} is not supported; install {package.partition('.')[0]}>={_SUPPORTED},<2.7")
+    if not version.startswith(_SUPPORTED):
+        raise ConfigError(f"{package} {version} is not supported; install {package.partition('.')[0]}>=2.5,<2.7")
     missing = [name for name in _needed(package) if not _exists(f"{package}.{name}")]
     if missing:
-        raise ConfigError(f"{package} {version} lacks {', '.join(missing)}; install {package.partition('.')[0]}=={_SUPPORTED}.6")
+        raise ConfigError(f"{package} {version} lacks {', '.join(missing)}; install {package.partition('.')[0]}==2.6.6")
 
 
 def _needed(package: str) -> list[str]:
@@ -89,18 +89,18 @@ def dump_checkpoint(trainer: Any) -> dict[str, Any]:
 
 
 def is_checkpoint_seen(trainer: Any) -> bool:
-    """Whether a hook looks at checkpoints while they are made. One that nobody overrode belongs to a base class."""
+    """Whether a hook looks at checkpoints while they are made. A hook that was not overridden belongs to a base class."""
     hooks = [type(holder).on_save_checkpoint for holder in (trainer.lightning_module, trainer.precision_plugin, *trainer.callbacks)]
     return not all(hook.__qualname__.partition(".")[0] in ("CheckpointHooks", "Precision", "Callback") for hook in hooks)
 
 
 def offer_checkpoint(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Let the Trainer restore from ``checkpoint`` as if it had read it from a file."""
+    """Lets the Trainer restore from ``checkpoint`` as if it had read it from a file."""
     trainer._checkpoint_connector._loaded_checkpoint = checkpoint
 
 
 def withdraw_checkpoint(trainer: Any) -> None:
-    """Undo :func:`offer_checkpoint`."""
+    """Undoes :func:`offer_checkpoint`."""
     trainer._checkpoint_connector._loaded_checkpoint = {}
 
 
@@ -114,7 +114,7 @@ def hyper_parameters(trainer: Any) -> dict[str, Any]:
 
 
 def without_hyper_parameters(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """They may hold whole modules, and the script makes them anew anyway."""
+    """The checkpoint without hyperparameters: they may hold whole modules, and the script makes them anew anyway."""
     keys: set[str] = set()
     for holder in (trainer.lightning_module, trainer.datamodule):
         if holder is not None:
@@ -132,7 +132,7 @@ def pin_checkpoint_folders(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
 
 
 def drop_positions(checkpoint: Mapping[str, Any], loaders: Sequence[Any] = ()) -> None:
-    """Take the positions of loaders that were made resumable out of a checkpoint, and leave those that loaders have of their own.
+    """Removes positions of loaders that were made resumable from a checkpoint, and leaves those that loaders save themselves.
 
     Args:
         checkpoint: as Lightning made it, with a position for each of ``loaders``.
@@ -189,7 +189,7 @@ def step_to_log(trainer: Any) -> int | None:
 
 
 def read_deepspeed_config(strategy: Any, config: Any) -> dict[str, Any] | None:
-    """What a DeepSpeedStrategy would take for ``config``: a mapping, a path, or None for what PL_DEEPSPEED_CONFIG_PATH names."""
+    """The configuration that a DeepSpeedStrategy would read: a mapping, a path, or None for the path in PL_DEEPSPEED_CONFIG_PATH."""
     found: dict[str, Any] | None = strategy._load_config(config)
     return found
 
@@ -216,7 +216,7 @@ def training_loaders(trainer: Any) -> list[Any]:
 
 
 def before_each_batch(trainer: Any, hook: Callable[[], None]) -> Callable[[], None]:
-    """Call ``hook`` whenever the training loop is about to ask for its next batch; returns what ends that.
+    """Calls ``hook`` whenever the training loop is about to ask for its next batch; returns a function that ends that.
 
     Everything of the step before has happened by then: all hooks, its validation, the schedulers, the counters.
     ``on_train_batch_end`` would be too early: the module's own hook, validation and the end of an epoch come after it.
@@ -237,7 +237,7 @@ def before_each_batch(trainer: Any, hook: Callable[[], None]) -> Callable[[], No
 
 
 def before_loading(trainer: Any, hook: Callable[[], None]) -> None:
-    """Call ``hook`` whenever the fit is about to ask the user's ``train_dataloader()`` for loaders."""
+    """Calls ``hook`` whenever the fit is about to ask the user's ``train_dataloader()`` for loaders."""
     source = trainer.fit_loop._data_source
     dataloader = source.dataloader
 
@@ -255,7 +255,7 @@ def told_to_end(package: str) -> type[SystemExit]:
 
 
 def rerun_epoch_start(trainer: Any, package: str) -> None:
-    """Call the ``on_train_epoch_start`` hooks of a resumed epoch again, as soon as its loaders are there and before they are iterated."""
+    """Calls the ``on_train_epoch_start`` hooks of a resumed epoch again, as soon as its loaders are there and before they are iterated."""
     fit_loop, call = trainer.fit_loop, importlib.import_module(f"{package}.trainer.call")
     load = fit_loop._load_combined_loader_states
 
@@ -296,7 +296,7 @@ def is_accumulating(trainer: Any) -> bool:
 
 
 def batches_taken_in_advance(trainer: Any) -> int:
-    """Lightning fetches one batch ahead where a loader's length is unknown, to know which one is the last."""
+    """The number of batches that Lightning fetches ahead where a loader's length is unknown, to recognise the last one."""
     return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
 
 
@@ -306,7 +306,7 @@ def epoch(trainer: Any) -> int:
 
 
 def set_loops(trainer: Any, state: dict[str, Any]) -> None:
-    """Put the loops exactly where they were, and end their own restart logic.
+    """Puts the loops exactly where they were, and ends their own restart logic.
 
     That logic is made for checkpoints taken inside a step: it would skip a validation that is due or count a step
     twice. It also leaves out plateau schedulers, because checkpoints of files lack the metrics.
@@ -319,7 +319,7 @@ def set_loops(trainer: Any, state: dict[str, Any]) -> None:
 
 
 def loop_extras(trainer: Any) -> dict[str, Any]:
-    """What the loops and the Trainer hold besides their checkpoint. Times are seconds until now."""
+    """The state of the loops and the Trainer that is not in their checkpoint. Times are seconds until now."""
     fit_loop, combined = trainer.fit_loop, trainer.fit_loop._combined_loader._iterator
     now = time.monotonic()
     return {
@@ -358,7 +358,7 @@ def _validation_loaders(trainer: Any) -> list[Any]:
 
 
 def logging_state(trainer: Any, metrics: Mapping[int, str]) -> dict[str, Any]:
-    """What ``self.log`` has gathered since the epoch began, and what was logged last.
+    """The values that ``self.log`` has gathered since the epoch began, and those that were logged last.
 
     Args:
         trainer: the Trainer.
@@ -376,7 +376,7 @@ def logging_state(trainer: Any, metrics: Mapping[int, str]) -> dict[str, Any]:
 
 
 def set_logging_state(trainer: Any, package: str, state: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-    """Put back what :func:`logging_state` gave.
+    """Puts back the result of :func:`logging_state`.
 
     Args:
         trainer: the Trainer.
@@ -479,7 +479,7 @@ def modules_beside(trainer: Any) -> dict[str, Any]:
 
 
 def tracked(trainer: Any) -> dict[str, int]:
-    """How often each MetricTracker has begun to track anew; each time it has grown by a copy of its metric."""
+    """The number of times that each MetricTracker has begun anew; each time it grew by a copy of its metric."""
     from torchmetrics import MetricTracker
 
     modules = modules_beside(trainer) | dict(trainer.lightning_module.named_modules())
@@ -487,7 +487,7 @@ def tracked(trainer: Any) -> dict[str, int]:
 
 
 def track(trainer: Any, times: Mapping[str, int]) -> None:
-    """Let MetricTrackers have as many metrics as they had when :func:`tracked` was asked."""
+    """Makes MetricTrackers have as many metrics as they had at :func:`tracked`."""
     parts = modules_beside(trainer) | dict(trainer.lightning_module.named_modules())
     for name, wanted in times.items():
         while name in parts and len(parts[name]) < wanted:
@@ -504,7 +504,7 @@ def tickets(trainer: Any) -> dict[str, torch.Tensor | None]:
 
 
 def set_tickets(trainer: Any, saved: Mapping[str, torch.Tensor | None]) -> None:
-    """Put back what :func:`tickets` gave, after the weights themselves."""
+    """Puts back the result of :func:`tickets`, after the weights themselves."""
     for name, (now, first) in _tickets(trainer).items():
         if name in saved:
             first.data = now.data if (value := saved[name]) is None else value.to(first.device)
@@ -532,7 +532,7 @@ def _is_pruning(callback: Any) -> bool:
 
 
 def metric_groups(collection: Any) -> dict[str, Any]:
-    """Which metrics of a MetricCollection share one state: only the first of them is updated."""
+    """The groups of metrics in a MetricCollection that share one state: only the first of each is updated."""
     return {"groups": dict(collection._groups), "checked": collection._groups_checked, "copied": collection._state_is_copy}
 
 

@@ -32,7 +32,7 @@ class EngineFit(Fit):
     """
 
     def before_update(self) -> None:
-        """The engine is about to step; it updates the parameters only where enough gradients have been accumulated."""
+        """Waits, as the engine is about to step; it updates parameters only where enough gradients have been accumulated."""
         if self._engine.is_gradient_accumulation_boundary():
             super().before_update()
 
@@ -60,7 +60,7 @@ class EngineFit(Fit):
 
 
 class EnginesOnCpu(_DeepSpeedStrategy):
-    """Before DeepSpeedStrategy, which takes CUDA devices only, although DeepSpeed itself runs on CPUs too."""
+    """A mixin over DeepSpeedStrategy, which takes CUDA devices only, although DeepSpeed itself runs on CPUs too."""
 
     def setup_environment(self) -> None:
         _check_accelerator(self.root_device.type)
@@ -85,7 +85,7 @@ class EnginesOnCpu(_DeepSpeedStrategy):
 
     @contextlib.contextmanager
     def _numbered_devices(self) -> Iterator[None]:
-        """CPUs have numbers meanwhile, as CUDA devices always have: Lightning checks them, and gives this rank's to DeepSpeed."""
+        """Numbers the CPUs meanwhile, as CUDA devices are: Lightning checks numbers, and gives this rank's to DeepSpeed."""
         devices = self.parallel_devices
         assert devices is not None
         self.parallel_devices = [device if device.type != "cpu" else torch.device("cpu", i) for i, device in enumerate(devices)]
@@ -96,7 +96,7 @@ class EnginesOnCpu(_DeepSpeedStrategy):
 
 
 class GeminiDeepSpeedMixin(GeminiMixin, EnginesOnCpu):
-    """Before DeepSpeedStrategy. Options may also come from the sections "gemini" and "gradient_pipeline" of its configuration."""
+    """A mixin over DeepSpeedStrategy, whose configuration may have the sections "gemini" and "gradient_pipeline"."""
 
     _gemini_fit_kind = EngineFit
 
@@ -104,7 +104,7 @@ class GeminiDeepSpeedMixin(GeminiMixin, EnginesOnCpu):
         config = compat.read_deepspeed_config(self, options.get("config"))
         if config is not None:
             options = {"gradient_pipeline": config.get("gradient_pipeline")} | section_of(type(self).__name__, config) | options
-            # Without the sections: nobody else is to protect the engine a second time.
+            # Without the sections, so that the engine is not protected a second time.
             options["config"] = {name: value for name, value in config.items() if name not in wrapping.SECTIONS}
         super().__init__(**options)
 
@@ -117,7 +117,7 @@ class GeminiDeepSpeedMixin(GeminiMixin, EnginesOnCpu):
         return engine, optimizer
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """For a file. For a snapshot nothing: the engine's optimizer would copy its partitions."""
+        """The optimizer's state for a file; empty for a snapshot, as the engine's optimizer would copy its partitions."""
         if self._gemini_fit is not None and self._gemini_fit.live is not None:
             return {}
         return super().optimizer_state(optimizer)

@@ -80,7 +80,7 @@ def by_class(name: str, package: str) -> Any:
 
 
 class GeminiFabricMixin(Gemini, _Strategy):
-    """Before a strategy of Fabric."""
+    """A mixin over a strategy of Fabric."""
 
     _gemini_replicated: ClassVar[bool] = True
     _gemini_checkpointer: Checkpointer | None = None
@@ -101,7 +101,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
         return self._gemini_checkpointer
 
     def close(self) -> None:
-        """The run has finished on all ranks: the agents may forget it, and the next start begins anew."""
+        """Ends the run, which has finished on all ranks: the agents may forget it, and the next start begins anew."""
         if self._gemini_checkpointer is not None:
             self.barrier("gemini: all ranks have finished")
             self._gemini_checkpointer.close(finished=True)
@@ -187,7 +187,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
         return saved
 
     def _bind(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Give the Checkpointer the models and optimizers in ``state``; returns the rest of it."""
+        """Gives the Checkpointer the models and optimizers in ``state``; returns the rest of it."""
         models = {name: _inner(item) for name, item in state.items() if isinstance(item, nn.Module)}
         optimizers = {name: item for name, item in state.items() if isinstance(item, Optimizer)}
         if not models:
@@ -203,7 +203,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
 
 
 class GeminiFabricShardedMixin(GeminiFabricMixin):
-    """Before ModelParallelStrategy: every rank holds parameters of its own. Without sizes all ranks are data parallel."""
+    """A mixin over ModelParallelStrategy: every rank holds its own parameters. Without sizes all ranks are data parallel."""
 
     _gemini_replicated = False
     _gemini_shards = True

@@ -10,7 +10,7 @@ from gemini_ft.faults import inject as faults
 
 
 def watch(trainer: Any, package: str) -> None:
-    """Have ``trainer`` tell `gemini_ft.faults.inject` of its epochs and validations. Without GEMINI_FAULTS nothing is done."""
+    """Makes ``trainer`` tell `gemini_ft.faults.inject` of its epochs and validations. Without GEMINI_FAULTS it does nothing."""
     kind = _callback(package)
     if faults.from_environment() and not any(isinstance(callback, kind) for callback in trainer.callbacks):
         trainer.callbacks.append(kind())

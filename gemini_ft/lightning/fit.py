@@ -1,4 +1,4 @@
-"""One ``trainer.fit`` that survives failures: the stations between Lightning's loop and the Checkpointer.
+"""Makes one ``trainer.fit`` survive failures: the steps between Lightning's loop and the Checkpointer.
 
 open    as soon as there is a process group: is there anything to resume?
 bind    once model and optimizers stand
@@ -50,13 +50,13 @@ class Fit:
 
     def __init__(self, trainer: Any, package: str, config: GeminiConfig, replicated: bool, epoch_hooks: EpochHooks) -> None:
         self.checkpointer = Checkpointer(config=config, name=f"fit-{next(_ordinals)}", hooks=False, replicated=replicated)
-        # While Lightning makes a checkpoint for a snapshot: the module's state dict; empty if nobody would see it.
+        # The module's state dict while Lightning makes a checkpoint for a snapshot; empty if no hook would see it.
         self.live: dict[str, torch.Tensor] | None = None
         self._trainer, self._package, self._epoch_hooks = trainer, package, epoch_hooks
         self._modes: Modes | None = None
         self._tree = ModuleTree({})
         self._at_loading: dict[str, Any] | None = None  # what hooks had set when the present loaders were asked for
-        self._optimizers: Any = None  # that are bound, by what tells whether others have the same place for their state
+        self._optimizers: Any = None  # bound optimizers, with the properties that replacements must share
         self._ddp: DistributedDataParallel | None = None
         self._found: dict[str, Any] | None = None  # extras of what is being resumed
         self._iteration = 0  # of what is being resumed
@@ -72,12 +72,12 @@ class Fit:
 
     @property
     def checkpoint(self) -> dict[str, Any]:
-        """What Lightning is to restore from, while resuming."""
+        """The checkpoint that Lightning is to restore from, while resuming."""
         assert self._found is not None
         return checkpoint_of(self._found)
 
     def open(self) -> None:
-        """Join the run; if something is found, make Lightning restore from it. Collective."""
+        """Joins the run; if something is found, makes Lightning restore from it. Collective."""
         refuse_callbacks(self._trainer.callbacks)
         found = self.checkpointer.open()
         if found is None:
@@ -87,14 +87,14 @@ class Fit:
         compat.pin_checkpoint_folders(self._trainer, self.checkpoint)
 
     def wrapped(self, model: Any) -> None:
-        """Lightning has wrapped the module; nothing else has been attached to the wrapper yet."""
+        """Takes the module that Lightning has wrapped, before anything else is attached to the wrapper."""
         if isinstance(model, DistributedDataParallel):
             self._ddp = model
             if self._found is not None:
                 restore_buckets(model, self._found["ddp"])
 
     def bind(self) -> None:
-        """Model and optimizers are in their final form; so is what synchronises gradients, if the strategy has such a thing."""
+        """Takes model and optimizers in their final form, and the object that synchronises gradients, if there is one."""
         if (gradients := getattr(self._trainer.strategy, "gradients", None)) is not None:
             self.checkpointer.attach_gradients(gradients)
         self._bind_state()
@@ -111,11 +111,11 @@ class Fit:
                 compat.rerun_epoch_start(self._trainer, self._package)
 
     def load(self) -> None:
-        """Fill model and optimizers. Collective."""
+        """Fills model and optimizers. Collective."""
         self.checkpointer.load_tensors()
 
     def newer_of(self, path: Any, load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What the user's ``ckpt_path`` holds, or what was found: whichever has more steps.
+        """The checkpoint at the user's ``ckpt_path`` or the snapshot that was found, whichever has more steps.
 
         Args:
             path: the path.
@@ -133,20 +133,20 @@ class Fit:
         return self.checkpoint
 
     def before_update(self) -> None:
-        """Parameters and optimizer state are about to be written."""
+        """Waits, as parameters and optimizer state are about to be written."""
         self.checkpointer.wait_before_update()
 
     def pause(self) -> None:
-        """Validation begins: steps stay out for a while, and callbacks may exchange the weights meanwhile."""
+        """Pauses for validation: steps stay out for a while, and callbacks may exchange the weights meanwhile."""
         self.checkpointer.wait_before_update()
         self._pauses.enter_context(self.checkpointer.paused())
 
     def go_on(self) -> None:
-        """Validation is over."""
+        """Goes on after validation."""
         self._pauses.close()
 
     def close(self, finished: bool = False, interrupted: bool = False) -> None:
-        """The fit is over. After a failure the agents keep what they hold."""
+        """Ends the fit. After a failure the agents keep what they hold."""
         self._unhook()
         self._pauses.close()
         self.checkpointer.close(finished=finished, interrupted=interrupted)
@@ -166,7 +166,7 @@ class Fit:
         return compat.is_accumulating(self._trainer)
 
     def _before_loading(self) -> None:
-        """The user's ``train_dataloader`` finds what it found when it made the loaders of the resumed epoch."""
+        """Restores what the user's ``train_dataloader`` found when it made the loaders of the resumed epoch."""
         if self._found is None:
             self._at_loading = self._present_modes()
         elif (then := self._found["at_loading"]) is not None:
@@ -182,7 +182,7 @@ class Fit:
         self._modes.restore(state, self._tree.modules())
 
     def _follow_optimizers(self) -> None:
-        """Optimizers that the training has put in the place of others are captured from now on, if a restart can do the same."""
+        """Captures, from now on, optimizers that training has replaced, if a restart can do the same."""
         old, self._optimizers = self._optimizers, list(self._trainer.strategy.optimizers)
         if self._last_step is None or [_place_of(one) for one in old] != [_place_of(one) for one in self._optimizers]:
             raise UnsupportedStateError(

@@ -13,7 +13,7 @@ from gemini_ft.state.gradients import GradientState
 
 
 def synchronizer_of(model: Any, rules: Rules, precision: Any, hook: tuple[Any, Any] | None = None) -> GradientSynchronizer:
-    """Collective.
+    """Makes the synchronizer of a model's gradients. Collective.
 
     Args:
         model: in DistributedDataParallel.
@@ -39,7 +39,7 @@ class FiguresLog:
 
     Args:
         trainer: the Trainer.
-        gradients: what has figures; those of the step as a whole are under "step", with its number.
+        gradients: the source of figures; those of the step as a whole are under "step", with its number.
     """
 
     def __init__(self, trainer: Any, gradients: GradientState) -> None:
@@ -48,7 +48,7 @@ class FiguresLog:
         self._logged = -1
 
     def updated(self) -> None:
-        """An optimizer may have stepped."""
+        """Logs the figures of a step, if an optimizer has stepped."""
         summary = self._gradients.summary()
         if (step := summary.get("step", {}).get("number")) == self._step:
             return  # it has only accumulated
@@ -62,7 +62,7 @@ class FiguresLog:
 
 
 def labelled(summary: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """``gradients/rule_1/bytes_after`` and so on; rules are counted from 1, as in messages."""
+    """The figures as ``gradients/rule_1/bytes_after`` and so on; rules are counted from 1, as in messages."""
     return {f"gradients/{_label(rule)}/{figure}": float(value) for rule, figures in summary.items() for figure, value in figures.items()}
 
 

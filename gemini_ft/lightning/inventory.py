@@ -1,4 +1,4 @@
-"""What a Trainer holds besides models and optimizers, for the census."""
+"""Lists a Trainer's state beside models and optimizers, for the census."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gemini_ft.lightning.loader import bookmark_of, facts
 
 
 def findings(trainer: Any) -> Iterator[Finding]:
-    """Everything in it but flags and attributes that hooks set (`gemini_ft.state.modes`)."""
+    """Everything in a Trainer but flags and attributes that hooks set (`gemini_ft.state.modes`)."""
     yield LOOPS.found("trainer", note=f"{len(trainer.lr_scheduler_configs)} schedulers")
     for index, loader in enumerate(compat.training_loaders(trainer)):
         if (mark := bookmark_of(loader)) is not None:
@@ -34,6 +34,6 @@ def findings(trainer: Any) -> Iterator[Finding]:
 
 
 def fingerprint(trainer: Any) -> object:
-    """Another value when the census has to be taken again; cheap enough for every step."""
+    """A value that changes when the census has to be taken again; cheap enough for every step."""
     loaders = [(id(loader), tuple(facts(loader).values())) for loader in compat.training_loaders(trainer)]
     return loaders, [id(callback) for callback in trainer.callbacks]

@@ -1,4 +1,4 @@
-"""DataLoaders that go on, after a restart, with the batch that would have come next, bit for bit.
+"""Makes DataLoaders continue, after a restart, with the batch that would have come next, bit for bit.
 
 Lightning starts a resumed epoch at its first batch again. Three ways lead further, and each loader gets one of them:
 
@@ -34,7 +34,7 @@ def make_resumable(
     active: Callable[[], bool] | None = None,
     remade: bool = False,
 ) -> Any:
-    """Give ``loader`` the methods ``state_dict`` and ``load_state_dict``, and an iteration that heeds them.
+    """Gives ``loader`` the methods ``state_dict`` and ``load_state_dict``, and an iteration that heeds them.
 
     A DataLoader stays the same object: its class is exchanged for a subclass of it, so that all that Lightning and
     users ask of a DataLoader still holds. Any other iterable is wrapped. A state of its own that the loader has already
@@ -67,7 +67,7 @@ def bookmark_of(loader: Any) -> Bookmark | None:
 
 
 class ResumableIterable:
-    """Any iterable of batches that is no DataLoader; gets back to a position by replay."""
+    """An iterable of batches that is not a DataLoader; it gets back to a position by replay."""
 
     def __init__(self, iterable: Iterable[Any], bookmark: Bookmark) -> None:
         self.iterable = iterable

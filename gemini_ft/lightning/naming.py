@@ -23,7 +23,7 @@ _PUBLIC = {"lightning.pytorch": "gemini_ft.lightning", "pytorch_lightning": "gem
 
 
 def by_name(name: str, package: str) -> Any:
-    """What makes the strategy that ``Trainer(strategy=name)`` of ``package`` means."""
+    """A callable that makes the strategy that ``Trainer(strategy=name)`` of ``package`` means."""
     kind, options = _NAMES[name]
     return functools.partial(by_class(kind, package), **options)
 

@@ -21,14 +21,14 @@ from gemini_ft.errors import ConfigError
 from gemini_ft.lightning.loader import DataResume
 from gemini_ft.pipeline.rules import Rules, load_rules
 
-_BUCKET_CAP_MB = 1  # what travels together is the pipeline's choice; small buckets tell it sooner that gradients are ready
+_BUCKET_CAP_MB = 1  # the pipeline chooses the groups; small buckets tell it sooner that gradients are ready
 
 
 EpochHooks = Literal["restore", "rerun"]
 
 
 class Options(NamedTuple):
-    """What a strategy was given, sorted by who takes it; ``rules`` is None without a gradient pipeline."""
+    """The options of a strategy, sorted by the parts that take them; ``rules`` is None without a gradient pipeline."""
 
     config: GeminiConfig
     data_resume: DataResume
@@ -38,7 +38,7 @@ class Options(NamedTuple):
 
 
 def sort_options(strategy: str, base: type, options: Mapping[str, Any]) -> Options:
-    """Check ``options`` and say who takes them.
+    """Checks ``options`` and sorts them by the parts that take them.
 
     ``timeout`` is the name of two options: a timedelta is the process group's, seconds are gemini's.
 
@@ -100,7 +100,7 @@ def section_of(strategy: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_platform(device_type: str) -> None:
-    """Raise ConfigError where the agent cannot run."""
+    """Raises ConfigError where the agent cannot run."""
     if sys.platform != "linux":
         raise ConfigError(f"strategy='gemini' needs Linux (memfd, abstract sockets), this is {sys.platform}; use strategy='ddp' here")
     if device_type == "mps":

@@ -1,4 +1,4 @@
-"""Makes the strategy names known to Lightning: now where Lightning is loaded, else right after it gets loaded.
+"""Makes the strategy names known to Lightning: now where it is loaded, else right after it gets loaded.
 
 Standard library only, because ``import gemini_ft`` runs this: neither torch nor Lightning is imported for it, and a
 user of ``lightning`` does not get ``pytorch_lightning`` loaded as well. The two packages are always installed together
@@ -54,7 +54,7 @@ _REFUSED = {
 
 
 def install() -> None:
-    """Register into the registries that exist, and into the others as soon as they do. May be called any number of times."""
+    """Registers into the registries that exist, and into the others as soon as they do. May be called any number of times."""
     for name in _REGISTRIES:
         _register(name)
     after_import(_REGISTRIES, _register_loaded)
@@ -75,7 +75,7 @@ def _register(module_name: str) -> None:
 
 
 def _factory(name: str, package: str) -> Callable[..., Any]:
-    """What Lightning calls for ``strategy=name``: the class is imported only then."""
+    """The function that Lightning calls for ``strategy=name``: it imports the class only then."""
 
     def create(**options: Any) -> Any:
         if name in _REFUSED:

@@ -28,7 +28,7 @@ _TOLD_TO_END = 128 + signal.SIGTERM
 
 
 class GeminiMixin(Gemini, _Strategy):
-    """Before a strategy of Lightning that handles the Trainer's training."""
+    """A mixin over a strategy of Lightning that handles the Trainer's training."""
 
     _gemini_replicated: ClassVar[bool] = True
     _gemini_fit_kind: ClassVar[type[Fit]] = Fit
@@ -85,7 +85,7 @@ class GeminiMixin(Gemini, _Strategy):
         return result
 
     def _gemini_backward_over(self) -> None:
-        """All gradients of the step are there."""
+        """Takes note that all gradients of the step are there."""
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
@@ -114,7 +114,7 @@ class GeminiMixin(Gemini, _Strategy):
                 self.gradients.close()
         super().teardown()
 
-    # --- what Lightning saves and restores
+    # --- Lightning's own saving and restoring
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -129,7 +129,7 @@ class GeminiMixin(Gemini, _Strategy):
         return self._gemini_fit is not None and self._gemini_fit.resuming
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """The user's ``ckpt_path``, unless the run has got further than that already."""
+        """Loads the user's ``ckpt_path``, unless the run has got further than that already."""
         fit = self._gemini_fit
         if fit is None or not fit.resuming:
             return super().load_checkpoint(checkpoint_path, weights_only)
@@ -153,7 +153,7 @@ class GeminiMixin(Gemini, _Strategy):
         return super().optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """To a file, which another strategy must be able to load: it would not expect the positions of our loaders."""
+        """Saves a file that another strategy must be able to load, so without the positions of our loaders."""
         compat.drop_positions(checkpoint, compat.training_loaders(self._gemini_trainer))
         if self._gemini_fit is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -180,7 +180,7 @@ class GeminiMixin(Gemini, _Strategy):
 
 
 class GeminiDdpMixin(GeminiMixin, _DDPStrategy):
-    """Before DDPStrategy. A gradient pipeline is DDP's communication hook; a hook of the user's has what no rule matches."""
+    """A mixin over DDPStrategy. A gradient pipeline is DDP's communication hook; a user's hook gets all that no rule matches."""
 
     def _register_ddp_hooks(self) -> None:
         if self._gemini_rules is None:
@@ -194,7 +194,7 @@ class GeminiDdpMixin(GeminiMixin, _DDPStrategy):
 
 
 class GeminiShardedMixin(GeminiMixin):
-    """Before ModelParallelStrategy: every rank holds parameters of its own. Without sizes all ranks are data parallel."""
+    """A mixin over ModelParallelStrategy: every rank holds its own parameters. Without sizes all ranks are data parallel."""
 
     _gemini_replicated = False
     _gemini_shards = True

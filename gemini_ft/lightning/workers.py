@@ -1,4 +1,4 @@
-"""States of a DataLoader's worker processes: sent along with every batch, and given back after a restart.
+"""Captures the states of a DataLoader's worker processes with every batch, and restores them after a restart.
 
 Augmentation in a worker draws from that worker's generators, and a dataset may remember something from one sample to the
 next. With both at hand, a restarted loader goes on after the last batch instead of loading all batches of the epoch again.
@@ -42,7 +42,7 @@ class StampingCollate:
         self._drew: bool | None = None
 
     def begin(self, dataset: Any, state: State | None) -> None:
-        """In the worker, before its first sample: go on in ``state``."""
+        """Restores ``state`` in the worker, before its first sample."""
         self._roots = {"dataset": dataset, "collate": self._collate}
         self._generators = set(private_generators(**self._roots))
         self._attributes = Attributes(self._roots)
@@ -102,7 +102,7 @@ class WorkerStates:
         self._at_start: dict[int, State] = {}
 
     def start(self, first: int, states: Mapping[int, State], lost: Iterable[str] = ()) -> None:
-        """An iteration begins with batch ``first`` of the epoch, its workers in ``states`` where those are given."""
+        """Begins an iteration with batch ``first`` of the epoch, its workers in ``states`` where those are given."""
         self._latest = {**self._latest, **states} if self.persistent else dict(states)
         self._at_start = dict(self._latest)
         self._first = first
@@ -114,11 +114,11 @@ class WorkerStates:
         return dict(self._latest)
 
     def revive(self, states: Mapping[int, State]) -> None:
-        """The next iteration starts new workers in the place of those that were ``resting`` before a restart."""
+        """Makes the next iteration start workers in the place of those that were ``resting`` before a restart."""
         self._latest, self._revived = dict(states), True
 
     def take_revived(self) -> bool:
-        """Whether the workers that are being started are such ones."""
+        """Whether the workers that are being started were resting before a restart."""
         revived, self._revived = self._revived, False
         return revived
 
@@ -127,7 +127,7 @@ class WorkerStates:
         return dict(self._at_start)
 
     def unpack(self, batch: int, item: Any) -> Any:
-        """The batch itself; what came with it is remembered. ``batch`` counts from the start of the epoch."""
+        """The batch itself; the state that came with it is remembered. ``batch`` counts from the start of the epoch."""
         if not isinstance(item, Stamped):
             return item
         self.lost.update(item.lost)

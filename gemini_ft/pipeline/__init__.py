@@ -1,4 +1,4 @@
-"""Gradient pipelines: rules say how which gradients are added up, compressed and grouped. The one place that knows sync and compression."""
+"""Gradient pipelines: rules for adding up, compressing and grouping gradients. The one place that knows sync and compression."""
 
 from gemini_ft.pipeline.rules import Rule, Rules, load_rules
 from gemini_ft.pipeline.synchronizer import GradientSynchronizer

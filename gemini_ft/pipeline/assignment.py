@@ -1,4 +1,4 @@
-"""Which parameter has which rule, and whether the rule can be applied to it."""
+"""Assigns a rule to each parameter, and checks that the rule can be applied to it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def assign(model: nn.Module, rules: Rules) -> list[Tensor]:
 
 
 def nothing(param: torch.Tensor, sparse: bool) -> torch.Tensor:
-    """What a parameter adds that has no gradient on this rank.
+    """The gradient that a parameter adds that has none on this rank.
 
     Args:
         param: the parameter.

@@ -62,7 +62,7 @@ class Body:
         self._untuned = False  # a step has been counted, and the tuner, which is collective, has not heard of it yet
 
     def step_over(self) -> None:
-        """Everything has been averaged. Collective at some steps."""
+        """Takes note that everything has been averaged. Collective at some steps."""
         self._count()
         self._tune()
 
@@ -88,7 +88,7 @@ class Body:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """An error on this rank's training thread is told to the others, which would wait for its gradients."""
+        """Tells the other ranks of an error on this rank's training thread: they would wait for its gradients."""
         try:
             yield
         except BaseException as error:
@@ -98,7 +98,7 @@ class Body:
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Between averages: a collective that breaks raises what the rank that has failed has told, or that it has been killed."""
+        """Raises, in place of a broken collective's error, the one that the failed rank has told, or that it was killed."""
         try:
             yield
         except (RuntimeError, OSError) as error:
@@ -106,11 +106,11 @@ class Body:
                 raise found from error
             raise
 
-    # -- what it knows
+    # -- its knowledge
 
     @property
     def settled(self) -> bool:
-        """Whether the plan stays as it is: nothing is to be found out any more."""
+        """Whether the plan is final: nothing is to be found out any more."""
         return self._tuner.settled
 
     @property
@@ -120,21 +120,21 @@ class Body:
         return self.averager.telemetry.last
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """The same as plain data."""
+        """The costs of the last step as plain data."""
         self._settle()
         return self.averager.telemetry.summary()
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals and all else that the next step depends on, between two steps; tensors are not copied. Ranks have different ones.
+        """Residuals and all else that the next step depends on, between two steps; tensors are not copied. It differs between ranks.
 
-        Waits for nobody: whether the ranks were together at this step is known before the next average, and seen again when the state
-        is loaded.
+        Does not wait for other ranks: whether they were together at this step is known before the next average, and seen again when
+        the state is loaded.
         """
         self._settle()
         return {"averager": self.averager.state_dict(), "tuner": self._tuner.state_dict(), "untuned": self._untuned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there as if never interrupted. Collective; a step that is still pending is brought to its end first, and forgotten.
+        """Restores a `state_dict`, to go on as if never interrupted. Collective; a pending step is ended first, and forgotten.
 
         Raises:
             StateError: it is of other parameters or rules.
@@ -151,11 +151,11 @@ class Body:
             self._drift.begin_anew()
 
     def _end_pending(self) -> None:
-        """Brings to an end what is under way, without counting it. Collective."""
+        """Ends the averages that are under way, without counting them. Collective."""
         self.averager.drop()
 
     def forget(self, parameters: Iterable[torch.Tensor | str] | None = None) -> None:
-        """Forgets what error feedback and momenta keep of past gradients, after a step whose averages are thrown away.
+        """Forgets all that error feedback and momenta keep of past gradients, after a step whose averages are thrown away.
 
         Plans, counters, and factors that all ranks have in common stay as they are.
 

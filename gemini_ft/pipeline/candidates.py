@@ -28,7 +28,7 @@ _EVEN = (1, 4, 16)  # groups of about as many tensors each, that the planner's g
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to do one rule.
+    """A way to do one rule.
 
     Attributes:
         label: what users are told.
@@ -43,12 +43,12 @@ class Candidate:
     error: float
 
     def pack(self) -> list[Any]:
-        """As plain data."""
+        """The candidate as plain data."""
         return [self.label, [[group.rule, list(group.names), group.way] for group in self.groups], self.predicted, self.error]
 
     @classmethod
     def unpack(cls, packed: Sequence[Any]) -> Candidate:
-        """The inverse of `pack`."""
+        """Makes a candidate of the plain data that `pack` gave."""
         label, groups, predicted, error = packed
         return cls(label, tuple(Group(rule, tuple(names), way) for rule, names, way in groups), predicted, error)
 
@@ -71,7 +71,7 @@ class Candidates:
         self._forward, self._ready = forward, ready
 
     def of(self, number: int) -> list[Candidate]:
-        """Those of one rule, the best predicted one first. Collective."""
+        """The candidates of one rule, the best predicted one first. Collective."""
         rule = self._averager.rules[number]
         own = [tensor for tensor in self._tensors if tensor.rule == number and not tensor.sparse]
         found: list[Candidate] = []
@@ -101,7 +101,7 @@ class Candidates:
         ]
 
     def _by_espresso(self, number: int, own: Sequence[Tensor]) -> Candidate:
-        """Every tensor for itself, each by its own option."""
+        """The candidate in which every tensor is a group, with its own option."""
         topology, itemsize = self._averager.routes.topology, own[0].itemsize
         inner = payload_of_one_length(self._averager.rules[number].compress.make())  # type: ignore[union-attr]
         assert inner is not None
@@ -123,7 +123,7 @@ class Candidates:
         return Candidate(f"espresso, {len(groups)} groups", groups, best.seconds, max(costs.worst for costs in codecs.values()))
 
     def _links(self, topology: Topology, own: Sequence[Tensor]) -> tuple[Affine, Affine]:
-        """A message within a machine and between two: from what an all-reduce takes."""
+        """The costs of a message within a machine and between two, derived from those of an all-reduce."""
         scoped = self._averager.routes.scoped
         groups = {Scope.INTRA: scoped.intra, Scope.INTER: scoped.inter} if scoped is not None else {Scope.FLAT: self._averager.group}
         found = {
@@ -146,7 +146,7 @@ class Candidates:
         return Backward(tuple(tensor.nbytes for tensor in tensors), seconds, self._forward)
 
     def _shared(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Those of rank 0, so that not even rounding can part the ranks. Collective."""
+        """The candidates of rank 0, so that not even rounding can part the ranks. Collective."""
         if self._averager.group is None:
             return candidates
         everything: list[Any] = [candidates]
@@ -156,8 +156,8 @@ class Candidates:
 
 
 def processors(device: torch.device) -> tuple[Processor, ...]:
-    """Who could compress gradients that lie on a device; on CPUs there is nobody else."""
-    return (Processor.GPU, Processor.CPU) if device.type == "cuda" else (Processor.GPU,)
+    """The processors that could compress gradients on a device; on CPUs there are no others."""
+    return (Processor.GPU, Processor.CPU) if device.type != "cpu" else (Processor.GPU,)
 
 
 def _gathered(processor: Processor) -> Option:
@@ -167,7 +167,7 @@ def _gathered(processor: Processor) -> Option:
 
 
 def _message(all_reduce: Fit, ranks: int) -> Affine:
-    """One message between two ranks, if an all-reduce of so many is a ring: 2 (n - 1) messages of a n-th each."""
+    """The cost of a message between two ranks, if an all-reduce is a ring of 2 (n - 1) messages of a n-th each."""
     if ranks == 1:
         return Affine(0.0, 0.0)
     start, slope = all_reduce.cost(0), max(0.0, (all_reduce.cost(2**24) - all_reduce.cost(2**20)) / (2**24 - 2**20))

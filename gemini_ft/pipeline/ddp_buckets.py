@@ -17,12 +17,14 @@ from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 from torch.futures import Future
 
+from gemini_ft.accelerator import holds
+
 if TYPE_CHECKING:
     from gemini_ft.pipeline.synchronizer import GradientSynchronizer
 
 
 def communication_hook(state: "DdpBuckets", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # DDP compares the annotations
-    """For ``DistributedDataParallel.register_comm_hook``."""
+    """The hook for ``DistributedDataParallel.register_comm_hook``."""
     return state.ready(bucket)
 
 
@@ -45,7 +47,7 @@ class DdpBuckets:
         return _nothing, ()  # in a copy of the model, which averages as if it had no hook
 
     def ready(self, bucket: GradBucket) -> Future[Tensor]:
-        """A bucket's gradients are final.
+        """Takes a bucket whose gradients are final.
 
         DDP turns every error of a future into one of its own. So none is given to it: it gets the bucket as it is, and the error is
         raised where the backward pass ends.
@@ -95,7 +97,7 @@ class DdpBuckets:
                 self._will_end = True
 
     def _backward_ends(self) -> None:
-        """Raises another rank's error before DDP waits for its buckets, where nobody would hear of it."""
+        """Raises another rank's error before DDP waits for its buckets, where it would be lost."""
         self._will_end = False
         if self._error is None:
             try:
@@ -107,14 +109,14 @@ class DdpBuckets:
             _queue_callback(partial(_raise, failed))  # when DDP has come to its own end
 
     def _fail(self, error: BaseException) -> None:
-        """DDP waits for every bucket: none may be forgotten."""
+        """Ends all buckets with an error: DDP waits for every one, so none may be forgotten."""
         self._error = error
         for waiting in list(self._waiting):
             waiting.give_up()
 
 
 def _queue_callback(call: Callable[[], None]) -> None:
-    """At the end of the backward pass that is under way, after what has been queued before.
+    """Queues a call for the end of the current backward pass, after all that was queued before.
 
     Raises:
         RuntimeError: none is.
@@ -131,7 +133,7 @@ def _nothing() -> None:
 
 
 def _answered(buffer: Tensor) -> Future[Tensor]:
-    devices: Any = [buffer.device] if buffer.device.type == "cuda" else []
+    devices: Any = [buffer.device] if holds(buffer) else []
     future: Future[Tensor] = Future(devices=devices)
     future.set_result(buffer)
     return future
@@ -141,7 +143,7 @@ class _Bucket:
     """A bucket whose averages are awaited."""
 
     def __init__(self, buffer: Tensor, tensors: int, over: Any) -> None:
-        devices: Any = [buffer.device] if buffer.device.type == "cuda" else []
+        devices: Any = [buffer.device] if holds(buffer) else []
         self.future: Any = Future(devices=devices)
         self._buffer, self._left, self._over, self._is_over = buffer, tensors, over, False
         self._lock = threading.Lock()  # groups may be averaged by several threads of the backend
@@ -158,7 +160,7 @@ class _Bucket:
             self._end()
 
     def give_up(self) -> None:
-        """The bucket stays as it is."""
+        """Leaves the bucket as it is."""
         self._end()
 
     def _end(self) -> None:

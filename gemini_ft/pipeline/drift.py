@@ -1,4 +1,4 @@
-"""Are all ranks at the same step, with the same plan and the same choices? Asked after every step, answered before the next one.
+"""Checks, after every step, that all ranks are at the same step, with the same plan and the same choices.
 
 Ranks that are not would send each other what does not belong together, often without an error: indices that are drawn by a counter,
 for example, differ where counters do.
@@ -18,7 +18,7 @@ from gemini_ft.errors import RecoveryError, StateError
 
 
 class Drift:
-    """Compares hashes; a few bytes for each rank travel beside the update and the next forward pass.
+    """Compares hashes over ranks; a few bytes per rank travel beside the update and the next forward pass.
 
     Args:
         group: on CPUs, used by the training thread alone; None: one rank.
@@ -31,7 +31,7 @@ class Drift:
         self._asked: tuple[Any, list[torch.Tensor]] | None = None
 
     def begin(self) -> None:
-        """Asks. Every rank does after every step, wherever its program is then; an earlier answer is looked at first."""
+        """Asks all ranks. Every rank does so after every step, wherever its program is then; an earlier answer is looked at first."""
         if self._group is None:
             return
         self.check()
@@ -54,7 +54,7 @@ class Drift:
             )
 
     def begin_anew(self) -> None:
-        """All ranks have loaded another state: whether they are together in it. Collective.
+        """Checks, after all ranks have loaded another state, whether they are together in it. Collective.
 
         Raises:
             RecoveryError: it was made by ranks that had drifted apart. On all ranks.

@@ -1,6 +1,6 @@
 """A rank that cannot go on tells the others, which would wait for its gradients until the group's time limit.
 
-A rank that is killed tells nobody. The first one whose collective breaks looks whose connections have ended, and tells the others.
+A rank that is killed cannot tell. The first rank whose collective breaks looks for ended connections, and tells the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from gemini_ft.errors import GeminiError, StateError
 
 _KEY = "gemini_ft/gradients/failed"
-_TAG = 0x6F6E6365  # of messages that nobody receives
+_TAG = 0x6F6E6365  # of messages that are never received
 _PATIENCE = 5.0  # seconds in which the others notice that all connections of a process that ends are closed
 _LOOK = 0.05  # seconds between two looks
 
@@ -35,7 +35,7 @@ class Failures:
         self._resolved: BaseException | None = None
 
     def resolved(self, error: BaseException, step: int, is_computing: bool = False) -> BaseException:
-        """The error to be raised here: this one, of which the others are told, or one that names the rank that was the first to fail.
+        """The error to raise here: this one, which the others are told, or one that names the first rank that failed.
 
         Args:
             error: no average can be made any more.
@@ -65,7 +65,7 @@ class Failures:
         """The error of the rank that was the first to fail, whether it has told of it or not; None: all live, and none has."""
         end = time.monotonic() + _PATIENCE
         while True:
-            gone, is_answered = self._gone(), True  # before the store is asked: a rank that ends because of a failure has told of it
+            gone, is_answered = self._gone(), True  # first: a rank that ends because of a failure has left word in the store
             try:
                 if (told := self._told(step)) is not None:
                     return told
@@ -93,19 +93,19 @@ class Failures:
         return True
 
     def heard(self, step: int) -> StateError | None:
-        """Another rank's error in this step, as an error for this rank; None: there is none."""
+        """The error of another rank in this step, as an error for this rank; None: there is none."""
         with contextlib.suppress(Exception):
             return self._told(step) if self._group is not None else None
         return None
 
     def _told(self, step: int) -> StateError | None:
-        """The same; raises an error of the store where that does not answer."""
+        """Does what `heard` does; raises an error of the store where that does not answer."""
         store = self._group.get_group_store()
         rank, when, text = json.loads(store.get(_KEY)) if store.check([_KEY]) else (self._rank, step, "")
         return None if rank == self._rank or when != step else StateError(text)
 
     def abort(self) -> None:
-        """Ends the connections, so that the others, which may wait for this rank, look at what it has said."""
+        """Ends the connections, so that the others, which may wait for this rank, look for its word."""
         if self._group is not None:
             threading.Thread(
                 target=self._abort, name="gradients-abort", daemon=True
@@ -121,14 +121,14 @@ def _failed(rank: int, text: str) -> StateError:
 
 
 def _killed(gone: list[int]) -> StateError:
-    """None of them has left word."""
+    """The error for ranks that have ended without leaving word."""
     first, *others = gone
     text = "its process has ended without a word, as one does that is killed"
     return _failed(first, text + (f"; so have those of ranks {', '.join(map(str, others))}" if others else ""))
 
 
 def _ended(gone: list[int]) -> StateError:
-    """Whether they have left word is not known: the store may have gone with the host of the first."""
+    """The error for ranks that have ended, perhaps without leaving word: the store may have gone with the host of the first."""
     return StateError(
         f"gradients are averaged no more: the processes of these ranks have ended, one of them first: {', '.join(map(str, gone))}; the "
         "process group's store, which may know more, does not answer, as when it has gone with the host that was lost"

@@ -1,10 +1,10 @@
 """Two threads beside the backward pass: one computes (compress, decompress), one communicates.
 
 Groups pass through both in the order in which they are submitted, the same on all ranks. While one group is on the network, the
-next one is compressed and the one before decompressed; nobody else uses the process group.
+next one is compressed and the one before decompressed; nothing else uses the process group.
 
-Where there is next to nothing to compute, threads of Python cost more than they hide. Then a group goes directly: what comes before
-its collective is done by who submits it, the rest by the thread of the backend that has carried the collective out.
+Where there is next to nothing to compute, threads of Python cost more than they hide. Then a group goes directly: the thread that
+submits it does the work before its collective, and the backend's thread that has carried out the collective does the rest.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from gemini_ft import accelerator
 from gemini_ft.errors import StateError
 
 _LOOK = 1.0  # seconds between two looks at whether others have failed
@@ -50,7 +51,7 @@ Work: TypeAlias = Generator[Call, Any, dict[str, Tensor]]
 
 @dataclass
 class Figures:
-    """What one group has cost: seconds, bytes of its gradients, and bytes handed to collectives."""
+    """The cost of one group: seconds, bytes of its gradients, and bytes handed to collectives."""
 
     dense: int = 0
     encode: float = 0.0
@@ -61,11 +62,11 @@ class Figures:
 
 
 def _done(averages: dict[str, Tensor]) -> None:
-    """They have been taken."""
+    """Does nothing: the averages have been taken."""
 
 
 class Job:
-    """One group on its way.
+    """A group on its way.
 
     Args:
         work: what there is to do.
@@ -79,11 +80,11 @@ class Job:
         self.done: Future[None] = Future()
         self.ended = 0.0  # time.perf_counter()
         self.asked: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self.ready: Any = None  # CUDA event: the gradients are final
-        self.finished: Any = None  # CUDA event: the averages are
+        self.ready: Any = None  # the device's event: the gradients are final
+        self.finished: Any = None  # the device's event: the averages are
 
     def step(self, answer: Any) -> bool:
-        """Compute until the next collective is asked for, or until the end (True)."""
+        """Computes until the next collective is asked for, or until the end (True)."""
         begin = time.perf_counter()
         try:
             call = self.work.send(answer)
@@ -102,7 +103,7 @@ class Job:
         return False
 
     def end(self, error: BaseException | None = None) -> None:
-        """Say so to those who wait."""
+        """Tells those that wait that the averages are there, or why they are not."""
         self.ended = time.perf_counter()
         if error is not None:
             self.done.set_exception(error)
@@ -112,10 +113,10 @@ class Job:
 
 
 class Lanes:
-    """The two threads.
+    """The two threads, and the groups on their way through them.
 
     Args:
-        device: of the gradients. On CUDA the work is queued on a stream of its own, after what the job waits for.
+        device: of the gradients. On an accelerator the work is queued on a stream of its own, after what the job waits for.
         broken: called once, with the first error and whether it is one of computing, not of a collective, on the thread where it happens;
             gives the error that everything raises from then on.
     """
@@ -125,8 +126,8 @@ class Lanes:
         self._communicating: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._broken: BaseException | None = None
         self._breaking, self._on_broken = threading.Lock(), broken
-        self._device = device
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._device, self._module = device, accelerator.module_of(device)
+        self._stream: Any = self._module.Stream(device) if self._module is not None else None
         self._threads = [
             threading.Thread(target=loop, name=f"gradients-{name}", daemon=True)
             for name, loop in (("codec", self._compute), ("network", self._communicate))
@@ -135,15 +136,15 @@ class Lanes:
             thread.start()
 
     def submit(self, job: Job) -> None:
-        """Put a group on its way; the same groups in the same order on all ranks."""
+        """Puts a group on its way; the same groups in the same order on all ranks."""
         self.check()
         if self._stream is not None:
-            job.ready = torch.cuda.current_stream(self._device).record_event()
+            job.ready = self._module.current_stream(self._device).record_event()
         self._communicating.put(job)
         self._computing.put(partial(self._advance, job))
 
     def submit_directly(self, job: Job) -> None:
-        """Put a group on its way without the threads. While one is under way none may be submitted to them, or its order is lost.
+        """Puts a group on its way without the threads. While one is under way none may be submitted to them, or its order is lost.
 
         Args:
             job: asks for one collective only, which can `Call.begin`; on CPUs.
@@ -161,7 +162,7 @@ class Lanes:
             job.end(self.fail(error))
 
     def _answered(self, job: Job, begin: float, future: torch.futures.Future[Any]) -> None:
-        """On a thread of the backend, of which there are several."""
+        """Takes the result of a collective, on one of the backend's threads."""
         job.figures.communicate += time.perf_counter() - begin
         try:
             future.value()
@@ -170,19 +171,19 @@ class Lanes:
         self._advance(job)
 
     def fail(self, error: BaseException, is_computing: bool = False) -> BaseException:
-        """From now on nothing can be averaged any more; the error that says why."""
+        """Stops all averaging from now on; returns the error that says why."""
         with self._breaking:
             if self._broken is None:
                 self._broken = self._on_broken(error, is_computing)
             return self._broken
 
     def check(self) -> None:
-        """Raise what has gone wrong before, if anything has: nothing can be averaged any more."""
+        """Raises the error that has stopped all averaging, if there was one."""
         if self._broken is not None:
             raise self._broken
 
     def wait(self, job: Job, anxious: Callable[[], BaseException | None]) -> None:
-        """Return when the averages are there; raise what went wrong.
+        """Returns when the averages are there; raises the error that prevents them.
 
         Args:
             job: that has been submitted.
@@ -197,10 +198,10 @@ class Lanes:
                 raise self.fail(error)
         job.done.result()
         if job.finished is not None:
-            torch.cuda.current_stream(self._device).wait_event(job.finished)
+            self._module.current_stream(self._device).wait_event(job.finished)
 
     def close(self) -> None:
-        """End both threads, after what was submitted. Nothing can be averaged any more."""
+        """Ends both threads, after what was submitted. Nothing can be averaged any more."""
         self._communicating.put(None)  # first: it hands work to the other one
         self._threads[1].join()
         self._computing.put(None)
@@ -236,7 +237,7 @@ class Lanes:
         while (call := job.asked.get()) is not None:
             begin = time.perf_counter()
             try:
-                self.check()  # of what follows a failure others may not take part
+                self.check()  # other ranks may not take part in work after a failure
                 answer = call.run()
             except BaseException as error:
                 self.fail(error)
@@ -248,4 +249,4 @@ class Lanes:
                 return
 
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
+        return self._module.stream(self._stream) if self._stream is not None else contextlib.nullcontext()

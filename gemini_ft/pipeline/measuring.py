@@ -1,4 +1,4 @@
-"""What compressing, communicating and decompressing take on this machine and network, measured by all ranks together."""
+"""Measures the time of compressing, communicating and decompressing on this machine and network, by all ranks together."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gemini_ft import accelerator
 from gemini_ft.compression.base import Turn
 from gemini_ft.compression.costs import Affine, Fit, Sample, fit_line, interpolate
 from gemini_ft.compression.timeline import GroupCosts
@@ -18,20 +19,20 @@ from gemini_ft.pipeline.plan import Tensor
 from gemini_ft.pipeline.routes import Gradients, Route
 
 _ROUNDS = 3  # that are counted, after one that is not
-_LARGEST = 16 * 2**20  # dense bytes of what is tried; larger groups are extrapolated
+_LARGEST = 16 * 2**20  # dense bytes of the groups that are tried; larger ones are extrapolated
 _LINE = 0.1  # worst relative error up to which a line is good enough
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of groups of one rule, by dense bytes, each with its error; the same figures on all ranks."""
+    """The costs of groups of one rule, by dense bytes, each with its error; the same figures on all ranks."""
 
     encode: Fit
     communicate: Fit
     decode: Fit
 
     def group(self, device: torch.device) -> GroupCosts:
-        """For the timeline. On CPUs compressing takes processors and interpreter away from the backward pass, on a stream it does not."""
+        """The costs for the timeline. On CPUs compressing takes processors and interpreter from the backward pass, on a stream not."""
         return GroupCosts(self.encode.cost, self.communicate.cost, self.decode.cost, "compute" if device.type == "cpu" else "beside")
 
     @property
@@ -107,7 +108,7 @@ def _timed(route: Route, gradients: Gradients, group: Any, device: torch.device)
             return encode, communicate, _now(device) - begin
         encode += _now(device) - begin
         if group is not None:
-            dist.barrier(group)  # nobody's compression is charged to the network
+            dist.barrier(group)  # so that no rank's compression is charged to the network
         begin = _now(device)
         answer = call.run()
         after = _now(device)
@@ -115,20 +116,20 @@ def _timed(route: Route, gradients: Gradients, group: Any, device: torch.device)
 
 
 def _now(device: torch.device) -> float:
-    """When all that was queued is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    """The time when all that was queued is done, in seconds."""
+    if (module := accelerator.module_of(device)) is not None:
+        module.synchronize(device)
     return time.perf_counter()
 
 
 def _agreed(seconds: Sequence[float], group: Any) -> list[float]:
-    """Of each time, that of the slowest rank."""
+    """The slowest rank's time, for each of ``seconds``."""
     floor = [max(each, 1e-9) for each in seconds]
     return floor if group is None else slowest(floor, group)
 
 
 def slowest(seconds: Sequence[float], group: Any) -> list[float]:
-    """Of each time, that of the rank where it was longest. Collective."""
+    """The longest time of any rank, for each of ``seconds``. Collective."""
     if group is None:
         return list(seconds)
     everybody: list[Any] = [None] * dist.get_world_size(group)

@@ -31,5 +31,5 @@ def options_table() -> str:
 
 
 def _plain(value: Any) -> str:
-    """As YAML has it."""
+    """The value as YAML writes it."""
     return {None: "null", True: "true", False: "false"}.get(value, str(value)) if value is None or isinstance(value, bool) else str(value)

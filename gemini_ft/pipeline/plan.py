@@ -1,4 +1,4 @@
-"""Which gradients travel together, and in which order: what all ranks have agreed on. Pure.
+"""The plan that all ranks have agreed on: which gradients travel together, and in which order. Pure.
 
 The order is that of the backward pass: a group travels when the last of its gradients is there, and not before the group before
 it, so that all ranks issue the same collectives in the same order whatever their timing.
@@ -37,7 +37,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Of the dense gradient."""
+        """Bytes of the dense gradient."""
         return self.itemsize * math.prod(self.shape)
 
 
@@ -71,7 +71,7 @@ class Plan:
     predicted: Mapping[int, float]
 
     def pack(self) -> dict[str, Any]:
-        """As plain data."""
+        """The plan as plain data."""
         return {
             "groups": [[group.rule, list(group.names), group.way] for group in self.groups],
             "fusion": {str(rule): label for rule, label in self.fusion.items()},
@@ -80,19 +80,19 @@ class Plan:
 
     @classmethod
     def unpack(cls, packed: Mapping[str, Any]) -> Plan:
-        """What `pack` gave."""
+        """Makes a plan of the plain data that `pack` gave."""
         groups = tuple(Group(rule, tuple(names), way) for rule, names, way in packed["groups"])
         fusion = {int(rule): label for rule, label in packed["fusion"].items()}
         return cls(groups, fusion, {int(rule): seconds for rule, seconds in packed["predicted"].items()})
 
 
 def rule_at(rules: Rules, number: int) -> Rule:
-    """The rule of that number, or what holds without one."""
+    """The rule of that number, or the default without one."""
     return PLAIN if number == NO_RULE else rules[number]
 
 
 def first_plan(tensors: Sequence[Tensor], rules: Rules) -> Plan:
-    """Before anything is known about the training: planned fusions begin as buckets."""
+    """The plan before anything is known about the training: planned fusions begin as buckets."""
     groups: list[Group] = []
     fusion = {}
     for number in sorted({tensor.rule for tensor in tensors}):
@@ -112,7 +112,7 @@ def _groups(number: int, rule: Rule, tensors: Sequence[Tensor]) -> list[Group]:
 
 
 def grouped(number: int, tensors: Sequence[Tensor], grouping: Grouping, way: str = "rule") -> list[Group]:
-    """The groups of consecutive tensors that a grouping says."""
+    """The groups of consecutive tensors that a grouping describes."""
     return [Group(number, tuple(tensors[index].name for index in indices), way) for indices in grouping.groups]
 
 
@@ -130,6 +130,6 @@ def fallback(tensors: Sequence[Tensor], fusion: Fusion) -> Grouping:
 
 
 def in_order(groups: Iterable[Group], tensors: Sequence[Tensor]) -> tuple[Group, ...]:
-    """By when the last gradient of each is there."""
+    """The groups in the order in which the last gradient of each is ready."""
     place = {tensor.name: number for number, tensor in enumerate(tensors)}
     return tuple(sorted(groups, key=lambda group: max(place[name] for name in group.names)))

@@ -1,4 +1,4 @@
-"""How the gradients of one rule travel: as they are, added up by a sparse scheme, or compressed.
+"""The routes of gradients under one rule: as they are, added up by a sparse scheme, or compressed.
 
 A route turns a group of named gradients into their averages over ranks. It computes, and yields every collective as a `Call`;
 `gemini_ft.pipeline.lanes` carries both out.
@@ -46,21 +46,21 @@ class Route(ABC):
 
     @abstractmethod
     def average(self, gradients: Gradients, turn: Turn, group: Any, scale: float) -> Work:
-        """Of one group.
+        """Averages one group over ranks.
 
         Args:
             gradients: in the order that all ranks have agreed on. They are only read.
             turn: the step, the same on all ranks.
             group: the process group; None: one rank.
-            scale: of the loss; what is kept for later steps is kept without it.
+            scale: of the loss; anything kept for later steps is kept without it.
         """
 
     def hold_still(self) -> None:
-        """From now on tensors of the state stay where they are."""
+        """Keeps tensors of the state where they are from now on."""
         return  # most have none
 
     def forget(self, names: Collection[str]) -> None:
-        """Forget what is kept of the gradients of these parameters."""
+        """Forgets all that is kept of these parameters' gradients."""
         return  # most keep nothing
 
     def choices(self) -> Any:
@@ -68,17 +68,17 @@ class Route(ABC):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on."""
+        """All state that the next step depends on."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restores a `state_dict`."""
         if state:
             raise StateError(f"a {type(self).__name__.lower()} route has no state; given {sorted(state)}: was it another rule's?")
 
 
 class Plain(Route):
-    """All-reduce, as DDP does it: divided first, because in 16 bits the sum may be too large.
+    """An all-reduce as DDP does it: divided first, because in 16 bits the sum may be too large.
 
     Args:
         dtype: that travels and is added up, as by torch's hooks; None: the gradients' own.
@@ -91,7 +91,7 @@ class Plain(Route):
     def average(self, gradients: Gradients, turn: Turn, group: Any, scale: float) -> Work:
         by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
         for name, gradient in gradients.items():
-            real = as_real(gradient.to_dense() if gradient.is_sparse else gradient)  # of which nothing was known beforehand
+            real = as_real(gradient.to_dense() if gradient.is_sparse else gradient)  # a sparse one was not known beforehand
             by_dtype.setdefault(self._dtype or real.dtype, {})[name] = real
         flats = self._flat(tuple(gradients), by_dtype, turn.step)
         for flat, kind in zip(flats, by_dtype.values(), strict=True):
@@ -107,7 +107,7 @@ class Plain(Route):
         return means
 
     def _flat(self, names: tuple[str, ...], by_dtype: Mapping[torch.dtype, Gradients], step: int) -> list[Tensor]:
-        """Buffers that stay as long as they are used in every step: fresh memory costs more than what is done with it."""
+        """Buffers that stay as long as every step uses them: fresh memory costs more than the work done with it."""
         self._flats = {key: (used, flats) for key, (used, flats) in self._flats.items() if used >= step - 1}
         wanted = [(sum(gradient.numel() for gradient in kind.values()), dtype) for dtype, kind in by_dtype.items()]
         _, kept = self._flats.get(names, (step, list[Tensor]()))
@@ -133,7 +133,7 @@ def _begin_all_reduce(flats: Sequence[Tensor], group: Any) -> torch.futures.Futu
 
 
 class Sparse(Route):
-    """Every gradient for itself, by a sparse scheme. Dense-stored matrices are taken row by row.
+    """A route through a sparse scheme, every gradient for itself. Dense-stored matrices are taken row by row.
 
     Args:
         make: gives a scheme; called for every gradient.
@@ -204,7 +204,7 @@ def _of_values(sparse: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _by_rows(gradient: Tensor) -> Tensor:
-    """As a sparse tensor; of a dense-stored one the rows that hold anything but zeros (NaN is no zero)."""
+    """The gradient as a sparse tensor; of a dense one, the rows that hold anything but zeros (NaN is no zero)."""
     if gradient.is_sparse:
         return gradient
     matrix = gradient.reshape(gradient.shape[0], -1) if gradient.dim() else gradient.reshape(1, 1)
@@ -217,7 +217,7 @@ def _by_rows(gradient: Tensor) -> Tensor:
 
 
 class Compressed(Route):
-    """By a method of `gemini_ft.compression`.
+    """A route through a method of `gemini_ft.compression`.
 
     Args:
         reducer: the method, with its memory.
@@ -319,7 +319,7 @@ def by_option(rule: Rule, way: str, topology: Topology, scoped: Groups | None) -
 
 
 def topology_of(group: Any) -> Topology:
-    """Machines, as hosts say who they are (``GEMINI_HOST_ID``, or the machine's own name). Collective.
+    """The machines, as hosts name themselves (``GEMINI_HOST_ID``, or the machine's own name). Collective.
 
     Ranks are taken to be one machine each where those of a machine are no neighbours, or machines have different numbers of them.
     """

@@ -1,4 +1,4 @@
-"""What a user writes: a list of rules, of which the first that matches a parameter's name decides how its gradient travels.
+"""The user's rules: a list, of which the first that matches a parameter's name decides how its gradient travels.
 
 gradient_pipeline:
   - {params: "*embed*", sync: zen}
@@ -40,13 +40,13 @@ class _Model(BaseModel):
 
 
 class Buckets(_Model):
-    """Groups of so many bytes, as those of DDP."""
+    """Groups of a given number of bytes, as those of DDP."""
 
     bucket: Bytes = Field(description="Dense bytes at which a group is closed.")
 
 
 class Groups(_Model):
-    """So many groups of about as many tensors each."""
+    """A given number of groups of about as many tensors each."""
 
     groups: int = Field(ge=1, description="Groups; fewer where there are fewer tensors.")
 
@@ -63,7 +63,7 @@ class Sync(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The scheme's own."""
+        """The scheme's own options."""
         return dict(self.model_extra or {})
 
     @model_validator(mode="after")
@@ -114,12 +114,12 @@ class Compression(BaseModel):
 
 
 def _named(key: str) -> BeforeValidator:
-    """``"zen"`` stands for ``{"scheme": "zen"}``."""
+    """A validator by which ``"zen"`` stands for ``{"scheme": "zen"}``."""
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 
 class Rule(_Model):
-    """How the gradients of some parameters travel."""
+    """A rule for the gradients of some parameters."""
 
     params: Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)] = Field(
         description="Glob, or globs, on the names of parameters (as in model.named_parameters())."
@@ -161,7 +161,7 @@ class Rule(_Model):
 
     @property
     def is_plain(self) -> bool:
-        """Whether all it asks for is an all-reduce."""
+        """Whether an all-reduce is all that the rule asks for."""
         return self.compress is None and not self.is_sparse
 
     def matches(self, name: str) -> bool:
@@ -209,7 +209,7 @@ def load_rules(source: str | Path | Sequence[Any] | Mapping[str, Any] | None) ->
 
 
 def check_world(rules: Rules, world: int) -> None:
-    """Whether rules can be used by so many ranks.
+    """Checks whether ``world`` ranks can use the rules.
 
     Raises:
         ConfigError: names the rule, and says which numbers of ranks are possible.
@@ -232,7 +232,7 @@ def sparsifier_of(reducer: Reducer) -> Sparsifier | None:
 
 
 def payload_of_one_length(reducer: Reducer) -> Compressor | None:
-    """The compressor inside a method, if its payloads can be made, sent and added by anybody: what Espresso's options need."""
+    """The compressor inside a method, if any rank can make, send and add its payloads: what Espresso's options need."""
     inner = getattr(reducer, "inner", reducer)
     return inner if isinstance(inner, Compressor) and inner.primitive.value in ("all-gather", "all-reduce") else None
 

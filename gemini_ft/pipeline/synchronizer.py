@@ -88,7 +88,7 @@ class GradientSynchronizer(Body):
         device = next(iter(parameters.values())).device
         # Before the watch's own hooks.
         self._handles: list[Any] = [model.register_forward_pre_hook(ModelHook(self._settle))]
-        # One group more for what the training thread asks: others may be waiting, in theirs, for gradients that this rank lacks.
+        # The training thread asks in a group of its own: other ranks may be waiting in theirs for gradients that this rank lacks.
         control = own_group(ranks, group, "gloo") if own is not None else None
         super().__init__(model, parameters, tensors, rules, group=own, control=control, device=device, profile_steps=profile_steps)
         if scaler is not None and scaler.is_enabled():
@@ -105,7 +105,7 @@ class GradientSynchronizer(Body):
     # -- a step
 
     def synchronize(self) -> None:
-        """Return when every gradient is the average over all ranks. Collective; after the last backward of a step.
+        """Averages every gradient over all ranks. Collective; call it after the last backward of a step.
 
         Raises:
             StateError: parameters have no gradient, and ``find_unused_parameters`` is not set; the averages are there all the same, with
@@ -123,7 +123,7 @@ class GradientSynchronizer(Body):
             )
 
     def _complete(self) -> None:
-        """Averages what is missing too, with zeros, and waits for all. Collective."""
+        """Averages missing gradients too, with zeros, and waits for all. Collective."""
         with self._telling():
             absent = (self._absent() if self._find_unused else set()) | self._discarded
             for name in self.averager.missing():
@@ -137,7 +137,7 @@ class GradientSynchronizer(Body):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients are only accumulated inside: for all but the last backward of a step."""
+        """Only accumulates gradients inside: for all but the last backward of a step."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -146,7 +146,7 @@ class GradientSynchronizer(Body):
 
     @contextmanager
     def discarding(self, parameters: Iterable[torch.Tensor | str] | None = None) -> Iterator[None]:
-        """Gradients that a backward pass inside makes are not averaged, and error feedback and momenta do not see them.
+        """Discards the gradients of a backward pass inside: they are not averaged, and memories do not see them.
 
         For those that the script throws away: of a discriminator in the generator's backward pass, for example. Alike on all ranks.
 
@@ -176,7 +176,7 @@ class GradientSynchronizer(Body):
         return self._discarding.issuperset(self._parameters)
 
     def _settle(self, *_: Any) -> None:
-        """DDP has nobody say that a step is over; it is seen between steps. The tuner, which is collective, hears later."""
+        """Notices between steps that a DDP step is over, which DDP does not announce. The tuner, which is collective, hears later."""
         if self._is_ddp and self.averager.is_complete:
             self.averager.wait()
             self._count()
@@ -201,15 +201,15 @@ class GradientSynchronizer(Body):
         return bool(pending)
 
     def backward_over(self) -> None:
-        """Of a DDP model, whose backward pass ends with averages: the step is over, unless that is known. Collective at some steps.
+        """Ends the step of a DDP model, whose backward pass ends with averages, unless it is known. Collective at some steps.
 
-        Integrations call it after each backward pass that synchronised. Without it the next backward pass comes to it.
+        Integrations call it after each backward pass that synchronised. Without it the next backward pass does so.
         """
         self._settle()
         self._tune()
 
     def ready(self, name: str) -> None:
-        """Note that a gradient is final."""
+        """Takes note that a gradient is final."""
         self._watch.ready(name)
 
     def name_of(self, param: torch.Tensor) -> str:
@@ -241,7 +241,7 @@ class GradientSynchronizer(Body):
         return {name for name, is_absent in zip(names, absent, strict=True) if is_absent}
 
     def close(self) -> None:
-        """Leave the model alone, and end the threads."""
+        """Removes all hooks from the model, and ends the threads."""
         for handle in self._handles:
             handle.remove()
         self._watch.close()
@@ -259,7 +259,7 @@ def _fill(param: torch.Tensor, mean: torch.Tensor) -> None:
 
 
 def _together(make: Callable[[], T], settings: Mapping[str, Any], group: Any) -> T:
-    """What ``make`` gives; a ConfigError of one rank is raised by all. Collective.
+    """Calls ``make`` on all ranks; a ConfigError of one rank is raised by all. Collective.
 
     Raises:
         ConfigError: also where settings differ between ranks.

@@ -1,4 +1,4 @@
-"""What a gradient pipeline did in the last steps, by rule."""
+"""The figures of a gradient pipeline in the last steps, by rule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gemini_ft.pipeline.rules import Rules
 
 @dataclass(frozen=True)
 class Traffic:
-    """One rule in one step, on this rank.
+    """The figures of one rule in one step, on this rank.
 
     Attributes:
         dense_bytes: of the gradients.
@@ -32,11 +32,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Step:
-    """One step on this rank.
+    """The figures of one step on this rank.
 
     Attributes:
         number: of the step.
-        seconds: from the beginning of the forward pass until the last average was there; 0 where nobody knows.
+        seconds: from the beginning of the forward pass until the last average was there; 0 if unknown.
         blocked: seconds that training waited for gradients after the backward pass.
         rules: by the rule's name.
     """
@@ -65,7 +65,7 @@ class Telemetry:
         self.last: Step | None = None
 
     def add(self, number: int, seconds: float, blocked: float, groups: Sequence[tuple[Group, Figures]]) -> None:
-        """A step is over."""
+        """Adds a step that is over."""
         by_rule: dict[int, list[Figures]] = {}
         for group, figures in groups:
             by_rule.setdefault(group.rule, []).append(figures)
@@ -84,7 +84,7 @@ class Telemetry:
         )
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """The last step in the words of `gemini_ft.state.gradients.GradientState`, by rule; what belongs to no rule is under "step"."""
+        """The last step in the words of `gemini_ft.state.gradients.GradientState`, by rule; figures of no rule are under "step"."""
         if self.last is None:
             return {}
         step = {"number": self.last.number, "ms": 1e3 * self.last.seconds, "blocked_ms": 1e3 * self.last.blocked}

@@ -1,4 +1,4 @@
-"""When gradients become ready: what the planners need to know of a backward pass."""
+"""Watches when gradients become ready, for the planners' picture of a backward pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEPT = 16  # steps
 
 @dataclass(frozen=True)
 class Ready:
-    """One backward pass, in seconds.
+    """The times of one backward pass, in seconds.
 
     Attributes:
         forward: of the forward pass before it.
@@ -52,14 +52,14 @@ class Watch:
         self._at = {}  # of a forward pass without a step: evaluation
 
     def ready(self, name: str) -> None:
-        """A gradient is final."""
+        """Takes note of a gradient that is final."""
         now = time.perf_counter()
         if self._end is None:
             self._end = now
         self._at[name] = now - self._end
 
     def step_over(self) -> None:
-        """The backward pass is over."""
+        """Takes note that the backward pass is over."""
         if self._at:
             self.steps.append(Ready(self._forward, self._at))
         self._at, self._end, self._forward, self.begun = {}, None, 0.0, None
@@ -71,6 +71,6 @@ class Watch:
         return [statistics.median([step.forward for step in found] or [0.0]), *ready]
 
     def close(self) -> None:
-        """Leave the model alone."""
+        """Removes all hooks from the model."""
         for handle in self._handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""Looking at the agents of this machine from outside of a job: what they hold, and reading it.
+"""Reads the memory of this machine's agents from outside of a job.
 
 A visitor is no worker: nothing changes at the agent, except that a shard which is being read stays until it has been
 read. A job that runs meanwhile may leave out the snapshots for which it then lacks a free slot.
@@ -29,7 +29,7 @@ _PATIENCE = 30.0  # seconds for which a job is followed that replaces its slots 
 
 @dataclass(frozen=True)
 class Remembered:
-    """One stream of one run, as the agents of this machine have it.
+    """A stream of one run, as the agents of this machine have it.
 
     Attributes:
         run: run id.
@@ -81,12 +81,12 @@ class Remembered:
 
     @property
     def claims(self) -> Claims:
-        """What a reader says of itself to the agents of other hosts."""
+        """A reader's introduction to the agents of other hosts."""
         return Claims(run=self.run, stream=self.stream, host="visitor", to="", role="fetch", incarnation=None)
 
     @property
     def secret(self) -> bytes:
-        """The run's."""
+        """The secret of the run."""
         return next(iter(self.hosts.values())).secret
 
     def missing(self, version: Version) -> list[int]:
@@ -97,7 +97,7 @@ class Remembered:
 
     @property
     def versions(self) -> list[Version]:
-        """What can be asked for, newest first: committed, and whole here or perhaps with the help of other hosts."""
+        """The versions that can be asked for, newest first: committed, and whole here or perhaps with other hosts' help."""
         committed = self.committed
         known = [version for version in self.copies if committed is None or version <= committed]
         return [version for version in known if version == committed or not self.missing(version)]
@@ -116,7 +116,7 @@ def remembered(run: str | None = None) -> list[Remembered]:
 
 
 class RememberedShard:
-    """One rank's shard, from the first copy that can be read. It is pinned where it is until this is closed.
+    """One rank's shard, from the first copy that can be read; it stays pinned there until this is closed.
 
     Agents of this machine are asked first, then the other hosts of the job. A copy that fails in the middle, or has another root
     than the one that was committed, is left for the next one.
@@ -135,22 +135,22 @@ class RememberedShard:
 
     @property
     def layout(self) -> Layout:
-        """Of the copy that is read."""
+        """The layout of the copy that is read."""
         return self._shard.layout
 
     @property
     def where(self) -> str:
-        """Whose memory is read."""
+        """The memory that is read, in words."""
         return self._shard.where
 
     def expect(self, root: str) -> None:
-        """Take no copy with another root than this; before anything is read."""
+        """Makes copies with another root than this count as damaged; call it before anything is read."""
         self._root = root
         if self._shard.root != root:
             self._give_up(CorruptDataError(f"{self.where}: its root is {self._shard.root}, should be {root}"))
 
     def extras(self) -> bytes:
-        """As of a `gemini_ft.recovery.readers.ShardReader`."""
+        """Implements `gemini_ft.recovery.readers.ShardReader.extras`; goes on with another copy if one fails."""
         while True:
             try:
                 return self._shard.extras()
@@ -158,7 +158,7 @@ class RememberedShard:
                 self._give_up(error)
 
     def chunks(self) -> Iterator[tuple[int, memoryview]]:
-        """As of a `gemini_ft.recovery.readers.ShardReader`."""
+        """Implements `gemini_ft.recovery.readers.ShardReader.chunks`; goes on with another copy if one fails."""
         done = 0
         while True:
             try:
@@ -171,12 +171,12 @@ class RememberedShard:
                 self._give_up(error)
 
     def renew(self) -> None:
-        """Keep the copy while others are read, by a thread: an export that is stopped must not keep slots from the job."""
-        with contextlib.suppress(PeerError):  # whoever reads on will hear of it
+        """Keeps the copy while others are read, by a thread: an export that is stopped must not keep slots from the job."""
+        with contextlib.suppress(PeerError):  # the next read will raise it
             self._shard.renew()
 
     def close(self) -> None:
-        """Let go of the copy."""
+        """Releases the copy."""
         with _keeping:
             _kept.discard(self)
         self._shard.close()

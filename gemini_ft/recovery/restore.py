@@ -1,4 +1,4 @@
-"""Filling a live training state from the shards of a snapshot, wherever they are."""
+"""Fills a live training state from the shards of a snapshot, wherever they are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _READERS = 4  # shards read at a time
 
 
 def fill(sources: Sources, state: TrainingState, extras: Mapping[int, Any], rank: int, world_size: int) -> tuple[dict[str, int], Any]:
-    """Read everything this rank needs into the tensors of ``state``. `TrainingState.apply_extras` is due when all ranks have.
+    """Reads everything this rank needs into the tensors of ``state``. `TrainingState.apply_extras` is due when all ranks have done so.
 
     A sharded rank needs its own shard alone; under DDP every rank owns a part and needs all of them. In a job of another
     size every rank needs parts of several.
@@ -61,7 +61,7 @@ def _turn(owners: Iterable[int], rank: int) -> list[int]:
 def _prepare(
     sources: Sources, state: TrainingState, extras: Mapping[int, Any], rank: int, world_size: int
 ) -> tuple[Sequence[Read], Mapping[str, torch.Tensor], Any]:
-    """What to read, by owner and ascending offset; what to fill, by name; this rank's extras."""
+    """The reads, by owner and ascending offset; the tensors to fill, by name; this rank's extras."""
     then = sources.plan.world_size
     state.check(extras[rank % then])
     if then == world_size:
@@ -85,7 +85,7 @@ def _layouts_of(owners: Iterable[int], sources: Sources, rank: int) -> dict[int,
 
 
 def scatter(shard: ShardReader, reads: Sequence[Read], tensors: Mapping[str, torch.Tensor]) -> tuple[str, int]:
-    """Copy the bytes of one shard to where they belong, as they arrive.
+    """Copies the bytes of one shard to where they belong, as they arrive.
 
     Args:
         shard: where to read; its bytes are checked on the way.

@@ -5,8 +5,8 @@
     Return({name: tensor, ...}).give(current, saved, "optim0")
 
 A reference to a tensor that is captured elsewhere stays a reference. Containers are rebuilt; objects, generators and tensors that exist are
-filled where they are, so that whoever else refers to them sees the change. Code, process groups, locks and the like belong to the process.
-What cannot be taken apart is refused by name.
+filled where they are, so that all other references to them see the change. Code, process groups, locks and the like belong to the process.
+A value that cannot be taken apart is refused by name.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Walk:
     ) -> None:
         self._ignored = ignored
         self._tensors, self._owned = known, frozenset(owned)
-        self._paths: dict[int, tuple[str, Any]] = {}  # id of what has been taken -> where; and itself, so that no other gets the id
+        self._paths: dict[int, tuple[str, Any]] = {}  # id of each value taken -> its place; and the value, so that no other gets the id
 
     @functools.cached_property
     def _known(self) -> dict[int, str]:
@@ -80,7 +80,7 @@ class Walk:
         return {_storage(tensor) for tensor in self._tensors.values()}
 
     def take(self, value: Any, where: str) -> Saved:
-        """A value in terms of plain data.
+        """The value as plain data.
 
         Args:
             value: anything.
@@ -113,7 +113,7 @@ class Walk:
         return self._object(value, where)
 
     def attributes(self, attributes: Mapping[str, Any], where: str) -> dict[str, Saved]:
-        """Name -> value in terms of plain data, of attributes of one object."""
+        """Name -> value as plain data, of attributes of one object."""
         return {name: self.take(value, f"{where}.{name}") for name, value in attributes.items()}
 
     def _is_of_process(self, value: Any) -> bool:
@@ -206,7 +206,7 @@ class Return:
         return made
 
     def attributes(self, owner: Any, saved: Mapping[str, Saved], where: str) -> None:
-        """Put back attributes of one object; those that it has got since are removed by whoever knows which these are."""
+        """Puts back attributes of one object; the caller removes those that have been added since."""
         for name, value in saved.items():
             current = getattr(owner, name, None)
             given = self.give(current, value, f"{where}.{name}")
@@ -241,7 +241,7 @@ class Return:
         return current
 
     def _object(self, current: Any, name: str, kind: type | None, attributes: Mapping[str, Saved], where: str) -> Any:
-        """The object that is there, filled; else a new one, which must consist of what was captured alone."""
+        """The object that is there, filled; else a new one, which must consist only of values that were captured."""
         if _name_of(type(current)) != name:
             parts_of_process = [key for key, value in attributes.items() if value[0] == "kept"]
             if kind is None or parts_of_process:
@@ -301,7 +301,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def is_linked(saved: Saved) -> bool:
-    """Whether something in it can only be put back by a `Return`: references, objects, generators, shared memory."""
+    """Whether only a `Return` can put the value back: it has references, objects, generators or shared memory."""
     kind, parts = saved
     if kind in _MAKERS:
         return any(map(is_linked, parts[1]))

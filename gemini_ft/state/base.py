@@ -1,4 +1,4 @@
-"""What a checkpointer captures and puts back: torch modules and optimizers, or what an engine has made of them."""
+"""The state that a checkpointer captures and puts back: torch modules and optimizers, or an engine around them."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ class TrainingState(Protocol):
     """The state of one rank; all calls come from the training thread."""
 
     def survey(self) -> list[Live]:
-        """Where each tensor is now; cheap enough for every step."""
+        """Finds each tensor where it is now; cheap enough for every step."""
         ...
 
     def describe(self, live: Sequence[Live], rank: int, world_size: int) -> list[Source]:
-        """What to capture of it; raises UnsupportedStateError for what cannot be captured exactly."""
+        """Describes what to capture; raises UnsupportedStateError for state that cannot be captured exactly."""
         ...
 
     def extras(self, live: Sequence[Live]) -> Extras:
-        """What is no tensor; it may hold live objects. ``live`` is of the survey just made."""
+        """The state that is no tensor; it may hold live objects. ``live`` is of the survey just made."""
         ...
 
     def check(self, extras: Extras) -> None:
-        """Before anything is changed: raise LayoutMismatchError if what ``extras`` gave belongs to another kind of state."""
+        """Raises LayoutMismatchError, before anything is changed, if ``extras`` belong to another kind of state."""
         ...
 
     def destinations(self, stored: Iterable[TensorSpec], rank: int, world_size: int) -> list[Source]:
-        """Tensors to fill with what a snapshot has; those that do not exist yet are made."""
+        """The tensors to fill from a snapshot; those that do not exist yet are made."""
         ...
 
     def apply_extras(self, extras: Extras) -> None:
-        """Put back what ``extras`` gave, after the tensors have been filled on all ranks: it may be collective."""
+        """Puts back `extras`, after the tensors have been filled on all ranks: it may be collective."""
         ...
 
     def findings(self) -> Iterable[Finding]:
@@ -53,13 +53,13 @@ class TrainingState(Protocol):
         ...
 
     def structure(self) -> object:
-        """Another value when the census has to be taken again; cheap enough for every step."""
+        """A value that changes when the census has to be taken again; cheap enough for every step."""
         ...
 
     def resized(
         self, layouts: Mapping[int, Layout], extras: Mapping[int, Extras], rank: int, world_size: int
     ) -> tuple[Sequence[Read], Mapping[str, torch.Tensor], Extras]:
-        """Instead of ``destinations``, for a snapshot that another number of ranks has made.
+        """Does the work of ``destinations`` for a snapshot that another number of ranks has made.
 
         Args:
             layouts: rank of that job -> layout of its shard.
@@ -111,16 +111,16 @@ class PlainState:
             self.inherit(before)
 
     def remember(self) -> None:
-        """Everything is now as the script makes it, before any training."""
+        """Takes the present state as the one that the script builds, before any training."""
         self._born, self._outline = describe_all(self.models, self.optimizers), None
         self._modes = Modes(self._tree.modules()) if self._has_modes else None
 
     def inherit(self, before: PlainState) -> None:
-        """Sees to it that the script has made what it had made for ``before``."""
+        """Takes over what the script had made for ``before``."""
         self._born, self._modes = before._born, before._modes
 
     def watch(self) -> list[Any]:
-        """Look at the optimizers' steps, so that gradients which wait for one are captured; returns the handles of the hooks."""
+        """Looks at the optimizers' steps, so that gradients which wait for one are captured; returns the handles of the hooks."""
         self._pending = PendingGradients()
         return self._pending.watch(every_optimizer(self.optimizers).values())
 
@@ -141,7 +141,7 @@ class PlainState:
         return saved
 
     def _present_changes(self, live: Sequence[Live]) -> Changes:
-        """Changes since the script built it; looked at again when names, shapes, modules or groups are others."""
+        """Changes since the script built it; computed again when names, shapes, modules or groups differ."""
         groups = [
             (id(optimizer), [tuple(map(id, group["params"])) for group in optimizer.param_groups])
             for optimizer in every_optimizer(self.optimizers).values()
@@ -164,7 +164,7 @@ class PlainState:
         return self._changes
 
     def check(self, extras: Extras) -> None:
-        """Follow changes of the layout; whatever differs beside is found when it is put back."""
+        """Follows changes of the layout; any other difference is found when the state is put back."""
         self._strides = extras["strides"]
         if "changes" in extras:
             build(self.models, self.optimizers, Changes(**extras["changes"]))

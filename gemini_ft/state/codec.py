@@ -32,6 +32,7 @@ import numpy as np
 import torch
 import xxhash
 
+from gemini_ft.accelerator import current_device
 from gemini_ft.errors import CorruptDataError, StateError, UnsupportedStateError
 
 _MAGIC = b"GFX"
@@ -39,14 +40,14 @@ _VERSION = 1
 _HEADER = len(_MAGIC) + 1 + 8  # magic, version, XXH3-64 of the rest
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})  # msgpack keeps these exactly
 _BIG_INT, _DICT, _PICKLE = 1, 2, 3
-_PURPOSE = b"gemini-ft codec pickle v1\0"  # so that a signature made for something else is worth nothing here
+_PURPOSE = b"gemini-ft codec pickle v1\0"  # so that a signature made for another purpose is invalid here
 
 _Path = tuple[Any, ...]  # () at the top, else (path of the container, key)
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """How one type is taken apart; ``take`` gives None for a value that must be pickled after all."""
+    """A type that is taken apart; ``take`` gives None for a value that must be pickled after all."""
 
     code: int
     take: Callable[[Any], tuple[Any, ...] | None]
@@ -54,7 +55,7 @@ class _Kind:
 
 
 def encode(obj: object, secret: bytes | None = None) -> bytes:
-    """Encode ``obj`` so that `decode` gives back an equal object of the same types.
+    """Encodes ``obj`` so that `decode` gives back an equal object of the same types.
 
     Args:
         obj: any nesting of the supported types; tensors are copied, wherever they are.
@@ -74,7 +75,7 @@ def encode(obj: object, secret: bytes | None = None) -> bytes:
 
 
 def decode(blob: bytes, secret: bytes | None = None, trust_pickle: bool = False, part: Sequence[str] = ()) -> Any:
-    """Decode what `encode` made.
+    """Decodes bytes that `encode` made.
 
     Tensors that lived on an accelerator return to its current device where there is one, else to the CPU.
 
@@ -119,7 +120,7 @@ def is_exact(obj: object) -> bool:
 
 
 class _NoSuchPart(KeyError):
-    """Told apart from the KeyErrors that damaged bytes lead to."""
+    """An error of its own, unlike the KeyErrors that damaged bytes lead to."""
 
 
 def _lower(obj: Any, path: _Path, secret: bytes | None) -> Any:
@@ -174,7 +175,7 @@ def _unpack(blob: bytes) -> Any:
 
 
 def _big_int(value: Any) -> Any:
-    """Called by msgpack for ints beyond 64 bits."""
+    """An int beyond 64 bits as msgpack's default hook packs it."""
     return msgpack.ExtType(_BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 
 
@@ -346,7 +347,7 @@ def _make_tensor(name: str, shape: list[int], stride: list[int], device: str, gr
     if raw:
         out.as_strided((numel,), (1,)).view(torch.uint8).copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
     if device != "cpu" and (accelerator := torch.accelerator.current_accelerator()) and accelerator.type == device:
-        out = out.to(torch.device(device, torch.accelerator.current_device_index()))
+        out = out.to(current_device())
     return torch.nn.Parameter(out, grad) if parameter else out.requires_grad_(grad)
 
 

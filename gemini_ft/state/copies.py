@@ -1,4 +1,4 @@
-"""Copying between live tensors and shards, planned once and repeated without allocation.
+"""Copies between live tensors and shards, planned once and repeated without allocation.
 
 A shard holds the elements of a piece in logical (row-major) order. A contiguous tensor gives one flat
 view for that; of any other (channels_last, transposed, strided) a range of elements is cut into a few
@@ -25,7 +25,7 @@ Memory = bytes | bytearray | memoryview | mmap.mmap | torch.Tensor  # a tensor m
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Part of an owned piece: a live view, and where its bytes go.
+    """A part of an owned piece: a live view, and the place of its bytes.
 
     Attributes:
         name: the tensor's name.
@@ -71,7 +71,7 @@ def plan_copies(sources: Iterable[Source], layout: Layout, limit: int | None = N
 
 
 def copy_into(destination: torch.Tensor, start: int, stop: int, source: Memory) -> None:
-    """Fill elements ``start:stop`` of a live tensor from ``source``: memory, or a flat uint8 tensor, of that many bytes."""
+    """Fills elements ``start:stop`` of a live tensor from ``source``: memory, or a flat uint8 tensor, of that many bytes."""
     memory, at = as_bytes(source), 0
     with torch.no_grad():
         for view in _views(destination, start, stop, None):
@@ -135,7 +135,7 @@ def _shaped(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _once(target: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both narrowed so that no element of ``target`` is written twice: torch refuses to write an expanded dimension."""
+    """Narrows both so that no element of ``target`` is written twice: torch refuses to write an expanded dimension."""
     for dim, (stride, size) in enumerate(zip(target.stride(), target.shape, strict=True)):
         if stride == 0 and size > 1:
             target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)

@@ -1,4 +1,4 @@
-"""A slot as the worker maps it, and the plan of what goes where in it: made once, used for every snapshot."""
+"""A slot as the worker maps it, and the plan of the copies into it: made once, used for every snapshot."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
+from gemini_ft import accelerator
 from gemini_ft.agent.memory import keep_from_children, populate
 from gemini_ft.core.layout import Layout
 from gemini_ft.errors import MemoryBudgetError
@@ -21,22 +21,21 @@ from gemini_ft.wire.messages import Reserved
 _libc = ctypes.CDLL(None)
 _libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _libc.memcpy.restype = ctypes.c_void_p
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 _LARGE = 64 * 1024  # bytes; from here on a copy of its own, below it one call for many
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Copies that begin in one chunk: (offset in the slot, source)."""
+    """The copies that begin in one chunk: (offset in the slot, source)."""
 
     small: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # and all that are not plain memory
     large: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # contiguous CPU memory
 
 
 class Slot:
-    """A slot's data area, mapped; on CUDA its pages are registered, so that copies can run beside computation."""
+    """A slot's data area, mapped; its pages are registered with the driver of ``device``, so that copies can run beside computation."""
 
-    def __init__(self, fd: int, data_offset: int, capacity: int, pinned: bool) -> None:
+    def __init__(self, fd: int, data_offset: int, capacity: int, device: torch.device | None = None) -> None:
         total = data_offset + max(1, capacity)
         self.fd = fd  # kept: a restarted agent gets it back
         self.memory = mmap.mmap(fd, total)
@@ -44,17 +43,16 @@ class Slot:
         self.view = memoryview(self.memory)[data_offset : data_offset + capacity]
         self.tensor = torch.frombuffer(self.view, dtype=torch.uint8) if capacity else torch.empty(0, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
-        self._pinned, self._closed = pinned, False
+        self._closed = False
         self._targets: dict[int, list[torch.Tensor]] = {}  # number of a batch -> where its small tensors go
-        if pinned and capacity:
-            torch.cuda.check_error(_cudart().cudaHostRegister(self.address, capacity, _PORTABLE))
+        self._pinned = bool(capacity) and accelerator.pin(device, self.address, capacity)
 
     def prefault(self) -> None:
-        """Touch all pages, from this process: they come from its own NUMA node, and not during the first copy."""
+        """Touches all pages, from this process: they come from its own NUMA node, and not during the first copy."""
         populate(self.memory, 0, len(self.memory), lambda: not self._closed)
 
     def write(self, number: int, batch: Batch) -> None:
-        """Lay down one batch of a plan, always the same one; on CUDA, queue that on the current stream."""
+        """Lays down one batch of a plan, always the same one; from an accelerator, queues that on the current stream."""
         if batch.small:
             if number not in self._targets:
                 self._targets[number] = [self._target(offset, source) for offset, source in batch.small]
@@ -64,7 +62,7 @@ class Slot:
             _libc.memcpy(self.address + offset, source.data_ptr(), source.nbytes)
 
     def forget(self) -> None:
-        """Another plan follows."""
+        """Forgets the plan: another one follows."""
         self._targets.clear()
 
     def _target(self, offset: int, source: torch.Tensor) -> torch.Tensor:
@@ -72,21 +70,21 @@ class Slot:
 
     def close(self) -> None:
         self._closed = True
-        if self._pinned and self.address:
-            _cudart().cudaHostUnregister(self.address)
+        if self._pinned:
+            accelerator.unpin(self.address)
         os.close(self.fd)  # it alone would keep the memory; the mapping goes when the last tensor view of it does
 
 
-def map_slots(fds: Sequence[int], reserved: Reserved, pinned: bool) -> list[Slot]:
-    """Map all slots that the agent has handed over, or none; the descriptors are this function's.
+def map_slots(fds: Sequence[int], reserved: Reserved, device: torch.device | None) -> list[Slot]:
+    """Maps all slots that the agent has handed over, or none; the descriptors are this function's.
 
     Raises:
-        MemoryBudgetError: the kernel, or the CUDA driver, gives no memory for that.
+        MemoryBudgetError: the kernel, or the driver of the device, gives no memory for that.
     """
     mapped: list[Slot] = []
     try:
         for fd in fds:
-            mapped.append(Slot(fd, reserved.data_offset, reserved.capacity, pinned))
+            mapped.append(Slot(fd, reserved.data_offset, reserved.capacity, device))
     except (OSError, RuntimeError) as error:
         for slot in mapped:
             slot.close()
@@ -97,19 +95,15 @@ def map_slots(fds: Sequence[int], reserved: Reserved, pinned: bool) -> list[Slot
     return mapped
 
 
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
 class CopyPlan:
-    """Which bytes go where; made once per layout, used for every snapshot of it.
+    """The copies from live tensors into a slot; planned once per layout, used for every snapshot of it.
 
     There is one batch of copies per chunk. A copy that crosses the end of a chunk belongs to the batch in which it begins,
     so a chunk is whole when its own batch and all before it have been laid down.
 
     Args:
         sources: this rank's tensors.
-        layout: where they go.
+        layout: of the slot.
         chunk_bytes: see `gemini_ft.config.GeminiConfig`.
         at_step: copy everything at once when the step ends, into memory of this process; from there it goes to the slot.
     """
@@ -118,7 +112,7 @@ class CopyPlan:
         self.sources = sources  # kept alive: their addresses are in the plan
         self.nbytes, self.chunk_bytes = layout.nbytes, chunk_bytes
         copies = plan_copies(sources, layout, chunk_bytes)
-        self.device = None if at_step else next((copy.view.device for copy in copies if copy.view.is_cuda), None)
+        self.device = None if at_step else next((copy.view.device for copy in copies if accelerator.holds(copy.view)), None)
         self._all = copies
         self.background = [] if at_step else [copy for copy in copies if not copy.mutable]
         self._mutable = copies if at_step else [copy for copy in copies if copy.mutable]
@@ -126,10 +120,6 @@ class CopyPlan:
         staged = {id(copy): target for copy, target in zip(self._mutable, self._staged, strict=True)}
         moves = [(copy.offset, staged.get(id(copy), copy.view)) for copy in copies]
         self.batches = [_batch(moves, start, start + chunk_bytes) for start in range(0, layout.nbytes, chunk_bytes)]
-
-    @property
-    def on_cuda(self) -> bool:
-        return self.device is not None
 
     def marks(self) -> list[tuple[int, int]]:
         """Version counter and address of every tensor that is copied in the background."""
@@ -143,7 +133,7 @@ class CopyPlan:
         return found
 
     def stage(self) -> None:
-        """Copy what may change before the next update."""
+        """Copies, at once, the tensors that may change before the next update."""
         for copy, target in zip(self._mutable, self._staged, strict=True):
             target.copy_(copy.view)
 
@@ -162,11 +152,11 @@ def _batch(moves: Sequence[tuple[int, torch.Tensor]], start: int, stop: int) -> 
 
 def _is_plain_memory(source: torch.Tensor) -> bool:
     """Whether the bytes at its address are its values in order: a view may conjugate or negate what lies there."""
-    return source.is_contiguous() and not source.is_cuda and not source.is_conj() and not source.is_neg()
+    return source.is_contiguous() and not accelerator.holds(source) and not source.is_conj() and not source.is_neg()
 
 
 def same_bytes(slot: Slot, copy: Copy) -> bool:
-    """Whether the slot holds what is live now; bytes, not values: NaN equals itself."""
+    """Whether the slot holds the live bytes; bytes, not values: NaN equals itself."""
     copied = slot.tensor[copy.offset : copy.offset + copy.nbytes]
     live = copy.view.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     return bool(torch.equal(copied, live))

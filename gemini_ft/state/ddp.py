@@ -1,4 +1,4 @@
-"""What DistributedDataParallel remembers beside parameters and buffers, without which a restart changes the bits.
+"""Captures what DistributedDataParallel remembers beside parameters and buffers: else a restart would change the bits.
 
 After its first backward DDP sorts the gradients into other buckets, by the order in which they became ready. The sum
 over three or more ranks depends, in its last bits, on where in a bucket a value lies: a restarted DDP, whose first
@@ -48,7 +48,7 @@ def ddp_state(model: DistributedDataParallel, replicated: bool = True) -> dict[s
 
 
 def refuse_hooks(model: DistributedDataParallel, replicated: bool = True) -> None:
-    """Raise UnsupportedStateError, by name, for a communication hook after which ranks hold different parameters."""
+    """Raises UnsupportedStateError, by name, for a communication hook after which ranks hold different parameters."""
     for hook, state in _own_hooks(model):
         if replicated and "PostLocalSGDState" in [kind.__name__ for kind in type(state).__mro__]:
             raise UnsupportedStateError(
@@ -58,13 +58,13 @@ def refuse_hooks(model: DistributedDataParallel, replicated: bool = True) -> Non
 
 
 def restore_buckets(model: DistributedDataParallel, state: dict[str, Any]) -> None:
-    """Sort the gradients as they were. A built-in communication hook must be registered after this, or it is lost."""
+    """Sorts the gradients as they were. A built-in communication hook must be registered after this, or it is lost."""
     if state["buckets"]:
         _rebuild(model, state["buckets"])
 
 
 def restore_sync(model: DistributedDataParallel, state: dict[str, Any]) -> None:
-    """Let the next forward broadcast buffers, or not, as it would have; let communication hooks remember what they did.
+    """Lets the next forward broadcast buffers, or not, as it would have; lets communication hooks remember what they did.
 
     Raises:
         LayoutMismatchError: there are other communication hooks now.
@@ -131,7 +131,7 @@ def _buckets(model: Any) -> list[list[int]]:
 
 
 def _rebuild(model: Any, buckets: list[list[int]]) -> None:
-    """Replace the reducer, as unpickling does. At its second step it will sort the gradients by itself again."""
+    """Replaces the reducer, as unpickling does. At its second step it will sort the gradients by itself again."""
     parameters, sparse = model._build_params_for_reducer()
     names = model._build_debug_param_to_name_mapping(parameters)
     with _assigning(buckets, model.bucket_bytes_cap):
@@ -146,7 +146,7 @@ def _rebuild(model: Any, buckets: list[list[int]]) -> None:
 
 @contextmanager
 def _assigning(buckets: Sequence[Sequence[int]], limit: int) -> Iterator[None]:
-    """Inside, DDP's own assignment of parameters to buckets gives ``buckets``. It is reversed by whoever asks."""
+    """Makes DDP's own assignment of parameters to buckets give ``buckets`` inside; the caller of that reverses it."""
     assign = functions._compute_bucket_assignment_by_size
 
     def assigned(*args: Any, **kwargs: Any) -> tuple[list[list[int]], list[int]]:

@@ -1,4 +1,4 @@
-"""Do ranks that must hold the same bytes hold the same bytes?
+"""Checks that ranks that must hold the same bytes do so.
 
 If they do not, a snapshot cut from all of them would be a state that no rank ever had.
 """
@@ -45,7 +45,7 @@ def first_difference(every: Sequence[Digests]) -> str | None:
 
 
 def check_replicas(sources: Iterable[Source], exchange: Callable[[Any], list[Any]]) -> None:
-    """Compare replicated tensors across ranks; collective.
+    """Compares replicated tensors across ranks; collective.
 
     Args:
         sources: this rank's tensors.

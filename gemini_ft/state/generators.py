@@ -21,7 +21,7 @@ from gemini_ft.state.rng import randomness, set_randomness
 
 @contextmanager
 def unchanged_randomness() -> Iterator[None]:
-    """Whatever is drawn inside, the process's generators are as before afterwards."""
+    """Restores the process's generators afterwards, whatever is drawn inside."""
     before = randomness()
     try:
         yield
@@ -53,7 +53,7 @@ def private_generators(**roots: Any) -> dict[str, Any]:
 
 
 def _parts(item: Any) -> list[tuple[Any, Any]]:
-    """What ``item`` is made of, as far as generators may be among it. The first 64 of a collection stand for all."""
+    """The parts of ``item``, as far as generators may be among them. The first 64 of a collection stand for all."""
     if isinstance(item, (str, bytes, int, float, type, torch.Tensor, np.ndarray)):
         return []
     if isinstance(item, functools.partial):
@@ -73,7 +73,7 @@ def generator_states(generators: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_generator_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Set the states of those generators that are still at the same path."""
+    """Sets the states of those generators that are still at the same path."""
     for path in generators.keys() & states.keys():
         _set_state_of(generators[path], states[path])
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
+from gemini_ft.accelerator import current_device
 from gemini_ft.core.census import Fate, Finding, declare
 from gemini_ft.core.layout import PER_RANK, Layout, Read, TensorSpec
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
@@ -37,7 +38,7 @@ _log = logging.getLogger("gemini_ft")
 
 
 class GradientState(Protocol):
-    """What synchronises gradients and remembers something from step to step."""
+    """An object that synchronises gradients and remembers something from step to step."""
 
     def state_dict(self) -> dict[str, Any]:
         """Nested dicts with keys that are strings; in them dense tensors (live, not copied), numbers, strings, lists of these.
@@ -47,7 +48,7 @@ class GradientState(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; tensors are copied. They are on the kind of device where they were, if there is one."""
+        """Restores a `state_dict`; tensors are copied. They are on the kind of device where they were, if there is one."""
         ...
 
     def summary(self) -> Mapping[str, Mapping[str, float]]:
@@ -64,12 +65,12 @@ _announced: list[tuple[weakref.ref[Any], list[weakref.ref[torch.Tensor]]]] = [] 
 
 
 def announce(gradients: GradientState, parameters: Iterable[torch.Tensor]) -> None:
-    """Let a `gemini_ft.Checkpointer` of these parameters' model find what synchronises their gradients."""
+    """Lets a `gemini_ft.Checkpointer` of these parameters' model find the object that synchronises their gradients."""
     _announced.append((weakref.ref(gradients), [weakref.ref(param) for param in parameters]))
 
 
 def withdraw(gradients: GradientState) -> None:
-    """It synchronises them no more."""
+    """Takes back an announcement: the object synchronises gradients no more."""
     _announced[:] = [each for each in _announced if each[0]() is not None and each[0]() is not gradients]
 
 
@@ -105,14 +106,14 @@ class WithGradients:
 
     Args:
         inner: models and optimizers, or an engine.
-        gradients: what is added.
+        gradients: the state that is added.
     """
 
     def __init__(self, inner: TrainingState, gradients: GradientState) -> None:
         self._inner, self._gradients = inner, gradients
         self._seen: dict[str, tuple[_Place, torch.Tensor]] = {}  # name -> as it was last surveyed
-        self._rest: Extras = {}  # of the same survey, what is no tensor
-        self._rooms: dict[str, torch.Tensor] = {}  # name -> what is being filled, until apply_extras
+        self._rest: Extras = {}  # of the same survey, the values that are no tensors
+        self._rooms: dict[str, torch.Tensor] = {}  # name -> the tensor that is being filled, until apply_extras
 
     def survey(self) -> list[Live]:
         before, self._seen = self._seen, {}
@@ -153,7 +154,7 @@ class WithGradients:
         return [*theirs, *(Source(spec, self._rooms[spec.name], mutable=True) for spec in ours)]
 
     def apply_extras(self, extras: Extras) -> None:
-        """Raises LayoutMismatchError if the pipeline cannot load what another one has saved."""
+        """Puts back `extras`. Raises LayoutMismatchError if the pipeline cannot load the state of another one."""
         self._inner.apply_extras(extras)
         rooms, self._rooms = self._rooms, {}
         if (saved := extras[KEY]) is None:  # made by another number of ranks
@@ -169,7 +170,7 @@ class WithGradients:
     def resized(
         self, layouts: Mapping[int, Layout], extras: Mapping[int, Extras], rank: int, world_size: int
     ) -> tuple[Sequence[Read], Mapping[str, torch.Tensor], Extras]:
-        """Gradients begin anew: what a rank has left out belongs to its own share of the data, and plans to the number of ranks."""
+        """Starts the gradients' state anew: residuals belong to a rank's share of the data, and plans to the number of ranks."""
         reads, tensors, own = self._inner.resized(layouts, extras, rank, world_size)
         if rank == 0:
             pieces = [piece for layout in layouts.values() for piece in layout.pieces if is_gradient(piece.name)]
@@ -197,7 +198,7 @@ class FiguresReporter:
         self._due = 0.0
 
     def step_over(self) -> None:
-        """A step has ended."""
+        """Takes note that a step has ended."""
         if time.monotonic() >= self._due and self._offer(Figures(figures=_finite(self._summary()))):
             self._due = time.monotonic() + _PAUSE
 
@@ -208,7 +209,7 @@ def is_gradient(name: str) -> bool:
 
 
 def check_presence(extras: Extras, attached: bool) -> None:
-    """Compare what a snapshot has with what the job has.
+    """Compares the gradients' state in a snapshot with that of the job.
 
     Raises:
         LayoutMismatchError: one of them has a gradient pipeline, and the other has none.
@@ -255,7 +256,7 @@ def _tree(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unless_new(name: str, tensor: torch.Tensor, before: tuple[_Place, torch.Tensor] | None) -> tuple[_Place, torch.Tensor]:
-    """The view that was found before, if this is another of the same memory: plans are made anew for other objects.
+    """The view that was found before, if this is another one of the same memory: else plans would be made anew.
 
     As long as ``before`` is kept, its memory cannot have been given to another tensor.
     """
@@ -267,23 +268,23 @@ def _unless_new(name: str, tensor: torch.Tensor, before: tuple[_Place, torch.Ten
 
 
 def _divided(live: Sequence[Live]) -> tuple[list[Live], list[Live]]:
-    """What is not of the gradients, and what is."""
+    """The tensors that are not the gradients', and those that are."""
     return [item for item in live if not is_gradient(item.name)], [item for item in live if is_gradient(item.name)]
 
 
 def _placed(source: Source) -> Source:
-    """With the kind of device in its words, for `_device`."""
+    """The source with the kind of its device in its words, for `_device`."""
     return replace(source, spec=replace(source.spec, logical=f"{PER_RANK} {source.tensor.device.type}"))
 
 
 def _device(spec: TensorSpec) -> torch.device:
-    """As for tensors in the extras (`gemini_ft.state.codec.decode`): the accelerator's current device, if it was on such a one."""
+    """The device to load to, as in `gemini_ft.state.codec.decode`: the accelerator's current one if the tensor was on one."""
     kind, accelerator = spec.logical.removeprefix(PER_RANK).strip(), torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != kind:
         return torch.device("cpu")
-    return torch.device(kind, torch.accelerator.current_device_index())
+    return current_device()
 
 
 def _finite(summary: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """As JSON can have it: a figure that is no number is left out."""
+    """The summary as JSON can have it: figures that are not finite are left out."""
     return {rule: {name: float(value) for name, value in figures.items() if math.isfinite(value)} for rule, figures in summary.items()}

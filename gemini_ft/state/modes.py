@@ -41,7 +41,7 @@ _MASKED = declare("weights that pruning has masked for the last forward pass", F
 _HOOK = declare("hooks of modules", Fate.DERIVED, "registered by the script when it starts; their small plain attributes are captured")
 
 Modules = Mapping[str, nn.Module]
-_OTHERS = ("lightning", "pytorch_lightning")  # what these packages' own classes keep for themselves begins with an underscore
+_OTHERS = ("lightning", "pytorch_lightning")  # private attributes of these packages' own classes begin with an underscore
 
 
 def not_users(item: Any) -> frozenset[str]:
@@ -73,7 +73,7 @@ class Modes:
         self._named: set[str] = set()
 
     def collect(self, modules: Modules) -> dict[str, Any]:
-        """Return, as plain data, the flags and attributes that training has changed.
+        """Returns, as plain data, the flags and attributes that training has changed.
 
         Changed attributes that cannot be kept are named in a warning, once each.
 
@@ -104,7 +104,7 @@ class Modes:
         }
 
     def restore(self, state: Mapping[str, Any], modules: Modules) -> None:
-        """Put back what `collect` gave; all else is as the script has made it. What is no longer there is passed over."""
+        """Puts back the result of `collect`; all else is as the script has made it. Modules that are gone are passed over."""
         self._follow(modules)
         self._attributes.give_back(state["attributes"])
         set_generator_states(self._generators, state["generators"])
@@ -119,7 +119,7 @@ class Modes:
                     param.requires_grad_(flag)
 
     def findings(self, modules: Modules) -> Iterator[Finding]:
-        """For the census."""
+        """Lists flags and attributes of modules for the census."""
         self._follow(modules)
         frozen = sum(not flag for flag in _trained(modules).values())
         resting = sum(not module.training for module in modules.values())
@@ -161,7 +161,7 @@ def _trained(modules: Modules) -> dict[tuple[str, str], bool]:
 
 
 def _masked(modules: Modules) -> dict[str, torch.Tensor]:
-    """What torch.nn.utils.prune has made of the parameters when the last forward pass began."""
+    """The parameters as torch.nn.utils.prune had made them when the last forward pass began."""
     found = {}
     for name, module in modules.items():
         for key, _ in module._parameters.items():  # a scripted module's cannot be iterated

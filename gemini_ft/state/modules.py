@@ -110,7 +110,7 @@ def collect_extras(
 
 
 def _walk(models: Models, optimizers: Sequence[Any], live: Sequence[Live], ignored: Callable[[str], bool] = lambda _: False) -> Walk:
-    """For attributes of optimizers, which may refer to parameters, to state, to each other and to modules."""
+    """The walk for attributes of optimizers, which may refer to parameters, to state, to each other and to modules."""
     inner = list(every_optimizer(optimizers).values())
     owned: list[Any] = [*inner, *models.values()]
     for optimizer in inner:
@@ -162,7 +162,7 @@ def destinations(
 
 
 def apply_extras(models: Models, optimizers: Sequence[Any], extras: Extras) -> None:
-    """Put back what `collect_extras` gave, after the tensors.
+    """Puts back the result of `collect_extras`, after the tensors.
 
     Tensor hyperparameters (a learning rate on the device) are written in place, as graphs may hold them.
 
@@ -206,7 +206,7 @@ def _labelled(live: Iterable[Live], optimizers: Sequence[Any]) -> Iterator[tuple
 
 
 def _with_state(live: Iterable[Live], optimizers: Sequence[Any]) -> Iterator[tuple[str, Optimizer, torch.Tensor]]:
-    """As `_labelled`, with every dictionary of state once, where optimizers share theirs."""
+    """Yields as `_labelled` does, with every dictionary of state once, where optimizers share theirs."""
     firsts: dict[int, Optimizer] = {}
     for label, optimizer, param in _labelled(live, optimizers):
         if firsts.setdefault(id(optimizer.state), optimizer) is optimizer:
@@ -227,7 +227,7 @@ def _parameters(live: Iterable[Live], optimizers: Sequence[Any]) -> dict[int, st
 
 
 def _naming(name: str, model: nn.Module, live: Iterable[Live]) -> Extras:
-    """How the keys of the model's state dict differ from the names of its tensors in snapshots; for exports.
+    """The differences between the keys of the model's state dict and its tensors' names in snapshots; for exports.
 
     ``keys``: state dict key -> name, for tied tensors' further names and inside compiled modules; ``absent``: names that
     are no key by themselves (buffers that are not persistent, names inside compiled modules). ``out of order``: sharded
@@ -253,7 +253,7 @@ def _is_out_of_order(tensor: torch.Tensor) -> bool:
 
 
 def state_dict_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What ``module.state_dict()`` has, by its keys, tied tensors under each of them."""
+    """The tensors of ``module.state_dict()`` by its keys, tied tensors under each of them."""
     for prefix, part in module.named_modules(remove_duplicate=False):
         persistent = {name: buffer for name, buffer in part._buffers.items() if name not in part._non_persistent_buffers_set}
         for name, tensor in (*part._parameters.items(), *persistent.items()):
@@ -308,7 +308,7 @@ def _odd_strides(live: Iterable[Live]) -> Iterator[tuple[str, list[int]]]:
 
 
 def _usual_strides(shape: Sequence[int], param: torch.Tensor) -> tuple[int, ...]:
-    """As `_room` would have it: the parameter's strides, as optimizers make their state."""
+    """The strides that `_room` would choose: the parameter's, as optimizers make their state."""
     if tuple(shape) == tuple(param.shape):
         return torch.empty_like(param, device="meta").stride()
     return torch.empty(tuple(shape), device="meta").stride()
@@ -356,7 +356,7 @@ def _apply_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> 
 
 
 def _replace_other(optimizer: Optimizer, other: Mapping[Any, Any]) -> None:
-    """Exactly the state that belongs to no parameter."""
+    """Replaces the state that belongs to no parameter."""
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for key in [key for key in optimizer.state if id(key) not in params]:
         del optimizer.state[key]
@@ -393,7 +393,7 @@ def findings(models: Models, optimizers: Sequence[Any]) -> Iterator[Finding]:
 
 
 def structure(optimizers: Sequence[Any]) -> object:
-    """Which optimizers there are, their groups, and the kinds of their attributes."""
+    """The structure of the optimizers: which there are, their groups, and the kinds of their attributes."""
     found = every_optimizer(optimizers)
     groups = tuple((name, id(optimizer), tuple(map(id, optimizer.param_groups))) for name, optimizer in found.items())
     return groups, tuple((name, type(value)) for optimizer in found.values() for name, value in own_attributes(optimizer).items())

@@ -1,6 +1,6 @@
 """Gradients that wait for an update when a snapshot is taken: of an optimizer that accumulates while another one steps.
 
-An optimizer's step uses its gradients up. Whatever has been written to a gradient since then is needed by the next update, so it is kept
+An optimizer's step uses its gradients up. The next update needs all that has been written to a gradient since then, so it is kept
 with the snapshot, each rank's own. Gradients that were used up, or are zero, are given back as zeros, because an optimizer treats a
 parameter without gradient otherwise. A loop that uses a gradient again after the step (scales it down in place of zeroing it)
 finds zeros after a restart. A parameter of no optimizer keeps its gradient too, since it may get one; freeze what is not trained.
@@ -32,13 +32,13 @@ _Mark = tuple[weakref.ref[torch.Tensor], int]  # a gradient and its version coun
 
 
 class PendingGradients:
-    """Which gradients have been written since the optimizers of their parameters have stepped."""
+    """The gradients that have been written since the optimizers of their parameters stepped."""
 
     def __init__(self) -> None:
         self._used: dict[int, _Mark] = {}  # by the id of its parameter; a mark of one that is gone matches no gradient
 
     def watch(self, optimizers: Iterable[Optimizer]) -> list[Any]:
-        """Look at every step from now on; returns the handles of the hooks."""
+        """Looks at every step from now on; returns the handles of the hooks."""
         return [optimizer.register_step_post_hook(self._stepped) for optimizer in optimizers]
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
@@ -72,7 +72,7 @@ class PendingGradients:
         return {"waiting": waiting, "present": True if len(present) == len(params) else present}
 
     def restore(self, saved: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> None:
-        """Give every parameter the gradient that it had, and none to the others.
+        """Gives every parameter the gradient that it had, and none to the others.
 
         Raises:
             LayoutMismatchError: there is no such parameter.

@@ -1,4 +1,4 @@
-"""A layout that changes while training: what has come, gone or grown since the script built its modules and optimizers, built again.
+"""Rebuilds a layout that has changed while training: state that has come, gone or grown since the script built it.
 
 The state is described when the script has made it (`describe`), and compared with that when it is another (`difference`). Each snapshot
 says what had changed by then, so that a fresh process, in which everything is as the script makes it, can follow (`build`): buffers are
@@ -45,7 +45,7 @@ declare(
 
 @dataclass(frozen=True)
 class Description:
-    """How modules and optimizers are built.
+    """The structure of modules and optimizers.
 
     Attributes:
         tensors: name of each parameter and buffer -> its kind, shape, dtype, and whether it is persistent.
@@ -62,7 +62,7 @@ class Description:
     modules: dict[str, str] = field(default_factory=dict)
 
     def with_newcomers(self, now: Description) -> Description:
-        """Modules that a first iteration has made are of the script too: a fresh process makes them again."""
+        """The description with modules that a first iteration has made: a fresh process makes them again."""
         return replace(self, modules={**now.modules, **self.modules})
 
 
@@ -112,7 +112,7 @@ class ModuleTree:
         self.walks = 0  # how often there were other modules than before, or in another order
 
     def modules(self) -> Modules:
-        """See `modules_of`; the very same mapping, as long as nothing has changed."""
+        """The mapping of `modules_of`; the very same object, as long as nothing has changed."""
         if not self.walks or any(_children(module) != children for module, children in self._children):
             self._found = modules_of(self._models)
             self._children = [(module, _children(module)) for root in self._models.values() for module in root.modules()]
@@ -126,7 +126,7 @@ def _children(module: nn.Module) -> tuple[Any, ...]:
 
 
 def describe(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> Description:
-    """How everything is built now."""
+    """Describes how everything is built now."""
     tensors, names, modules = dict[str, Entry](), dict[int, str](), modules_of(models)
     for path, module in modules.items():
         for key, param in module._parameters.items():
@@ -158,13 +158,13 @@ def _changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse(changes: Changes, modules: Modules) -> None:
-    """Raise UnsupportedStateError, with all reasons, if `build` could not follow in a fresh process."""
+    """Raises UnsupportedStateError, with all reasons, if `build` could not follow in a fresh process."""
     if reasons := list(_reasons(changes, modules)):
         raise UnsupportedStateError(f"the layout has changed while training: {'; '.join(reasons[:5])}: {_WAY_OUT}")
 
 
 def build(models: Mapping[str, nn.Module], optimizers: Sequence[Any], changes: Changes) -> None:
-    """Follow in a fresh process; what is so already is left as it is.
+    """Builds the changes in a fresh process; parts that are so already are left as they are.
 
     Raises:
         LayoutMismatchError: it was neither as the script made it then, nor as it is to be.
@@ -248,7 +248,7 @@ def _build_tensor(modules: Modules, parent: str, key: str, now: Entry | None, ch
 
 
 def _build_groups(optimizer: Optimizer, have: list[list[str]], now: list[list[str]], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Groups are added where the first ones are as they were, else cut anew in place."""
+    """Adds groups where the first ones are unchanged; else cuts groups anew in place."""
     if absent := [label for labels in now for label in labels if label not in parameters]:
         raise LayoutMismatchError(f"{absent[0]} is in a group of the snapshot's optimizer and not in this model")
     wanted = [[parameters[label] for label in labels] for labels in now]
@@ -281,7 +281,7 @@ def _can_become(have: list[list[str]], then: list[list[str]], now: list[list[str
 
 
 def _kind(module: nn.Module) -> str:
-    """The class, or what a lazy module becomes. Metrics come and go: whoever tracks them builds them again."""
+    """The class, or what a lazy module becomes. Metrics come and go: their trackers build them again."""
     kind = type(module)
     return "" if kind.__module__.startswith("torchmetrics") else (getattr(kind, "cls_to_become", None) or kind).__qualname__
 

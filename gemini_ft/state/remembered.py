@@ -41,7 +41,7 @@ _FOREIGN = frozenset(
 
 
 class Changes(NamedTuple):
-    """How attributes differ from those at the mark.
+    """The differences between attributes now and at the mark.
 
     Attributes:
         kept: new values of those that are plain.
@@ -53,7 +53,7 @@ class Changes(NamedTuple):
 
 
 class _Opaque(NamedTuple):
-    """A value that is no plain one, as far as a change of it shows. It is held, so that its id stays its own."""
+    """A value that is not plain, as far as a change of it shows. It is held, so that its id stays its own."""
 
     value: Any
     size: int
@@ -90,7 +90,7 @@ class Attributes:
         self.mark()
 
     def mark(self) -> None:
-        """Compare with the present values from now on."""
+        """Makes the present values those to compare with from now on."""
         self._objects = _find(self._roots)
         self._left = {path: self._names_to_leave(item) for path, item in self._objects.items()}
         self._watched.clear()
@@ -103,7 +103,7 @@ class Attributes:
                     self._elsewhere[path, name] = value, value._version
 
     def follow(self, roots: Mapping[str, Any]) -> None:
-        """Take in roots that came later, or came in place of others: all plain attributes of new ones are changes."""
+        """Takes in roots that came later, or came in place of others: all plain attributes of new ones are changes."""
         self._roots.update(roots)
         for path, item in _find(self._roots).items():
             if self._objects.get(path) is not item:
@@ -112,7 +112,7 @@ class Attributes:
                 self._marked.setdefault(path, {})
 
     def changes(self) -> Changes:
-        """Values that differ from the mark. Objects that came into being since then are lost as a whole, if no `follow` took them in."""
+        """The values that differ from the mark. Objects that are new since then are lost as a whole, unless `follow` took them in."""
         kept: Values = {}
         lost: list[str] = []
         for path, item in self._objects.items():
@@ -132,7 +132,7 @@ class Attributes:
         return Changes(kept, lost)
 
     def give_back(self, values: Values, below: str = "") -> None:
-        """Let all plain attributes be as they were at the mark, but for ``values``.
+        """Sets all plain attributes to their values at the mark, but for ``values``.
 
         Args:
             values: as :class:`Changes` has them.
@@ -156,7 +156,7 @@ class Attributes:
         return value is same and value._version == version
 
     def _is_root(self, value: Any) -> bool:
-        """Whether a value is a module that others see to, or one around it."""
+        """Whether a value is a module that is watched by others, or a wrapper around it."""
         if not isinstance(value, nn.Module):
             return False
         roots = set(map(id, self._roots.values()))
@@ -262,7 +262,7 @@ def _copy(value: Any) -> Any:
     if kind in _SEQUENCES and len(value) <= _FEW:
         parts = [_copy(part) for part in value]
         if kind is tuple and all(map(operator.is_, parts, value)):
-            return value  # of what never changes: found to be the same at once
+            return value  # of values that never change: found to be the same at once
         return deque(parts, value.maxlen) if kind is deque else kind(parts)
     if kind in _MAPPINGS and len(value) <= _FEW:
         pairs = {_copy(key): _copy(part) for key, part in value.items()}

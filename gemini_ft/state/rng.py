@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from gemini_ft import accelerator
+
 # (torch's bytes, (version, words, gauss) of `random`, numpy's: (name, words, position, has_gauss, gauss) of its usual generator)
 Randomness = tuple[bytes, tuple[int, bytes, float | None], tuple[str, bytes, int, int, float] | dict[str, Any]]
 
@@ -27,7 +29,7 @@ def _numpy_state() -> tuple[str, bytes, int, int, float] | dict[str, Any]:
 
 
 def set_randomness(state: Randomness) -> None:
-    """Set what :func:`randomness` returned."""
+    """Restores the result of :func:`randomness`."""
     torch_state, (version, words, gauss), numpy_state = state
     torch.set_rng_state(torch.frombuffer(bytearray(torch_state), dtype=torch.uint8))
     random.setstate((version, tuple(array.array("I", words)), gauss))
@@ -39,29 +41,28 @@ def set_randomness(state: Randomness) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """`randomness`, and the states of every CUDA device's generator if CUDA is in use; safe to `encode`."""
+    """`randomness`, and the states of the generator of every accelerator if one is in use; safe to `encode`."""
     state: dict[str, Any] = {"host": randomness()}
-    # Without a context no CUDA number has been drawn yet, and asking would create one.
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = {"current": torch.cuda.current_device(), "states": torch.cuda.get_rng_state_all()}
+    if (module := accelerator.in_use()) is not None:  # before it was used, no number has been drawn there
+        state["accelerator"] = {"current": module.current_device(), "states": module.get_rng_state_all()}
     return state
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put back what `rng_state` gave.
+    """Restores the result of `rng_state`.
 
-    A rank that moved to another GPU of its host finds the state of its old device on its new one.
+    A rank that moved to another accelerator of its host finds the state of its old device on its new one.
     """
     set_randomness(state["host"])
-    if "cuda" in state and torch.cuda.is_available():
-        states = state["cuda"]["states"]
-        for device, value in enumerate(states[: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(value, device)
-        torch.cuda.set_rng_state(states[state["cuda"]["current"]])
+    if "accelerator" in state and torch.accelerator.is_available():
+        module, states = torch.get_device_module(torch.accelerator.current_accelerator()), state["accelerator"]["states"]
+        for device, value in enumerate(states[: module.device_count()]):
+            module.set_rng_state(value, device)
+        module.set_rng_state(states[state["accelerator"]["current"]])
 
 
 def branch_randomness(stream: int) -> None:
-    """Go on with numbers that depend on the present state and differ from those of every other ``stream``.
+    """Goes on with numbers that depend on the present state and differ from those of every other ``stream``.
 
     For a rank that has taken over the states of another one, because there was none of its own number.
     """

@@ -1,4 +1,4 @@
-"""Finding the live tensors of a training job, naming them, and saying which ranks hold the same bytes.
+"""Finds the live tensors of a training job, names them, and tells which ranks hold the same bytes.
 
     live = survey(models, optimizers)              every step: where each tensor is now (about 2 us per tensor)
     fingerprint(live)                              unchanged: the sources and copy plans made then are still right
@@ -55,7 +55,7 @@ _RESERVED = re.compile(r"(optim\d+|group\d+|gradients)$")
 
 
 class Role(Enum):
-    """What a tensor is to the training loop."""
+    """The role of a tensor in the training loop."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -153,7 +153,7 @@ def every_optimizer(optimizers: Sequence[Any]) -> dict[str, Optimizer]:
 
 
 def _state_keys(optimizer: Optimizer) -> set[str]:
-    """What an optimizer's state_dict has; torch's own is not worth the call."""
+    """The keys of an optimizer's state_dict, or none for torch's own, which is not worth the call."""
     return set() if type(optimizer).state_dict is Optimizer.state_dict else set(optimizer.state_dict())
 
 
@@ -194,7 +194,7 @@ def survey(models: Mapping[str, nn.Module], optimizers: Sequence[Any]) -> list[L
 
 
 def fingerprint(live: Iterable[Live]) -> tuple[Any, ...]:
-    """Equal to an earlier one if and only if sources described then are still right.
+    """A value that equals an earlier one if and only if the sources described then are still right.
 
     Compare only while those sources are alive: their memory cannot then be given to another tensor.
     """
@@ -204,9 +204,9 @@ def fingerprint(live: Iterable[Live]) -> tuple[Any, ...]:
 def describe(live: Iterable[Live], rank: int, world_size: int, replicated: bool) -> list[Source]:
     """Sources for what `survey` found, without repetitions.
 
-    Who holds the same bytes as this rank: for a DTensor, the ranks along the mesh dimensions on which it is
-    replicated; for plain parameters and their state, all ranks if ``replicated`` (plain DDP), else nobody;
-    for buffers, nobody. Plain state of a DTensor (such as Adam's step) is per rank too.
+    The ranks that hold the same bytes as this one are: for a DTensor, those along the mesh dimensions on which it
+    is replicated; for plain parameters and their state, all ranks if ``replicated`` (plain DDP), else none;
+    for buffers, none. Plain state of a DTensor (such as Adam's step) is per rank too.
 
     Raises:
         UnsupportedStateError: a tensor cannot be captured exactly; named.
@@ -216,7 +216,7 @@ def describe(live: Iterable[Live], rank: int, world_size: int, replicated: bool)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
+    """The part of a DTensor on this rank; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -226,7 +226,7 @@ def captured(key: object, value: object) -> bool:
 
 
 def state_label(index: int, parameter: str) -> str:
-    """What the names of all state of one parameter in optimizer ``index`` begin with."""
+    """The beginning of the names of all state of one parameter in optimizer ``index``."""
     return f"optim{index}.{parameter.removeprefix(f'optim{index}.')}"
 
 
@@ -250,7 +250,7 @@ def placement_words(name: str, tensor: DTensor) -> str:
     """The whole tensor in words: shape, placements, shape of the mesh; the same on all ranks.
 
     Raises:
-        UnsupportedStateError: it is a partial sum, or placed in a way that says nothing about who holds what.
+        UnsupportedStateError: it is a partial sum, or its placement does not tell which rank holds which bytes.
     """
     for item in tensor.placements:
         if type(item).__name__ not in ("Shard", "_StridedShard", "Replicate"):
@@ -295,7 +295,7 @@ def _module_tensors(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, torc
 
 
 def _reshard(modules: Iterable[nn.Module]) -> None:
-    """Let FSDP2 put its sharded parameters in place: after a forward without backward the root still shows whole ones."""
+    """Lets FSDP2 put its sharded parameters in place: after a forward without backward the root still shows whole ones."""
     if fsdp := sys.modules.get("torch.distributed.fsdp"):
         for part in modules:
             if isinstance(part, fsdp.FSDPModule):
@@ -340,7 +340,7 @@ def _state_words(item: Live, words: str) -> str:
 
 
 def _unsupported(tensor: torch.Tensor, part: torch.Tensor) -> str | None:
-    """Why a tensor cannot be captured exactly, or None."""
+    """The reason why a tensor cannot be captured exactly, or None."""
     if type(tensor) not in (torch.Tensor, nn.Parameter, DTensor) or type(part) not in (torch.Tensor, nn.Parameter):
         kind = type(tensor if type(part) is torch.Tensor else part)
         return f"is a {kind.__module__}.{kind.__qualname__}, a tensor type whose memory is not known here"

@@ -1,4 +1,4 @@
-"""When is state written that is being copied: before the next forward pass, or in it?
+"""Finds out when a loop writes state that is being copied: before the next forward pass, or in it.
 
 A loop that writes parameters in forward (an embedding with max_norm) does so again when it is resumed, so its state may be copied at the
 end of each step instead. A write before the forward pass may stand behind the end of the iteration, and would be lost: it cannot be told
@@ -19,7 +19,7 @@ class WriteWatch:
 
     def __init__(self, plan: CopyPlan, marks: list[tuple[int, int]]) -> None:
         self._plan, self._marks = plan, marks
-        self.early: list[str] | None = None  # names of what had been written by then; None: no forward has begun
+        self.early: list[str] | None = None  # names of the tensors written by then; None: no forward has begun
         self._handle: Any = register_module_forward_pre_hook(self._look)
 
     def _look(self, *_: Any) -> None:
@@ -28,5 +28,5 @@ class WriteWatch:
             self.early = self._plan.changed(self._marks)
 
     def end(self) -> None:
-        """Look no more."""
+        """Stops looking."""
         self._handle.remove()

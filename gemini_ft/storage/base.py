@@ -1,4 +1,4 @@
-"""What the slow tier must be able to do: put, get, list and delete objects under a prefix.
+"""The operations of the slow tier: put, get, list and delete objects under a prefix.
 
 All calls block; the agent makes them in threads, several at once on one `Storage`.
 
@@ -27,7 +27,7 @@ SMALL = 256 * 2**20  # bytes; no object that is read in one piece, a manifest or
 
 
 def check_small(where: str, nbytes: int) -> None:
-    """Sees to it that an object may be read in one piece: whoever can write to the storage could take all memory else.
+    """Checks that an object may be read in one piece: else any writer to the storage could take all memory.
 
     Raises:
         CorruptDataError: it is larger than any that this package writes.
@@ -37,7 +37,7 @@ def check_small(where: str, nbytes: int) -> None:
 
 
 def ignore(nbytes: int) -> None:
-    """Where nobody wants to know how far a transfer is."""
+    """Ignores the progress of a transfer."""
 
 
 class Storage(Protocol):
@@ -49,36 +49,36 @@ class Storage(Protocol):
     url: str
 
     def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
-        """Write the parts end to end as one durable object, in place of any that has this key.
+        """Writes the parts end to end as one durable object, in place of any that has this key.
 
         ``parts`` is consumed once and in order. If it raises, or the process dies, nothing becomes visible.
         ``sent`` is told, on any thread, how many bytes more are there.
         """
 
     def get(self, key: str) -> bytes:
-        """Return a whole object; meant for small ones."""
+        """Returns a whole object; meant for small ones."""
         ...
 
     def get_range(self, key: str, offset: int, out: memoryview) -> None:
-        """Fill ``out`` with the object's bytes from ``offset`` on.
+        """Fills ``out`` with the object's bytes from ``offset`` on.
 
         Raises:
             CorruptDataError: the object ends before that.
         """
 
     def list(self, prefix: str = "") -> Sequence[str]:
-        """Return all keys that begin with ``prefix``, sorted. Whatever else lies there, under names that are no keys, is left out.
+        """Returns all keys that begin with ``prefix``, sorted. Objects whose names are no keys are left out.
 
         Raises:
-            StorageError: nothing can be said of what is there; never is that taken for an empty listing.
+            StorageError: the storage cannot be listed, which is never taken for an empty listing.
         """
         ...
 
     def delete(self, key: str) -> None:
-        """Remove an object; one that does not exist is already removed."""
+        """Removes an object; one that does not exist is already removed."""
 
     def check(self) -> None:
-        """Prove that objects can be written, read and deleted here, and clear away what dead writers have left."""
+        """Proves that objects can be written, read and deleted here, and clears away leftovers of dead writers."""
 
 
 def is_key(name: str) -> bool:
@@ -87,14 +87,14 @@ def is_key(name: str) -> bool:
 
 
 def check_key(key: str) -> str:
-    """Return ``key``, or raise `StorageError` because it could lead out of the prefix or not be a name everywhere."""
+    """Returns ``key``, or raises `StorageError` because it could lead out of the prefix or not be a name everywhere."""
     if not is_key(key):
         raise StorageError(f"key {key!r}: must be words of letters, digits and . _ - between slashes, none beginning with a dot")
     return key
 
 
 def round_trip(storage: Storage) -> None:
-    """Write, read and delete one small object, for `Storage.check`."""
+    """Writes, reads and deletes one small object, for `Storage.check`."""
     key = f"gemini-check-{secrets.token_hex(8)}"
     storage.put(key, [key.encode()])
     try:
@@ -105,7 +105,7 @@ def round_trip(storage: Storage) -> None:
 
 
 def find_sign(storage: Storage, key: str, writer: str, reader: str) -> None:
-    """Make sure that host ``reader`` sees the object ``key`` that host ``writer`` has just written.
+    """Makes sure that host ``reader`` sees the object ``key`` that host ``writer`` has just written.
 
     Raises:
         ConfigError: it does not: the two hosts have different places under one name.
@@ -113,7 +113,7 @@ def find_sign(storage: Storage, key: str, writer: str, reader: str) -> None:
     """
     for attempt in range(_LOOKS):
         if attempt:
-            time.sleep(_LOOK_PAUSE)  # NFS may remember for a moment what was not there
+            time.sleep(_LOOK_PAUSE)  # NFS may remember for a moment that an object was missing
         with suppress(ObjectGoneError):
             if storage.get(key) == key.encode():
                 return

@@ -1,4 +1,4 @@
-"""Checkpoints in storage: their keys, the manifest that makes one exist, which is the newest, which may go.
+"""Checkpoints in storage: their keys, and the manifest that makes one exist.
 
     <run>/<stream>/step-00001234-inc-7-<nonce>/shard-00003.safetensors    one per owner
                                               /manifest.json              last: the commit
@@ -51,7 +51,7 @@ def shard_key(folder: str, owner: int) -> str:
 
 
 class Manifest(BaseModel):
-    """All there is to know about one checkpoint; every rank has a shard, be it empty."""
+    """The description of one checkpoint; every rank has a shard, even an empty one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -71,7 +71,7 @@ class Manifest(BaseModel):
 
     @property
     def version(self) -> Version:
-        """Which state this is."""
+        """The version of the state."""
         return Version(self.incarnation, self.iteration)
 
     @property
@@ -81,7 +81,7 @@ class Manifest(BaseModel):
 
     @property
     def descent(self) -> Descent:
-        """Where it comes from."""
+        """The descent of the state's incarnation."""
         return Descent(self.lineage, frozenset(self.overtaken), frozenset(self.aside))
 
     @model_validator(mode="after")
@@ -109,7 +109,7 @@ class CheckpointInfo:
 
 
 def write_manifest(storage: Storage, manifest: Manifest) -> None:
-    """Make the checkpoint exist. Its shards must be there.
+    """Writes the manifest, which makes the checkpoint exist. Its shards must be there.
 
     Raises:
         StorageError: a shard is missing, or the storage failed.
@@ -122,7 +122,7 @@ def write_manifest(storage: Storage, manifest: Manifest) -> None:
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
-    """Read and check a checkpoint's manifest.
+    """Reads and checks a checkpoint's manifest.
 
     Raises:
         CorruptDataError: it is damaged.
@@ -199,7 +199,7 @@ def scan(storage: Storage, run: str | None, stream: str | None) -> dict[Checkpoi
 
 
 def files_of(storage: Storage, folder: str) -> list[str]:
-    """Keys of a checkpoint's files, the manifest first. What else lies beside them was put there by another program.
+    """Keys of a checkpoint's files, the manifest first. Files of other programs beside them are left out.
 
     Raises:
         StorageError: the storage failed.

@@ -1,4 +1,4 @@
-"""Decides what to resume from storage and what to delete there: pure, from what a look at it has shown.
+"""Decides which checkpoint to resume and which to delete: pure, from the result of a look at storage.
 
 A look has three answers and never two: `Here`, `Nothing`, `Unclear`. Only `Nothing`, which takes an empty listing and the
 absence of every mark that something was stored, lets a run start from the beginning.
@@ -24,7 +24,7 @@ Condition = Literal["listed", "whole", "lacking", "damaged", "gone", "torn"]
 
 @dataclass(frozen=True)
 class Descent:
-    """Where an incarnation comes from.
+    """The origin of an incarnation.
 
     Attributes:
         lineage: versions that it descends from, oldest first; None: its manifests do not say (they are of before there was one).
@@ -64,7 +64,7 @@ class Sighting:
         return self.condition in ("whole", "listed")
 
     def knows(self, incarnation: Incarnation) -> bool:
-        """Whether its incarnation is this one, descends from it, or has overtaken it."""
+        """Whether the sighting's incarnation is this one, descends from it, or has overtaken it."""
         own, lineage = self.version.incarnation, self.descent.lineage
         if incarnation == own or incarnation in self.descent.overtaken:
             return True
@@ -109,7 +109,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Here:
-    """There is something to resume: every checkpoint that may be, the one to take first, then the nearest ancestors.
+    """An answer: there is something to resume. Every checkpoint that may be, the one to take first, then the nearest ancestors.
 
     ``aside``: the newest of each line that the choice of a history leaves as it is.
     """
@@ -120,12 +120,12 @@ class Here:
 
 @dataclass(frozen=True)
 class Nothing:
-    """Storage proves that nothing was ever stored."""
+    """An answer: storage proves that nothing was ever stored."""
 
 
 @dataclass(frozen=True)
 class Unclear:
-    """It cannot be told now. ``contested``: looking again will not help; the user has to choose between histories."""
+    """An answer: it cannot be told now. ``contested``: looking again will not help; the user has to choose between histories."""
 
     why: str
     contested: bool = False
@@ -135,13 +135,13 @@ Answer = Here | Nothing | Unclear
 
 
 def decide(look: Look, history: str | None = None, found: bool = False) -> Answer:
-    """Decides what there is to resume.
+    """Decides which checkpoint to resume.
 
     Args:
         look: what was seen.
         history: an incarnation, by name; resume the line that went through it, as far as it has come by now.
-        found: be content with what is there, although something newer was reported as stored. The choice of a history does not
-            say that: it may have been made long ago, and the line have come further than can be seen now.
+       found: accept the newest that is there, although something newer was reported as stored. The choice of a history does not
+            imply that: it may have been made long ago, and the line have come further than can be seen now.
     """
     if look.trouble:
         return Unclear(look.trouble)
@@ -157,7 +157,7 @@ def decide(look: Look, history: str | None = None, found: bool = False) -> Answe
         return Unclear(_contested(tips), contested=True)
     if not found and (lost := [mark for mark in look.marks if not _accounted_for(mark, seen, whole)]):
         newest = max(lost, key=lambda version: version.iteration)
-        return Unclear(f"{newest} was reported as stored and is not there, nor anything that descends from it")
+        return Unclear(f"{newest} was reported as stored, but neither it nor any checkpoint that descends from it is there")
     aside = tuple(one for one in newest_of_each(whole) if one is not tips[0])
     return Here(tuple(_in_order(tips[0], _behind(tips[0], whole))), aside)
 
@@ -166,13 +166,13 @@ def gives_way(memory: Version, told: Iterable[tuple[Incarnation, Descent]], foun
     """Whether memory is left aside for ``found``, be it newer or not; Unclear: the user has to choose.
 
     It is where the user has named a line that ``found`` is of, and memory is known not to be. A choice that was made long ago
-    leaves nothing aside that went through the named incarnation itself, nor memory of which nobody knows where it comes from.
+    leaves nothing aside that went through the named incarnation itself, nor memory of unknown descent.
 
     Args:
         memory: the newest version that is whole in memory.
-        told: sessions of the hosts, and where they come from.
-        found: what storage would resume.
-        history: what the user has chosen.
+        told: sessions of the hosts, and their descent.
+        found: the checkpoint that storage would resume.
+        history: the user's choice.
     """
     told = _told_of(memory, told)
     this = Sighting("", memory, "whole", continued(memory, told))
@@ -190,7 +190,7 @@ def gives_way(memory: Version, told: Iterable[tuple[Incarnation, Descent]], foun
 
 
 def is_of(memory: Version, told: Iterable[tuple[Incarnation, Descent]], history: str) -> bool:
-    """Whether memory went through the incarnation that the user has named, or nobody knows where it comes from."""
+    """Whether memory went through the incarnation that the user has named, or is of unknown descent."""
     told = _told_of(memory, told)
     return not told or _went_through(Sighting("", memory, "whole", continued(memory, told)), history)
 
@@ -235,17 +235,17 @@ def superseded_by(
 
 
 def left_torn(look: Iterable[Sighting], this: Sighting) -> list[Sighting]:
-    """Torn uploads of incarnations that ``this`` one comes after: nobody will finish them."""
+    """Torn uploads of incarnations that ``this`` one comes after: they will never be finished."""
     own = this.version.incarnation
     return [one for one in look if one.condition == "torn" and one.version.incarnation != own and this.knows(one.version.incarnation)]
 
 
 def continued(version: Version, told: Iterable[tuple[Incarnation, Descent]]) -> Descent:
-    """Where an incarnation that resumes ``version`` comes from.
+    """The descent of an incarnation that resumes ``version``.
 
     Args:
-        version: what it resumes.
-        told: incarnations, and where they come from, as hosts and manifests have it.
+        version: that it resumes.
+        told: incarnations and their descent, as hosts and manifests have it.
     """
     known: set[Incarnation] = set()
     aside: frozenset[Incarnation] = frozenset()
@@ -280,7 +280,7 @@ def left_aside(look: Look, history: str | None) -> frozenset[Incarnation]:
 
 
 def describe(sighting: Sighting) -> str:
-    """In words, for somebody who has to choose."""
+    """Describes a checkpoint in words, for a user who has to choose."""
     when = f" of {sighting.created:%Y-%m-%d %H:%M:%S} UTC" if sighting.created is not None else ""
     return f"step {sighting.version.iteration}{when} (history {sighting.version.incarnation}, {sighting.folder})"
 
@@ -289,7 +289,7 @@ def describe(sighting: Sighting) -> str:
 
 
 def _same_history(one: Sighting, other: Sighting) -> bool:
-    """Without a readable manifest it belongs to the history that has its incarnation as an ancestor; torn, to whoever knows it."""
+    """Whether a checkpoint may be of the other's history: one without a readable manifest, if that knows it as an ancestor."""
     if one.condition == "torn":
         return True
     if one.version.incarnation in other.descent.aside:
@@ -301,12 +301,12 @@ def _same_history(one: Sighting, other: Sighting) -> bool:
 
 
 def _told_of(memory: Version, told: Iterable[tuple[Incarnation, Descent]]) -> list[tuple[Incarnation, Descent]]:
-    """What is told of incarnations that memory is of, or that come from it."""
+    """The part of ``told`` that is of memory's incarnation, or of those that come from it."""
     return [(one, descent) for one, descent in told if memory.incarnation in (one, *(v.incarnation for v in descent.lineage or ()))]
 
 
 def _went_through(sighting: Sighting, incarnation: str) -> bool:
-    """Whether it is of that incarnation, or descends from a checkpoint of it."""
+    """Whether a sighting is of that incarnation, or descends from a checkpoint of it."""
     return incarnation in map(str, (sighting.version.incarnation, *(version.incarnation for version in sighting.descent.lineage or ())))
 
 
@@ -320,7 +320,7 @@ def _behind(tip: Sighting, whole: Sequence[Sighting]) -> list[Sighting]:
 
 
 def _accounted_for(mark: Version, seen: Sequence[Sighting], whole: Sequence[Sighting]) -> bool:
-    """Whether it is there, or something newer is; what is there and damaged is no reason to distrust the rest."""
+    """Whether the marked version is there, damaged or not, or something newer is whole."""
     if any(one.version == mark and one.condition != "gone" for one in seen):
         return True
     return any(one.supersedes(mark) for one in whole)
@@ -342,13 +342,13 @@ def _in_order(tip: Sighting, whole: Sequence[Sighting]) -> list[Sighting]:
 def _nothing_whole(look: Look, seen: Sequence[Sighting], history: str | None) -> str:
     if not seen:
         what = f"up to {max(look.marks, key=lambda version: version.iteration)}" if look.marks else "something"
-        return f"this run has stored {what}, and no checkpoint of it is listed"
+        return f"this run has stored {what}, but no checkpoint of it is listed"
     if history is not None and any(one.readable for one in seen):
         others = "; ".join(describe(one) for one in newest_of_each(seen))
         return f"no checkpoint of history {history!r} can be read; there are: {others}"
     newest = max(seen, key=lambda one: one.version)
     found = f"the newest, step {newest.iteration}, is {newest.condition}"
-    return f"{len(seen)} checkpoints are there and none can be read as sound ({found})"
+    return f"{len(seen)} checkpoints are there, but none is sound ({found})"
 
 
 def _contested(tips: Sequence[Sighting]) -> str:

@@ -43,7 +43,7 @@ class LocalStorage:
         self.url = "file://" + quote(str(self.root))
 
     def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
-        """See `Storage.put`."""
+        """Implements `Storage.put`."""
         target = self.root / check_key(key)
         folder = self.root / _PARTIAL
         with self._explain(f"cannot write {key}"):
@@ -68,13 +68,13 @@ class LocalStorage:
             self._confirm(key, target, size)
 
     def get(self, key: str) -> bytes:
-        """See `Storage.get`."""
+        """Implements `Storage.get`."""
         with self._explain(f"cannot read {key}"), open(self._open(key), "rb") as file:
             check_small(f"{self.url}: {key}", os.fstat(file.fileno()).st_size)
             return file.read()
 
     def get_range(self, key: str, offset: int, out: memoryview) -> None:
-        """See `Storage.get_range`."""
+        """Implements `Storage.get_range`."""
         with self._explain(f"cannot read {key}"):
             fd = self._open(key)
             try:
@@ -86,7 +86,7 @@ class LocalStorage:
             raise CorruptDataError(f"{self.url}: {key} ends at byte {offset}, it should have {out.nbytes} more; use an older checkpoint")
 
     def list(self, prefix: str = "") -> Sequence[str]:
-        """See `Storage.list`."""
+        """Implements `Storage.list`."""
         folder = self.root / prefix.rpartition("/")[0]
         with self._explain(f"cannot list {prefix}"):
             self._refuse_links(folder)
@@ -94,7 +94,7 @@ class LocalStorage:
             return sorted(filter(is_key, (path.relative_to(self.root).as_posix() for path in files)))
 
     def delete(self, key: str) -> None:
-        """See `Storage.delete`. Folders that become empty go too."""
+        """Implements `Storage.delete`. Folders that become empty go too."""
         path = self.root / check_key(key)
         if not self._deletes:
             return
@@ -108,13 +108,13 @@ class LocalStorage:
                 folder.rmdir()
 
     def check(self) -> None:
-        """See `Storage.check`."""
+        """Implements `Storage.check`."""
         round_trip(self)
 
     # -- inside
 
     def _confirm(self, key: str, target: Path, size: int) -> None:
-        """Make sure that the file system has kept what it was given."""
+        """Makes sure that the file system has kept what it was given."""
         kept = target.stat().st_size
         if kept != size:
             target.unlink()
@@ -162,7 +162,7 @@ class LocalStorage:
 
     @contextmanager
     def _explain(self, what: str) -> Iterator[None]:
-        """Turn an OSError into a StorageError that says where, why, and what to do about it."""
+        """Turns an OSError into a StorageError that says where, why, and what to do about it."""
         try:
             yield
         except OSError as error:
@@ -179,7 +179,7 @@ class LocalStorage:
 
 
 def _write(fd: int, part: memoryview) -> int:
-    """Write all of it; returns how much that is."""
+    """Writes all of the bytes; returns their number."""
     size = part.nbytes
     while part.nbytes:
         part = part[os.write(fd, part) :]
@@ -187,7 +187,7 @@ def _write(fd: int, part: memoryview) -> int:
 
 
 def _rename(partial: Path, target: Path) -> None:
-    """Give the file its name, durably. A `delete` elsewhere may at any time take the folder away while it is still empty."""
+    """Gives the file its name, durably. A `delete` elsewhere may remove the folder at any time while it is empty."""
     while True:
         try:
             _make_folder(target.parent)

@@ -1,4 +1,4 @@
-"""Looking at what a run has in storage, with distrust: damage is believed after a second reading, absence after a second question."""
+"""Looks at a run's storage with distrust: damage is believed after a second reading, absence after a second question."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gemini_ft.storage.decisions import Condition, Descent, Here, Look, Nothing,
 from gemini_ft.storage.marks import read_mark
 
 _T = TypeVar("_T")
-_LOOKS = 3  # listings that are asked for where one names what is gone: retention may have been at work in between
+_LOOKS = 3  # listings to ask for where one names a missing object: retention may have been at work in between
 _PAUSE = 0.2  # seconds before the second one, doubled for the third
 
 _log = logging.getLogger("gemini_ft")
@@ -46,10 +46,10 @@ class Lookout:
         self._reopen, self._run, self._stream = reopen, run, stream
         self._remembered = tuple(remembered)
         self._storage: Storage | None = None
-        self.manifests: dict[str, Manifest] = {}  # folder -> what was read of it
+        self.manifests: dict[str, Manifest] = {}  # folder -> the manifest that was read
 
     def look(self, passed: Collection[str] = ()) -> Look:
-        """Looks at what is there. Of every incarnation the newest manifest that is sound is read, the others only if it comes to them.
+        """Looks at the storage. Of each incarnation the newest sound manifest is read, the others only when they are needed.
 
         Args:
             passed: folders of checkpoints whose shards turned out to be damaged or gone when they were read.
@@ -147,7 +147,7 @@ class Lookout:
         return [key for key in missing if not _is_there(storage, key)]
 
     def _twice(self, storage: Storage, read: Callable[[Storage], _T]) -> _T:
-        """Calls ``read``; what is damaged, or gone, is asked for again on a new connection before it is believed."""
+        """Calls ``read``; an object that is damaged or gone is read again on a new connection before that is believed."""
         try:
             return read(storage)
         except CorruptDataError as error:
@@ -181,7 +181,7 @@ def newest_whole(storage: Storage, run: str, stream: str, passed: Collection[str
 
 
 def check_not_superseded(storage: Storage, manifest: Manifest) -> None:
-    """Make sure that no other job goes by the same run id: what it writes would be mixed with this one's.
+    """Makes sure that no other job has the same run id: its checkpoints would be mixed with this one's.
 
     Raises:
         SupersededError: an incarnation that this one knows nothing of has stored a checkpoint here.
@@ -203,7 +203,7 @@ def check_not_superseded(storage: Storage, manifest: Manifest) -> None:
 
 
 def within(seconds: float, what: str, work: Callable[[], _T]) -> _T:
-    """Call ``work`` in a thread and return its result; what takes longer is left to itself.
+    """Calls ``work`` in a thread and returns its result; a call that takes longer is left to itself.
 
     Raises:
         StorageError: it did not come to an end in time. Else whatever ``work`` raises.

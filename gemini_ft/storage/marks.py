@@ -35,13 +35,13 @@ class Mark(BaseModel):
     at: float = Field(default_factory=time.time)  # when, on the clock of the host
 
     def to_bytes(self) -> bytes:
-        """As JSON, with its own checksum."""
+        """The mark as JSON, with its own checksum."""
         body = self.model_dump(mode="json")
         return json.dumps({**body, "xxh3": _checksum(body)}, indent=1).encode()
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> Mark:
-        """Raises ValueError: it is damaged, or no mark."""
+        """Reads a mark from JSON. Raises ValueError: it is damaged, or no mark."""
         try:
             body = json.loads(blob)
         except RecursionError:
@@ -57,7 +57,7 @@ def mark_key(run: str, stream: str) -> str:
 
 
 def write_mark(storage: Storage, run: str, stream: str, version: Version) -> None:
-    """Leave the mark in storage; a checkpoint counts as stored once it is there.
+    """Writes the mark to storage; a checkpoint counts as stored once it is there.
 
     Raises:
         StorageError: the storage failed.
@@ -85,7 +85,7 @@ def read_mark(storage: Storage, run: str, stream: str) -> Version | None:
 
 
 def note_on_host(url: str, run: str, stream: str, version: Version) -> None:
-    """Remember on this host that ``version`` was stored; a host where that cannot be written down says so and goes on."""
+    """Notes on this host that ``version`` was stored; if the note cannot be written, it warns and goes on."""
     path = note_path(url, run, stream)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -108,7 +108,7 @@ def recall_on_host(url: str, run: str, stream: str) -> Mark | None:
 
 
 def state_folder() -> Path:
-    """Where hosts remember: GEMINI_STATE_DIR, or gemini-ft in XDG_STATE_HOME, or in ~/.local/state."""
+    """The folder of this host's notes: GEMINI_STATE_DIR, or gemini-ft in XDG_STATE_HOME, or in ~/.local/state."""
     if given := os.environ.get("GEMINI_STATE_DIR"):
         return Path(given)
     base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
@@ -116,7 +116,7 @@ def state_folder() -> Path:
 
 
 def note_path(url: str, run: str, stream: str) -> Path:
-    """Where this host remembers what was stored."""
+    """The file in which this host notes what was stored."""
     place = xxhash.xxh3_64_hexdigest(url.rstrip("/").encode())
     return state_folder() / f"{run}-{stream}-{place}.json"
 

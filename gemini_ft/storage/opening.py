@@ -1,4 +1,4 @@
-"""Which storage a URL means."""
+"""Opens the storage behind a URL."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from gemini_ft.storage.local import LocalStorage
 
 
 def open_storage(url: str, endpoint_url: str | None = None, max_bandwidth: int | None = None, deletes: bool = True) -> Storage:
-    """Return the storage behind ``file:///folder`` or ``s3://bucket/prefix``; nothing is touched before it is used.
+    """Returns the storage behind ``file:///folder`` or ``s3://bucket/prefix``; nothing is touched before it is used.
 
     Args:
-        url: where.
+        url: of the storage.
         endpoint_url: of an S3-compatible store; default: boto3's own choice.
         max_bandwidth: bytes per second that uploads to S3 may take.
-        deletes: whether `Storage.delete` does anything; else whatever is written stays until somebody else deletes it.
+        deletes: whether `Storage.delete` does anything; else files stay until they are deleted by other means.
 
     Raises:
         ConfigError: the URL is none that this version can open, or boto3 is not installed.
@@ -35,7 +35,7 @@ def open_storage(url: str, endpoint_url: str | None = None, max_bandwidth: int |
 
 
 def open_existing(url: str, endpoint_url: str | None = None) -> Storage:
-    """Return the storage behind a URL, to read what is there.
+    """Opens the storage behind a URL for reading.
 
     Raises:
         ConfigError: the URL is none that this version can open, or its folder does not exist.

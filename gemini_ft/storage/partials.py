@@ -1,6 +1,6 @@
 """Temporary files of writers: named after host, process and time, and cleared away once their writer is certainly dead.
 
-A lock proves that a writer lives, wherever it is. That nobody has locked a file proves its writer dead only where both
+A lock proves that a writer lives, wherever it is. A file without a lock proves its writer dead only where both
 would see the same lock: on NFS with ``nolock`` and on Lustre with ``localflock`` every host has locks of its own. A file
 therefore names its lock domain: the kernel (by its boot) and the mounted file system (by its device). In another domain
 only age counts, by the file system's own clock.
@@ -24,12 +24,12 @@ _NAME = re.compile(r"[A-Za-z0-9-]+\.(?P<domain>[0-9a-f]+-[0-9a-f]+)\.\d+\.\d+\.[
 
 
 def last_byte(path: Path) -> float:
-    """When a file was last written to, by the clock of the file system."""
+    """The time when a file was last written to, by the clock of the file system."""
     return path.lstat().st_mtime
 
 
 def create(folder: Path, prefix: str = "") -> tuple[Path, int]:
-    """Make an empty file in ``folder``, its name beginning with ``prefix``, locked by this process until its descriptor is closed."""
+    """Makes an empty file in ``folder``, its name beginning with ``prefix``, locked by this process until its descriptor is closed."""
     while True:
         path = folder / f"{prefix}{_name(folder)}"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -47,7 +47,7 @@ def sweep(
     written: Callable[[Path], float] = last_byte,
     remove: Callable[[Path], None] = Path.unlink,
 ) -> None:
-    """Remove what dead writers have left.
+    """Removes leftovers of dead writers.
 
     Args:
         folder: where; it may be missing. What has another kind of name, or is no plain file, is left alone.
@@ -90,7 +90,7 @@ def _name(folder: Path) -> str:
 
 
 def _domain(folder: Path) -> str:
-    """Where locks are the same: this boot of this kernel, on this mounted file system."""
+    """The domain in which locks are the same: this boot of this kernel, on this mounted file system."""
     return f"{_boot()}-{folder.stat().st_dev:x}"
 
 

@@ -1,4 +1,4 @@
-"""Deleting what the newest checkpoint has superseded, and nothing else: `gemini_ft.storage.decisions.superseded_by` decides."""
+"""Deletes the checkpoints that the newest one has superseded: `gemini_ft.storage.decisions.superseded_by` decides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ READER_SECONDS = 6 * 3600.0  # after which a reader that has not said that it is
 
 
 def read_back(storage: Storage, manifest: Manifest) -> None:
-    """Make sure that a stored checkpoint is there: its manifest as it was written, every shard to its end, and samples of the bytes.
+    """Makes sure that a stored checkpoint is there: its manifest as it was written, every shard to its end, and samples of the bytes.
 
     Raises:
         CorruptDataError: something of it is not as it was written.
@@ -60,13 +60,13 @@ class Retention:
         self._storage: Storage | None = None
 
     def stored(self, newest: Manifest) -> Sighting:
-        """Learn of a checkpoint that this process has stored and read back."""
+        """Takes note of a checkpoint that this process has stored and read back."""
         self._sound.add(newest.folder)
         self._known[newest.folder] = Sighting(newest.folder, newest.version, "whole", newest.descent, newest.created)
         return self._known[newest.folder]
 
     def tidy(self, this: Sighting) -> list[str]:
-        """Delete what is old, and what uploads of earlier incarnations have left: on a full disk nothing else could be stored.
+        """Deletes old checkpoints, and leftovers of earlier incarnations' uploads: on a full disk nothing else could be stored.
 
         Args:
             this: newest state of the incarnation that this process is of, or one that it will store; only what it knows is touched.
@@ -75,7 +75,7 @@ class Retention:
             Folders deleted, oldest first. A manifest goes before its shards, so that nothing half deleted is a checkpoint.
 
         Raises:
-            StorageError: the storage failed, or something could not be deleted; what could be has been.
+            StorageError: the storage failed, or something could not be deleted; all else has been deleted.
         """
         keep_last = self._keep_last
         if keep_last is None:
@@ -92,7 +92,7 @@ class Retention:
         return self._delete_all(storage, sorted(free, key=lambda one: one.version))
 
     def _look(self, storage: Storage) -> list[Sighting]:
-        """Everything that is there.
+        """Lists everything that is there.
 
         Raises:
             StorageError: that cannot be told now, or a listing is not true: what is old could stay, unseen, for ever.
@@ -108,7 +108,7 @@ class Retention:
             else:
                 del self._known[folder]
         if left_out:
-            raise StorageError(f"{storage.url}: the listing leaves out {min(left_out)}, which is there: what is old cannot be told")
+            raise StorageError(f"{storage.url}: the listing leaves out {min(left_out)}, which exists: old checkpoints cannot be identified")
         self._known |= {one.folder: one for one in look.sightings if one.condition not in ("torn", "gone")}
         return list(look.sightings)
 
@@ -129,7 +129,7 @@ class Retention:
         return deleted
 
     def _examine(self, storage: Storage, this: Sighting, every: list[Sighting], keep_last: int) -> Sighting | None:
-        """Read back as many of the newest ancestors as are to be kept, each once; returns the newest that is sound.
+        """Reads back as many of the newest ancestors as are to be kept, each once; returns the newest that is sound.
 
         Where there are no more than that, none of them can go, and none is read.
         """
@@ -158,7 +158,7 @@ class Retention:
             self._damaged.add(one.folder)
 
     def _delete(self, storage: Storage, one: Sighting) -> None:
-        """Asks for its manifest by name: a listing may have left it out, and the checkpoint is not torn then."""
+        """Deletes a checkpoint, whose manifest is asked for by name: a listing may have left it out."""
         if one.condition == "torn" and _has_manifest(storage, one.folder):
             return
         for key in files_of(storage, one.folder):
@@ -180,7 +180,7 @@ def reading(storage: Storage, run: str, stream: str, version: Version) -> Iterat
 
 
 def held_by_readers(storage: Storage, run: str, stream: str) -> set[str]:
-    """Folders that somebody reads; what dead readers have left is cleared away.
+    """The folders that readers hold; leftovers of dead readers are cleared away.
 
     Raises:
         StorageError: the storage failed.

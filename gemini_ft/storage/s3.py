@@ -74,7 +74,7 @@ class S3Storage:
                 raise ConfigError(f"storage.endpoint_url={endpoint_url!r}: {error}; it must begin with http:// or https://") from None
 
     def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
-        """See `Storage.put`. Up to one part goes in one request, more in a multipart upload that is aborted when it fails.
+        """Implements `Storage.put`. Up to one part goes in one request, more in a multipart upload that is aborted when it fails.
 
         Afterwards the store is asked what it has kept: the size, and the CRC-32 of the whole where it keeps that.
         """
@@ -94,28 +94,28 @@ class S3Storage:
             self._confirm(key, size, checksum)
 
     def get(self, key: str) -> bytes:
-        """See `Storage.get`."""
+        """Implements `Storage.get`."""
         return self._insist(lambda: self._get(key))
 
     def get_range(self, key: str, offset: int, out: memoryview) -> None:
-        """See `Storage.get_range`. A body that breaks is taken up where it broke, however often, while it makes progress."""
+        """Implements `Storage.get_range`. A body that breaks is resumed where it broke, however often, while it makes progress."""
         while out.nbytes:
             got = self._insist(partial(self._read_into, key, offset, out))
             offset, out = offset + got, out[got:]
 
     def list(self, prefix: str = "") -> Sequence[str]:
-        """See `Storage.list`."""
+        """Implements `Storage.list`."""
         return self._insist(lambda: self._list(prefix))
 
     def delete(self, key: str) -> None:
-        """See `Storage.delete`."""
+        """Implements `Storage.delete`."""
         if not self._deletes:
             return
         with self._explain(f"cannot delete {key}"):
             self._client.delete_object(Bucket=self._bucket, Key=self._prefix + check_key(key))
 
     def check(self) -> None:
-        """See `Storage.check`. Multipart uploads that were abandoned under the prefix are aborted: they cost money unseen."""
+        """Implements `Storage.check`. Abandoned multipart uploads under the prefix are aborted: they cost money unseen."""
         round_trip(self)
         with suppress(StorageError), self._explain("cannot list unfinished uploads"):
             for page in self._reader.get_paginator("list_multipart_uploads").paginate(Bucket=self._bucket, Prefix=self._prefix):
@@ -126,7 +126,7 @@ class S3Storage:
     # -- reading
 
     def _insist(self, read: Callable[[], _T]) -> _T:
-        """Read again, on a new connection, what broke or cannot be right; errors that the store states have been retried by boto3."""
+        """Repeats a read that broke, or gave an impossible answer, on a new connection; boto3 has retried errors of the store."""
         for attempt in range(1, _TRIES):
             try:
                 return read()
@@ -144,12 +144,12 @@ class S3Storage:
             if (length := answer.get("ContentLength")) is not None:
                 check_small(f"{self.url}: {key}", length)
                 return bytes(body.read())
-            data = bytes(body.read(SMALL + 1))  # an answer in pieces, of which nobody says how many come
+            data = bytes(body.read(SMALL + 1))  # an answer in pieces, whose number is not announced
             check_small(f"{self.url}: {key}", len(data))
             return data
 
     def _read_into(self, key: str, offset: int, out: memoryview) -> int:
-        """Read as much as comes in one answer; at least one byte, or it is an error."""
+        """Reads as much as comes in one answer; at least one byte, or it is an error."""
         what, got = f"cannot read {key}", 0
         with self._explain(what):
             answer = self._open(key, offset, out.nbytes)
@@ -179,7 +179,7 @@ class S3Storage:
         return answer
 
     def _check_range(self, key: str, answer: Mapping[str, Any], offset: int, nbytes: int) -> None:
-        """Compare what the store says it sends with what was asked for.
+        """Compares the range that the store sends with the one that was asked for.
 
         Some stores say 200 in place of 206; all say in Content-Range where the bytes are from.
         """
@@ -216,7 +216,7 @@ class S3Storage:
     # -- writing
 
     def _call(self, operation: str, checksum: Mapping[str, str], **arguments: Any) -> dict[str, Any]:
-        """Call the store with a checksum, and without any from the time on that it refuses one."""
+        """Calls the store with a checksum, or without any once it has refused one."""
         call = getattr(self._client, operation)
         if self._checksums:
             try:
@@ -232,7 +232,7 @@ class S3Storage:
         return plain
 
     def _confirm(self, key: str, size: int, checksum: str) -> None:
-        """Make sure that the store has kept what it was given.
+        """Makes sure that the store has kept what it was given.
 
         Raises:
             StorageError: it has not; what it has kept is deleted.
@@ -256,7 +256,7 @@ class S3Storage:
         return head
 
     def _put_in_parts(self, name: str, bodies: Iterator[Piece], sent: Callable[[int], None]) -> tuple[int, str]:
-        """Upload it; returns bytes and checksum of the whole."""
+        """Uploads an object in parts; returns bytes and checksum of the whole."""
         begun = self._call("create_multipart_upload", {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"}, Key=name)
         where = {"Key": name, "UploadId": str(begun["UploadId"])}
         whole = _Whole()
@@ -270,7 +270,7 @@ class S3Storage:
         return whole.nbytes, whole.checksum
 
     def _complete(self, where: dict[str, str], parts: Sequence[dict[str, Any]], whole: _Whole, begun: datetime | None) -> None:
-        """Make the parts one object. Where the answer is lost, the object itself says whether that has happened."""
+        """Makes the parts one object. If the answer is lost, the object itself shows whether that has happened."""
         checksum = {"ChecksumCRC32": whole.checksum, "ChecksumType": "FULL_OBJECT"}
         try:
             self._call("complete_multipart_upload", checksum, **where, MultipartUpload={"Parts": parts})
@@ -284,7 +284,7 @@ class S3Storage:
             raise
 
     def _abort(self, *uploads: dict[str, str]) -> None:
-        """Give up multipart uploads; those for which this fails are tried again before the next object is written."""
+        """Gives up multipart uploads; those for which this fails are tried again before the next object is written."""
         for upload in uploads:
             try:
                 self._client.abort_multipart_upload(Bucket=self._bucket, **upload)
@@ -323,7 +323,7 @@ class S3Storage:
 
     @contextmanager
     def _unbroken(self, what: str) -> Iterator[None]:
-        """Turn whatever happens to an answer's body into a `_BrokenError`: it is worth another connection."""
+        """Turns any failure of an answer's body into a `_BrokenError`: it is worth another connection."""
         try:
             with self._explain(what):
                 yield
@@ -332,7 +332,7 @@ class S3Storage:
 
 
 class _BrokenError(StorageError):
-    """An answer that began well did not end."""
+    """An answer that began well and did not end."""
 
 
 class _Whole:
@@ -353,7 +353,7 @@ class _Whole:
 
 
 class _Pace:
-    """Lets callers through at so many bytes per second, all threads together."""
+    """A limit of bytes per second that lets callers through, all threads together."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
@@ -409,7 +409,7 @@ def _regroup(parts: Iterable[memoryview | bytes]) -> Iterator[bytearray]:
 
 
 def _when(room: threading.Semaphore, bodies: Iterator[Piece]) -> Iterator[Piece]:
-    """Ask for the next piece only when there is room for it."""
+    """Asks for the next piece only when there is room for it."""
     while True:
         room.acquire()
         body = next(bodies, None)

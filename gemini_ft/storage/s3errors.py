@@ -1,4 +1,4 @@
-"""Errors of S3 and boto3 as StorageErrors that say where, why, and what to do about it.
+"""Turns errors of S3 and boto3 into StorageErrors that name place, reason and way out.
 
 Nothing of the credentials is in a text.
 """
@@ -63,14 +63,14 @@ class GarbledError(StorageError):
 
     def __init__(self, url: str, what: str, found: str) -> None:
         super().__init__(
-            f"{url}: {what}: {found}. That tells nothing about what is stored; check storage.url and storage.endpoint_url, and whatever "
+            f"{url}: {what}: {found}. This says nothing about the stored objects; check storage.url and storage.endpoint_url, and whatever "
             "stands between this host and the store (proxy, gateway, load balancer)"
         )
 
 
 @contextmanager
 def explained(url: str, what: str, silence: float) -> Iterator[None]:
-    """Turn boto3's errors into StorageErrors.
+    """Turns boto3's errors into StorageErrors.
 
     Args:
         url: of the storage.
@@ -99,7 +99,7 @@ def explained(url: str, what: str, silence: float) -> Iterator[None]:
 
 
 def store_time(answer: Mapping[str, Any]) -> datetime | None:
-    """Return the store's clock as it was when it gave this answer, None where it did not say."""
+    """Returns the store's clock as it was when it gave this answer, None where it did not say."""
     try:
         return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).astimezone(UTC)
     except (KeyError, TypeError, ValueError):

@@ -32,7 +32,7 @@ from gemini_ft.storage.base import Storage, ignore
 CHUNK_BYTES = 8 * 2**20
 LARGEST = 2**50  # bytes; no store takes larger objects
 
-# What safetensors readers know. Any other dtype is stored as plain bytes and named in the metadata.
+# The dtypes that safetensors readers know. Any other one is stored as plain bytes and named in the metadata.
 CODES: Mapping[str, str] = {
     "bool": "BOOL",
     "bfloat16": "BF16",
@@ -57,7 +57,7 @@ class Span(_Record):
 
 
 class ShardRecord(_Record):
-    """What a manifest says of one shard's object. Checksums are XXH3-64 in 16 hex digits, as ``xxhsum -H3`` prints them."""
+    """The manifest's record of one shard's object. Checksums are XXH3-64 in 16 hex digits, as ``xxhsum -H3`` prints them."""
 
     key: str
     nbytes: int = Field(ge=0, le=LARGEST)
@@ -67,7 +67,7 @@ class ShardRecord(_Record):
     digests: Span
     data: Span
     chunk_bytes: int = Field(gt=0)  # of data, per digest
-    root: str = ""  # of the copy that was committed (gemini_ft.core.roots); empty where nobody knew it
+    root: str = ""  # of the committed copy (gemini_ft.core.roots); empty where it was not known
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class Committed:
     chunk_bytes: int
 
     def check(self, key: str, layout: bytes, checksums: Sequence[int], nbytes: int, extras: memoryview | bytes) -> None:
-        """Form the root of what is there, and compare.
+        """Forms the root of a shard, and compares it with the committed one.
 
         Raises:
-            CorruptDataError: it is another one.
+            CorruptDataError: they differ.
         """
         view, step = memoryview(extras), self.chunk_bytes
         every = [*checksums, *(checksum(view[at : at + step]) for at in range(0, len(view), step))]
@@ -102,7 +102,7 @@ def write_shard(
     sent: Callable[[int], None] = ignore,
     committed: Committed | None = None,
 ) -> ShardRecord:
-    """Write one shard straight from its slot; an object that has this key is replaced.
+    """Writes one shard straight from its slot; an object that has this key is replaced.
 
     Args:
         storage: where to.
@@ -146,7 +146,7 @@ def write_shard(
 
 
 class StoredShard:
-    """One shard's object, read in parts that are each checked; what was read of the small ones is kept.
+    """The object of one shard, read in parts that are each checked; small ones are kept.
 
     Its methods may be called from several threads at once. They raise `CorruptDataError`, which names the object, where
     bytes do not match their checksum, and `StorageError` where the storage fails.
@@ -158,7 +158,7 @@ class StoredShard:
 
     @cached_property
     def layout(self) -> Layout:
-        """Read the shard's layout and check that its data is complete."""
+        """Reads the shard's layout and checks that its data is complete."""
         layout, data = Layout.from_bytes(self._small("layout", self.record.layout)), self.record.data
         if layout.nbytes != data.nbytes:
             raise CorruptDataError(
@@ -173,7 +173,7 @@ class StoredShard:
         return self._small("extras", self.record.extras)
 
     def check_identity(self, owner: int, version: Version) -> None:
-        """Compare layout, small state and checksums with the root that was committed, where the record knows it.
+        """Compares layout, small state and checksums with the root that was committed, where the record knows it.
 
         Raises:
             CorruptDataError: they are of another shard, or of another version of it.
@@ -191,7 +191,7 @@ class StoredShard:
         return unpack(f"<{len(blob) // 8}Q", blob)
 
     def read(self, offset: int, out: memoryview) -> None:
-        """Fill ``out`` with the shard's bytes from ``offset`` on.
+        """Fills ``out`` with the shard's bytes from ``offset`` on.
 
         Chunks are read straight into ``out``, all of them at once; one of which only a part is asked for is read whole and
         copied, so ask for large ranges, or such that begin and end at multiples of ``record.chunk_bytes``.
@@ -213,7 +213,7 @@ class StoredShard:
             out[low - offset : high - offset] = chunk[low - begin : high - begin]
 
     def verify(self) -> None:
-        """Read the whole object and compare it with its checksum."""
+        """Reads the whole object and compares it with its checksum."""
         whole = xxhash.xxh3_64()
         buffer = memoryview(bytearray(min(CHUNK_BYTES, self.record.nbytes)))
         for start in range(0, self.record.nbytes, CHUNK_BYTES):
@@ -223,7 +223,7 @@ class StoredShard:
         self._compare("the object", whole.hexdigest(), self.record.xxh3)
 
     def sample(self) -> None:
-        """Read the small parts and the first, the last and one other chunk: lost, cut or exchanged bytes show without reading all."""
+        """Reads the small parts and the first, the last and one other chunk: lost, cut or exchanged bytes show without reading all."""
         self._storage.get_range(self.record.key, self.record.nbytes - 1, memoryview(bytearray(1)))  # its end is there
         _ = (self.layout, self.extras, self._digests)
         count = len(self._digests)
@@ -244,7 +244,7 @@ class StoredShard:
         return bytes(blob)
 
     def _is_there(self, offset: int, nbytes: int) -> None:
-        """Sees to it, before memory is taken for many bytes, that the object has them: its record may lie."""
+        """Checks that the object has the bytes, before memory is taken for them: its record may lie."""
         if nbytes > CHUNK_BYTES:
             self._storage.get_range(self.record.key, offset + nbytes - 1, memoryview(bytearray(1)))
 
@@ -253,7 +253,7 @@ class StoredShard:
         return begin, min(begin + self.record.chunk_bytes, self.record.data.nbytes)
 
     def _read_chunks(self, indices: Sequence[int], out: memoryview) -> None:
-        """Read chunks that lie one after the other, in one go."""
+        """Reads chunks that lie one after the other, in one go."""
         first, _ = self._chunk(indices[0])
         self._storage.get_range(self.record.key, self.record.data.offset + first, out)
         for index in indices:
@@ -267,7 +267,7 @@ class StoredShard:
 
 
 def _arrange(sizes: Mapping[str, int], base: int) -> dict[str, Span]:
-    """Lay blocks end to end from ``base`` on, each at the next multiple of `ALIGNMENT`."""
+    """Lays blocks end to end from ``base`` on, each at the next multiple of `ALIGNMENT`."""
     starts = accumulate((-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes.values()), initial=base)
     return {name: Span(offset=start, nbytes=nbytes) for (name, nbytes), start in zip(sizes.items(), starts, strict=False)}
 
@@ -302,7 +302,7 @@ def _tensors(layout: Layout, spans: Mapping[str, Span]) -> Iterator[tuple[str, s
 
 
 def _metadata(layout: Layout) -> dict[str, str]:
-    """For human eyes and other readers of safetensors; recovery reads `Layout`."""
+    """The header's text for human eyes and other readers of safetensors; recovery reads `Layout`."""
     as_bytes = {piece.label: piece.dtype for piece in layout.pieces if piece.dtype not in CODES}
     return {
         "format": "pt",

@@ -1,4 +1,4 @@
-"""For tests and drills of your own: several hosts on one machine, and states compared to the last bit.
+"""A kit for your own tests and drills: several hosts on one machine, and states compared to the last bit.
 
 with EmulatedHosts(4, ["train.py", "--steps", "100"], folder) as hosts:
     hosts.wait_for(lambda: any(event["iteration"] >= 20 for event in hosts.events("step")))

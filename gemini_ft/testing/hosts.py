@@ -30,12 +30,12 @@ _GEMINI = (sys.executable, "-m", "gemini_ft.cli.main")
 _POLL = 0.02  # seconds
 _START_SECONDS = 120.0  # for importing torch on a busy machine
 _END_SECONDS = 20.0  # for processes that were sent SIGKILL
-# Whatever happens to this process, the kernel ends what it has started: the launcher, and with it the workers.
+# Whatever happens to this process, the kernel ends its children: the launcher, and with it the workers.
 _MORTAL = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 class DrillError(GeminiError):
-    """Emulated hosts did not do what they were expected to; the text has the ends of their logs."""
+    """Emulated hosts did not do what was expected of them; the text has the ends of their logs."""
 
 
 class EmulatedHosts:
@@ -91,10 +91,10 @@ class EmulatedHosts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
 
-    # -- what can be done to them
+    # -- actions on the hosts
 
     def add(self) -> str:
-        """Start one more host, with nothing in its memory; returns its id. It replaces a lost one, or waits as a spare."""
+        """Starts one more host, with nothing in its memory; returns its id. It replaces a lost one, or waits as a spare."""
         name = f"host{len(self._launchers)}"
         if self.network is not None and name not in self.network.hosts:
             self.network.add(name)
@@ -111,7 +111,7 @@ class EmulatedHosts:
         return self._launchers[host].pid
 
     def kill(self, host: str) -> None:
-        """Everything of a host dies at once: launcher, workers, agent."""
+        """Kills all processes of a host at once: launcher, workers, agent."""
         launcher = self._launchers[host]
         launcher.kill()
         self._end([f"GEMINI_HOST_ID={host}"])
@@ -120,12 +120,12 @@ class EmulatedHosts:
         launcher.wait(_END_SECONDS)
 
     def replace(self, host: str) -> str:
-        """Kill a host and start another; returns the other's id."""
+        """Kills a host and starts another; returns the other's id."""
         self.kill(host)
         return self.add()
 
     def stop(self) -> None:
-        """Kill whatever is left of them, and the store."""
+        """Kills all that is left of the hosts, and the store."""
         for launcher in self._launchers.values():
             launcher.kill()
         self._store.kill()
@@ -146,11 +146,11 @@ class EmulatedHosts:
         return [name for name, launcher in self._launchers.items() if launcher.poll() == -signal.SIGKILL]
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
-        """What the workers have reported so far; of these kinds, or all."""
+        """The events that workers have reported so far, of these kinds, or all."""
         return [event for event in read_events(self.folder / "events") if not kinds or event["event"] in kinds]
 
     def wait_for(self, reached: Callable[[], T], timeout: float = 120.0) -> T:
-        """Poll until ``reached`` returns something true, and return that.
+        """Polls until ``reached`` returns something true, and returns that.
 
         Raises:
             DrillError: it did not within ``timeout`` seconds, or no host is left.
@@ -158,14 +158,14 @@ class EmulatedHosts:
         until = time.monotonic() + timeout
         while not (found := reached()):
             if not self.alive and not (found := reached()):
-                raise DrillError(f"all hosts have ended before what was waited for{self._tails()}")
+                raise DrillError(f"all hosts have ended before the awaited event{self._tails()}")
             if time.monotonic() > until:
-                raise DrillError(f"what was waited for did not happen within {timeout:g} s{self._tails()}")
+                raise DrillError(f"the awaited event did not happen within {timeout:g} s{self._tails()}")
             time.sleep(_POLL)
         return found
 
     def finish(self, timeout: float = 300.0) -> None:
-        """Wait until the job is done.
+        """Waits until the job is done.
 
         Raises:
             DrillError: a launcher ended with an error, or is still running after ``timeout`` seconds.
@@ -201,7 +201,7 @@ class EmulatedHosts:
         }
 
     def _end(self, marks: Sequence[str]) -> None:
-        """Kill all processes of this run that have ``marks`` in their environment, until none is left."""
+        """Kills all processes of this run that have ``marks`` in their environment, until none is left."""
         wanted = {mark.encode() for mark in [f"GEMINI_RUN_ID={self.run}", *marks]}
         until = time.monotonic() + _END_SECONDS
         while (pids := [pid for pid, environ in _environments() if wanted <= environ]) and time.monotonic() < until:
@@ -248,7 +248,7 @@ def _environments() -> Iterator[tuple[int, set[bytes]]]:
 
 
 def first_difference(one: Any, other: Any, name: str = "") -> str | None:
-    """Where two nested states differ first, in hexadecimal: ``model.0.weight[3, 1]: 0x3f800000 and 0x3f800001``.
+    """The first difference of two nested states, in hexadecimal: ``model.0.weight[3, 1]: 0x3f800000 and 0x3f800001``.
 
     Dicts (in whatever order), lists and tuples are walked; tensors, arrays and floats are compared by their bytes, so that
     NaN equals itself and 0.0 does not equal -0.0. None: there is no difference.
@@ -273,7 +273,7 @@ def first_difference(one: Any, other: Any, name: str = "") -> str | None:
 
 
 def assert_identical(one: Any, other: Any) -> None:
-    """Raise AssertionError with the first difference of two states."""
+    """Raises AssertionError with the first difference of two states."""
     difference = first_difference(one, other)
     assert difference is None, difference
 
@@ -303,7 +303,7 @@ def _feed(take: Callable[[bytes], None], value: Any) -> None:
 
 
 def _array(value: Any) -> np.ndarray[Any, Any]:
-    """As unsigned integers of the same width: numpy knows no bfloat16, and compares floats by value."""
+    """The value as unsigned integers of the same width: numpy knows no bfloat16, and compares floats by value."""
     if isinstance(value, torch.Tensor):
         plain = value.detach().cpu().contiguous()
         return plain.view(-1).view(torch.uint8).numpy().reshape(*plain.shape, plain.element_size())

@@ -33,16 +33,16 @@ from typing import Any
 
 from gemini_ft.errors import ConfigError, GeminiError
 
-HUB = "hub"  # what is no host: the bridge, and whatever must outlive the hosts, such as a rendezvous store
+HUB = "hub"  # the place of the bridge, and of processes that must outlive the hosts, such as a rendezvous store
 DEVICE = "eth0"  # of every host
 
 _SUBNET = ipaddress.IPv4Network("10.77.0.0/16")
-_BRIDGE, _NOWHERE = "bridge", "nowhere"  # the second is never up: what it is given, it drops
+_BRIDGE, _NOWHERE = "bridge", "nowhere"  # the second is never up: it drops all packets
 _BRIDGE_ADDRESS = "02:00:00:00:00:01"  # by default a bridge has that of a port: another one whenever a port comes or goes
 _HERE = "/proc/thread-self/ns/net"
 _CLONE_NEWNET = 0x40000000  # sched.h
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-_BURST_SECONDS, _LEAST_BURST = 0.004, 16_000  # what may pass at once: 4 ms of the rate, or some packets
+_BURST_SECONDS, _LEAST_BURST = 0.004, 16_000  # that may pass at once: 4 ms of the rate, or some packets
 _QUEUE_SECONDS = 0.05  # a packet that would wait for longer is dropped
 _END_SECONDS = 20.0  # for processes that were sent SIGKILL
 _POLL = 0.02  # seconds
@@ -88,7 +88,7 @@ class Network:
 
     @staticmethod
     def unavailable() -> str | None:
-        """Why there can be no network on this machine: the reason to skip a test. None: there can."""
+        """The reason why there can be no network on this machine, to skip a test with; None: there can."""
         try:
             Network(1, rate="1gbit").close()
         except NetworkError as error:
@@ -102,7 +102,7 @@ class Network:
         self.close()
 
     def close(self) -> None:
-        """Kill what runs on the hosts and on the hub; the kernel takes the network away."""
+        """Kills all processes on the hosts and on the hub; the kernel takes the network away."""
         _end(self._spaces.values())
         self._orders.close()
         self._guardian.wait(_END_SECONDS)
@@ -114,11 +114,11 @@ class Network:
 
     @property
     def hosts(self) -> list[str]:
-        """In the order of their making."""
+        """The names of the hosts, in the order of their making."""
         return [name for name in self._spaces if name != HUB]
 
     def add(self, host: str) -> None:
-        """One more host, with the rate that was given at first."""
+        """Adds a host, with the rate that was given at first."""
         if host in self._spaces:
             raise ConfigError(f"there is a host {host!r} already; give another name")
         self._new(host)
@@ -130,17 +130,17 @@ class Network:
         self._set(host, self._shape)
 
     def address(self, host: str) -> str:
-        """Where a host, or the hub, is reached by the others."""
+        """The address at which the others reach a host, or the hub."""
         return str(_SUBNET[1 + self._number(host)])
 
     def run(self, host: str, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a process on a host, or on the hub; options are those of Popen."""
+        """Starts a process on a host, or on the hub; options are those of Popen."""
         with self.inside(host):
             return subprocess.Popen(command, **options)
 
     @contextlib.contextmanager
     def inside(self, host: str) -> Iterator[None]:
-        """Meanwhile this thread, and no other, is on a host: there its processes start and its sockets are made, and stay."""
+        """Puts this thread, and no other, on a host meanwhile: processes and sockets made there stay there."""
         space = self._spaces[self._known(host)]
         home = os.open(_HERE, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -152,22 +152,22 @@ class Network:
         finally:
             os.close(home)
 
-    # -- what can be done to them
+    # -- actions on the hosts
 
     def cut(self, host: str) -> None:
-        """From now on nothing gets out of a host or into it, and nobody is told: connections stall, their ends stay open."""
+        """Cuts a host off without notice: nothing gets out of it or into it; connections stall, their ends stay open."""
         self._ip(HUB, f"link set {self._port(host)} master {_NOWHERE}")
 
     def heal(self, host: str) -> None:
-        """Undo `cut`. Connections go on when TCP tries again: after as long again as they have stalled, or sooner."""
+        """Undoes `cut`. Connections go on when TCP tries again: after as long again as they have stalled, or sooner."""
         self._ip(HUB, f"link set {self._port(host)} master {_BRIDGE}")
 
     def set_rate(self, host: str, rate: str | None) -> None:
-        """Change the rate of a host's link, in both directions; see `Network` for its units. Packets in its queues are lost."""
+        """Changes the rate of a host's link, in both directions; `Network` names the units. Packets in its queues are lost."""
         self._set(host, _shape(rate))
 
     def kill(self, host: str) -> None:
-        """All processes of a host die at once; the others see their connections closed. `cut` it first for a loss of power."""
+        """Kills all processes of a host at once; the others see their connections closed. `cut` it first for a loss of power."""
         _end([self._spaces[self._known(host)]])
 
     # -- inside
@@ -190,10 +190,10 @@ class Network:
         socket.send_fds(self._orders, [b"."], [self._spaces[name]])
 
     def _set(self, host: str, shape: str) -> None:
-        """What leaves by one end of a link comes in by the other, so each direction is shaped where it leaves."""
+        """Shapes each direction of a link where it leaves: what leaves by one end comes in by the other."""
         for place, device in ((host, DEVICE), (HUB, self._port(host))):
             with self.inside(place):
-                # Not in place: what waits in the queue and is longer than the new burst would block the link for ever.
+                # Not in place: a packet in the queue that is longer than the new burst would block the link for ever.
                 _run("tc", ["-batch", "-"], "\n".join(f"qdisc replace dev {device} root {each}" for each in ("noqueue", shape)))
 
     def _ip(self, host: str, *lines: str) -> None:
@@ -253,7 +253,7 @@ def _new_space() -> int:
 
 
 def _end(spaces: Iterable[int]) -> None:
-    """Kill what runs in these namespaces, until nothing does."""
+    """Kills the processes in these namespaces, until there are none."""
     until = time.monotonic() + _END_SECONDS
     inodes = {os.fstat(space).st_ino for space in spaces}
     while (pids := [pid for pid, inode in _everybody() if inode in inodes]) and time.monotonic() < until:
@@ -275,7 +275,7 @@ def _everybody() -> Iterator[tuple[int, int]]:
 
 
 def _start_guardian() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """It, on watch, and the socket by which it is given the namespaces. It ends when that is closed, or its maker is dead."""
+    """Starts the guardian; returns it and the socket that gives it the namespaces. It ends with that socket, or with its maker."""
     watched = os.pidfd_open(os.getpid())
     ours, its = socket.socketpair()
     with its:
@@ -295,7 +295,7 @@ def _start_guardian() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 def _guard(watched: int, orders: int) -> None:
-    """Take in namespaces until their maker closes the socket or is dead (forks of it may have the socket); then end all in them."""
+    """Takes in namespaces until their maker closes the socket or is dead (its forks may have the socket); then ends all in them."""
     spaces: list[int] = []
     with socket.socket(fileno=orders) as sock:
         sock.send(_ON_WATCH)

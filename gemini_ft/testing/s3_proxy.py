@@ -125,10 +125,10 @@ class S3Proxy(ThreadingHTTPServer):
     Args:
         upstream: URL of the server, or its port on loopback.
         rate: bytes per second of all bodies together, both ways; None: no limit.
-        seed: of what is left to chance.
+        seed: of the random choices.
 
     Attributes:
-        faults: what goes wrong; the first that fits a request is taken, one that is used up is removed.
+        faults: to inject; the first that fits a request is taken, one that is used up is removed.
         requests: everything that has come in so far.
         met: the kind of each fault that has met a request, in their order.
         moved: bytes of bodies so far.
@@ -168,7 +168,7 @@ class S3Proxy(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def fail(self, kind: str, *operations: str, key: str = "", count: int | None = None, chance: float = 1.0) -> S3Fault:
-        """Let requests go wrong from now on.
+        """Makes requests fail from now on.
 
         Args:
             kind: one of `FAULTS`.
@@ -189,13 +189,13 @@ class S3Proxy(ThreadingHTTPServer):
         return fault
 
     def release(self) -> None:
-        """Requests that are held or hang go on, and nothing goes wrong any more."""
+        """Releases requests that are held or hang, and clears all faults."""
         self.faults.clear()
         released, self.released = self.released, threading.Event()
         released.set()
 
     def take_fault(self, request: S3Request) -> str | None:
-        """Return the kind of fault that this request meets, and count it."""
+        """Returns the kind of fault that this request meets, and counts it."""
         with self._lock:
             self.requests.append(request)
             for fault in [*self.faults]:
@@ -209,7 +209,7 @@ class S3Proxy(ThreadingHTTPServer):
         return None
 
     def pace(self, nbytes: int) -> None:
-        """Wait until as many bytes may pass."""
+        """Waits until as many bytes may pass."""
         with self._lock:
             self.moved += nbytes
             if self.rate is None:
@@ -220,13 +220,13 @@ class S3Proxy(ThreadingHTTPServer):
         time.sleep(wait)
 
     def flip(self, piece: bytes) -> bytes:
-        """Return the bytes with one bit wrong."""
+        """Returns the bytes with one bit wrong."""
         with self._lock:
             place = self._random.randrange(8 * len(piece))
         return piece[: place // 8] + bytes([piece[place // 8] ^ 1 << place % 8]) + piece[place // 8 + 1 :]
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing: a client may hang up at any time."""
+        """Ignores the error: a client may hang up at any time."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -277,7 +277,7 @@ class _Handler(BaseHTTPRequestHandler):
             pass
 
     def _say(self, nbytes: int, status: int, body: bytes, content_type: str = "application/xml") -> None:
-        """Answer instead of the server."""
+        """Answers instead of the server."""
         self._discard(nbytes)
         self.send_response(status)
         self.send_header("Content-Type", content_type)
@@ -364,7 +364,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
         until = time.monotonic() + _DRAIN
         while struct.unpack("i", fcntl.ioctl(self.connection, termios.TIOCOUTQ, bytes(4)))[0] and time.monotonic() < until:
-            time.sleep(0.001)  # a reset would take back what has not arrived yet
+            time.sleep(0.001)  # a reset would take back bytes that have not arrived yet
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
         self.connection.close()

@@ -1,1 +1,1 @@
-"""What processes say to each other and how it travels: messages, frames, protected connections, pages of shared memory."""
+"""Communication between processes: messages, frames, protected connections, pages of shared memory."""

@@ -24,7 +24,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send(end: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """Send a message, with open descriptors attached; OSError if the other side is gone."""
+    """Sends a message, with open descriptors attached; OSError if the other side is gone."""
     body = os.memfd_create("gemini-message")
     try:
         with open(body, "wb", closefd=False) as file:
@@ -35,7 +35,7 @@ def send(end: socket.socket, message: Mapping[str, Any], descriptors: Sequence[i
 
 
 def receive(end: socket.socket, flags: int = 0) -> tuple[dict[str, Any], list[int]] | None:
-    """Receive a message and the descriptors attached to it; None when the other side has closed the channel.
+    """Receives a message and the descriptors attached to it; None when the other side has closed the channel.
 
     Args:
         end: this side's.

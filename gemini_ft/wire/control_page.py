@@ -1,6 +1,6 @@
-"""What a worker does on the network right now, in a page of memory that it shares with its host's agent.
+"""A page of memory in which a worker shows its host's agent its present use of the network.
 
-The worker writes, the agent reads; nobody waits for the other. An agent that waits for the network to fall idle says so in
+The worker writes, the agent reads; neither waits for the other. An agent that waits for the network to fall idle says so in
 the page, and only then does the worker ring its bell (an eventfd).
 """
 
@@ -18,14 +18,14 @@ from gemini_ft.errors import AgentError
 
 _SIZE = 4096
 _MOMENT = struct.Struct("=qqqd?")
-_CHECK = struct.Struct("=I")  # crc32 of what precedes it: whoever reads in the middle of a write sees that, on every kind of processor
+_CHECK = struct.Struct("=I")  # crc32 of the bytes before it: a read in the middle of a write is noticed on every kind of processor
 _LISTENS = 2048  # the only byte that the agent writes
 _TRIES = 100
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class ControlPage:
-    """One worker's page and bell; either side makes one of the descriptors that it is given, and owns these."""
+    """The page and bell of one worker; either side makes one of the descriptors that it is given, and owns these."""
 
     def __init__(self, page: int, bell: int) -> None:
         self.page, self.bell = page, bell
@@ -45,7 +45,7 @@ class ControlPage:
         """The agent's side; owns the descriptors from here on, whatever they are.
 
         Raises:
-            AgentError: they are no page and bell; one that can be truncated would kill whoever maps it.
+            AgentError: they are no page and bell; a page that can be truncated would kill every process that maps it.
         """
         try:
             is_page = fcntl.fcntl(page, fcntl.F_GET_SEALS) & _SEALS == _SEALS and os.fstat(page).st_size == _SIZE
@@ -66,7 +66,7 @@ class ControlPage:
     # -- the worker
 
     def write(self, moment: Moment) -> None:
-        """Publish; by one thread at a time. Rings when the network is idle and the agent waits for that."""
+        """Publishes the worker's use of the network; by one thread at a time. Rings if the network is idle and the agent waits for that."""
         record = _MOMENT.pack(moment.in_flight, moment.begun, moment.step, moment.since, moment.waiting)
         self._memory[: _MOMENT.size + _CHECK.size] = record + _CHECK.pack(zlib.crc32(record))
         if moment.in_flight == 0 and self._memory[_LISTENS]:
@@ -76,7 +76,7 @@ class ControlPage:
     # -- the agent
 
     def read(self) -> Moment:
-        """The newest that is whole; one that claims to be busy if the worker was stopped in the middle of writing."""
+        """The newest entry that is whole; one that claims to be busy if the worker was stopped in the middle of writing."""
         for _ in range(_TRIES):
             record, check = self._memory[: _MOMENT.size], self._memory[_MOMENT.size : _MOMENT.size + _CHECK.size]
             if _CHECK.unpack(check) == (zlib.crc32(record),):
@@ -84,10 +84,10 @@ class ControlPage:
         return Moment(in_flight=1)
 
     def listen(self, wanted: bool) -> None:
-        """Whether the bell is to be rung."""
+        """Sets whether the bell is to be rung."""
         self._memory[_LISTENS] = wanted
 
     def answer(self) -> None:
-        """The bell was heard."""
+        """Takes note that the bell was heard."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.bell)

@@ -29,7 +29,7 @@ def frame_length(head: bytes | bytearray | memoryview, limit: int = MAX_MESSAGE)
 
 
 def receive_fds(sock: socket.socket, into: memoryview, most: int) -> tuple[memoryview, list[int], int]:
-    """Bytes, descriptors beside them, and flags, as ``socket.recv_fds``, but into memory that is there.
+    """Receives bytes, descriptors and flags, as ``socket.recv_fds`` does, but into existing memory.
 
     That function takes memory for the longest message each time and cuts it down to the one that has come. Done with every message, by a
     thread whose small objects lie in between, this makes the heap grow by a hundred bytes a step, without an end.
@@ -43,16 +43,16 @@ def receive_fds(sock: socket.socket, into: memoryview, most: int) -> tuple[memor
 
 
 class BlockingWire:
-    """A blocking, authenticated connection to a peer's agent; what workers read replicas through.
+    """A blocking, authenticated connection to a peer's agent, through which workers read replicas.
 
     Args:
         address: of the agent.
-        claims: what this side wants, and of which host.
+        claims: this side's introduction.
         secret: the run's.
         timeout: seconds to wait for each answer.
 
     Raises:
-        PeerError: nobody answers, or the peer refuses.
+        PeerError: there is no answer, or the peer refuses.
         SecretError: the peer does not know the secret.
     """
 

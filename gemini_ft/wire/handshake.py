@@ -1,4 +1,4 @@
-"""Opening connections between agents: TLS proves that both sides know the run secret, then the dialling side says what it wants.
+"""Opens connections between agents: TLS proves that both sides know the run secret, then the dialling side introduces itself.
 
     dials    --- TLS 1.3, both with certificates ---  listens
     Claims   -->                                               run, stream, role, and which host is meant
@@ -33,7 +33,7 @@ Encrypt = Callable[[str], bool]  # given a stream, whether its payloads are encr
 
 
 class _Dialling:
-    """The dialling side. The real handler takes over at once: what it is to hear may come in the same packet."""
+    """The dialling side. The real handler takes over at once: its first message may come in the same packet."""
 
     def __init__(self, handler: Handler) -> None:
         self.connection = Connection(self)
@@ -67,7 +67,7 @@ async def dial(address: Address, claims: Claims, secret: bytes, handler: Handler
     """Connects to a peer's agent.
 
     Raises:
-        PeerError: nobody answers at ``address``, or not in time, or the peer refuses.
+        PeerError: there is no answer at ``address``, or not in time, or the peer refuses.
         SecretError: the peer does not know the secret.
     """
     where = f"the agent at {address[0]}:{address[1]}"
@@ -129,7 +129,7 @@ class Listener:
         self._loop.add_reader(sock, self._on_connection)
 
     def close(self) -> None:
-        """Lets nobody in any more; connections that were accepted stay."""
+        """Accepts no more connections; those that were accepted stay."""
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket)
             self._socket.close()
@@ -219,7 +219,7 @@ class Listener:
             raise
 
     def _admit(self, connection: Connection, claims: Claims) -> None:
-        """Accepts or refuses who has proved to know the secret."""
+        """Accepts or refuses a peer that has proved to know the secret."""
         try:
             if claims.protocol != PROTOCOL_VERSION:
                 raise AgentError(

@@ -1,4 +1,4 @@
-"""Payloads beside the protected connection: raw bytes on a socket of their own, each payload sealed by a keyed tag.
+"""Lanes for payloads beside the protected connection: raw bytes on their own socket, each payload sealed by a keyed tag.
 
 TLS in Python would copy every byte twice. Payloads therefore go as they lie in memory, in the clear, and behind each of them a
 tag of AES-GMAC (NIST SP 800-38D) that only the two ends can compute: the key was agreed on through TLS, and the number of
@@ -46,13 +46,13 @@ class Seal:
         self._open.authenticate_additional_data(piece)
 
     def close(self) -> bytes:
-        """The tag of the payload; the next one begins."""
+        """The tag of the payload; the next payload begins."""
         self._open.finalize()
         tag, self._open = self._open.tag, self._next()
         return tag
 
     def check(self, tag: bytes | bytearray, peer: str) -> None:
-        """Sees to it that the payload is what the other end sent.
+        """Checks that the payload is the one that the other end sent.
 
         Raises:
             PeerError: it is not.
@@ -68,7 +68,7 @@ def keys(key: bytes, dialled: bool) -> tuple[bytes, bytes]:
 
 
 class Lane:
-    """One end of a lane, on the event loop. At most one payload is sent, and one received, at a time."""
+    """An end of a lane, on the event loop. At most one payload is sent, and one received, at a time."""
 
     def __init__(self, sock: socket.socket, key: bytes, dialled: bool, peer: str) -> None:
         self.socket, self.peer = sock, peer
@@ -121,7 +121,7 @@ class Lane:
         self._loop.add_reader(self.socket, _Receiving(self, target, nbytes, done).on_readable)
 
     def stop_receiving(self) -> None:
-        """Nothing is read until the next payload is due."""
+        """Stops reading until the next payload is due."""
         self._loop.remove_reader(self.socket)
 
     def stop(self) -> None:
@@ -139,7 +139,7 @@ class Lane:
 
 
 class _Receiving:
-    """One payload on its way in."""
+    """A payload on its way in."""
 
     def __init__(self, lane: Lane, target: memoryview, nbytes: int, done: Callable[[Exception | None], None]) -> None:
         self._lane, self._target, self._left, self._done = lane, target, nbytes, done

@@ -1,4 +1,4 @@
-"""Which of a host's networks replicas travel on: chosen by the user, or the route to the job's master."""
+"""Chooses the network of a host that replicas travel on: the user's choice, or the route to the job's master."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _route_to(master: str) -> str:
 
 
 def _source_address(destination: str) -> str:
-    """A connected datagram socket sends nothing."""
+    """The source address towards a peer; a connected datagram socket sends nothing."""
     family, _, _, _, address = socket.getaddrinfo(destination, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -77,7 +77,7 @@ def _source_address(destination: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether this is an address, and one that only its own machine can reach."""
+    """Whether this is an address that only its own machine can reach."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

@@ -21,7 +21,7 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 def runtime_folder() -> Path:
-    """This user's own folder for logs and the like, made with mode 0700.
+    """The folder of this user for logs and the like, made with mode 0700.
 
     It is ``gemini-ft`` in XDG_RUNTIME_DIR where there is one, else ``gemini-ft-UID`` in the temporary directory.
 
@@ -35,7 +35,7 @@ def runtime_folder() -> Path:
 
 
 def own_folder(path: Path) -> Path:
-    """Makes the folder ``path`` with mode 0700 if it is missing, and sees to it that it is this user's alone.
+    """Makes the folder ``path`` with mode 0700 if it is missing, and checks that it is this user's alone.
 
     Raises:
         ConfigError: it is a link or no folder, another user's, or others may write to it.
@@ -84,7 +84,7 @@ def credentials(sock: socket.socket) -> tuple[int, int]:
 
 
 def check_listener(sock: socket.socket, what: str) -> None:
-    """Sees to it that a process of this user listens at the other end of ``sock``, before anything is said to it.
+    """Checks that a process of this user listens at the other end of ``sock``, before anything is sent to it.
 
     Raises:
         AgentError: another user's process has taken the address.

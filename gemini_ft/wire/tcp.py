@@ -25,7 +25,7 @@ from gemini_ft.wire.messages import MAX_MESSAGE, Chunk, Data, Message, pack, unp
 
 Address = tuple[str, int]
 _SILENCE = 60  # seconds after which the kernel gives a peer up whose host is gone, or that takes nothing in
-_UNSENT = 64 * 1024  # bytes that the kernel takes in ahead of the wire, where somebody decides what may go
+_UNSENT = 64 * 1024  # bytes that the kernel takes in ahead of the wire, where a valve decides what may go
 _LOWER_EFFORT = 1 << 2  # DSCP LE (RFC 8622), in its place in the IP header
 _SO_MAX_PACING_RATE = 47
 _TCP_INFO = struct.Struct("=68xI48xQ40xQ")  # of linux/tcp.h: tcpi_rtt, tcpi_bytes_acked, tcpi_busy_time
@@ -34,21 +34,21 @@ _SCRATCH = bytearray(256 * 1024)  # where unwanted bytes go
 
 
 class Handler(Protocol):
-    """Who a connection talks to."""
+    """The receiver of a connection's messages."""
 
     def on_message(self, message: Message) -> memoryview | None:
-        """A message came. For one that raw bytes follow: where to put them (None: throw them away)."""
+        """Takes a message. Returns, for one that raw bytes follow, the memory for them (None: they are thrown away)."""
 
     def on_bytes(self, message: Message) -> None:
-        """The raw bytes that followed ``message`` are all there."""
+        """Takes note that the raw bytes that followed ``message`` are all there."""
 
     def on_lost(self, reason: str) -> None:
-        """The connection is closed; nothing refers to payloads any more."""
+        """Takes note that the connection is closed; nothing refers to payloads any more."""
 
 
 @dataclass(frozen=True)
 class Meter:
-    """What the kernel has counted on a connection."""
+    """The kernel's counts for a connection."""
 
     acked: int  # bytes that the peer's kernel has acknowledged
     busy: float  # seconds in which there was something to send
@@ -56,7 +56,7 @@ class Meter:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One framed connection. A single writer task owns the sending side, in order."""
+    """A framed connection. A single writer task owns the sending side, in order."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
@@ -170,11 +170,11 @@ class Connection(asyncio.BufferedProtocol):
     # -- receiving on the lane: messages wait until the payload before them is whole
 
     def expect_lane(self) -> None:
-        """Payloads will travel on a lane, which may be there a moment later than the first of them is announced."""
+        """Makes payloads wait for a lane, which may be there a moment later than the first of them is announced."""
         self._lane_due = True
 
     def attach(self, lane: Lane) -> None:
-        """The lane is there."""
+        """Takes the lane."""
         if self._aborted or self.closed.is_set():
             lane.close()
             return
@@ -207,7 +207,7 @@ class Connection(asyncio.BufferedProtocol):
     # -- sending
 
     def send(self, message: Message, payload: memoryview | None = None, valve: Valve | None = None) -> None:
-        """Queue a message, and after it the raw bytes of ``payload``, which must not change until they are acknowledged.
+        """Queues a message, and after it the raw bytes of ``payload``, which must not change until they are acknowledged.
 
         Args:
             message: at once, or after what is queued already.
@@ -219,7 +219,7 @@ class Connection(asyncio.BufferedProtocol):
             self._wake.set()
 
     def shape(self, hold_back: bool, max_rate: int | None, low_priority: bool) -> None:
-        """How the kernel treats what is sent.
+        """Sets the kernel's treatment of the bytes that are sent.
 
         Args:
             hold_back: it takes in little ahead of the wire; for payloads with a valve, which else would have no effect.
@@ -246,7 +246,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._handing_over + self._transport.get_write_buffer_size() + in_kernel
 
     def meter(self) -> Meter:
-        """Read the kernel's counters; of a closed connection, what they were."""
+        """The kernel's counters; of a closed connection, the last ones."""
         with contextlib.suppress(OSError):
             info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
             rtt, acked, busy = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0"))
@@ -255,7 +255,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def _socket(self) -> socket.socket:
-        """The one that payloads travel on."""
+        """The socket that payloads travel on."""
         return self._lane.socket if self._lane is not None else cast("socket.socket", self._tls_socket)
 
     @property
@@ -275,7 +275,7 @@ class Connection(asyncio.BufferedProtocol):
                     await self._write_payload(payload, valve)
                 self._outbox.popleft()
                 self._handed_over.set()
-        except Exception as error:  # whatever it was: nobody else would notice that nothing is sent any more
+        except Exception as error:  # whatever it was: without this, the stop would go unnoticed
             self.abort(f"sending failed: {error}")
 
     async def _write_payload(self, payload: memoryview, valve: Valve | None) -> None:
@@ -307,7 +307,7 @@ class Connection(asyncio.BufferedProtocol):
         self._unpaused.set()
 
     async def flushed(self, below: int) -> None:
-        """Wait until fewer than ``below`` messages are queued, or the connection is closed."""
+        """Waits until fewer than ``below`` messages are queued, or the connection is closed."""
         while self.backlog >= below and not self.closed.is_set():
             self._handed_over.clear()
             await self._handed_over.wait()
@@ -317,7 +317,7 @@ class Connection(asyncio.BufferedProtocol):
         self.abort(str(error))
 
     def abort(self, reason: str) -> None:
-        """Close now, and let the kernel forget what it still has to send."""
+        """Closes now, and lets the kernel forget what it still has to send."""
         transport = self._transport
         if transport is None or self._aborted or self.closed.is_set():
             return
@@ -330,7 +330,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def prepare(sock: socket.socket) -> None:
-    """Settings of every socket between hosts: nothing waits for more to send, and a host that is gone is noticed."""
+    """Sets the options of every socket between hosts: nothing waits for more to send, and a lost host is noticed."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE // 4)

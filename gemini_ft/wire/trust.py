@@ -1,7 +1,7 @@
 """Trust between hosts: mutual TLS 1.3 whose certificates follow from the run secret.
 
 Every process derives the same certificate authority from the secret (HKDF, RFC 5869) and lets it sign a certificate for a
-key of its own. So whoever knows the secret is let in, and nobody else; the secret itself never travels. Certificates do not
+key of its own. So exactly those that know the secret are let in; the secret itself never travels. Certificates do not
 expire: the clocks of hosts differ, and a run has no use for a date.
 """
 
@@ -36,7 +36,7 @@ def derive(secret: bytes, purpose: bytes, length: int = 32) -> bytes:
 
 @functools.lru_cache(maxsize=8)
 def tls_context(secret: bytes, server: bool) -> ssl.SSLContext:
-    """One side of mutual TLS among those who know ``secret``, which must not be empty."""
+    """The TLS context of one side, which proves that both know ``secret``; it must not be empty."""
     if not secret:
         raise ValueError("an empty secret would let everybody in")
     authority = Ed25519PrivateKey.from_private_bytes(derive(secret, b"authority"))
@@ -50,7 +50,7 @@ def tls_context(secret: bytes, server: bool) -> ssl.SSLContext:
     context.load_verify_locations(cadata=root.decode())
     _load_chain(context, chain)
     if server:
-        context.num_tickets = 0  # nobody resumes a session, and a reader that only waits would have to take them in
+        context.num_tickets = 0  # sessions are never resumed, and a reader that only waits would have to take tickets in
     return context
 
 
@@ -68,7 +68,7 @@ def _certificate(subject: x509.Name, key: Ed25519PrivateKey, authority: Ed25519P
 
 
 def _load_chain(context: ssl.SSLContext, chain: bytes) -> None:
-    """Python's ssl takes keys from files only; this one has no name and never reaches a disk."""
+    """Loads a key into an SSL context, which takes files only; this one has no name and never reaches a disk."""
     fd = os.memfd_create("gemini-ft-certificate", os.MFD_CLOEXEC)
     try:
         os.write(fd, chain)

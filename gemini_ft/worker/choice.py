@@ -1,4 +1,4 @@
-"""Agreeing on what to resume: the newest version that is whole, sound, and not known to fail. Collective, before the first step."""
+"""Agrees on what to resume: the newest version that is whole, sound, and not known to fail. Collective, before the first step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Told = tuple[tuple[Incarnation, Descent], ...]  # incarnations, and where they c
 
 @dataclass(frozen=True)
 class Introduction:
-    """What a rank tells the others of itself and its host."""
+    """A rank's account of itself and its host for the other ranks."""
 
     run: str
     welcome: Welcome
@@ -42,13 +42,13 @@ class Introduction:
     configured_secret: str  # fingerprint, empty when none was configured
     config: str
     orders: Orders
-    stored: Version | None = None  # what the host remembers as stored
+    stored: Version | None = None  # the host's note of the newest stored version
     launch: str = ""  # that opened the stream on this host last; empty: unknown
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What the ranks have agreed to resume."""
+    """The decision of the ranks on what to resume."""
 
     plan: Plan
     given_up: frozenset[Version]
@@ -107,7 +107,7 @@ class Chooser:
         self._lookout = Lookout(reopen, run, stream, remembered) if reopen is not None else None
 
     def choose(self) -> Choice:
-        """Obey ``resume``, and leave out what has led to failure after failure, unless there is nothing else.
+        """Obeys ``resume``, and leaves out versions that have led to failure after failure, unless there is nothing else.
 
         Raises:
             WorldSizeError: all there is was made by another number of ranks.
@@ -122,9 +122,9 @@ class Chooser:
             return Choice(Plan("nothing"), given_up, self._descent(None))
         plan = self._find(given_up)
         if plan.version is None and given_up:
-            plan = self._find(frozenset())  # rather one more failure than to start over what took weeks
+            plan = self._find(frozenset())  # one more failure is better than starting over after weeks of work
         for version, attempts in stuck.items():
-            then = "giving it up" if version != plan.version else "there is nothing else, so it is tried again"
+            then = "it is left aside" if version != plan.version else "there is no other, so it is tried again"
             self._warn("%s was resumed %d times in a row without one step of progress: %s", version, attempts, then)
         if self._config.resume == "require":
             require(plan)
@@ -136,13 +136,13 @@ class Chooser:
         return {welcome.resumed: welcome.attempts for welcome in welcomes if welcome.resumed is not None}
 
     def _find(self, refused: frozenset[Version]) -> Plan:
-        """Plan, check the copies the plan needs against their checksums, and plan again without those that are damaged."""
+        """Plans, checks the copies the plan needs against their checksums, and plans again without those that are damaged."""
         while True:
             memory = self._best_in_memory(refused)
             turned_down = memory is not None and self._is_turned_down(memory)
             stored = self._stored = self._look(refused, insist=memory is None or turned_down)
             if stored.unclear and memory is not None:
-                self._warn("storage cannot say what there is (%s); memory is whole and is resumed from without it", stored.unclear)
+                self._warn("storage cannot say which checkpoints it has (%s); the job resumes from memory, which is whole", stored.unclear)
             if memory is not None and self._gives_way(memory, stored):
                 self._warn("%s in memory is not of the history that storage.history names: it is left aside", memory)
                 refused |= {memory}
@@ -169,7 +169,7 @@ class Chooser:
     # -- storage
 
     def _look(self, refused: frozenset[Version], insist: bool) -> Stored:
-        """Rank 0's findings in storage; ``insist``: it waits for an answer, and there is an error in place of none.
+        """The findings of rank 0 in storage; ``insist``: it waits for an answer, and raises an error if there is none.
 
         Raises:
             StorageUnclearError: there was none in time, or the user has to choose.
@@ -186,7 +186,7 @@ class Chooser:
         return self._config.storage.patience if self._config.storage is not None else 0.0
 
     def _ask(self, refused: frozenset[Version], patience: float, insist: bool) -> Stored:
-        """On rank 0: ask until there is an answer, or ``patience`` seconds have passed since there was none for the first time."""
+        """On rank 0, asks until there is an answer, or until ``patience`` seconds have passed since there was first none."""
         if self._lookout is None:
             return Stored()
         pause = _FIRST_PAUSE
@@ -199,11 +199,11 @@ class Chooser:
             if left <= 0:
                 raise self._unclear(stored.unclear)
             if first:
-                text = "memory is not whole and storage cannot say what there is (%s); asking again for up to %g s (storage.patience)"
+                text = "memory is not whole, and storage cannot say what it has (%s); asking again for up to %g s (storage.patience)"
                 _log.warning(text, stored.unclear, patience)
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE)
-            self._damaged.clear()  # what read as damaged may have been the way it came
+            self._damaged.clear()  # the damage may have happened on the way
 
     def _ask_once(self, refused: frozenset[Version], seconds: float) -> tuple[Stored, bool]:
         """The findings, and whether asking again is of no use."""
@@ -217,20 +217,20 @@ class Chooser:
                 raise
             look = Look(trouble=str(error))
         told = tuple((sighting.version.incarnation, sighting.descent) for sighting in look.sightings)
-        if self._config.resume == "never":  # what there is must be known of, so that it counts as older, and no more
+        if self._config.resume == "never":  # checkpoints must be known, so that they count as older, and no more
             return Stored(unclear=look.trouble, told=told), False
         answer = decide(look, settings.history, self._config.resume == "found")
         known = Stored(told=told, aside=left_aside(look, settings.history))
         if isinstance(answer, Unclear):
             return replace(known, unclear=answer.why), answer.contested
         if isinstance(answer, Here) and settings.history is not None and answer.aside:
-            text = "storage.history=%s leaves aside, as it is: %s. Take the setting away if that is not meant"
+            text = "storage.history=%s leaves aside, as it is: %s. Remove the setting if that is not intended"
             _log.warning(text, settings.history, "; ".join(map(describe, answer.aside)))
         for sighting in answer.order if isinstance(answer, Here) else ():
             if sighting.version not in refused:
                 manifest = lookout.read(sighting.folder)
                 if manifest is None:
-                    return replace(known, unclear=f"{sighting.folder} cannot be read as sound"), False
+                    return replace(known, unclear=f"{sighting.folder} is not sound"), False
                 return replace(known, manifest=manifest), False
         return known, False
 
@@ -240,11 +240,11 @@ class Chooser:
         return StorageUnclearError(
             f"{settings.url}: {why}. Nothing has been begun; start the same command again when storage is well. To start from the "
             f"beginning on purpose, give another run id (GEMINI_RUN_ID={self._everyone[0].run}-2): what is stored stays as it is. "
-            "To make do with what can be found, set resume='found' (GEMINI_RESUME=found)"
+            "To accept the newest checkpoint that can be found, set resume='found' (GEMINI_RESUME=found)"
         )
 
     def _gives_way(self, memory: Version, stored: Stored) -> bool:
-        """Whether memory is left aside for what the user has chosen in storage.
+        """Whether memory is left aside for the user's choice in storage.
 
         Raises:
             StorageUnclearError: they are of two histories, and the user has not chosen.
@@ -262,7 +262,7 @@ class Chooser:
         return answer
 
     def _is_turned_down(self, memory: Version) -> bool:
-        """Whether memory is of another line than the one that the user has chosen, so that storage must be heard."""
+        """Whether memory is of another line than the user's choice, so that storage must be heard."""
         settings = self._config.storage
         return settings is not None and settings.history is not None and not is_of(memory, self._told_by_sessions(), settings.history)
 
@@ -279,7 +279,7 @@ class Chooser:
         return (*self._told_by_sessions(), *((incarnation, Descent()) for incarnation in known if incarnation is not None))
 
     def _descent(self, resumed: Version | None) -> Descent:
-        """Where the incarnation comes from that is about to begin."""
+        """The descent of the incarnation that is about to begin."""
         told = (*self._told_by_hosts(), *self._stored.told)
         if resumed is not None:
             descent = continued(resumed, told)
@@ -290,7 +290,7 @@ class Chooser:
         return Descent((), frozenset(known))
 
     def _staged(self, plan: Plan, manifest: Manifest) -> Plan | None:
-        """As `_stage_all`; meanwhile the checkpoint is not deleted by another job of this run, or what is left of one."""
+        """Stages as `_stage_all` does, and keeps other jobs of this run from deleting the checkpoint meanwhile."""
         if self._rank != 0 or self._reopen is None:
             return self._stage_all(plan, manifest)
         with reading(self._reopen(), self._everyone[0].run, self._stream, manifest.version):
@@ -323,7 +323,7 @@ class Chooser:
                 return replace(
                     plan, sources=sources, age=age, roots={o: record.root for o, record in manifest.shards.items() if record.root}
                 )
-            self._warn("%s in storage is damaged or gone: trying the one before", manifest.folder)
+            self._warn("%s in storage is damaged or gone; trying an older one", manifest.folder)
             self._damaged.add(manifest.folder)
             return None
 
@@ -333,7 +333,7 @@ class Chooser:
         return self._since + self._patience - time.monotonic()
 
     def _stage(self, manifest: Manifest) -> bool:
-        """Get our part of the shards into our host's memory; False if one is damaged in storage, or has been deleted.
+        """Gets our part of the shards into our host's memory; False if one is damaged in storage, or has been deleted.
 
         That is the shard of our own number, unless the checkpoint was made by another number of ranks.
 

@@ -1,4 +1,4 @@
-"""The training's collectives, observed without changing them: how many are in flight, and what a step consists of.
+"""Observes the training's collectives without changing them: the number in flight, and those of each step.
 
 Every collective of torch, from Python or from DDP's and FSDP's own code, passes torch's dispatcher. There we listen, one layer
 above the real kernel, which is then called with the same arguments: no tensor is touched, no hook is installed (a DDP
@@ -18,6 +18,7 @@ import torch
 # torch.distributed exports this too, but not so that type checkers see it.
 from torch._C._distributed_c10d import Work
 
+from gemini_ft.accelerator import holds
 from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.core.traffic import Collective, Moment, Step
 from gemini_ft.wire.control_page import ControlPage
@@ -30,7 +31,7 @@ _private = threading.local()
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """What this thread sends meanwhile is not the training's."""
+    """Hides, inside, this thread's collectives from the observers: they are not the training's."""
     before, _private.on = getattr(_private, "on", False), True
     try:
         yield
@@ -44,12 +45,12 @@ class _Flight:
     def __init__(self, name: str, tensors: list[torch.Tensor], begin: float) -> None:
         self.name, self.begin = name, begin
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
-        self.on_cuda = any(tensor.is_cuda for tensor in tensors)
+        self.on_cuda = any(holds(tensor) for tensor in tensors)
         self.end: float | None = None
 
 
 class Observer:
-    """One user's view of this process's collectives, with steps of its own; made by `observe`.
+    """One user's view of this process's collectives, with its own steps; made by `observe`.
 
     Attributes:
         page: shows what is in flight.
@@ -68,7 +69,7 @@ class Observer:
         self._closed = False
 
     def step_over(self) -> Step:
-        """The step has ended, and the next one has begun; what it consisted of."""
+        """Ends a step and begins the next one; returns the step's collectives."""
         self._traffic.forget(self._began)
         with self._traffic.lock:
             now = time.monotonic()
@@ -85,7 +86,7 @@ class Observer:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """The training stands still meanwhile, until a snapshot has travelled."""
+        """Shows meanwhile that the training stands still until a snapshot has travelled."""
         self._set_waiting(True)
         try:
             yield
@@ -142,12 +143,12 @@ class _Traffic:
             observer.close()
 
     def forget(self, before: float) -> None:
-        """What has begun before that time and is not over is not waited for any more."""
+        """Forgets collectives that began before that time and are not over: they are not waited for any more."""
         for flight in [each for each in self.in_flight if each.begin < before]:
             self._over(flight)
 
     def close(self) -> None:
-        """Listen no more; what is in flight ends as ever."""
+        """Stops listening; collectives in flight end as usual."""
         self._library._destroy()
         self._watch.close()
 
@@ -186,7 +187,7 @@ class _Traffic:
         return flight
 
     def _follow(self, flight: _Flight, result: Any) -> Any:
-        """Notice the end of what has been started; returns what the caller gets."""
+        """Watches for the end of a collective that has started; returns the caller's result."""
         handle = result[-1] if isinstance(result, tuple) else result
         if not isinstance(handle, torch.ScriptObject):  # nothing to wait for: it is over
             self._over(flight)
@@ -218,7 +219,7 @@ class _Traffic:
 
 
 class _Told(Work):
-    """Work that says when it has been waited for.
+    """A work object that tells when it has been waited for.
 
     Until then it is kept alive, also when the observer forgets it: what C++ holds is only the half that is C++, which alone would be
     waited for in vain.
@@ -240,7 +241,7 @@ class _Told(Work):
 
 
 class _Watch:
-    """Asks collectives that do not say when they are over; those of CUDA ask their events."""
+    """Polls collectives that do not tell when they are over; those of CUDA by their events."""
 
     def __init__(self, over: Callable[[_Flight], None]) -> None:
         self._over = over
@@ -288,7 +289,7 @@ _traffic: _Traffic | None = None
 
 @contextlib.contextmanager
 def observe() -> Iterator[Observer]:
-    """See this process's collectives. Whoever observes has steps of its own; collectives are listened to while anybody does."""
+    """Observes this process's collectives. Each observer has its own steps; with the last one, listening ends."""
     global _traffic
     if _traffic is None:
         _traffic = _Traffic()

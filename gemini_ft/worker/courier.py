@@ -1,4 +1,4 @@
-"""Replicas from worker to worker, through the sub-buffers of one small reserved buffer (GEMINI, SOSP'23, section 5).
+"""Carries replicas from worker to worker, through the sub-buffers of one small reserved buffer (GEMINI, SOSP'23, section 5).
 
 The agents decide what travels, and when; two workers move the bytes, in a process group of their own: from the sender's slot,
 through a sub-buffer of the receiver's device, into the memory of the receiver's agent. While one sub-buffer is copied out, the next
@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from gemini_ft import accelerator
 from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.config import TrafficConfig
 from gemini_ft.errors import AgentError
@@ -31,7 +32,7 @@ Order = TypeVar("Order", bound=Dispatch | Collect)
 
 
 class Courier:
-    """One worker's part. Making it is collective over the default process group.
+    """The courier of one worker. Making it is collective over the default process group.
 
     Args:
         traffic: the user's wishes.
@@ -51,20 +52,20 @@ class Courier:
     ) -> None:
         self._tell, self._slots, self._custody = tell, slots, custody
         self._timeout = timedelta(seconds=timeout)
-        on_cuda = "nccl" in dist.get_backend()
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        on_device = "nccl" in dist.get_backend()
+        self._device = accelerator.current_device() if on_device else torch.device("cpu")
         # NCCL has no tags, and what two ranks send each other at a time must not wait for each other: a group for either direction.
-        self._groups = [dist.new_group(backend="nccl" if on_cuda else "gloo", timeout=self._timeout) for _ in range(1 + on_cuda)]
+        self._groups = [dist.new_group(backend="nccl" if on_device else "gloo", timeout=self._timeout) for _ in range(1 + on_device)]
         self._buffer = torch.empty(traffic.sub_buffers * traffic.piece_bytes, dtype=torch.uint8, device=self._device)
         parts = list(torch.split(self._buffer, traffic.piece_bytes))
-        out = len(parts) // 2 if on_cuda else 0  # on a CPU what is sent needs no other place than its slot
+        out = len(parts) // 2 if on_device else 0  # on a CPU bytes are sent from the slot itself
         self._free_in, self._free_out = _queue(parts[out:]), _queue(parts[:out])
         self._replicas: dict[str, Slot] = {}  # key -> as this worker maps it
         self._lock = threading.Lock()
-        self._sending: dict[int, _Lane[Dispatch]] = {}  # rank -> what goes there
+        self._sending: dict[int, _Lane[Dispatch]] = {}  # rank -> the lane to it
         self._receiving: dict[int, _Lane[Collect]] = {}
         self._writing = threading.Lock()
-        self._era = 0  # of the agent; what an earlier one has ordered must not be written
+        self._era = 0  # of the agent; orders of an earlier one must not be written
         self._closed = False
 
     @property
@@ -73,7 +74,7 @@ class Courier:
         return self._buffer.nbytes
 
     def dispatch(self, order: Dispatch) -> None:
-        """Send a piece of a slot; the agent is told when it has gone."""
+        """Sends a piece of a slot; the agent is told when it has gone."""
         with self._lock:
             try:
                 if order.target not in self._sending:
@@ -83,7 +84,7 @@ class Courier:
                 self._answer(order, str(error))
 
     def collect(self, order: Collect) -> None:
-        """Receive a piece of a replica; the agent is told when it is in its memory."""
+        """Receives a piece of a replica; the agent is told when it is in its memory."""
         with self._lock:
             try:
                 if order.source not in self._receiving:
@@ -93,12 +94,12 @@ class Courier:
                 self._answer(order, str(error))
 
     def forget(self) -> None:
-        """The agent has been restarted: what it waited for is written nowhere any more."""
+        """Forgets its orders, as the agent has been restarted: the memory that it waited for is not written any more."""
         with self._writing:
             self._era += 1
 
     def close(self) -> None:
-        """Give up what is under way; not collective."""
+        """Gives up the transfers under way; not collective."""
         self._closed = True
         for free in (self._free_in, self._free_out):
             free.put(None)
@@ -119,7 +120,7 @@ class Courier:
         if slot is None:
             raise AgentError(f"slot {order.slot} is gone")
         piece, place = slot.tensor[order.offset : order.offset + order.nbytes], None
-        if self._device.type == "cuda":
+        if self._device.type != "cpu":
             place = _take(self._free_out)
             piece = place[: order.nbytes].copy_(piece, non_blocking=True)
         return dist.isend(piece, order.target, self._group(dist.get_rank(), order.target), order.tag), place
@@ -146,8 +147,8 @@ class Courier:
 
     def _wait(self, work: Any) -> None:
         work.wait(self._timeout)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        if (module := accelerator.module_of(self._device)) is not None:
+            module.current_stream(self._device).synchronize()
 
     def _replica(self, key: str) -> Slot:
         held = self._custody()
@@ -157,7 +158,7 @@ class Courier:
             if key not in held:
                 raise AgentError("this worker does not have the replica's memory")
             fd = os.dup(held[key])
-            self._replicas[key] = Slot(fd, 0, os.fstat(fd).st_size, self._device.type == "cuda")
+            self._replicas[key] = Slot(fd, 0, os.fstat(fd).st_size, self._device)
         return self._replicas[key]
 
     def _answer(self, order: Dispatch | Collect, error: str) -> None:
@@ -196,7 +197,7 @@ class _Lane(Generic[Order]):
         self._orders.put(order)
 
     def close(self) -> None:
-        """What is under way cannot be called back: its threads end when it does, or the process."""
+        """Ends the lane. Collectives under way cannot be called back: the threads end when they do, or with the process."""
         self._orders.put(None)
         self._begun.put(None)
         for thread in self._threads:
@@ -233,7 +234,7 @@ def _queue(parts: list[torch.Tensor]) -> queue.SimpleQueue[torch.Tensor | None]:
 def _take(free: queue.SimpleQueue[torch.Tensor | None]) -> torch.Tensor:
     place = free.get()
     if place is None:
-        free.put(None)  # for the next one who waits
+        free.put(None)  # for the next one that waits
         raise AgentError("the session is over")
     return place
 

@@ -1,4 +1,4 @@
-"""A worker's part in keeping replicas out of the training's way: it shows its agent what it sends, and what its steps look like."""
+"""A worker's help in keeping replicas out of the training's way: it shows its agent its traffic, and profiles of its steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gemini_ft.worker.collectives import observe
 
 
 class Observation:
-    """Of this process, for one session.
+    """The observation of this process's traffic, for one session.
 
     Args:
         tell: sends a message, and descriptors beside it, to the agent; raises AgentError when it is gone.
@@ -25,18 +25,18 @@ class Observation:
         self._observer = self._stack.enter_context(observe())
 
     def introduce(self) -> None:
-        """To an agent that knows nothing of this yet."""
+        """Introduces itself to an agent that knows nothing of this yet."""
         page = self._observer.page
         self._tell(Watch(), (page.page, page.bell))
         self._report()
 
     def step_over(self) -> None:
-        """A step has ended."""
+        """Takes note that a step has ended."""
         if self._profiler.add(self._observer.step_over()):
             self._report()
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """The training stands still meanwhile, until a snapshot has travelled."""
+        """Shows meanwhile that the training stands still until a snapshot has travelled."""
         return self._observer.waiting()
 
     def close(self) -> None:

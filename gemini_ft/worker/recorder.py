@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-import torch
-
+from gemini_ft import accelerator
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient, as_error
 from gemini_ft.agent.memory import SlotShape, extras_room
@@ -195,10 +194,8 @@ class Recorder:
         digest_due = self._digest_at is not None and iteration >= self._digest_at
         self._newest = iteration
         self._ended[iteration] = time.perf_counter()
-        ready = torch.cuda.Event() if plan.on_cuda else None  # type: ignore[no-untyped-call]
+        ready = accelerator.module_of(plan.device).current_stream(plan.device).record_event() if plan.device is not None else None
         job = Job(iteration, blob, self._digest if digest_due else None, plan.marks(), ready)
-        if job.ready is not None:
-            job.ready.record()
         if suspicious:
             self._writes = WriteWatch(plan, job.marks)
         snapshotter.submit(job)
@@ -406,7 +403,7 @@ class Recorder:
         for slot in before.values():
             slot.close()
         self._extras_bytes = extras_bytes
-        snapshotter.slots = dict(zip(reserved.slots, map_slots(fds, reserved, snapshotter.plan.on_cuda), strict=True))
+        snapshotter.slots = dict(zip(reserved.slots, map_slots(fds, reserved, snapshotter.plan.device), strict=True))
         with contextlib.suppress(RuntimeError):  # no thread can be started: the pages come with the first copy
             threading.Thread(target=_prefault, args=(list(snapshotter.slots.values()),), name="gemini-prefault", daemon=True).start()
 

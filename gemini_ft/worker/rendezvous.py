@@ -1,4 +1,4 @@
-"""Ranks come together: a process group for every attempt of a job, and what its ranks tell each other.
+"""Brings ranks together: a process group for every attempt of a job, and the exchanges between its ranks.
 
 torch 2.13 restarts the workers of an elastic job on the key-value store of the attempt before, so that a restarted
 gloo group reads the addresses of dead peers and fails or hangs. :func:`init_process_group` gives every attempt a key
@@ -36,7 +36,7 @@ _SLICE = 1.0
 
 
 def init_process_group(backend: str | None = None, timeout: timedelta | None = None, **kwargs: Any) -> None:
-    """Create the default process group as ``torch.distributed.init_process_group`` does, on keys of this attempt alone.
+    """Creates the default process group as ``torch.distributed.init_process_group`` does, on keys of this attempt alone.
 
     Under torchrun with its shared store (``static``, ``--standalone`` and ``c10d``) the store gets a fresh prefix.
     Everywhere else (plain ``MASTER_ADDR``/``RANK``/``WORLD_SIZE``, or a ``store`` or ``init_method`` of the caller's)
@@ -75,7 +75,7 @@ def _fresh_store(rank: int, world_size: int, timeout: timedelta) -> Store:
 
     Every rank but 0 says hello under a name made up for this attempt. Rank 0 numbers the attempt, answers each name
     with the number, and waits until all ranks have acknowledged it. A hello that a dead predecessor left behind is
-    answered too, but nobody acknowledges for it.
+    answered too, but never acknowledged.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
@@ -129,7 +129,7 @@ def _join_attempt(store: Store, rank: int, timeout: timedelta) -> str:
 
 
 def _await(store: Store, keys: Sequence[str], seconds: float) -> bool:
-    """Wait until all ``keys`` are set; False if that takes more than ``seconds``."""
+    """Waits until all ``keys`` are set; False if that takes more than ``seconds``."""
     end = time.monotonic() + seconds
     while not store.check(list(keys)):
         left = end - time.monotonic()
@@ -149,7 +149,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 @dataclass
 class _Board:
-    """Where the ranks of one process group say that they have arrived, before they enter a collective together.
+    """The board on which ranks of one process group note that they have arrived, before they enter a collective together.
 
     The collective itself could only time out, after the group's 30 minutes, and not say who was missing.
     """
@@ -159,7 +159,7 @@ class _Board:
     meetings: int = field(default=0)
 
     def meet(self, rank: int, world_size: int, seconds: float) -> None:
-        """Return on every rank once all have come, or raise the same PeerError on every rank that has."""
+        """Returns on every rank once all have come, or raises the same PeerError on every rank that has."""
         meeting = self.meetings
         self.meetings += 1
         here = [f"{meeting}/here/{other}" for other in range(world_size)]
@@ -169,7 +169,7 @@ class _Board:
             missing = [] if _await(self.store, here, seconds) else [r for r, key in enumerate(here) if not self.store.check([key])]
             text = f"{_ranks(missing)} of {world_size} did not answer within {seconds:g} s; see the logs of those ranks" if missing else ""
             self.store.set(verdict, text)
-        # Whoever came before rank 0 gives it the full time too, counted from its arrival.
+        # Ranks that came before rank 0 give it the full time too, counted from their arrival.
         elif not (_await(self.store, [here[0]], seconds) and _await(self.store, [verdict], seconds + _SLICE)):
             raise PeerError(f"rank 0 of {world_size} did not answer within {seconds:g} s; see the log of that rank")
         text = self.store.get(verdict).decode()
@@ -191,14 +191,14 @@ def _board() -> _Board:
     group = dist.group.WORLD
     if _current is not None and _current.group is group:
         return _current
-    # Somebody else's group, perhaps on a store with keys of an attempt before: agree on a name that was never used.
+    # Another library's group, perhaps on a store with keys of an earlier attempt: agree on a name that was never used.
     name = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, src=0)
     return _use_board(_Board(group, PrefixStore(f"gemini/{name[0]}", dist.distributed_c10d._get_default_store())))
 
 
 def exchange(obj: T, timeout: float = 60.0) -> list[T]:
-    """Give ``obj`` to all ranks of the default process group, and take theirs.
+    """Gives ``obj`` to all ranks of the default process group, and takes theirs.
 
     Collective: all ranks call it, in the same order. Objects are pickled, and under NCCL travel through the current CUDA
     device. Without a group the result is ``[obj]``.
@@ -224,7 +224,7 @@ def _exchange_bytes(blob: bytes, timeout: float) -> list[bytes]:
     try:
         _board().meet(dist.get_rank(), world_size, timeout)
         dist.all_gather_object(gathered, blob)
-    except RuntimeError as error:  # what torch makes of a lost connection, and of its own timeout
+    except RuntimeError as error:  # torch's errors for a lost connection, and for its own timeout
         raise PeerError(f"another rank was lost while the ranks exchanged what they know; see the logs of the others ({error})") from error
     return gathered
 
@@ -256,7 +256,7 @@ def _common_error(failures: dict[int, _Failure]) -> GeminiError:
 
 
 def exchange_or_raise(fn: Callable[[], T], timeout: float = 60.0) -> list[T]:
-    """Call ``fn`` on every rank; return all results in rank order, or raise the same error on every rank.
+    """Calls ``fn`` on every rank; returns all results in rank order, or raises the same error on every rank.
 
     Collective, as :func:`exchange`. In a world of one rank ``fn``'s own exception passes.
 

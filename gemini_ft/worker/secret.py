@@ -1,4 +1,4 @@
-"""The run secret: where it comes from, and how the ranks agree on one without showing it to whoever reads the rendezvous."""
+"""The run secret: its source, and the agreement of the ranks on one that readers of the rendezvous cannot see."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gemini_ft.errors import SecretError
 from gemini_ft.worker.choice import Introduction
 from gemini_ft.worker.rendezvous import exchange
 
-_SEALED = b"gemini-ft run secret"  # says what is sealed, so that nothing else is taken for it
+_SEALED = b"gemini-ft run secret"  # names the sealed message, so that no other is taken for it
 
 
 def read_secret(config: GeminiConfig) -> bytes:
@@ -39,11 +39,11 @@ def read_secret(config: GeminiConfig) -> bytes:
 
 
 def agree_on_secret(everyone: Sequence[Introduction], mine: bytes, rank: int, timeout: float) -> bytes:
-    """The secret of the run, the same on all ranks: collective.
+    """Agrees on the secret of the run, the same on all ranks. Collective.
 
     It is that of the agent with the newest incarnation, under which older state was signed. Ranks whose agent has it already
     take nothing from the network: they have it through their agent's Unix socket. The others are sent it sealed for a key
-    that each of them makes up on the spot, so that whoever reads the rendezvous store learns nothing.
+    that each of them makes up on the spot, so that a reader of the rendezvous store learns nothing.
 
     Args:
         everyone: introductions in rank order; of secrets they have fingerprints only.

@@ -1,4 +1,4 @@
-"""Joining a run: find the host's agent, agree with the other ranks on secret, plan and placement, open the incarnation.
+"""Joins a run: finds the host's agent, agrees with the other ranks on secret, plan and placement, opens the incarnation.
 
 Everything here is collective over the default process group and runs on the training thread, before the first step.
 """
@@ -60,7 +60,7 @@ _CHECK_SECONDS = 20.0  # for one small object to be written, read and deleted
 
 @dataclass
 class Session:
-    """This rank's part in one incarnation."""
+    """The part of this rank in one incarnation."""
 
     rank: int
     world_size: int
@@ -77,7 +77,7 @@ class Session:
 
     @property
     def sources(self) -> Sources:
-        """Where the resumed version can be read."""
+        """The places where the resumed version can be read."""
         claims = Claims(run=self.run, stream=self.spec.stream, host=self.host, to="", role="fetch", incarnation=None)
         return Sources(
             self.client,
@@ -107,7 +107,7 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def join(config: GeminiConfig, stream: str, on_event: Callable[[Message], None], resizable: bool = False) -> Session:
-    """Take part in the run: collective.
+    """Joins the run. Collective.
 
     Args:
         config: options.
@@ -171,14 +171,14 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: s
     before = client.welcome.launch
     launch = "" if before is None else now.id if before.is_same(now) else before.id
     shared = config.model_dump_json(exclude={"domain", "secret_file", "memory_limit", "interface"})
-    welcome = client.welcome.model_copy(update={"secret": b"", "launch": None})  # what ranks exchange travels openly
+    welcome = client.welcome.model_copy(update={"secret": b"", "launch": None})  # exchanges between ranks travel openly
     mark = recall_on_host(config.storage.url, run, stream) if config.storage is not None else None
     stored = mark.version if mark is not None else None
     return Introduction(run, welcome, inventory, configured_secret, shared, Orders.read(run), stored, launch)
 
 
 def _agree(config: GeminiConfig, client: AgentClient, hello: Hello, everyone: list[Introduction], rank: int, resizable: bool) -> Session:
-    """Everything that all ranks must see alike, and the opening of the incarnation."""
+    """Agrees on everything that all ranks must see alike, and opens the incarnation."""
     run, stream = hello.run, hello.stream
     secret = agree_on_secret(everyone, client.welcome.secret, rank, config.timeout)
     _agree_on_config(everyone)
@@ -235,7 +235,7 @@ def storage_opener(config: GeminiConfig) -> Callable[[], Storage] | None:
 
 
 def _check_storage(config: GeminiConfig, reopen: Callable[[], Storage], choice: Choice, make_room: Callable[[], None]) -> bool:
-    """Find out on every host whether storage can be written; False: it cannot, and the job goes on without.
+    """Finds out on every host whether storage can be written; if not, returns False, and the job goes on without it.
 
     Where it cannot, ``make_room`` is called before that is believed: storage may be full of what uploads of the past have left.
 
@@ -272,7 +272,7 @@ def _check_storage(config: GeminiConfig, reopen: Callable[[], Storage], choice: 
 
 
 def _make_room(config: GeminiConfig, reopen: Callable[[], Storage], run: str, stream: str, rank: int, choice: Choice) -> None:
-    """On rank 0, delete from storage what is old and what earlier uploads have left."""
+    """Deletes from storage, on rank 0, old checkpoints and leftovers of earlier uploads."""
     if rank != 0:
         return
     settings = config.storage
@@ -286,7 +286,7 @@ def _make_room(config: GeminiConfig, reopen: Callable[[], Storage], run: str, st
 
 
 def _check_shared(config: GeminiConfig, reopen: Callable[[], Storage], everyone: list[Introduction], rank: int) -> None:
-    """Let every rank read what the one before has written: a folder of the same name may be another one on each host.
+    """Makes every rank read what the one before has written: a folder of the same name may differ between hosts.
 
     Raises:
         ConfigError: it is; both hosts are named.
@@ -335,7 +335,7 @@ def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], 
     plan = choice.plan
     rebuildable = plan.sources if plan.world_size == len(everyone) else {}  # shards of another cut are never asked for again
     known = [info.known for info in infos.values() if info.known is not None]
-    # Even those that are damaged or not wanted: what comes now must count as newer.
+    # Even those that are damaged or not wanted: the new incarnation must count as newer.
     known += [*choice.descent.overtaken, *(version.incarnation for version in choice.descent.lineage or ())]
     return SessionSpec(
         stream=stream,
@@ -373,7 +373,7 @@ def _check_addresses(infos: Collection[HostInfo]) -> None:
 
 
 def _announce(session: Session, configured_secret: bool) -> None:
-    """Rank 0 says once where the job stands, and what it survives."""
+    """Announces once, on rank 0, where the job stands, and which losses it survives."""
     spec = session.spec
     placed = {host: tuple(spec.holders[rank]) for rank, host in enumerate(spec.hosts)}
     _log.info("run %s, incarnation %d: %s", session.run, spec.incarnation.number, describe(session.plan))

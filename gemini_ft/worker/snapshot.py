@@ -1,8 +1,8 @@
-"""From live tensors into a slot, in the background, while the next forward and backward run.
+"""Copies live tensors into a slot, in the background, while the next forward and backward run.
 
 Between two updates parameters and optimizer state are normally only read. "Normally" is checked: a tensor whose
 version counter or address changed during the copy makes the snapshot worthless, and it is discarded by name.
-What changes at other times (buffers, RNG, counters) is copied at once, before ``submit`` returns.
+State that changes at other times (buffers, RNG, counters) is copied at once, before ``submit`` returns.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-import torch
-
+from gemini_ft import accelerator
 from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.core.roots import checksum
 from gemini_ft.errors import AgentError, ConcurrentWriteError, GeminiError
@@ -28,30 +27,31 @@ _RETRY = 20.0  # seconds between attempts to start another
 
 
 class JobState(StrEnum):
-    """How far one snapshot has come."""
+    """The progress of one snapshot."""
 
     WAITING = "waiting"  # for a slot
     COPYING = "copying"
-    ISSUED = "issued"  # CUDA: all copies are in the stream's queue
+    ISSUED = "issued"  # from an accelerator: all copies are in the stream's queue
     DONE = "done"  # copied, or given up
 
 
 @dataclass
 class Job:
-    """One snapshot on its way into its slot."""
+    """A snapshot on its way into its slot."""
 
     iteration: int
     extras: bytes
     digest: Callable[[], str] | None  # computes the digest of the replicated state, where one is due
     marks: list[tuple[int, int]]  # version counter and address of each source when the snapshot was taken
-    ready: Any = None  # CUDA event: the state is final from here on
-    copied: Any = None  # CUDA event: all copies have been made
+    written: list[str] | None = None  # names of what was written since, at the latest when the update was let through; None: not asked yet
+    ready: Any = None  # the device's event: the state is final from here on
+    copied: Any = None  # the device's event: all copies have been made
     state: JobState = JobState.WAITING
     is_seen: bool = False  # by the snapshot thread, which tells the agent of it
     slot: int | None = None
     cancelled: str = ""
     checksums: list[int] = field(default_factory=list)  # of the chunks that are in the slot
-    finished: bool = False  # verify: nobody declares it copied before it was compared
+    finished: bool = False  # verify: it is not declared copied before it was compared
     submitted: float = field(default_factory=time.perf_counter)
 
 
@@ -89,14 +89,14 @@ class Snapshotter:
         self._verify, self._waits, self._timeout = verify, waits, timeout
         self.plan: CopyPlan | None = None
         self.slots: dict[int, Slot] = {}
-        self.written: list[str] = []  # names of what was written during the last copy that was given up for that
+        self.written: list[str] = []  # names of the tensors whose writes made the last copy be given up
         self._job: Job | None = None
         self._unseen: list[Job] = []  # given up before the thread came to them; all the same the agent must hear of each
         self._condition = threading.Condition()
         self._stop = False
         self._next_try = 0.0  # when the agent may be brought back, after this has failed
         self._impatient = False  # a slot has been waited for in vain: not again, until one is granted
-        self._broken: Exception | None = None  # what ended the thread: a fault of ours
+        self._broken: Exception | None = None  # the error that ended the thread: a fault of ours
         self._stream: Any = None
         self._thread = threading.Thread(target=self._run, name="gemini-snapshot", daemon=True)
         self._thread.start()
@@ -104,7 +104,7 @@ class Snapshotter:
     # -- the training thread
 
     def submit(self, job: Job) -> None:
-        """Start one snapshot; the one before must be over (``settle``)."""
+        """Starts one snapshot; the one before must be over (``settle``)."""
         assert self._job is None or self._job.state is JobState.DONE
         self._raise_broken()
         with self._condition:
@@ -112,7 +112,7 @@ class Snapshotter:
             self._condition.notify_all()
 
     def before_update(self) -> None:
-        """The training thread is about to write: wait for the copy, or give it up when it could not begin.
+        """Waits for the copy, as the training thread is about to write; gives it up when it could not begin.
 
         Raises:
             ConcurrentWriteError: ``verify`` found a difference.
@@ -120,19 +120,23 @@ class Snapshotter:
         job = self._job
         if job is None:
             return
-        on_cuda = job.ready is not None and job.digest is None and not self._verify
+        on_device = job.ready is not None and job.digest is None and not self._verify
         with self._condition:
             if job.state is JobState.WAITING and (self._impatient or not self._waits):
-                self._forget(job, "the snapshot before was still uncommitted at the next update")
+                self._forget(job, "the previous snapshot was still uncommitted at the next update")
                 return
-            self._wait(job, (JobState.ISSUED, JobState.DONE) if on_cuda else (JobState.DONE,))
-        if on_cuda and job.copied is not None:
-            torch.cuda.current_stream().wait_event(job.copied)
+            self._wait(job, (JobState.ISSUED, JobState.DONE) if on_device else (JobState.DONE,))
+            if job.copied is not None:
+                self._judge(job)
+        if on_device and job.copied is not None:
+            assert self.plan is not None
+            assert self.plan.device is not None
+            accelerator.module_of(self.plan.device).current_stream(self.plan.device).wait_event(job.copied)
         else:
             self._finish(job)
 
     def settle(self) -> None:
-        """Wait until no copy is under way (before layouts change, or the process ends)."""
+        """Waits until no copy is under way (before layouts change, or the process ends)."""
         job = self._job
         if job is not None:
             with self._condition:
@@ -140,7 +144,7 @@ class Snapshotter:
             self._finish(job)
 
     def _wait(self, job: Job, enough: tuple[JobState, ...]) -> None:
-        """Wait for the thread; a snapshot that has no slot after all this time is given up, and the job goes on.
+        """Waits for the thread; a snapshot that has no slot after all this time is given up, and the job goes on.
 
         Raises:
             AgentError: the copy has begun, and does not end.
@@ -159,6 +163,14 @@ class Snapshotter:
             self._unseen.append(job)
         self._condition.notify_all()
 
+    def _judge(self, job: Job) -> list[str]:
+        """What was written since the snapshot. Asked once: the update, which a device may make long after it was queued, counts as soon as
+        it is queued, and it is ordered behind the copy."""
+        assert self.plan is not None
+        if job.written is None:
+            job.written = self.plan.changed(job.marks)
+        return job.written
+
     def _finish(self, job: Job) -> None:
         if self._verify and not job.cancelled and not job.finished:
             self._compare(job)
@@ -169,7 +181,7 @@ class Snapshotter:
             raise self._broken
 
     def granted(self, iteration: int, slot: int) -> None:
-        """From the agent."""
+        """Takes the agent's grant of a slot."""
         with self._condition:
             self._impatient = False
             if self._job is not None and self._job.iteration == iteration:
@@ -177,7 +189,7 @@ class Snapshotter:
                 self._condition.notify_all()
 
     def aborted(self, iteration: int) -> None:
-        """From the agent: another rank has no snapshot of this iteration."""
+        """Takes the agent's word that another rank has no snapshot of this iteration."""
         with self._condition:
             if self._job is not None and self._job.iteration == iteration and self._job.state is JobState.WAITING:
                 self._job.cancelled = "aborted"
@@ -194,7 +206,7 @@ class Snapshotter:
             self.slots = {}
 
     def _compare(self, job: Job) -> None:
-        """Compare the copy with the live state; only then is it declared copied."""
+        """Compares the copy with the live state; only then is it declared copied."""
         assert self.plan is not None
         assert job.slot is not None
         slot = self.slots[job.slot]
@@ -237,13 +249,13 @@ class Snapshotter:
         return bool(self._unseen) or (self._job is not None and self._job.state is JobState.WAITING)
 
     def _mend(self) -> None:
-        """Bring an agent back that has died between two snapshots: the other hosts cannot commit without it."""
+        """Revives an agent that has died between two snapshots: the other hosts cannot commit without it."""
         if self._lost() and self.slots:
             with contextlib.suppress(GeminiError):
                 self._bring_back()
 
     def _bring_back(self) -> None:
-        """Recover; where that fails it takes its time, and training shall not wait for that at every step."""
+        """Revives the agent; where that fails it takes its time, and training shall not wait for it at every step."""
         if time.monotonic() < self._next_try:
             raise AgentError("this host has no agent; another try to start one follows")
         self._next_try = time.monotonic() + _RETRY
@@ -268,7 +280,9 @@ class Snapshotter:
             return
         self._copy(job, self.slots[job.slot])
         assert self.plan is not None
-        if changed := self.plan.changed(job.marks):
+        with self._condition:
+            changed = self._judge(job)
+        if changed:
             shown, self.written = ", ".join(changed[:5]), changed
             self._discard(job, f"{shown} written during the copy (write inside `with checkpointer.mutate():`)")
         elif not self._verify:
@@ -276,7 +290,7 @@ class Snapshotter:
 
     def _copy(self, job: Job, slot: Slot) -> None:
         assert self.plan is not None
-        events = self._queue_cuda_copies(job, slot) if self.plan.on_cuda else []
+        events = self._queue_copies(job, slot) if self.plan.device is not None else []
         step = self.plan.chunk_bytes
         for number, batch in enumerate(self.plan.batches):
             if events:
@@ -286,19 +300,20 @@ class Snapshotter:
             self._publish(job, number, slot, number * step, min(step, self.plan.nbytes - number * step))
         self._copy_extras(job, slot)
 
-    def _queue_cuda_copies(self, job: Job, slot: Slot) -> list[Any]:
-        """Queue every copy on a side stream, after the state is final; the events say when each batch has arrived."""
+    def _queue_copies(self, job: Job, slot: Slot) -> list[Any]:
+        """Queues every copy on a side stream, after the state is final; the events say when each batch has arrived."""
         assert self.plan is not None
+        assert self.plan.device is not None
+        module = accelerator.module_of(self.plan.device)
         if self._stream is None:
-            torch.cuda.set_device(self.plan.device)  # a thread begins on device 0, whatever the rank's is
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            module.set_device(self.plan.device)  # a thread begins on device 0, whatever the rank's is
+            self._stream = module.Stream()
         events: list[Any] = []
-        with torch.cuda.stream(self._stream):
+        with module.stream(self._stream):
             self._stream.wait_event(job.ready)
             for number, batch in enumerate(self.plan.batches):
                 slot.write(number, batch)
-                events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
-                events[-1].record(self._stream)
+                events.append(self._stream.record_event())
             job.copied = events[-1]
         with self._condition:
             job.state = JobState.ISSUED
@@ -330,7 +345,7 @@ class Snapshotter:
         self._tell(GiveUp(iteration=job.iteration, reason=reason))
 
     def _fail(self, job: Job, error: GeminiError) -> None:
-        """The agent went away in the middle: bring it back, and tell it that this one is lost."""
+        """Revives an agent that went away in the middle, and tells it that this snapshot is lost."""
         job.cancelled = str(error)
         self._on_discard(job.iteration, str(error))
         if self._stream is not None:

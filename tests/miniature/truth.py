@@ -63,7 +63,9 @@ class Truth:
 
     def verify(self) -> None:
         """Nobody may have given up what is safe."""
-        for owner, keepers in self.keepers.items() if self.safe is not None else ():
+        if self.safe is None:
+            return
+        for owner, keepers in self.keepers.items():
             lacking = [node.name for node in keepers if node.alive and not has(node, owner, self.safe)]
             check(not lacking, f"{self.safe} is committed, but {lacking} had rank {owner}'s shard of it and have it no more")
 

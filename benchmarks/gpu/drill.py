@@ -1,0 +1,137 @@
+"""A job on the device is killed with SIGKILL in the middle and must end with the very bits of an undisturbed one.
+
+    python benchmarks/gpu/drill.py lightning | deepspeed | fsdp2
+
+Run under `gemini run` twice, this file is the job itself too; the last line of each rank is the hash of its state. FSDP2 has two ranks on
+one device, which NCCL refuses: it goes over gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+STEPS, DEATH = 16, 9
+RANKS = {"lightning": 1, "deepspeed": 1, "fsdp2": 2}
+
+
+def _device() -> torch.device:
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Dropout(0.1), nn.Linear(1024, 256))
+
+
+def _tell(out: Path, state: Any) -> None:
+    from gemini_ft.testing import digest
+
+    (out / os.environ["RANK"]).write_text(digest(state))
+
+
+def lightning(out: Path) -> None:
+    import lightning as L
+
+    import gemini_ft  # noqa: F401  # makes strategy="gemini" known
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _net()
+
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    trainer = L.Trainer(
+        strategy="gemini",
+        devices=1,
+        max_steps=STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=out,
+    )
+    module = Module()
+    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(8 * STEPS, 256), batch_size=8))
+    _tell(out, [module.state_dict(), trainer.optimizers[0].state_dict()])
+
+
+def deepspeed(out: Path) -> None:
+    import deepspeed as ds
+
+    import gemini_ft.deepspeed
+
+    ds.init_distributed(dist_backend="nccl" if _device().type == "cuda" else "gloo")
+    net = _net()
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+        "gemini": {"replicas": 1},
+    }
+    engine, *_ = gemini_ft.deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters(), lr=1e-3), config=config)
+    while engine.global_steps < STEPS:
+        loss = engine(torch.randn(8, 256, device=engine.device, dtype=torch.bfloat16)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+    _tell(out, [engine.module.state_dict(), engine.optimizer.single_partition_of_fp32_groups])
+
+
+def fsdp2(out: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import gemini_ft
+
+    device = _device()
+    gemini_ft.init_process_group("gloo")
+    net = _net().to(device)
+    fully_shard(net, mesh=init_device_mesh(device.type, (2,)))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    with gemini_ft.Checkpointer(net, optimizer, replicas=1) as checkpointer:
+        for _ in range(checkpointer.resume(), STEPS):
+            optimizer.zero_grad()
+            net(torch.randn(8, 256, device=device)).square().mean().backward()
+            optimizer.step()
+            checkpointer.step()
+    _tell(out, [parameter.to_local() for parameter in net.parameters()])
+
+
+def _job(kind: str, faults: str) -> dict[str, str]:
+    """Run the job to its end; each rank's hash."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"GEMINI_FAULTS": faults, "GEMINI_LOG_DIR": folder, "GEMINI_REPLICAS": "1"}
+        if _device().type == "cpu":
+            environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        launch = [sys.executable, "-m", "gemini_ft.cli.main", "run", "--standalone", "--nproc-per-node", str(RANKS[kind])]
+        out = Path(folder, "out")
+        out.mkdir()
+        subprocess.run([*launch, __file__, kind, out], env=environment, check=True)
+        return {each.name: each.read_text() for each in out.iterdir() if each.is_file()}
+
+
+def main() -> None:
+    kind = sys.argv[1]
+    if len(sys.argv) > 2:
+        {"lightning": lightning, "deepspeed": deepspeed, "fsdp2": fsdp2}[kind](Path(sys.argv[2]))
+        return
+    undisturbed, killed = _job(kind, ""), _job(kind, f"step={DEATH}:rank=0:sigkill")
+    print(f"{kind} on {_device()}: {undisturbed}\nkilled at step {DEATH}: {killed}")
+    if len(undisturbed) != RANKS[kind] or undisturbed != killed:
+        sys.exit("the bits differ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Everything that only a machine with an accelerator can show, in under ten minutes, most important first. `make gpu` runs this.
+
+    python benchmarks/gpu/run.py [--out build/gpu] [--budget 540] [--kit build/gpu-kit] [part ...]
+
+Needs no network: what the machine lacks comes from the folder of wheels that `make gpu-kit` has filled, and goes into a folder of its own.
+After every part the report is written anew, so that a run that was cut off still tells. GEMINI_FAKE_GPU=1 runs all of it on a CPU: tests
+marked `gpu` are skipped, gloo stands for NCCL, and the report says that it is fake.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib.metadata
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FAKE = os.environ.get("GEMINI_FAKE_GPU") == "1"
+PACKAGES = ("torch", "triton", "lightning", "deepspeed")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process, and how long it may take."""
+
+    name: str
+    what: str
+    seconds: int
+    command: list[str]
+    needs_device: bool = False  # even a fake run can do nothing without one
+
+
+def _tests(*names: str) -> list[str]:
+    return ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--timeout", "60", *(f"tests/test_{name}.py" for name in names)]
+
+
+def _here(script: str, *arguments: str) -> list[str]:
+    return [f"benchmarks/gpu/{script}.py", *arguments]
+
+
+PARTS = [
+    Part("order", "streams, pinned slots, GradScaler, torch.compile, fused and foreach optimizers", 150, _tests("gpu")),
+    Part(
+        "kernels",
+        "Zen's hashing, bit packing, thresholds and rounding against their references",
+        90,
+        _tests("sync_hashing", "compression_kernels"),
+    ),
+    Part("lightning", "a Lightning job is killed and ends with the bits of an undisturbed one", 75, _here("drill", "lightning")),
+    Part("collectives", "pipelines and sparse schemes: NCCL alone, gloo with 2 ranks on one device", 60, _here("collectives")),
+    Part("deepspeed", "the same of a DeepSpeed job, ZeRO 2", 90, _here("drill", "deepspeed")),
+    Part("fsdp2", "the same of FSDP2 with 2 ranks on one device", 75, _here("drill", "fsdp2")),
+    Part(
+        "state",
+        "optimizer state, generators, codec and the fork server",
+        90,
+        _tests("state", "codec", "modes", "gradients", "forkserver", "espresso_executor"),
+    ),
+    Part("snapshot", "what a snapshot of 1 GB costs a step", 60, _here("snapshot", "--quick"), needs_device=True),
+    Part("hashing", "how long grouping the indices of a gradient takes", 60, _here("hashing", *(["--quick"] if FAKE else []))),
+]
+
+
+@dataclass
+class Result:
+    part: Part
+    verdict: str
+    seconds: float = 0.0
+    end: str = ""  # of its output
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
+    parser.add_argument("--kit", type=Path, default=ROOT / "build" / "gpu-kit")
+    parser.add_argument("--budget", type=float, default=540, help="seconds for all parts")
+    parser.add_argument("parts", nargs="*", choices=[[], *(part.name for part in PARTS)], metavar="part")
+    arguments = parser.parse_args()
+    until = time.monotonic() + arguments.budget
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *_install(arguments.kit)]), "TRITON_INTERPRET": "0"}
+    head, is_usable = _describe(environment)
+    if not is_usable and not FAKE:
+        sys.exit("there is no accelerator; GEMINI_FAKE_GPU=1 runs this on the CPU")
+    log = arguments.out / "log.txt"
+    log.write_text("")
+    results = [Result(part, "not run") for part in PARTS if not arguments.parts or part.name in arguments.parts]
+    for result in results:
+        _run(result, until - time.monotonic(), environment, log)
+        _report(arguments.out / "report.md", head, results)
+        print(f"{result.part.name}: {result.verdict} ({result.seconds:.0f} s)", flush=True)
+    return 0 if all(result.verdict.startswith(("passed", "left out")) for result in results) else 1
+
+
+def _install(kit: Path) -> list[str]:
+    """The folder into which those wheels of the kit have been unpacked that this machine lacks."""
+    wheels = [wheel for wheel in sorted(kit.glob("*.whl")) if _is_missing(wheel.name.partition("-")[0])]
+    if not wheels:
+        return []
+    target = kit / "installed"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade", "--target", target, *wheels]
+    subprocess.run(command, check=True)
+    return [str(target)]
+
+
+def _is_missing(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return True
+    return False
+
+
+def _describe(environment: dict[str, str]) -> tuple[str, bool]:
+    """Whose report it is: device, versions, date; and whether there is a device."""
+    ask = "import torch; d = torch.accelerator.is_available(); print(torch.get_device_module().get_device_name() if d else '')"
+    name = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    versions = [f"{package} {importlib.metadata.version(package)}" for package in PACKAGES if not _is_missing(package)]
+    title = "# FAKE: no accelerator, everything ran on a CPU" if FAKE else f"# On one {name}"
+    note = "GEMINI_FAKE_GPU=1. Nothing here says anything about an accelerator.\n\n" if FAKE else ""
+    return f"{title}\n\n{note}{datetime.date.today()}. Python {platform.python_version()}, {', '.join(versions)}.\n", bool(name)
+
+
+def _run(result: Result, left: float, environment: dict[str, str], log: Path) -> None:
+    """Run one part in a session of its own, and end all of that when its time is up."""
+    if FAKE and result.part.needs_device:
+        result.verdict = "left out (fake)"
+        return
+    seconds = min(result.part.seconds, left)
+    if seconds < 5:
+        result.verdict = "no time was left"
+        return
+    begin, start = time.monotonic(), log.stat().st_size
+    with log.open("ab") as output:
+        output.write(f"\n=== {result.part.name}\n".encode())
+        output.flush()
+        process = subprocess.Popen(
+            [sys.executable, *result.part.command],
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(seconds)
+            result.verdict = f"failed ({status})" if status else "passed (fake)" if FAKE else "passed"
+        except subprocess.TimeoutExpired:
+            result.verdict = f"cut off after {seconds:.0f} s"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    result.seconds = time.monotonic() - begin
+    result.end = log.read_bytes()[start:].decode(errors="replace")[-3000:]
+
+
+def _report(path: Path, head: str, results: list[Result]) -> None:
+    lines = [head, "| part | what | result | seconds | at most |", "|---|---|---|---|---|"]
+    lines += [f"| {r.part.name} | {r.part.what} | {r.verdict} | {r.seconds:.0f} | {r.part.seconds} |" for r in results]
+    lines += [f"\n## {r.part.name}{' (fake)' if FAKE else ''}\n\n```\n{r.end.strip()}\n```" for r in results if r.end]
+    fresh = path.with_suffix(".part")
+    fresh.write_text("\n".join(lines) + "\n")
+    fresh.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
