@@ -225,7 +225,7 @@ SET_BY_LAUNCHER = ("GEMINI_LAUNCH", "GEMINI_LAUNCHER_PID", "GEMINI_NOTES_FILE")
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """What is to be said of ``GEMINI_*`` variables that nothing reads, each with the nearest name that is read."""
+    """Warnings of ``GEMINI_*`` variables that nothing reads, each with the nearest name that is read."""
     sections: dict[str, type[BaseModel]] = {"": GeminiConfig, "STORAGE__": StorageConfig, "TRAFFIC__": TrafficConfig}
     options = [prefix + name.upper() for prefix, model in sections.items() for name in model.model_fields]
     known = {*options, *(name.removeprefix("GEMINI_") for name in (*VARIABLES, *SET_BY_LAUNCHER))}

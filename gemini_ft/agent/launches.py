@@ -1,4 +1,4 @@
-"""Who is at work on a run: the launches that this host's agent has heard of, and which of them are alive."""
+"""The launches of a run that this host's agent has heard of, and which of them are alive."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Launches:
         return [*living, *(launch for pid, launch in workers if began(pid) is not None)]
 
     def refuse_second(self, run: str, host: str, newcomer: Launch, workers: Collection[tuple[int, Launch]]) -> None:
-        """Raise RunAliveError if a launch other than the newcomer's is alive."""
+        """Raises RunAliveError if a launch other than the newcomer's is alive."""
         for launch in self.alive(workers):
             if not launch.is_same(newcomer):
                 raise RunAliveError(is_alive(run, host, launch))
 
 
 def is_alive(run: str, host: str, launch: Launch) -> str:
-    """What is said to a second launch."""
+    """The words in which a second launch is refused."""
     since = datetime.fromtimestamp(launch.started).astimezone()
     return (
         f"run {run} is alive on host {host}: process {launch.pid} has run it since {since:%Y-%m-%d %H:%M:%S} "

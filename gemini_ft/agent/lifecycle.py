@@ -53,7 +53,7 @@ def log_path(run: str, host: str) -> Path:
 
 
 def _remove_old_logs(folder: Path) -> None:
-    """Keep the newest, and those that have been written to in the last day."""
+    """Keeps the newest, and those that have been written to in the last day."""
     times: dict[Path, float] = {}
     for path in folder.glob("agent-*.log"):
         with contextlib.suppress(OSError):

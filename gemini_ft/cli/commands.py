@@ -73,7 +73,7 @@ def ps(arguments: Sequence[str]) -> int:
 
 
 def _documents(host: str | None) -> list[dict[str, Any]]:
-    """What this user's agents say of themselves, those of a host or all of this machine that answer, by run and host."""
+    """The accounts of this user's agents on a host, or on all of this machine, that answer; by run and host."""
     found = []
     for address in lifecycle.addresses():
         with contextlib.suppress(GeminiError, OSError):

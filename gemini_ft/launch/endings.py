@@ -1,4 +1,4 @@
-"""Which failures are final: what another attempt would only repeat ends the job, with a status of its own.
+"""Failures that are final: what another attempt would only repeat ends the job, with a status of its own.
 
 A worker may say so itself, by its exit status. And where the same exception comes at the same place of the same step as in the attempt
 before, it will come again: training is repeated bit for bit. What hosts, networks and stores do to a worker is never taken for that.
@@ -68,7 +68,7 @@ class Endings:
         return bool(self.status)
 
     def look(self, has_failed: bool = False) -> None:
-        """Say once that nothing is protected, when that has cost something or workers have had time to join a run."""
+        """Says once that nothing is protected, when that has cost something or workers have had time to join a run."""
         if not self._has_warned and (has_failed or time.monotonic() - self._since > _UNPROTECTED_SECONDS):
             self._has_warned = True
             if not self._notes.have(PROTECTED):
@@ -79,7 +79,7 @@ class Endings:
                 )
 
     def _kept(self) -> str:
-        """What the job leaves behind, in words."""
+        """Tells what the job leaves behind."""
         try:
             document = json.loads(lifecycle.status(self._run) or "{}")
         except (GeminiError, OSError, ValueError):

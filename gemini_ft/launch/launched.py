@@ -36,7 +36,7 @@ def launch_id() -> str:
 
 
 def this_launch(name: str) -> Launch:
-    """What this process knows of the launch ``name``."""
+    """This process's knowledge of the launch ``name``."""
     pid = _starter()
     ticks = began(pid) or 0
     return Launch(
@@ -87,7 +87,7 @@ def _kept(name: str, value: str) -> str:
 
 
 def changes(before: Launch, now: Launch) -> list[str]:
-    """What is another than it was, in words; names of variables in their order."""
+    """The differences in words; names of variables in their order."""
     found = []
     if before.command != now.command:
         found.append(f"the command was `{' '.join(before.command)}` and is `{' '.join(now.command)}`")

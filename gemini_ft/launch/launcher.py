@@ -116,7 +116,7 @@ def command(argv: Sequence[str]) -> int:
 
 
 def _refuse_second(run_id: str) -> None:
-    """Raise RunAliveError if the run is at work on this host, before anything is started.
+    """Raises RunAliveError if the run is at work on this host, before anything is started.
 
     Where a job has several hosts, the rendezvous tells whose launcher this is, and workers find out.
     """

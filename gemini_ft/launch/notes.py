@@ -1,4 +1,4 @@
-"""What workers tell their launcher: words in a file that the launcher alone keeps, so that it is gone with it. Standard library only."""
+"""Workers' notes to their launcher: words in a file that the launcher alone keeps, so that it is gone with it. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ step: int | None = None  # iterations that this worker's newest stream has done;
 
 
 def say(word: str) -> None:
-    """Tell ``gemini run``, if that has started this worker."""
+    """Tells ``gemini run``, if that has started this worker."""
     if path := os.environ.get(NOTES):
         with contextlib.suppress(OSError), open(path, "a") as file:  # the launcher is gone, and with it the job
             file.write(f"{word}\n")
@@ -42,7 +42,7 @@ class Notes:
 
 @contextmanager
 def notes_of_workers() -> Iterator[Notes]:
-    """What the workers say that are started inside."""
+    """The notes of workers that are started inside."""
     notes = Notes()
     os.environ[NOTES] = notes.path
     try:

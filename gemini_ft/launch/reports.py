@@ -1,4 +1,4 @@
-"""Where torch's launcher puts what workers report: a folder that is removed, where torch leaves one behind for every launch."""
+"""The folder for reports of failed workers: one that is removed, where torch leaves one behind for every launch."""
 
 from __future__ import annotations
 

@@ -393,7 +393,7 @@ def _announce(session: Session, configured_secret: bool) -> None:
 
 
 def _announce_resumption(session: Session, launches: Collection[str]) -> None:
-    """Rank 0 says what is resumed that is not of this launch: the user may have meant another job.
+    """Says, on rank 0, that what is resumed is not of this launch: the user may have meant another job.
 
     Args:
         session: the new one.
