@@ -164,8 +164,14 @@ class Recorder:
         """Steps between snapshots at this point, the same on all ranks."""
         return next(interval for start, interval in reversed(self._paces) if iteration >= start)
 
-    def record(self, iteration: int, state: TrainingState, extras: Any) -> None:
+    def record(self, iteration: int, state: TrainingState, extras: Any, given: Any) -> None:
         """Take a snapshot: what may change at any time is copied now, the rest in the background.
+
+        Args:
+            iteration: how often the optimizers have stepped.
+            state: what is captured.
+            extras: the caller's own.
+            given: hyperparameters as the script gave them.
 
         Raises:
             GeminiError: something that must stop the job has happened since the last call.
@@ -176,13 +182,13 @@ class Recorder:
         snapshotter.settle()
         suspicious = self._judge_writes()
         with self._slots_lock:
-            self._submit(iteration, state, extras, suspicious)
+            self._submit(iteration, state, {"extras": extras, "given": given}, suspicious)
         self._stats.snapshots += 1
 
-    def _submit(self, iteration: int, state: TrainingState, extras: Any, suspicious: bool) -> None:
+    def _submit(self, iteration: int, state: TrainingState, beside: dict[str, Any], suspicious: bool) -> None:
         snapshotter = self._copying
         live = state.survey()
-        blob = codec.encode({"tensors": state.extras(live), "extras": extras}, self.session.secret)
+        blob = codec.encode({"tensors": state.extras(live)} | beside, self.session.secret)
         if (now := fingerprint(live)) != self._fingerprint:
             self._plan(state.describe(live, self.session.rank, self.session.world_size), len(blob))
             self._fingerprint = now
