@@ -29,7 +29,7 @@ from gemini_ft.errors import AgentError, PeerError, RecoveryError, SupersededErr
 from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of
 from gemini_ft.wire.peer_messages import AllFinished, Claims, End, PeerMessage, Rejoin, ReportFinished
 from gemini_ft.wire.tcp import Connection, Handler
-from gemini_ft.wire.worker_messages import Copied, GiveUp, Granted, Inject, Request, Reserve, Reserved, Room, SessionSpec, ToWorker
+from gemini_ft.wire.worker_messages import Copied, GiveUp, Granted, Inject, Launch, Request, Reserve, Reserved, Room, SessionSpec, ToWorker
 
 
 class Stream:
@@ -39,6 +39,7 @@ class Stream:
         self.name = name
         self._agent = agent
         self.spec: SessionSpec | None = None
+        self.launch: Launch | None = None  # that opened the last session
         self.inherited: Origin | None = None  # of the last session of an agent before this one
         self.encrypt = True  # payloads between hosts; as the job that runs has it, which may not be the one that started this agent
         self.host = Host(agent.host)
@@ -446,12 +447,15 @@ class Stream:
 
     def status(self) -> dict[str, object]:
         """What ``gemini status`` shows of this stream."""
-        spec = self.spec
+        spec, committed = self.spec, self.host.committed
+        ages = [slot.age for slot in self.vault.inventory() if slot.version == committed]
         return {
             "incarnation": str(spec.incarnation) if spec else None,
             "world_size": spec.world_size if spec else None,
             "leader": spec.leader if spec else None,
-            "committed": self.host.committed.iteration if self.host.committed else None,
+            "committed": committed.iteration if committed else None,
+            "committed_age": min(ages, default=None),
+            "command": self.launch.command if self.launch is not None else [],
             "finished": self.finished,
             "excluded": self.excluded,
             "storage": self.storing.uploader.status() if self.storing is not None else None,

@@ -23,7 +23,7 @@ from gemini_ft.errors import AgentError, GeminiError, PeerError
 from gemini_ft.wire.frames import frame_length, receive_fds
 from gemini_ft.wire.messages import Failed, kind_of, pack
 from gemini_ft.wire.private import credentials
-from gemini_ft.wire.worker_messages import Adopt, ToAgent, ToWorker, Watch, to_agent
+from gemini_ft.wire.worker_messages import Adopt, Launch, ToAgent, ToWorker, Watch, to_agent
 
 _BUFFER = memoryview(bytearray(256 * 1024))  # of the event loop, which reads from one worker at a time
 _MAX_FDS = 250
@@ -50,6 +50,7 @@ class WorkerConnection:
         self.rank = -1
         self.stream = ""
         self.incarnation: Incarnation | None = None
+        self.launch: Launch | None = None
         self.pid = pid
         self._office, self._socket = office, sock
         self._loop = asyncio.get_running_loop()

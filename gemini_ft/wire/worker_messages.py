@@ -54,6 +54,23 @@ class HostInfo(Message):
     domain: str = ""
 
 
+class Launch(Message):
+    """One start of a job by its user, with all the restarts that follow; as one host knows it. It never leaves the host."""
+
+    id: str  # the same on all hosts
+    pid: int  # of the launcher, or of the process itself
+    ticks: int  # when that began, in the kernel's clock ticks: no later process of its number is taken for it
+    started: float  # the same by the system's clock, in seconds
+    command: list[str]
+    folder: str
+    script: str  # digest; empty: unknown
+    environ: dict[str, str]  # what may be told of the variables that a script may read
+
+    def is_same(self, other: Launch) -> bool:
+        """Whether both are one launch. Where rank 0 moves, the name may be another, and the launcher here is not."""
+        return self.id == other.id or (self.pid, self.ticks) == (other.pid, other.ticks)
+
+
 class SessionSpec(Message):
     """One incarnation of one stream, the same on all hosts."""
 
@@ -100,6 +117,7 @@ class Hello(Call):
     encrypt: bool = False  # payloads between hosts are encrypted, and not only sealed
     agent_timeout: float = 10.0  # as in GeminiConfig
     start_timeout: float = 1800.0
+    launch: Launch | None = None  # None: one that takes over whoever is at work
 
 
 class GetInventory(Call):
@@ -278,6 +296,7 @@ class Welcome(Answer):
     resumed: Version | None  # what the last session resumed, if nothing has been committed since
     attempts: int  # sessions in a row that resumed it
     finished: bool  # this stream's work was already finished in this run
+    launch: Launch | None = None  # that opened this stream last
     incarnation: Incarnation | None = None  # the last one of this stream here
     lineage: list[Version] = []  # of that one, see SessionSpec
     overtaken: list[Incarnation] = []

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from gemini_ft.wire.worker_messages import (
-    Travelled,
-)
+from gemini_ft.wire.worker_messages import Travelled
 
 
 @dataclass
