@@ -33,12 +33,13 @@ from gemini_ft.config import GeminiConfig, load_config
 from gemini_ft.core.census import Census, Fate, Finding, declare, table
 from gemini_ft.errors import ConfigError, RecoveryError, StateError
 from gemini_ft.faults import inject as faults
-from gemini_ft.launch.fixed_size import say_fixed
+from gemini_ft.launch import notes
 from gemini_ft.recovery.restore import fill
 from gemini_ft.state import codec
 from gemini_ft.state.base import PlainState, TrainingState
 from gemini_ft.state.ddp import ddp_state, findings, refuse_hooks, restore_buckets, restore_sync
 from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence
+from gemini_ft.state.hyperparameters import Given, differences, of_scheduler
 from gemini_ft.state.rebuilding import Changes
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.state.tensors import every_optimizer
@@ -129,6 +130,16 @@ class Checkpointer:
         self._handles: list[Any] = []
         self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._stranger: torch.optim.Optimizer | None = None  # one that has stepped and was not given
+        self._given_beside = {
+            key: value
+            for name, item in self._stateful.items()
+            if isinstance(item, torch.optim.lr_scheduler.LRScheduler)
+            for key, value in of_scheduler(f"state[{name!r}]", item).items()
+        }
+        self._given_then: dict[str, Given] = {}
+        self._given: Given = {}  # hyperparameters as the script gave them when the training began
+        self._script_given: Given = {}  # those of which no snapshot holds the value, so that the script's is in force
+        self._knows_given = False  # they are as a snapshot has them
         if gradients is not None:
             self.attach_gradients(gradients)
         if model is not None:
@@ -210,17 +221,21 @@ class Checkpointer:
         _log_to_stderr()
         if isinstance(self._bound, PlainState):
             self._bound.remember()
+        self._note_given()
         atexit.register(self._leave_if_interrupted)
         self._recorder = recorder = Recorder(self.config, self.name, self.stats, self._resizable)
+        notes.say(notes.PROTECTED)
         if not self._resizable:
-            say_fixed()
+            notes.say(notes.FIXED)
         plan = recorder.session.plan
+        notes.step = 0 if plan.version is None else plan.version.iteration
         if plan.version is None:
             return None
         self._iteration = self.stats.committed = plan.version.iteration
         with self._script_to_blame():
             extras = _on_all_ranks(lambda: self._read_extras(recorder))
         self._state_extras = {owner: value["tensors"] for owner, value in extras.items()}
+        self._given_then = extras[recorder.session.rank % plan.world_size].get("given", {})  # snapshots in storage may be older
         return Snapshot(self._iteration, extras[recorder.session.rank % plan.world_size]["extras"], plan.kind, plan.world_size)
 
     def _read_extras(self, recorder: Recorder) -> dict[int, Any]:
@@ -270,6 +285,18 @@ class Checkpointer:
         self._hooked.clear()
         self._bound = state
         self._state = state if self._gradients is None else WithGradients(state, self._gradients)
+        self._note_given()
+
+    def script_gives(self, snapshots: Given, scripts: Given | None = None) -> None:
+        """Say which hyperparameters the script has given beside those of the optimizers, so that a resume tells what has changed.
+
+        Args:
+            snapshots: those that a resume puts back as they were (of schedulers).
+            scripts: those that stay as the script gives them.
+        """
+        self._given_beside |= snapshots
+        self._script_given |= scripts or {}
+        self._note_given()
 
     def attach_gradients(self, gradients: GradientState) -> None:
         """Captures and restores the state of a gradient synchronizer, too, and shows its figures in ``gemini status``.
@@ -312,6 +339,7 @@ class Checkpointer:
         if session.plan.version is None:
             raise RecoveryError("load_tensors() was called, but open() found nothing to resume")
         begin = time.perf_counter()
+        self._compare_given()
         if isinstance(self._bound, PlainState):
             self._bound.remember()
         changes = self._state_extras[session.rank % session.plan.world_size].get("changes")
@@ -414,6 +442,28 @@ class Checkpointer:
 
     # -- inside
 
+    def _note_given(self) -> None:
+        if not self._knows_given:
+            self._given = self._bound.hyperparameters() | self._given_beside
+
+    def _compare_given(self) -> None:
+        """Say loudly what the script has changed. What the snapshot says goes on being compared, until the script gives that again."""
+        then, self._given_then, self._knows_given = self._given_then, {}, True
+        if not then:
+            return
+        ours, theirs = (list(differences(then[of], now)) for of, now in (("snapshot", self._given), ("script", self._script_given)))
+        self._given, self._script_given = then["snapshot"], then["script"]
+        if self._joined.session.rank == 0 and (ours or theirs):
+            in_force = [f"the snapshot's stay in force ({'; '.join(ours)})"] if ours else []
+            in_force += [f"the script's are in force ({'; '.join(theirs)})"] if theirs else []
+            _log.warning(
+                "HYPERPARAMETERS HAVE CHANGED since the training that is resumed at iteration %d began (then -> now): %s. To train anew "
+                "with those of now, start with GEMINI_RESUME=never or another GEMINI_RUN_ID%s",
+                self._iteration,
+                "; ".join(in_force),
+                "; to go on with them, set them in the optimizer's param_groups after the resume" if ours else "",
+            )
+
     def _leave_if_interrupted(self) -> None:
         """Leaves the run at the end of the process: after Ctrl-C the agents' memory will not be needed."""
         if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
@@ -450,7 +500,8 @@ class Checkpointer:
     def _save(self, iteration: int, extras: Any) -> None:
         self._find_gradients()
         self._take_census()
-        self._joined.record(iteration, self._state, extras)
+        self._knows_given = True
+        self._joined.record(iteration, self._state, extras, {"snapshot": self._given, "script": self._script_given})
         self._report()
         faults.at_step(iteration, "in_copy")
 
@@ -459,6 +510,7 @@ class Checkpointer:
             self._reporter.step_over()
 
     def _end_of_step(self) -> None:
+        notes.step = self._iteration
         self._joined.events.write("step", iteration=self._iteration)
         faults.at_step(self._iteration)
 

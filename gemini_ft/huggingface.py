@@ -1,14 +1,10 @@
-"""Resumes transformers' Trainer under DeepSpeed exactly where it was, in the middle of an epoch too.
+"""Resumes transformers' Trainer exactly where it was, in the middle of an epoch too: under DDP and DeepSpeed.
 
-    trainer = Trainer(
-        model,
-        TrainingArguments(deepspeed="ds_config.json", ...),  # with a "gemini" section
-        train_dataset=...,
-        callbacks=[gemini_ft.huggingface.GeminiCallback()],
-    )
+    trainer = Trainer(model, TrainingArguments(...), train_dataset=..., callbacks=[gemini_ft.huggingface.GeminiCallback()])
     trainer.train()
 
-The section alone protects the engine: weights, optimizer, counters. The callback adds what the Trainer keeps besides: its
+Under DeepSpeed the options are the "gemini" section of its configuration, which alone protects the engine: weights, optimizer,
+counters. Elsewhere they are the callback's, and those of the environment. The callback adds what the Trainer keeps besides: its
 step and epoch, the position in the data, the order of the rest of the epoch, schedulers of its own, logs, callbacks
 with a state, and random numbers. A snapshot is taken when the next step begins: evaluation, logs and saving after a step
 belong to it. Under ``gemini run`` and under plain torchrun.
@@ -19,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -26,17 +23,21 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 import transformers.trainer
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from transformers.trainer import _is_peft_model
 from transformers.trainer_callback import ExportableState
 
+from gemini_ft.checkpointer import Checkpointer
+from gemini_ft.config import load_config
 from gemini_ft.core.census import Finding
 from gemini_ft.core.fates import TRAINER, TRAINER_DATA
 from gemini_ft.errors import ConfigError
+from gemini_ft.state.ddp import ddp_state, restore_buckets, restore_sync
+from gemini_ft.state.hyperparameters import of_scheduler
 from gemini_ft.state.rng import rng_state, set_rng_state
 
 __all__ = ["GeminiCallback"]
@@ -65,18 +66,26 @@ _SEAMS = {
 _COUNTS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen", "current_flos")
 # These belong to this process, not to the training.
 _OWN = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks", "log_history")
+_ordinals = itertools.count()  # a script may train several times; a restarted script comes to the same numbers
+_kept: list[Any] = []  # until the script has ended well, so that what follows the training may fail
 _NO_FOLDER = "/dev/null/gemini"  # the Trainer skips batches only if it resumes from somewhere; nothing is found there
 
 
 class GeminiCallback(TrainerCallback):  # type: ignore[misc]
-    """A callback for the Trainer's ``callbacks``. Without a "gemini" section in the DeepSpeed configuration it does nothing.
+    """A callback for the Trainer's ``callbacks``. Under DeepSpeed without a "gemini" section in its configuration it does nothing.
+
+    Args:
+        **options: fields of `gemini_ft.GeminiConfig`, for a Trainer without DeepSpeed.
 
     Raises:
-        ConfigError: this version of transformers is not known; when training begins: the Trainer does not use DeepSpeed.
+        ConfigError: this version of transformers is not known, or an option is wrong; when training begins: the Trainer runs on
+            something that is not known here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         _extend_trainer()
+        load_config(options)
+        self._options = options
         self._protection: Any = None
         self._found: dict[str, Any] | None = None  # what is resumed, until the training has come there
         self._trainer: Any = None
@@ -111,14 +120,17 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         """Makes the engine, and resumes it if there is something to resume; from a checkpoint only if that is newer."""
         self._protection, self._found, self._trainer = None, None, trainer
         prepared = prepare(max_steps, train_dataloader, None)
-        self._protection = _protect(trainer)
+        self._protection = _protect(trainer, self._options)
         resumed = self._protection.resumed if self._protection is not None else None
         found = self._protection.client_state.get(_KEY) if resumed is not None else None
         if found is not None and (checkpoint is None or found["state"]["global_step"] > trainer.state.global_step):
             self._found = found
             self._restore_state(found)
         elif checkpoint is not None:  # as the Trainer does where it was given none
-            deepspeed_load_checkpoint(trainer.model_wrapped, checkpoint, load_module_strict=not _is_peft_model(trainer.model))
+            if trainer.is_deepspeed_enabled:
+                deepspeed_load_checkpoint(trainer.model_wrapped, checkpoint, load_module_strict=not _is_peft_model(trainer.model))
+            elif trainer.is_fsdp_enabled:
+                trainer._load_from_checkpoint(checkpoint, trainer.model_wrapped)
             trainer._load_optimizer_and_scheduler(checkpoint)
             trainer._load_scaler(checkpoint)
         elif resumed is not None:
@@ -186,7 +198,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             "loss": trainer._tr_loss.item(),
             "callbacks": [[name, callback.state()["attributes"]] for name, callback in _with_state(trainer)],
         }
-        if trainer.model_wrapped.lr_scheduler is None:  # else it is the engine's, and saved with it
+        if getattr(trainer.model_wrapped, "lr_scheduler", None) is None:  # else it is the engine's, and saved with it
             rates = [group["lr"] for group in trainer.optimizer.param_groups]
             saved["scheduler"] = {"state": trainer.lr_scheduler.state_dict(), "rates": rates}
         self._protection.client_state[_KEY] = saved
@@ -201,11 +213,11 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         for (name, callback), (then, attributes) in zip(_with_state(trainer), found["callbacks"], strict=False):
             if name == then:
                 vars(callback).update(attributes)
-        if "scheduler" in found and trainer.model_wrapped.lr_scheduler is None:
+        if "scheduler" in found and getattr(trainer.model_wrapped, "lr_scheduler", None) is None:
             trainer.lr_scheduler.load_state_dict(found["scheduler"]["state"])
             for group, rate in zip(trainer.optimizer.param_groups, found["scheduler"]["rates"], strict=True):
                 group["lr"] = rate
-        if dist.get_rank() == 0:
+        if trainer.is_world_process_zero():
             _log.info("the Trainer goes on after step %d of epoch %d", found["steps"], found["epoch"])
 
     def _restore_counts(self, found: Mapping[str, Any]) -> None:
@@ -214,12 +226,64 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         self._trainer._tr_loss = torch.full_like(self._trainer._tr_loss, found["loss"])
 
 
-def _protect(trainer: Any) -> Any:
-    """The engine's protection; None if none is asked for."""
+class _Protection:
+    """What the callback needs of the training's protection where no engine has one.
+
+    Attributes:
+        checkpointer: records and resumes.
+        resumed: optimizer steps that were resumed; None at a first start.
+        client_state: the callback's own, saved with every step and restored.
+
+    Args:
+        trainer: a Trainer whose model and optimizer are prepared.
+        options: fields of `gemini_ft.GeminiConfig`.
+    """
+
+    def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
+        self._trainer, self._model, self._scaler = trainer, trainer.model_wrapped, trainer.accelerator.scaler
+        self.client_state: dict[str, Any] = {}
+        self.resumed: int | None = None
+        self._steps = 0  # of the last snapshot
+        self.checkpointer = Checkpointer(config=load_config(options), name=f"trainer-{next(_ordinals)}")
+        self.checkpointer.bind(self._model, trainer.optimizer.optimizer)
+        self.checkpointer.script_gives(of_scheduler(f"the Trainer's {type(trainer.lr_scheduler).__name__}", trainer.lr_scheduler))
+        if (found := self.checkpointer.open()) is None:
+            return
+        self.checkpointer.load_tensors()
+        if isinstance(self._model, DistributedDataParallel):
+            restore_buckets(self._model, found.extras["ddp"])
+            restore_sync(self._model, found.extras["ddp"])
+        if self._scaler is not None:
+            self._scaler.load_state_dict(found.extras["scaler"])
+        self.client_state, self.resumed, self._steps = found.extras["client_state"], found.iteration, found.iteration
+        set_rng_state(found.extras["rng"])
+
+    def save(self) -> None:
+        """Take a snapshot, if there was a step since the last one and the interval says so."""
+        before, self._steps = self._steps, max(self._steps, self._trainer.state.global_step)
+        if self.checkpointer.due(before, self._steps):
+            extras = {
+                "client_state": self.client_state,
+                "ddp": ddp_state(self._model) if isinstance(self._model, DistributedDataParallel) else None,
+                "scaler": self._scaler.state_dict() if self._scaler is not None else None,
+                "rng": rng_state(),
+            }
+            self.checkpointer.save(self._steps, extras)
+        elif self._steps > before:
+            self.checkpointer.alive(self._steps)
+
+
+def _protect(trainer: Any, options: Mapping[str, Any]) -> Any:
+    """The training's protection; None if none is asked for."""
     if trainer.args.ignore_data_skip:
         raise ConfigError("ignore_data_skip=True gives up the position in the data, which GeminiCallback restores; leave it out")
     if not trainer.is_deepspeed_enabled:
-        raise ConfigError("GeminiCallback needs a Trainer that uses DeepSpeed: give TrainingArguments(deepspeed=...), or take it away")
+        protection = _Protection(trainer, options)
+        _kept.append(protection)
+        protection.checkpointer.census.register("transformers' Trainer", lambda: _findings(trainer))
+        return protection
+    if options:
+        raise ConfigError('under DeepSpeed the options belong into the "gemini" section of its configuration, not into GeminiCallback()')
     from gemini_ft.deepspeed import attach
 
     engine = trainer.model_wrapped

@@ -6,6 +6,7 @@ when its engine is there, one at the end.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -77,17 +78,22 @@ class Diary:
             file.write(json.dumps(values) + "\n")
 
     def engine(self, engine: Any) -> None:
-        self.note(engine=type(engine).__name__, steps=engine.global_steps, restart=int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+        steps = vars(engine).get("global_steps", 0)  # so that the engine does not take this for a script that follows it
+        self.note(engine=type(engine).__name__, steps=steps, restart=int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
 
 
-def bits(engine: Any) -> str:
-    import deepspeed
-
+def bits(model: Any) -> str:
     found = hashlib.sha256()
-    for name, param in sorted(engine.module.named_parameters()):
-        with deepspeed.zero.GatheredParameters([param]):
+    for name, param in sorted(model.module.named_parameters()):
+        with gathered([param]):
             found.update(name.encode() + param.detach().float().numpy().tobytes())
     return found.hexdigest()
+
+
+def gathered(params: list[Any]) -> Any:
+    if "deepspeed" not in sys.modules:
+        return contextlib.nullcontext()
+    return sys.modules["deepspeed"].zero.GatheredParameters(params)
 
 
 def train(run: dict[str, Any], diary: Diary) -> None:
@@ -102,7 +108,7 @@ def train(run: dict[str, Any], diary: Diary) -> None:
         callbacks.append(gemini_ft.huggingface.GeminiCallback())
     arguments = TrainingArguments(
         output_dir=f"{run['out']}/checkpoints",
-        deepspeed=configuration(run),
+        **({"use_cpu": True, "ddp_backend": "gloo"} if run.get("plain") else {"deepspeed": configuration(run)}),
         per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=run.get("accumulate", 1),
         max_grad_norm=1.0,
@@ -124,7 +130,8 @@ def train(run: dict[str, Any], diary: Diary) -> None:
             return metrics
 
     texts = ToldTexts(SAMPLES)
-    trainer = Evaluating(model=model(), args=arguments, train_dataset=texts, eval_dataset=Texts(4), callbacks=callbacks)
+    kind = Trainer if run.get("plain") else Evaluating
+    trainer = kind(model=model(), args=arguments, train_dataset=texts, eval_dataset=Texts(4), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=run.get("checkpoint"))
     clock = ("runtime", "per_second")
     history = [{key: value for key, value in entry.items() if not key.endswith(clock)} for entry in trainer.state.log_history]
@@ -149,6 +156,36 @@ def loop(run: dict[str, Any], diary: Diary) -> None:
     diary.note(end=engine.global_steps, bits=bits(engine))
 
 
+def loop_on_ddp(run: dict[str, Any], diary: Diary) -> None:
+    """As docs/huggingface.md has it."""
+    from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
+    from torch.utils.data import DataLoader
+
+    import gemini_ft
+
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    net = model()
+    data = DataLoader(ToldTexts(SAMPLES), BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
+    net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2), data)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 4, 0.5)
+    checkpointer = gemini_ft.Checkpointer(net, optimizer.optimizer, state={"scheduler": scheduler})
+    done = checkpointer.resume()
+    losses = checkpointer.scalars.get("losses", [])
+    for epoch in range(done // len(loader), 3):
+        loader.set_epoch(epoch)
+        skipped = done % len(loader) if epoch == done // len(loader) else 0
+        for batch in skip_first_batches(loader, skipped) if skipped else loader:
+            loss = net(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            losses = [*losses, [loss.item().hex(), scheduler.get_last_lr()[0].hex(), batch["input_ids"].sum().item()]]
+            checkpointer.step(losses=losses)
+    checkpointer.close()
+    diary.note(end=len(losses), losses=losses, bits=bits(net), drawn=torch.rand(()).item().hex(), processes=accelerator.num_processes)
+
+
 if __name__ == "__main__":
     job = json.loads(sys.argv[1])
-    {"trainer": train, "loop": loop}[job["kind"]](job, Diary(job))
+    {"trainer": train, "loop": loop, "loop on ddp": loop_on_ddp}[job["kind"]](job, Diary(job))

@@ -276,7 +276,7 @@ def train_with_fabric(run: dict[str, Any], diary: Diary) -> None:
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "epoch": 0, "step": 0}
     resumable = run.get("strategy", "gemini") == "gemini"
     if resumable:
-        fabric.load("gemini://latest", state)
+        fabric.strategy.protect(state) if run.get("asked") else fabric.load("gemini://latest", state)
     for epoch in range(state["epoch"], 3):
         state["epoch"] = epoch
         for batch in loader:
@@ -291,7 +291,7 @@ def train_with_fabric(run: dict[str, Any], diary: Diary) -> None:
             scheduler.step()
             diary.note(f"step {step}", [batch.sum().item().hex(), loss.item().hex(), scheduler.get_last_lr()[0].hex()])
             state["step"] += 1
-            if resumable:
+            if resumable and not run.get("asked"):
                 fabric.save("gemini://latest", state)
             diary.reached("update", step)
     diary.note("final", [digest(model), state["step"], torch.rand(()).item().hex()])

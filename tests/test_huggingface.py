@@ -85,6 +85,27 @@ def test_a_loop_that_is_not_changed_goes_on_with_the_resumed_engine(tmp_path: Pa
     assert (first[1], again[1]) in ((0, 5), (0, 4))  # whichever was complete
     assert [[end["end"] for end in ends] for ends in run.ends] == [[11 + again[1]]] * 2
     assert run.ends[0][0]["bits"] == run.ends[1][0]["bits"]
+    told = f"THE LOOP HAS BEGUN AGAIN, and the engine was resumed at step {again[1]}: nothing has read engine.global_steps"
+    assert run.output.count(told) == run.output.count("Write `for step in range(engine.global_steps, N)`") == 1
+
+
+def test_a_trainer_on_ddp_ends_with_the_very_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Loss, evaluation, learning rate, order of the data, random numbers, state of the Trainer and weights."""
+    arguments = {"save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "cosine", "warmup_steps": 3}
+    case = {"kind": "trainer", "plain": True, "accumulate": 2, "arguments": arguments}
+    undisturbed = Run(tmp_path_factory.mktemp("plain"), case, faults="")
+    run = Run(tmp_path_factory.mktemp("killed"), case | {"callback": True}, faults="step=4:rank=1:sigkill; step=7:rank=0:sigkill")
+    assert [len(engines) for engines in run.engines] == [3, 3]
+    for rank in range(2):
+        assert run.ends[rank] == undisturbed.ends[rank]
+
+
+def test_a_loop_of_accelerate_ends_with_the_very_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
+    undisturbed = Run(tmp_path_factory.mktemp("plain"), {"kind": "loop on ddp"}, faults="")
+    run = Run(tmp_path_factory.mktemp("killed"), {"kind": "loop on ddp"}, faults="step=4:rank=1:sigkill; step=9:rank=0:sigkill")
+    assert run.output.count("resumed at iteration") == 2
+    assert undisturbed.ends[0][0]["processes"] == 2
+    assert run.ends == undisturbed.ends
 
 
 @pytest.mark.parametrize("callback", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["section alone", "callback"])
@@ -102,16 +123,12 @@ def test_a_gradient_pipeline_needs_a_section_only(tmp_path: Path, callback: bool
 REFUSALS = """
 import warnings
 warnings.simplefilter("ignore")
-import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from gemini_ft.errors import ConfigError
 from gemini_ft.huggingface import GeminiCallback
 
-arguments = TrainingArguments(output_dir="out", report_to=[], max_steps=1, disable_tqdm=True, use_cpu=True)
-data = [{"x": torch.ones(2)}]
-trainer = Trainer(torch.nn.Linear(2, 2), arguments, train_dataset=data, callbacks=[GeminiCallback()])
 try:
-    trainer.train()
+    GeminiCallback(replcas=2)
 except ConfigError as error:
     print(error)
 Trainer._run_epoch = lambda self, epoch: None
@@ -125,6 +142,6 @@ except ConfigError as error:
 def test_what_the_callback_refuses(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", REFUSALS], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    no_deepspeed, other_version = done.stdout.splitlines()
-    assert no_deepspeed.startswith("GeminiCallback needs a Trainer that uses DeepSpeed: give TrainingArguments(deepspeed=...)")
+    option, other_version = done.stdout.splitlines()
+    assert "replcas" in option
     assert "Trainer._run_epoch is missing or takes other arguments" in other_version

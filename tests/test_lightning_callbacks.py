@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 import datetime
 import logging
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from typing import Any
 import lightning.pytorch.callbacks as shipped
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.tuner import Tuner
 from test_lightning_hooks import Boom, Case, fit, table, weights
 from torch import nn
 from torchmetrics import MeanMetric
@@ -149,6 +151,131 @@ def test_every_way_to_prune(name: str, fit: Callable[..., Case]) -> None:
     with pytest.raises(Boom):
         fit(Tuned, None, "gemini", CRASH, callbacks=[make])
     resumed = fit(Unseeded, None, "gemini", callbacks=[make])
+    assert resumed.diary == {step: value for step, value in plain.diary.items() if step >= min(resumed.diary)}
+    assert weights(resumed) == weights(plain)
+
+
+class Logging(Tuned):
+    """Something for every step, every epoch, and one that comes late."""
+
+    def changed(self, loss: torch.Tensor) -> torch.Tensor:
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        if self.current_epoch:
+            self.log("late", loss)
+        return loss
+
+
+class Killed(CSVLogger):
+    """Ends as one whose process is killed."""
+
+    def finalize(self, status: str) -> None: ...
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, Killed], ids=["failed", "killed"])
+def test_a_csv_goes_on_in_its_version(kind: Any, fit: Callable[..., Case], tmp_path: Path) -> None:
+    """What was logged twice is there once, and what had not reached the file is."""
+    options = {"log_every_n_steps": 1}
+    fit(Logging, table, "ddp", logger=CSVLogger(tmp_path, "plain", flush_logs_every_n_steps=4), **options)
+    with pytest.raises(Boom):
+        fit(Logging, table, "gemini", CRASH, logger=kind(tmp_path, "ours", flush_logs_every_n_steps=4), **options)
+    fit(Logging, table, "gemini", logger=CSVLogger(tmp_path, "ours", flush_logs_every_n_steps=4), **options)
+    assert [path.name for path in (tmp_path / "ours").iterdir()] == ["version_0"]
+    assert rows_of(tmp_path / "ours" / "version_0") == rows_of(tmp_path / "plain" / "version_0")
+
+
+def test_tensorboard_goes_on_in_its_version(fit: Callable[..., Case], tmp_path: Path) -> None:
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    options = {"log_every_n_steps": 1}
+    fit(Logging, table, "ddp", logger=TensorBoardLogger(tmp_path, "plain"), **options)
+    with pytest.raises(Boom):
+        fit(Logging, table, "gemini", CRASH, logger=TensorBoardLogger(tmp_path, "ours"), **options)
+    fit(Logging, table, "gemini", logger=TensorBoardLogger(tmp_path, "ours"), **options)
+    assert [path.name for path in (tmp_path / "ours").iterdir()] == ["version_0"]
+    curves = []
+    for name in ("plain", "ours"):
+        events = reading.EventAccumulator(str(tmp_path / name / "version_0"))
+        events.Reload()
+        tags = events.Tags()["scalars"]
+        curves.append({tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags})
+    assert curves[0] == curves[1]
+
+
+class Scheduled(Tuned):
+    """With a scheduler that the callback below replaces by its own."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)]
+
+
+# How it averages, and before which batch the fit crashes. Epoch 3 computes the statistics of BatchNorm anew.
+AVERAGING: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+    "annealing": ({"swa_epoch_start": 1, "annealing_epochs": 4}, (1, 3)),
+    "linear": ({"swa_epoch_start": 2, "annealing_epochs": 4, "annealing_strategy": "linear"}, (1, 3)),
+    "last-epoch": ({"swa_epoch_start": 2, "annealing_epochs": 2}, (2, 4)),
+    "statistics": ({"swa_epoch_start": 2, "annealing_epochs": 2}, (3, 4)),
+    "before-it-begins": ({"swa_epoch_start": 2, "annealing_epochs": 2}, (0, 4)),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SOAK if name in ("last-epoch", "linear") else ()) for name in AVERAGING])
+def test_averaging_goes_on_in_mid_epoch(name: str, fit: Callable[..., Case]) -> None:
+    options, crash = AVERAGING[name]
+
+    def make() -> Any:
+        return shipped.StochasticWeightAveraging(0.05, **options)
+
+    plain = fit(Scheduled, None, "ddp", callbacks=[make])
+    with pytest.raises(Boom):
+        fit(Scheduled, None, "gemini", crash, callbacks=[make])
+    resumed = fit(Scheduled, None, "gemini", callbacks=[make])
+    assert min(resumed.diary) in ({(2, 5)} if name == "statistics" else {(crash[0], batch) for batch in range(1, crash[1] + 1)})
+    assert resumed.diary == {step: value for step, value in plain.diary.items() if step >= min(resumed.diary)}
+    assert weights(resumed) == weights(plain)
+
+
+class Searched(Tuned):
+    """Counts its batches; the crash comes in the search, where one of them is meant."""
+
+    crash_in_search: int | None = None
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.trainer.max_steps == SEARCHED and self.crash_in_search == batch_idx:
+            raise Boom
+        return super().training_step(batch, batch_idx)
+
+
+SEARCHED = 16  # steps of a search
+
+
+@pytest.mark.parametrize("crash", ["in the search", "after it"])
+def test_a_search_for_a_rate_is_no_training(crash: str, fit: Callable[..., Case], tmp_path: Path) -> None:
+    found: list[float] = []
+
+    def search(trainer: Any, module: Any) -> None:
+        crash, module.crash = module.crash, None
+        finder = Tuner(trainer).lr_find(module, num_training=SEARCHED, early_stop_threshold=None, update_attr=False)
+        module.crash = crash
+        module.diary.clear()
+        module.lr = finder.suggestion()
+        found.append(module.lr)
+
+    def crashing() -> Case:
+        module = Searched()
+        module.crash_in_search = 3
+        return module
+
+    plain = fit(Searched, None, "ddp", before=search)
+    with pytest.raises(Boom):
+        fit(crashing if crash == "in the search" else Searched, None, "gemini", CRASH, before=search)
+    resumed = fit(Searched, None, "gemini", seed=None, before=search)
+    assert len({rate.hex() for rate in found}) == 1
+    assert (min(resumed.diary) > (0, 5)) == (crash == "after it")
     assert resumed.diary == {step: value for step, value in plain.diary.items() if step >= min(resumed.diary)}
     assert weights(resumed) == weights(plain)
 

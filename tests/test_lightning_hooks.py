@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
@@ -220,19 +222,19 @@ def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         monkeypatch.setenv(f"GEMINI_{name}", value)
 
     def start(
-        make: Callable[[], Case], data: Callable[[], Any] | None, strategy: str, crash: Any = None, seed: int = 99, **options: Any
+        make: Callable[[], Case], data: Callable[[], Any] | None, strategy: str, crash: Any = None, seed: int | None = 99, **options: Any
     ) -> Case:
         monkeypatch.setattr("gemini_ft.lightning.fit._ordinals", itertools.count())
         torch.manual_seed(1)
         random.seed(1)
         np.random.seed(1)
         callbacks = [callback() for callback in options.pop("callbacks", [])]
-        strategy_options = options.pop("strategy_options", {})
+        strategy_options, before = options.pop("strategy_options", {}), options.pop("before", None)
         module = make()
         module.crash = crash
-        if strategy == "gemini" and crash is None:  # the resumed process is another one
-            torch.manual_seed(99)
-            random.seed(99)
+        if strategy == "gemini" and crash is None and seed is not None:  # the resumed process is another one
+            torch.manual_seed(seed)
+            random.seed(seed)
         trainer = Trainer(
             strategy=gemini_ft.lightning.GeminiStrategy(**strategy_options) if strategy == "gemini" else strategy,
             accelerator="cpu",
@@ -242,6 +244,8 @@ def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
             callbacks=callbacks,
             **QUIET | options,
         )
+        if before is not None:
+            before(trainer, module)
         trainer.fit(module, data() if data else None)
         return module
 
@@ -338,7 +342,7 @@ def test_the_census_of_a_trainer(fit: Callable[..., Case], tmp_path: Path) -> No
         "tracker.1": ("captured", "MeanMetric"),
         "callback.0": ("derived", "Annealing"),
         "callback.1": ("captured", "EarlyStopping"),
-        "logger.0": ("the user's", "CSVLogger"),
+        "logger.0": ("captured", "CSVLogger"),
         "flags": ("captured", "0 parameters frozen, 0 of 14 modules in eval mode"),
         "module.backbone.2.p": ("captured", "float"),
         "datamodule.asked": ("captured", "int"),
@@ -355,3 +359,55 @@ def test_a_loader_of_another_length_is_refused(fit: Callable[..., Case]) -> None
     assert "is of another loader: the number of batches was 6 and is 5; the length of the dataset was 24 and is 20" in str(
         caught.value.__context__
     )
+
+
+class Given(Case):
+    """Its script says what the optimizer and the scheduler get, and keeps a hyperparameter."""
+
+    def __init__(self, rate: float = 0.01, gamma: float = 0.5, depth: int = 2) -> None:
+        super().__init__()
+        self.save_hyperparameters("depth")
+        self.rate, self.gamma = rate, gamma
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), self.rate)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, self.gamma)]
+
+
+def test_changed_hyperparameters_are_named_at_every_resume(fit: Callable[..., Case], caplog: pytest.LogCaptureFixture) -> None:
+    def said() -> list[str]:
+        texts = [record.getMessage() for record in caplog.records if "HYPERPARAMETERS" in record.getMessage()]
+        caplog.clear()
+        return texts
+
+    with caplog.at_level(logging.WARNING):
+        with pytest.raises(Boom):
+            fit(Given, table, "gemini", CRASH)
+        with pytest.raises(Boom):
+            fit(Given, table, "gemini", (1, 5))  # the schedule has changed the rate, and the script has not
+        assert said() == []
+        for crash in ((2, 3), None):
+            with pytest.raises(Boom) if crash else contextlib.nullcontext():
+                resumed = fit(lambda: Given(0.3, 0.7, 3), table, "gemini", crash)
+            (text,) = said()
+            assert "the snapshot's stay in force (lr of optim0 (SGD): 0.01 -> 0.3; " in text
+            assert "gamma of scheduler 0 (StepLR): 0.5 -> 0.7" in text
+            assert "the script's are in force (depth of Given: 2 -> 3)" in text
+            assert "start with GEMINI_RESUME=never or another GEMINI_RUN_ID" in text
+    assert resumed.trainer.optimizers[0].param_groups[0]["lr"] == 0.01 * 0.5**EPOCHS
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_fabric_without_a_loader_in_its_state_is_told_so(is_loaded: bool, fit: Any, caplog: pytest.LogCaptureFixture) -> None:
+    fabric = Fabric(strategy="gemini", accelerator="cpu", devices=1)
+    fabric.launch()
+    linear = nn.Linear(2, 2)
+    model, optimizer = fabric.setup(linear, torch.optim.SGD(linear.parameters(), 0.1))
+    if is_loaded:
+        fabric.strategy.protect({"model": model, "optimizer": optimizer})
+    for _ in range(20):
+        fabric.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+    (text,) = [text for record in caplog.records if "fabric.strategy.protect(state)" in (text := record.getMessage())]
+    assert ("no snapshot was taken in 8 steps" if is_loaded else "NOTHING IS PROTECTED") in text
+    fabric.strategy.close()

@@ -46,7 +46,7 @@ BASELINES: dict[int, dict[str, dict[str, Any]]] = {
         "from-file": {"ckpt_path": "plain/root/diary/diary/checkpoints/step=3.ckpt"},
         "sharded": {"strategy": "model_parallel", "sharded": True},
         "fabric": {"fabric": True},
-        "fabric-workers": {"fabric": True, "loader": {"num_workers": 2}},
+        "fabric-workers": {"fabric": True, "asked": True, "loader": {"num_workers": 2}},
     },
     # From three ranks on it matters in which bucket DDP adds up a gradient.
     4: {

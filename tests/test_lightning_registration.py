@@ -29,6 +29,12 @@ from gemini_ft.lightning.options import refuse_platform, sort_options
 
 STAGES = [f"gemini_deepspeed{suffix}" for suffix in ("", "_stage_1", "_stage_2", "_stage_2_offload", "_stage_3", "_stage_3_offload")]
 NAMES = {"gemini", "gemini_fsdp", "gemini_fsdp2", "gemini_deepspeed_stage_3_offload_nvme", *STAGES}
+REGISTRIES = {
+    "lightning.pytorch": lightning.pytorch.strategies.StrategyRegistry,
+    "pytorch_lightning": pytorch_lightning.strategies.StrategyRegistry,
+    "lightning.fabric": lightning.fabric.strategies.STRATEGY_REGISTRY,
+    "lightning_fabric": lightning_fabric.strategies.STRATEGY_REGISTRY,
+}
 TRAINERS = [(lightning.pytorch, gemini_ft.lightning), (pytorch_lightning, gemini_ft.pytorch_lightning)]
 FABRICS = [(lightning.fabric, gemini_ft.lightning), (lightning_fabric, gemini_ft.pytorch_lightning)]
 
@@ -106,6 +112,34 @@ def test_fsdp2(package: Any, ours: ModuleType) -> None:
     strategy = package.strategies.StrategyRegistry.get("gemini_fsdp2")
     assert type(strategy) is ours.GeminiModelParallelStrategy
     assert isinstance(strategy, package.strategies.ModelParallelStrategy)
+
+
+@pytest.mark.parametrize("package", REGISTRIES)
+def test_every_alias_of_lightning_has_ours(package: str) -> None:
+    """Each name of DDP and FSDP, with "gemini" in the place of "ddp": the same options, or refused with the name to take."""
+    registry = REGISTRIES[package]
+    theirs = [name for name in registry.available_strategies() if name.startswith(("ddp", "fsdp"))]
+    assert "ddp_find_unused_parameters_true" in theirs
+    for name in theirs:
+        ours = f"gemini_{name}" if name.startswith("fsdp") else name.replace("ddp", "gemini", 1)
+        if name.startswith("fsdp"):
+            with pytest.raises(ConfigError, match=f"{ours}'.*use strategy='gemini_fsdp2'"):
+                registry.get(ours)
+        elif any(how in name for how in ("spawn", "fork", "notebook")):
+            with pytest.raises(ConfigError, match=r"cannot be started again after a failure; .*`gemini run`, and use strategy='gemini"):
+                registry.get(ours)
+        else:
+            made, model = registry.get(ours), registry.get(name)
+            assert isinstance(made, type(model))
+            assert made._ddp_kwargs == model._ddp_kwargs
+
+
+def test_lightnings_hint_names_ours() -> None:
+    error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
+    strategy = gemini_ft.lightning.GeminiStrategy()
+    strategy.on_exception(error)
+    assert "`strategy='gemini_find_unused_parameters_true'`" in str(error)
+    assert "`strategy=GeminiStrategy(find_unused_parameters=True)`" in str(error)
 
 
 @pytest.mark.parametrize("name", STAGES)

@@ -34,10 +34,15 @@ CALLBACKS_MADE = declare("callbacks of Lightning without such a state", Fate.DER
 CALLBACKS_REFUSED = declare(
     "BatchSizeFinder, LearningRateFinder, SpikeDetection of Lightning",
     Fate.REFUSED,
-    "leave it out of a Trainer with a gemini strategy; search with another Trainer",
+    "leave it out of a Trainer with a gemini strategy; search with Tuner.lr_find, or with another Trainer",
+)
+LOGS = declare(
+    "CSVLogger and TensorBoardLogger of Lightning's Trainer",
+    Fate.CAPTURED,
+    "their version; what was logged after the resumed step is taken away (lightning.md)",
 )
 LOGGERS = declare(
-    "loggers and profilers of Lightning's Trainer",
+    "other loggers, and profilers, of Lightning's Trainer",
     Fate.USERS,
     "made by the script; what was logged of an iteration that is computed again is logged again",
 )

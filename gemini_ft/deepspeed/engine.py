@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
+import traceback
 import weakref
 from collections.abc import Mapping
 from datetime import timedelta
@@ -30,6 +31,8 @@ from gemini_ft.state.rng import branch_randomness, rng_state, set_rng_state
 
 _log = logging.getLogger("gemini_ft")
 _HANG_SECONDS = 600.0  # for a collective of the engine, where hang_timeout is not set: NCCL's own default
+_COUNTERS = {"global_steps", "global_samples"}  # a script that follows the engine reads one of them
+_NOT_SCRIPTS = {"accelerate", "deepspeed", "gemini_ft", "transformers"}
 _ordinals = itertools.count()
 _open: weakref.WeakSet[Protection] = weakref.WeakSet()
 
@@ -58,9 +61,10 @@ class Protection:
         self.checkpointer = Checkpointer(
             config=load_config(options), name=name, hooks=False, resizable=state.resizable, gradients=gradients
         )
-        self.client_state: dict[str, Any] = {}
+        self.client_state = {}
         self.deferred = False
-        self.resumed: int | None = None
+        self.is_followed = False  # the script has asked how far the resumed engine has come
+        self._resumed: int | None = None
         self._updated = self._closed = False
         self._border = Border(self, engine.module)
         _open.add(self)
@@ -75,7 +79,39 @@ class Protection:
             set_rng_state(found.extras["rng"])
             if dist.get_rank() >= found.world_size:
                 branch_randomness(dist.get_rank())
-            self.resumed, self._iteration = engine.global_steps, found.iteration
+            self._resumed, self._iteration = engine.global_steps, found.iteration
+            self.is_followed = False
+
+    @property
+    def resumed(self) -> int | None:
+        self.is_followed = True
+        return self._resumed
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        self.is_followed = True
+        return self._client_state
+
+    @client_state.setter
+    def client_state(self, values: dict[str, Any]) -> None:
+        self._client_state = values
+
+    def tell_who_does_not_follow(self) -> None:
+        """Warn of a loop that begins again although the engine has been resumed, once, at its first step."""
+        kind = type(self._engine)
+        for name in _COUNTERS & vars(kind).keys():
+            delattr(kind, name)
+        if self._resumed and not self.is_followed and dist.get_rank() == 0:
+            callers = {frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None)}
+            _log.warning(
+                "THE LOOP HAS BEGUN AGAIN, and the engine was resumed at step %d: nothing has read engine.global_steps before the first "
+                "step, so that a loop of N steps makes %d too many. %s",
+                self._resumed,
+                self._resumed,
+                "transformers' Trainer goes on where it was with a gemini_ft.huggingface.GeminiCallback (docs/huggingface.md)"
+                if "transformers.trainer" in callers
+                else "Write `for step in range(engine.global_steps, N)` (docs/deepspeed.md)",
+            )
 
     def before_update(self) -> None:
         """Waits, as the engine is about to write weights and optimizer state."""
@@ -144,12 +180,27 @@ def bound_collectives(engine: Any, hang_timeout: float | None) -> None:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=hang_timeout or _HANG_SECONDS), group)
 
 
+def _told(name: str) -> property:
+    """A counter of an engine that tells its `Protection` when the script reads it."""
+
+    def read(engine: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] not in _NOT_SCRIPTS:
+            engine.gemini.is_followed = True
+        return vars(engine)[name]
+
+    def write(engine: Any, value: Any) -> None:
+        vars(engine)[name] = value
+
+    return property(read, write)
+
+
 class _Protected:
     """The mixin that extends a protected engine's class."""
 
     gemini: Protection
 
     def _take_model_step(self, lr_kwargs: Any = None) -> Any:
+        self.gemini.tell_who_does_not_follow()
         self.gemini.before_update()
         result = super()._take_model_step(lr_kwargs)  # type: ignore[misc]
         self.gemini.updated()
@@ -218,7 +269,9 @@ def attach(engine: Any, options: Mapping[str, Any] | None = None) -> Any:
     kind = type(engine)
     extension = _ProtectedPipeline if isinstance(engine, deepspeed.PipelineEngine) else _ProtectedEngine
     engine.__dict__["gemini"] = Protection(engine, section)  # past nn.Module's own __setattr__
-    engine.__class__ = type(f"Gemini{kind.__name__}", (extension, kind), {"__module__": kind.__module__})
+    engine.__class__ = type(
+        f"Gemini{kind.__name__}", (extension, kind), {"__module__": kind.__module__, **{name: _told(name) for name in _COUNTERS}}
+    )
     wrapping.protected = True
     return engine
 

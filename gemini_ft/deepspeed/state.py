@@ -31,6 +31,7 @@ from gemini_ft.deepspeed.partitions import about, others, present_cut
 from gemini_ft.deepspeed.reshard import Cut, OldShards
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
 from gemini_ft.state import codec
+from gemini_ft.state.hyperparameters import Given, of_groups, of_scheduler
 from gemini_ft.state.modes import Modes, not_users
 from gemini_ft.state.rebuilding import ModuleTree
 from gemini_ft.state.tensors import HOST, Live, Role, Source, captured, describe, split_state_name, state_name
@@ -120,6 +121,13 @@ class EngineState:
         yield ENGINE_WEIGHTS.found("weights in 16 bits")
         if self._modes is not None:
             yield from self._modes.findings(self._tree.modules())
+
+    def hyperparameters(self) -> Given:
+        engine, base = self._engine, base_optimizer(self._engine.optimizer)
+        scheduler = engine.lr_scheduler
+        return of_groups(f"the engine's {type(base).__name__}", base.param_groups) | (
+            of_scheduler(f"the engine's {type(scheduler).__name__}", scheduler) if scheduler is not None else {}
+        )
 
     def structure(self) -> object:
         return None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -59,13 +58,6 @@ def _protecting(original: Callable[..., Any]) -> Callable[..., Any]:
                     "start over; use strategy='gemini_deepspeed_stage_1', _2 or _3, or gemini_ft.lightning.GeminiDeepSpeedStrategy"
                 )
             importlib.import_module("gemini_ft.deepspeed").attach(engine)
-            resumed = getattr(vars(engine).get("gemini"), "resumed", None)
-            if "transformers.trainer" in sys.modules and "gemini_ft.huggingface" not in sys.modules and resumed:
-                logging.getLogger("gemini_ft").warning(
-                    "the engine is resumed at step %d; transformers' Trainer does not know and begins its loop again, unless it has a "
-                    "gemini_ft.huggingface.GeminiCallback (docs/huggingface.md)",
-                    resumed,
-                )
         return results
 
     initialize._gemini_original = original  # type: ignore[attr-defined]

@@ -40,6 +40,7 @@ class Bookmark:
         epoch: Callable[[], int] | None,
         active: Callable[[], bool] | None,
         remade: bool,
+        before_next: Callable[[Bookmark], None] | None = None,
     ) -> None:
         self.starting = False  # the loader is being asked for an iterator that is watched
         self._loader, self._base, self._ahead, self._epoch, self._active = loader, base, ahead, epoch, active
@@ -52,6 +53,7 @@ class Bookmark:
         }
         self._generators = private_generators(**parts, sampler=_samplers(loader))
         self._way = _way(loader, base, method, self._generators)
+        self._before_next = before_next
         self._insists = method == "skip"  # the user has declared that changes beside the generators do not matter
         self._remade = remade
         self._born = Attributes({**parts, "sampler": _samplers(loader)}, lambda _: _OURS)
@@ -194,6 +196,8 @@ class Bookmark:
 
     def _batches(self, inner: Iterator[Any]) -> Iterator[Any]:
         while True:
+            if self._before_next is not None:
+                self._before_next(self)
             # The first batch may come with what a sampler draws for the whole epoch.
             before = randomness() if self._taken == 1 and self._way == "skip" and not self._num_workers else None
             is_first = self._first is None and self._way != "skip" and not self._num_workers

@@ -7,6 +7,7 @@ from typing import Any
 
 from gemini_ft.core.fates import CALLBACKS_REFUSED
 from gemini_ft.errors import UnsupportedStateError
+from gemini_ft.lightning import compat
 
 _REFUSED = {
     "BatchSizeFinder": "trains by itself when the fit starts, and would do so again at each restart",
@@ -18,7 +19,5 @@ _REFUSED = {
 def refuse_callbacks(callbacks: Sequence[Any]) -> None:
     """Raises UnsupportedStateError for the first callback that cannot be resumed; called before training begins."""
     for callback in callbacks:
-        names = [kind.__name__ for kind in type(callback).__mro__ if kind.__module__.startswith(("lightning.", "pytorch_lightning."))]
-        for name in names:
-            if name in _REFUSED:
-                raise UnsupportedStateError(f"{name} {_REFUSED[name]}; {CALLBACKS_REFUSED.how}")
+        for name in compat.shipped_names(callback) & _REFUSED.keys():
+            raise UnsupportedStateError(f"{name} {_REFUSED[name]}; {CALLBACKS_REFUSED.how}")

@@ -40,6 +40,7 @@ def capture(trainer: Any, live: Tensors) -> dict[str, Any]:
         "metrics": {name: compat.metric_state(metric) for name, metric in metrics.items()},
         "trackers": compat.tracked(trainer),
         "tickets": compat.tickets(trainer),
+        "averaging": compat.averaging_state(trainer),
         "collections": {name: compat.metric_groups(collection) for name, collection in collections.items()},
         "rng": rng_state(),
     }
@@ -88,6 +89,7 @@ def restore(trainer: Any, package: str, extras: Mapping[str, Any]) -> None:
     compat.set_tickets(trainer, extras.get("tickets", {}))
     compat.set_loops(trainer, extras["checkpoint"]["loops"]["fit_loop"])
     compat.set_loop_extras(trainer, extras["loops"])
+    compat.set_averaging(trainer, package, extras["averaging"])
     compat.set_logging_state(trainer, package, extras["logging"], metrics)
     set_rng_state(extras["rng"])
 

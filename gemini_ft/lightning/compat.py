@@ -12,13 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim.swa_utils import SWALR
 
 from gemini_ft.errors import ConfigError
 from gemini_ft.lightning.loader import bookmark_of, is_position
+from gemini_ft.state.hyperparameters import Given, of_mapping, of_scheduler
 from gemini_ft.state.modes import Modes, not_users
 
 _SUPPORTED = ("2.6.",)
-_PRUNING = {("lightning", "ModelPruning"), ("pytorch_lightning", "ModelPruning")}
+_FINDERS = {"BatchSizeFinder", "LearningRateFinder"}
 
 
 def check_lightning(package: str) -> None:
@@ -55,6 +57,8 @@ def _needed(package: str) -> list[str]:
         "loops.fit_loop._FitLoop._load_combined_loader_states",
         "trainer.call._call_callback_hooks",
         "utilities.exceptions.SIGTERMException",
+        "callbacks.StochasticWeightAveraging",
+        "loggers.csv_logs.ExperimentWriter._check_log_dir_exists",
         "trainer.call._call_lightning_module_hook",
         "trainer.connectors.data_connector._DataLoaderSource.dataloader",
         "trainer.connectors.logger_connector.logger_connector._LoggerConnector.should_update_logs",
@@ -113,6 +117,18 @@ def hyper_parameters(trainer: Any) -> dict[str, Any]:
     return found
 
 
+def given(trainer: Any) -> tuple[Given, Given]:
+    """What the script has given beside the optimizers: what a resume puts back as it was, and what it leaves as it is."""
+    snapshots = of_mapping("the Trainer", {"accumulate_grad_batches": trainer.accumulate_grad_batches})
+    for index, config in enumerate(trainer.lr_scheduler_configs):
+        snapshots |= of_scheduler(f"scheduler {index} ({type(config.scheduler).__name__})", config.scheduler)
+    scripts: Given = {}
+    for holder in (trainer.lightning_module, trainer.datamodule):
+        if holder is not None:
+            scripts |= of_mapping(type(holder).__name__, holder.hparams)
+    return snapshots, scripts
+
+
 def without_hyper_parameters(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint without hyperparameters: they may hold whole modules, and the script makes them anew anyway."""
     keys: set[str] = set()
@@ -165,6 +181,11 @@ def as_if_saved_by_callback(checkpoint: Mapping[str, Any]) -> None:
     loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
 
+def is_searching(trainer: Any) -> bool:
+    """Whether this fit is a Tuner's search for a rate or a batch size, which ends before the training and leaves no trace in it."""
+    return any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks if shipped_names(callback) & _FINDERS)
+
+
 # --- strategies
 
 
@@ -179,6 +200,19 @@ def ddp_hook(strategy: Any) -> tuple[Any, Any] | None:
     if hook is None:
         return None
     return strategy._ddp_comm_state, hook if wrapper is None else wrapper(hook)
+
+
+def name_our_strategy(exception: BaseException) -> None:
+    """Where Lightning's DDPStrategy advises to take another DDP strategy, let it name the one that protects the training."""
+    advice = {"strategy='ddp_find_unused": "strategy='gemini_find_unused", "strategy=DDPStrategy(": "strategy=GeminiStrategy("}
+    for theirs, ours in advice.items():
+        exception.args = tuple(text.replace(theirs, ours) if isinstance(text, str) else text for text in exception.args)
+
+
+def unwrapped(package: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with what Fabric's wrappers hold, as Fabric gives it to a strategy."""
+    found: dict[str, Any] = importlib.import_module(f"{package}.wrappers")._unwrap_objects(dict(state))
+    return found
 
 
 def step_to_log(trainer: Any) -> int | None:
@@ -213,6 +247,11 @@ def training_loaders(trainer: Any) -> list[Any]:
 
 
 # --- loops
+
+
+def logged_steps(checkpoint: Mapping[str, Any]) -> int:
+    """The number under which metrics of the next step would be logged."""
+    return int(checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"])
 
 
 def before_each_batch(trainer: Any, hook: Callable[[], None]) -> Callable[[], None]:
@@ -290,9 +329,13 @@ def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module])
 
 
 def is_accumulating(trainer: Any) -> bool:
-    """Whether gradients of earlier batches wait for the next ones. They are not captured."""
+    """Whether gradients of earlier batches are still needed. They are not captured.
+
+    At the end of the epoch in which StochasticWeightAveraging computes the statistics of BatchNorm anew, Lightning makes a step
+    with the gradients of the epoch before.
+    """
     loop = trainer.fit_loop.epoch_loop
-    return bool(loop.batch_progress.current.ready > 0 and loop._should_accumulate())
+    return bool(trainer.fit_loop._skip_backward or (loop.batch_progress.current.ready > 0 and loop._should_accumulate()))
 
 
 def batches_taken_in_advance(trainer: Any) -> int:
@@ -514,11 +557,7 @@ def _tickets(trainer: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """The trained weight and the first one, for every parameter that a ModelPruning callback may reset."""
     found = {}
     for index, callback in enumerate(trainer.callbacks):
-        is_pruning = any(
-            base.__name__ == "ModelPruning" and base.__module__.startswith(("lightning.", "pytorch_lightning."))
-            for base in type(callback).__mro__
-        )
-        for layer in (callback._original_layers or {}).values() if is_pruning else ():
+        for layer in (callback._original_layers or {}).values() if "ModelPruning" in shipped_names(callback) else ():
             for number, name in layer["names"]:
                 trained = callback._parameters_to_prune[number][0]._parameters
                 now, first = trained.get(f"{name}_orig", trained.get(name)), getattr(layer["data"], name)
@@ -527,8 +566,46 @@ def _tickets(trainer: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-def _is_pruning(callback: Any) -> bool:
-    return any((base.__module__.partition(".")[0], base.__name__) in _PRUNING for base in type(callback).__mro__)
+def shipped_names(callback: Any) -> set[str]:
+    """Lightning's own classes among those of ``callback``."""
+    return {kind.__name__ for kind in type(callback).__mro__ if kind.__module__.startswith(("lightning.", "pytorch_lightning."))}
+
+
+# --- StochasticWeightAveraging, which sets itself up when an epoch begins, and leaves no hook for one that is resumed
+
+
+def averaging_state(trainer: Any) -> dict[int, bool]:
+    """Whether each such callback, by its index, has put its own scheduler into the Trainer; its state_dict has the rest."""
+    return {index: callback._initialized for index, callback in _averaging(trainer)}
+
+
+def drop_replaced_schedulers(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
+    """Take away the schedulers in whose place the callback had put its own, whose state would be loaded into them."""
+    for _, callback in _averaging(trainer):
+        if checkpoint.get("callbacks", {}).get(callback.state_key, {}).get("scheduler_state") is not None:
+            trainer.lr_scheduler_configs.clear()
+
+
+def set_averaging(trainer: Any, package: str, initialized: Mapping[int, bool]) -> None:
+    """Do what the callback's ``on_train_epoch_start`` had done; its own state has been loaded, and so have the parameter groups."""
+    for index, callback in _averaging(trainer):
+        if not initialized.get(index):
+            continue
+        optimizer, module = trainer.optimizers[0], trainer.lightning_module
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        rates = callback._swa_lrs if isinstance(callback._swa_lrs, list) else [callback._swa_lrs] * len(groups)
+        scheduler: Any = SWALR(optimizer, rates, callback._annealing_epochs, callback._annealing_strategy)  # type: ignore[arg-type]
+        scheduler.load_state_dict(callback._scheduler_state)
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
+        callback._initialized, callback._swa_lrs, callback._swa_scheduler = True, rates, scheduler
+        trainer.lr_scheduler_configs[:] = [importlib.import_module(f"{package}.utilities.types").LRSchedulerConfig(scheduler)]
+        callback._average_model = callback._average_model.to(callback._device or module.device)
+        callback.n_averaged = torch.tensor(callback._init_n_averaged, dtype=torch.long, device=module.device)
+
+
+def _averaging(trainer: Any) -> list[tuple[int, Any]]:
+    return [(i, callback) for i, callback in enumerate(trainer.callbacks) if "StochasticWeightAveraging" in shipped_names(callback)]
 
 
 def metric_groups(collection: Any) -> dict[str, Any]:

@@ -1,17 +1,20 @@
-"""Strategies for Fabric. The user owns the loop, so the user says where a step ends and what belongs to its state.
+"""Strategies for Fabric. The user owns the loop, so the user says what belongs to its state.
 
     fabric = Fabric(strategy="gemini", devices=8, num_nodes=16)
     fabric.launch()
     model, optimizer = fabric.setup(model, optimizer)
     loader = fabric.setup_dataloaders(loader)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "epoch": 0}
-    fabric.load("gemini://latest", state)              # leaves state as it is if there is nothing to resume
+    fabric.strategy.protect(state)                     # leaves state as it is if there is nothing to resume
     for epoch in range(state["epoch"], epochs):
         state["epoch"] = epoch
         for batch in loader:                           # goes on with the next batch
             ...
-            fabric.save("gemini://latest", state)      # in the background, while the next step runs
     fabric.strategy.close()                            # the run is finished: nothing is kept for a restart
+
+Where an optimizer has stepped, a snapshot is taken when the loop asks a loader in ``state`` for the next batch. A loop without such a
+loader, or one that knows better, says itself where a step ends: with ``fabric.save("gemini://latest", state)`` as its last statement,
+and ``fabric.load("gemini://latest", state)`` before it.
 
 Random states are saved and loaded with the rest. Other paths than ``gemini://latest`` are files, as ever.
 """
@@ -34,6 +37,7 @@ from gemini_ft.core.fates import LOADERS
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.lightning import compat
 from gemini_ft.lightning.base import Gemini, join_group, make_class
+from gemini_ft.lightning.bookmark import Bookmark
 from gemini_ft.lightning.fit import log
 from gemini_ft.lightning.gradients import synchronizer_of
 from gemini_ft.lightning.loader import bookmark_of, make_resumable
@@ -47,6 +51,7 @@ else:
 
 LATEST = "gemini://latest"
 
+_PATIENCE = 8  # steps without a snapshot, after which something is amiss; several optimizers may step before one is due
 _ordinals = itertools.count()  # as for fits
 
 _PUBLIC = {"lightning.fabric": "gemini_ft.lightning", "lightning_fabric": "gemini_ft.pytorch_lightning"}
@@ -64,7 +69,8 @@ def by_name(name: str, package: str) -> Any:
             f"Fabric(strategy={name!r}) is not supported; use it with the Trainer, or protect an engine in a loop of your own with "
             "gemini_ft.deepspeed.initialize"
         )
-    return by_class("GeminiFabricStrategy", package)
+    options = {} if name == "gemini" else {"find_unused_parameters": name.endswith("_true")}
+    return functools.partial(by_class("GeminiFabricStrategy", package), **options)
 
 
 @functools.cache
@@ -87,6 +93,9 @@ class GeminiFabricMixin(Gemini, _Strategy):
     _gemini_found: Any = None  # the snapshot to resume, until it is loaded
     _gemini_saves: int = 0
     _gemini_bound: tuple[int, ...] = ()
+    _gemini_state: dict[str, Any] | None = None  # what is saved when the next batch is asked for; None once the script saves it
+    _gemini_steps: int = 0  # of optimizers, since the last snapshot
+    _gemini_has_warned: bool = False
 
     @property
     def checkpointer(self) -> Checkpointer:
@@ -99,6 +108,19 @@ class GeminiFabricMixin(Gemini, _Strategy):
             self._gemini_saves = self._gemini_found.iteration if self._gemini_found else 0
             self._gemini_checkpointer = checkpointer
         return self._gemini_checkpointer
+
+    def protect(self, state: dict[str, Any]) -> None:
+        """Loads what there is to resume into ``state``, and snapshots it from now on, when a loader in it is asked for a batch. Collective.
+
+        Args:
+            state: models, optimizers, schedulers, loaders, and the counters of the loop, which it keeps there.
+        """
+        inner = compat.unwrapped(self._gemini_package, state)
+        self.load_checkpoint(LATEST, inner)
+        state |= {
+            name: value for name, value in inner.items() if not isinstance(value, nn.Module | Optimizer) and bookmark_of(value) is None
+        }
+        self._gemini_state = state
 
     def close(self) -> None:
         """Ends the run, which has finished on all ranks: the agents may forget it, and the next start begins anew."""
@@ -120,7 +142,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
         return wrapped
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        return make_resumable(super().process_dataloader(dataloader), self._gemini_data_resume)
+        return make_resumable(super().process_dataloader(dataloader), self._gemini_data_resume, before_next=self._gemini_before_batch)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         closure = kwargs.get("closure")
@@ -128,7 +150,34 @@ class GeminiFabricMixin(Gemini, _Strategy):
             self._gemini_before_update()  # forward and backward are over
         else:
             kwargs["closure"] = functools.partial(_run_then, closure, self._gemini_before_update)
-        return super().optimizer_step(optimizer, **kwargs)
+        result = super().optimizer_step(optimizer, **kwargs)
+        self._gemini_stepped()
+        return result
+
+    def _gemini_stepped(self) -> None:
+        """Count the optimizer's step, and warn once of steps that no snapshot will ever have."""
+        self._gemini_steps += 1
+        if self._gemini_has_warned or not self.is_global_zero or (self._gemini_checkpointer is not None and self._gemini_steps < _PATIENCE):
+            return
+        self._gemini_has_warned = True
+        if self._gemini_checkpointer is None:
+            log.warning(
+                "NOTHING IS PROTECTED: an optimizer has stepped, and fabric.strategy.protect(state) was not called. Call it before the "
+                "loop, with a dictionary of models, optimizers, schedulers, loaders and counters (docs/lightning.md, Fabric)"
+            )
+        else:
+            log.warning(
+                "no snapshot was taken in %d steps: no loader in the state that was given to fabric.strategy.protect(state) is iterated "
+                "now. Put it there, or call fabric.save(%r, state) as the last statement of the loop",
+                self._gemini_steps,
+                LATEST,
+            )
+
+    def _gemini_before_batch(self, mark: Bookmark) -> None:
+        """The loop asks a loader for its next batch: everything of the step before has happened."""
+        state = self._gemini_state
+        if state is not None and self._gemini_steps and any(bookmark_of(item) is mark for item in state.values()):
+            self._gemini_save(self.checkpointer, compat.unwrapped(self._gemini_package, state))
 
     def _gemini_before_update(self) -> None:
         if self._gemini_rules is not None and self.gradients is not None:
@@ -143,13 +192,17 @@ class GeminiFabricMixin(Gemini, _Strategy):
             return
         if filter is not None:
             raise ConfigError(f"fabric.save({LATEST!r}, filter=...): a snapshot is always whole; leave the filter out")
-        checkpointer = self.checkpointer
+        checkpointer, self._gemini_state = self.checkpointer, None
         if self._gemini_found is not None:
             log.warning(
                 "a snapshot of step %d exists, but fabric.load(%r, state) was not called: starting over", self._gemini_saves, LATEST
             )
             self._gemini_found = None
+        self._gemini_save(checkpointer, state)
+
+    def _gemini_save(self, checkpointer: Checkpointer, state: dict[str, Any]) -> None:
         others = self._bind(checkpointer, state)
+        self._gemini_steps = 0
         self._gemini_saves += 1
         if not checkpointer.due(self._gemini_saves - 1, self._gemini_saves):
             checkpointer.alive(self._gemini_saves)
@@ -166,6 +219,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
         checkpointer = self.checkpointer
         found, self._gemini_found = self._gemini_found, None
         others = self._bind(checkpointer, state)
+        self._gemini_steps = 0
         if found is None:
             return {}
         checkpointer.load_tensors()

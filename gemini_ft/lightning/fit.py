@@ -27,6 +27,7 @@ from gemini_ft.lightning.callbacks import refuse_callbacks
 from gemini_ft.lightning.capture import capture, checkpoint_of, complete, restore
 from gemini_ft.lightning.fault_hooks import watch
 from gemini_ft.lightning.inventory import findings, fingerprint
+from gemini_ft.lightning.loggers import Logs
 from gemini_ft.lightning.options import EpochHooks
 from gemini_ft.state.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.state.modes import Modes
@@ -53,6 +54,7 @@ class Fit:
         # The module's state dict while Lightning makes a checkpoint for a snapshot; empty if no hook would see it.
         self.live: dict[str, torch.Tensor] | None = None
         self._trainer, self._package, self._epoch_hooks = trainer, package, epoch_hooks
+        self._logs = Logs(trainer, package)
         self._modes: Modes | None = None
         self._tree = ModuleTree({})
         self._at_loading: dict[str, Any] | None = None  # what hooks had set when the present loaders were asked for
@@ -84,6 +86,7 @@ class Fit:
             return
         self._found, self._iteration = found.extras, found.iteration
         compat.offer_checkpoint(self._trainer, self.checkpoint)
+        self._logs.go_on(found.extras["loggers"], compat.logged_steps(self.checkpoint))
         compat.pin_checkpoint_folders(self._trainer, self.checkpoint)
 
     def wrapped(self, model: Any) -> None:
@@ -98,6 +101,7 @@ class Fit:
         if (gradients := getattr(self._trainer.strategy, "gradients", None)) is not None:
             self.checkpointer.attach_gradients(gradients)
         self._bind_state()
+        self.checkpointer.script_gives(*compat.given(self._trainer))
         self._optimizers = list(self._trainer.strategy.optimizers)
         self._tree = tree = ModuleTree({"module": self._trainer.lightning_module})
         self._modes = modes = compat.modes_of(self._trainer, self._package, tree.modules())
@@ -106,6 +110,7 @@ class Fit:
         )
         compat.before_loading(self._trainer, self._before_loading)
         if self._found is not None:
+            compat.drop_replaced_schedulers(self._trainer, self.checkpoint)
             complete(self._trainer, self.checkpoint, self._trainer.lightning_module.state_dict())
             if self._epoch_hooks == "rerun":
                 compat.rerun_epoch_start(self._trainer, self._package)
@@ -221,6 +226,7 @@ class Fit:
                 "ddp": ddp_state(self._ddp) if self._ddp is not None else None,
                 "modes": self._present_modes(),
                 "at_loading": self._at_loading,
+                "loggers": self._logs.state(),
             }
             return capture(self._trainer, self.live) | ours
         finally:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from gemini_ft.core.census import Finding
-from gemini_ft.core.fates import CALLBACKS, CALLBACKS_MADE, DATA, LOADERS, LOADERS_AGAIN, LOGGERS, LOOPS, METRICS, TICKETS
+from gemini_ft.core.fates import CALLBACKS, CALLBACKS_MADE, DATA, LOADERS, LOADERS_AGAIN, LOGGERS, LOGS, LOOPS, METRICS, TICKETS
 from gemini_ft.lightning import compat
 from gemini_ft.lightning.loader import bookmark_of, facts
+from gemini_ft.lightning.loggers import is_followed
 
 
 def findings(trainer: Any) -> Iterator[Finding]:
@@ -30,7 +31,8 @@ def findings(trainer: Any) -> Iterator[Finding]:
         rule = CALLBACKS if compat.has_state(callback) else CALLBACKS_MADE
         yield rule.found(f"callback.{index}", note=type(callback).__name__)
     for index, logger in enumerate(trainer.loggers):
-        yield LOGGERS.found(f"logger.{index}", note=type(logger).__name__)
+        rule = LOGS if is_followed(logger) else LOGGERS
+        yield rule.found(f"logger.{index}", note=type(logger).__name__)
 
 
 def fingerprint(trainer: Any) -> object:

@@ -33,6 +33,7 @@ def make_resumable(
     epoch: Callable[[], int] | None = None,
     active: Callable[[], bool] | None = None,
     remade: bool = False,
+    before_next: Callable[[Bookmark], None] | None = None,
 ) -> Any:
     """Gives ``loader`` the methods ``state_dict`` and ``load_state_dict``, and an iteration that heeds them.
 
@@ -49,11 +50,12 @@ def make_resumable(
             and the samplers are told (Fabric, which would start at 0 again after a restart).
         active: whether an iteration that starts now is to be watched; the same loader may also serve validation.
         remade: whether a hook that is called again makes anew what the epochs before have left behind in the data.
+        before_next: called whenever the loop asks for its next batch.
     """
     if isinstance(loader, ResumableIterable):
         loader = loader.iterable
     base = _plain_class(loader)
-    bookmark = Bookmark(loader, base, method, ahead, epoch, active, remade)
+    bookmark = Bookmark(loader, base, method, ahead, epoch, active, remade, before_next)
     if not isinstance(loader, DataLoader):
         return ResumableIterable(loader, bookmark)
     loader.__class__ = _resumable_class(base)

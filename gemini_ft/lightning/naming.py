@@ -11,6 +11,8 @@ from gemini_ft.lightning.strategy import GeminiDdpMixin, GeminiShardedMixin
 
 _NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemini": ("GeminiStrategy", {}),
+    "gemini_find_unused_parameters_false": ("GeminiStrategy", {"find_unused_parameters": False}),
+    "gemini_find_unused_parameters_true": ("GeminiStrategy", {"find_unused_parameters": True}),
     "gemini_fsdp2": ("GeminiModelParallelStrategy", {}),
     "gemini_deepspeed": ("GeminiDeepSpeedStrategy", {}),
     "gemini_deepspeed_stage_1": ("GeminiDeepSpeedStrategy", {"stage": 1}),

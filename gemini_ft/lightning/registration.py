@@ -34,20 +34,34 @@ _DEEPSPEED = {
     "_stage_3_offload": "ZeRO stage 3, parameters and optimizer on the CPU",
 }
 
+_UNUSED = ("", "_find_unused_parameters_false", "_find_unused_parameters_true")  # Lightning's own ways to say it, for "ddp"
+_STARTED = ("spawn", "fork", "notebook")  # "ddp_spawn" and the others, whose workers are no processes of their own script
+
 _DESCRIPTIONS = {
-    "gemini": "DDP whose training state survives failures in the hosts' memory",
+    **{f"gemini{suffix}": "DDP whose training state survives failures in the hosts' memory" for suffix in _UNUSED},
     "gemini_fsdp2": "FSDP2 (ModelParallelStrategy) whose training state survives failures in the hosts' memory",
     **{
         f"gemini_deepspeed{suffix}": f"DeepSpeed ({what}) whose training state survives failures in the hosts' memory"
         for suffix, what in _DEEPSPEED.items()
     },
-    "gemini_fsdp": "not supported: use gemini_fsdp2",
+    **{f"gemini_{how}{suffix}": f"not supported: use gemini{suffix}" for how in _STARTED for suffix in _UNUSED},
+    **dict.fromkeys(["gemini_fsdp", "gemini_fsdp_cpu_offload"], "not supported: use gemini_fsdp2"),
     "gemini_deepspeed_stage_3_offload_nvme": "not supported: use gemini_deepspeed_stage_3_offload",
 }
 
 _REFUSED = {
-    "gemini_fsdp": "strategy='gemini_fsdp': FSDP1 is not supported, because torch has replaced it; "
-    "use strategy='gemini_fsdp2' and shard the model with torch.distributed.fsdp.fully_shard in configure_model()",
+    **{
+        f"gemini_{how}{suffix}": f"strategy='gemini_{how}{suffix}': workers that Lightning makes out of a process that runs already "
+        "cannot be started again after a failure; put the training into a script, start it with `gemini run`, and use "
+        f"strategy='gemini{suffix}'"
+        for how in _STARTED
+        for suffix in _UNUSED
+    },
+    **{
+        f"gemini_fsdp{suffix}": f"strategy='gemini_fsdp{suffix}': FSDP1 is not supported, because torch has replaced it; "
+        "use strategy='gemini_fsdp2' and shard the model with torch.distributed.fsdp.fully_shard in configure_model()"
+        for suffix in ("", "_cpu_offload")
+    },
     "gemini_deepspeed_stage_3_offload_nvme": "strategy='gemini_deepspeed_stage_3_offload_nvme': what is on disk is not captured; "
     "use strategy='gemini_deepspeed_stage_3_offload'",
 }

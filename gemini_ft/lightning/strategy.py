@@ -50,7 +50,7 @@ class GeminiMixin(Gemini, _Strategy):
     def setup_environment(self) -> None:
         join_group(self)
         super().setup_environment()
-        if self._gemini_trainer.state.fn == "fit":
+        if self._gemini_trainer.state.fn == "fit" and not compat.is_searching(self._gemini_trainer):
             arguments = (self._gemini_trainer, self._gemini_package, self.gemini_config, self._gemini_replicated, self._gemini_epoch_hooks)
             self._gemini_fit = self._gemini_fit_kind(*arguments)
             self._gemini_fit.open()
@@ -110,9 +110,14 @@ class GeminiMixin(Gemini, _Strategy):
             self._gemini_trainer.strategy.barrier("gemini: all ranks have finished")
             fit, self._gemini_fit = self._gemini_fit, None
             fit.close(finished=True)
-            if self._gemini_rules is not None:
-                self.gradients.close()
+            self._gemini_close_gradients()
+        elif compat.is_searching(self._gemini_trainer):
+            self._gemini_close_gradients()
         super().teardown()
+
+    def _gemini_close_gradients(self) -> None:
+        if self._gemini_rules is not None:
+            self.gradients.close()
 
     # --- Lightning's own saving and restoring
 
@@ -191,6 +196,10 @@ class GeminiDdpMixin(GeminiMixin, _DDPStrategy):
     def _gemini_backward_over(self) -> None:
         if self._gemini_rules is not None:
             self.gradients.backward_over()
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        compat.name_our_strategy(exception)
 
 
 class GeminiShardedMixin(GeminiMixin):

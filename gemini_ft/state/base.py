@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gemini_ft.core.census import Finding
 from gemini_ft.core.layout import Layout, Read, TensorSpec
 from gemini_ft.errors import WorldSizeError
+from gemini_ft.state.hyperparameters import Given, of_groups
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.modules import Extras, Models, apply_extras, collect_extras, destinations, findings, structure
 from gemini_ft.state.pending import PendingGradients
@@ -50,6 +51,10 @@ class TrainingState(Protocol):
 
     def findings(self) -> Iterable[Finding]:
         """Everything in it, for the census."""
+        ...
+
+    def hyperparameters(self) -> Given:
+        """Those of optimizers and engines, as the script has given them."""
         ...
 
     def structure(self) -> object:
@@ -190,6 +195,12 @@ class PlainState:
             yield from self._modes.findings(self._tree.modules())
         if self._pending is not None:
             yield from self._pending.findings(_parameters(self.survey()))
+
+    def hyperparameters(self) -> Given:
+        found: Given = {}
+        for name, optimizer in every_optimizer(self.optimizers).items():
+            found |= of_groups(f"{name} ({type(optimizer).__name__})", optimizer.param_groups)
+        return found
 
     def structure(self) -> object:
         modules = self._tree.modules().values()

@@ -24,6 +24,7 @@ from gemini_ft.core.census import Fate, Finding, declare
 from gemini_ft.core.layout import PER_RANK, Layout, Read, TensorSpec
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
 from gemini_ft.state.base import TrainingState
+from gemini_ft.state.hyperparameters import Given
 from gemini_ft.state.modules import Extras
 from gemini_ft.state.tensors import Live, Role, Source, describe, split_state_name, state_name
 from gemini_ft.wire.messages import Figures, Message
@@ -142,6 +143,9 @@ class WithGradients:
     def findings(self) -> Iterable[Finding]:
         live = [item for item in self.survey() if is_gradient(item.name)]
         return [*self._inner.findings(), _PIPELINE.found(KEY, sum(item.tensor.nbytes for item in live))]
+
+    def hyperparameters(self) -> Given:
+        return self._inner.hyperparameters()
 
     def structure(self) -> object:
         return self._inner.structure()

@@ -164,8 +164,14 @@ class Recorder:
         """Steps between snapshots at this point, the same on all ranks."""
         return next(interval for start, interval in reversed(self._paces) if iteration >= start)
 
-    def record(self, iteration: int, state: TrainingState, extras: Any) -> None:
+    def record(self, iteration: int, state: TrainingState, extras: Any, given: Any) -> None:
         """Take a snapshot: what may change at any time is copied now, the rest in the background.
+
+        Args:
+            iteration: how often the optimizers have stepped.
+            state: what is captured.
+            extras: the caller's own.
+            given: hyperparameters as the script gave them.
 
         Raises:
             GeminiError: something that must stop the job has happened since the last call.
@@ -176,13 +182,13 @@ class Recorder:
         snapshotter.settle()
         suspicious = self._judge_writes()
         with self._slots_lock:
-            self._submit(iteration, state, extras, suspicious)
+            self._submit(iteration, state, {"extras": extras, "given": given}, suspicious)
         self._stats.snapshots += 1
 
-    def _submit(self, iteration: int, state: TrainingState, extras: Any, suspicious: bool) -> None:
+    def _submit(self, iteration: int, state: TrainingState, beside: dict[str, Any], suspicious: bool) -> None:
         snapshotter = self._copying
         live = state.survey()
-        blob = codec.encode({"tensors": state.extras(live), "extras": extras}, self.session.secret)
+        blob = codec.encode({"tensors": state.extras(live)} | beside, self.session.secret)
         if (now := fingerprint(live)) != self._fingerprint:
             self._plan(state.describe(live, self.session.rank, self.session.world_size), len(blob))
             self._fingerprint = now
@@ -468,7 +474,8 @@ class Recorder:
         if now - self._warned.get(reason, -_SILENCE) >= _SILENCE:
             self._warned = {other: at for other, at in self._warned.items() if now - at < _SILENCE} | {reason: now}
             committed = "none yet" if self._stats.committed is None else f"that of iteration {self._stats.committed}"
-            _log.warning("iteration %d has no snapshot: %s (newest that is committed: %s)", iteration, reason, committed)
+            text = "iteration %d has no snapshot: %s. Training goes on unharmed, and a later one is tried (newest that is committed: %s)"
+            _log.warning(text, iteration, reason, committed)
 
     def _reconnect(self) -> None:
         """The agent died: start another and hand it the slots that we hold too. On the snapshot thread, or instead of it."""

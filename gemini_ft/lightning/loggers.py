@@ -1,0 +1,113 @@
+"""Loggers of Lightning that write files of their own: they go on where the resumed step had left them.
+
+A logger without a version takes the next free one at every start of the script, so that a restart would cut its curves. It gets
+back the version that it had, and what was logged after the resumed step is taken away, because it is logged again.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from gemini_ft.lightning.compat import shipped_names
+
+_MOST_ROWS = 100  # that a snapshot holds because the logger has not written them to its file yet
+
+
+class Logs:
+    """The CSVLogger and TensorBoardLogger objects of one Trainer.
+
+    Args:
+        trainer: the Trainer, whose process group exists.
+        package: the Lightning package it belongs to.
+    """
+
+    def __init__(self, trainer: Any, package: str) -> None:
+        self._trainer, self._package = trainer, package
+        self._rows: dict[int, int] = {}  # that a CSV file holds, by the index of its logger
+
+    def state(self) -> dict[int, dict[str, Any]]:
+        """Version of each logger by its index, and how much it has written."""
+        return {index: self._state_of(index, logger) for index, logger in self._files()}
+
+    def go_on(self, saved: Mapping[int, Mapping[str, Any]], step: int) -> None:
+        """Prepares the loggers of a resumed fit; called before Lightning opens them.
+
+        Args:
+            saved: what :meth:`state` gave.
+            step: the first number under which metrics will be logged.
+        """
+        for index, logger in self._files():
+            then = saved.get(index)
+            if then is None or logger._version not in (None, then["version"]):
+                continue
+            logger._version = then["version"]
+            if "TensorBoardLogger" in shipped_names(logger):
+                logger._kwargs = {**logger._kwargs, "purge_step": step}
+                logger._default_hp_metric = False  # it was logged at the first start
+            elif self._trainer.is_global_zero and then["rows"] is not None:
+                written = self._reopen(logger, then["rows"], then["pending"])
+                self._count(index, logger, written)
+
+    def _files(self) -> list[tuple[int, Any]]:
+        return [(index, logger) for index, logger in enumerate(self._trainer.loggers) if is_followed(logger)]
+
+    def _state_of(self, index: int, logger: Any) -> dict[str, Any]:
+        state: dict[str, Any] = {"version": logger._version, "rows": None, "pending": []}
+        writer = logger._experiment
+        if writer is not None and self._trainer.is_global_zero and "CSVLogger" in shipped_names(logger):
+            if index not in self._rows:
+                self._count(index, logger, len(_read(writer)[1]))
+            if len(writer.metrics) > _MOST_ROWS:
+                writer.save()
+            state |= {"rows": self._rows[index], "pending": list(writer.metrics)}
+        return state
+
+    def _count(self, index: int, logger: Any, rows: int) -> None:
+        """Follows how many rows the file holds, from ``rows`` on."""
+        self._rows[index] = rows
+        writer = logger._experiment
+        save = writer.save
+
+        def save_and_count() -> None:
+            rows = len(writer.metrics)
+            save()
+            self._rows[index] += rows
+
+        writer.save = save_and_count
+
+    def _reopen(self, logger: Any, rows: int, pending: list[dict[str, Any]]) -> int:
+        """Lets the logger append to its file, of which the first ``rows`` rows stay; returns how many there are."""
+        base = "lightning.fabric" if self._package.startswith("lightning.") else "lightning_fabric"
+        kind = importlib.import_module(f"{base}.loggers.csv_logs")._ExperimentWriter
+        check = kind._check_log_dir_exists
+        kind._check_log_dir_exists = lambda _: None  # it would delete what is there
+        try:
+            writer = logger.experiment
+        finally:
+            kind._check_log_dir_exists = check
+        writer.metrics_keys, written = _read(writer)
+        writer.metrics = list(pending)
+        if len(written) > rows:
+            with writer._fs.open(writer.metrics_file_path, "w", newline="") as file:
+                table = csv.DictWriter(file, fieldnames=writer.metrics_keys)
+                table.writeheader()
+                table.writerows(written[:rows])
+        return min(rows, len(written))
+
+
+def is_followed(logger: Any) -> bool:
+    """Whether a resumed fit goes on where this logger stood."""
+    return bool(shipped_names(logger) & {"CSVLogger", "TensorBoardLogger"})
+
+
+def _read(writer: Any) -> tuple[list[str], list[dict[str, str]]]:
+    """Names of the columns, and all rows, of the file that a CSVLogger writes."""
+    if not writer._fs.isfile(writer.metrics_file_path):
+        return [], []
+    with writer._fs.open(writer.metrics_file_path, "r", newline="") as file:
+        reader = csv.DictReader(file)
+        rows = list(reader)
+        return list(reader.fieldnames or ()), rows
