@@ -33,7 +33,7 @@ from gemini_ft.config import GeminiConfig, load_config
 from gemini_ft.core.census import Census, Fate, Finding, declare, table
 from gemini_ft.errors import ConfigError, RecoveryError, StateError
 from gemini_ft.faults import inject as faults
-from gemini_ft.launch.fixed_size import say_fixed
+from gemini_ft.launch import notes
 from gemini_ft.recovery.restore import fill
 from gemini_ft.state import codec
 from gemini_ft.state.base import PlainState, TrainingState
@@ -224,9 +224,11 @@ class Checkpointer:
         self._note_given()
         atexit.register(self._leave_if_interrupted)
         self._recorder = recorder = Recorder(self.config, self.name, self.stats, self._resizable)
+        notes.say(notes.PROTECTED)
         if not self._resizable:
-            say_fixed()
+            notes.say(notes.FIXED)
         plan = recorder.session.plan
+        notes.step = 0 if plan.version is None else plan.version.iteration
         if plan.version is None:
             return None
         self._iteration = self.stats.committed = plan.version.iteration
@@ -508,6 +510,7 @@ class Checkpointer:
             self._reporter.step_over()
 
     def _end_of_step(self) -> None:
+        notes.step = self._iteration
         self._joined.events.write("step", iteration=self._iteration)
         faults.at_step(self._iteration)
 

@@ -6,6 +6,7 @@ Precedence: keyword argument, then ``GEMINI_*`` environment variable, then the f
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -202,6 +203,39 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         else:
             out[fields[head]] = value
     return out
+
+
+VARIABLES = {
+    "GEMINI_CONFIG": "JSON or YAML file with options.",
+    "GEMINI_RUN_ID_VARIABLES": "Names of variables, separated by commas, whose values tell jobs of the same command apart.",
+    "GEMINI_HOST_ID": "Name of this host; default: its hostname with the machine's boot id.",
+    "GEMINI_SECRET": "The run secret itself, where there is no secret_file.",
+    "GEMINI_EVENTS": "File to which events are appended as lines of JSON.",
+    "GEMINI_LOG_DIR": "Folder for the agents' logs; default: this user's own under XDG_RUNTIME_DIR or the temporary directory.",
+    "GEMINI_STATE_DIR": "Folder in which a host remembers what was stored; default: gemini-ft in XDG_STATE_HOME.",
+    "GEMINI_EXPLAIN": "Print what the state of the job consists of, as `gemini run --explain` does.",
+    "GEMINI_WRAP": "0: leave deepspeed.initialize as it is.",
+    "GEMINI_DATA_RESUME": "As `data_resume` of the Lightning strategies (docs/lightning.md).",
+    "GEMINI_EPOCH_HOOKS": "As `epoch_hooks` of the Lightning strategies (docs/lightning.md).",
+    "GEMINI_FAULTS": "Failures to inject (README, failure drills).",
+    "GEMINI_FAULTS_DIR": "Folder in which injected failures are noted, so that each happens once.",
+    "GEMINI_FAULTS_FILL_LIMIT": "Most bytes that the drill of a full disk may write; default: 256MiB.",
+}
+SET_BY_LAUNCHER = ("GEMINI_LAUNCH", "GEMINI_LAUNCHER_PID", "GEMINI_NOTES_FILE")
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Warnings of ``GEMINI_*`` variables that nothing reads, each with the nearest name that is read."""
+    sections: dict[str, type[BaseModel]] = {"": GeminiConfig, "STORAGE__": StorageConfig, "TRAFFIC__": TrafficConfig}
+    options = [prefix + name.upper() for prefix, model in sections.items() for name in model.model_fields]
+    known = {*options, *(name.removeprefix("GEMINI_") for name in (*VARIABLES, *SET_BY_LAUNCHER))}
+    found = []
+    for name in sorted(environ):
+        said = name.removeprefix("GEMINI_")
+        if said != name and said.partition("__")[0] not in known:
+            near = difflib.get_close_matches(said, known, 1)
+            found.append(f"{name} is not known and has no effect" + (f"; is GEMINI_{near[0]} meant?" if near else " (docs/options.md)"))
+    return found
 
 
 _SECTIONS: dict[str, type[BaseModel]] = {"storage": StorageConfig, "traffic": TrafficConfig}

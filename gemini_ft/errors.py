@@ -3,6 +3,7 @@
     GeminiError
     ├── ConfigError               the user: an option is wrong
     │   ├── SecretError           the run secret is missing, unreadable, or differs between hosts
+    │   ├── RunAliveError         the run is at work already, started by somebody else
     │   └── MemoryBudgetError     the state does not fit the hosts' memory budget
     ├── StateError                the user: the training state is not what it must be
     │   ├── UnsupportedStateError a tensor or object cannot be captured; named
@@ -21,7 +22,8 @@
         ├── ObjectGoneError       an object was listed, but is not there any more
         └── StorageUnclearError   it cannot be told now what there is to resume; nothing has been begun
 
-A message says what was given, what is allowed, and the way out.
+A message says what was given, what is allowed, and the way out. Where a class has an ``exit_status``, that is how a worker of
+``gemini run`` ends with such an error, and ``gemini run`` itself, which does not try again.
 """
 
 from __future__ import annotations
@@ -37,6 +39,12 @@ class ConfigError(GeminiError):
 
 class SecretError(ConfigError):
     """The run secret is missing, readable by others, or not the same on all hosts."""
+
+
+class RunAliveError(ConfigError):
+    """Another launch is at work on this run; the message names it, and the way to a run of one's own."""
+
+    exit_status = 75  # EX_TEMPFAIL
 
 
 class MemoryBudgetError(ConfigError):
@@ -106,4 +114,4 @@ class FormatError(StorageError):
 class StorageUnclearError(StorageError):
     """Storage does not say now what there is to resume, and memory does not have it; the job must not begin without it."""
 
-    exit_status = 74  # of a worker of `gemini run`, and of `gemini run` itself, which does not try again: EX_IOERR
+    exit_status = 74  # EX_IOERR

@@ -22,18 +22,26 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gemini_ft.errors import ConfigError
+
 _log = logging.getLogger("gemini_ft")
 
 
 class EventLog:
-    """The events of one worker's part of a stream; writes nothing without GEMINI_EVENTS."""
+    """The events of one worker's part of a stream; writes nothing without GEMINI_EVENTS.
+
+    Raises:
+        ConfigError: GEMINI_EVENTS cannot be written.
+    """
 
     def __init__(self, **who: Any) -> None:
         path = os.environ.get("GEMINI_EVENTS")
         self._torn, self._lost = False, 0  # whether the last line is there in part only; lines that are not there at all
         self._who = {"pid": os.getpid(), **who}
-        # Appending is atomic: the lines of several processes do not mix.
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644) if path else -1
+        try:  # appending is atomic: the lines of several processes do not mix
+            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644) if path else -1
+        except OSError as error:
+            raise ConfigError(f"GEMINI_EVENTS={path}: cannot be written ({error.strerror}); name a file in a folder that exists") from None
 
     def write(self, event: str, **facts: Any) -> None:
         """Appends one line."""

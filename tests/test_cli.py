@@ -7,18 +7,21 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
 import gemini_ft
+from gemini_ft.cli import commands
 from gemini_ft.cli import main as cli
 from gemini_ft.cli.store import open_store
 from gemini_ft.errors import AgentError, ConfigError
-from gemini_ft.launch.run_id import default_run_id
+from gemini_ft.launch.run_id import default_run_id, is_passing
 
 
 class TestCommand:
@@ -76,6 +79,67 @@ class TestStore:
             open_store(host, store.port)
 
 
+def document(run: str, *, workers: bool = True, finished: bool = False) -> dict[str, Any]:
+    """As an agent tells of itself."""
+    storage = {
+        "url": "file:///store",
+        "uploading": None,
+        "stored": 40,
+        "stored_at": time.time() - 120.4,
+        "failing_since": None,
+        "error": "",
+    }
+    stream = {
+        "incarnation": "1-x",
+        "world_size": 1,
+        "committed": 42,
+        "committed_age": 90.4,
+        "command": ["train.py", "a"],
+        "finished": finished,
+    }
+    stream |= {"shards": {"0": ["free:-"]}, "excluded": [], "gradients": {}, "storage": storage}
+    about = {
+        "run": run,
+        "host": "here",
+        "pid": 7,
+        "memory": {"limit": 10**6, "used": 1000},
+        "linger": 1800.0,
+        "idle": 0.0 if workers else 600.0,
+    }
+    return {**about, "launches": [], "workers": {"0": 8} if workers else {}, "streams": {"main": stream}}
+
+
+class TestRuns:
+    def shown(self, documents: list[dict[str, Any]], *command: str) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("GEMINI_RUN_ID", raising=False)
+            patch.setattr(commands, "_documents", lambda host: documents)
+            return cli.main([*command])
+
+    def test_ps_has_a_line_for_each(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self.shown([document("one"), document("two", workers=False), document("three", workers=False, finished=True)], "ps") == 0
+        assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+            ["run", "host", "command", "state", "step", "age", "memory", "linger", "left"],
+            ["one", "here", "train.py", "a", "training", "42", "1.5", "min", "1,000", "-"],
+            ["two", "here", "train.py", "a", "ended", "42", "1.5", "min", "1,000", "20.0", "min"],
+            ["three", "here", "train.py", "a", "finished", "42", "1.5", "min", "1,000", "20.0", "min"],
+        ]
+
+    def test_status_finds_the_only_run_and_says_ages_in_words(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self.shown([document("one")], "status") == 0
+        shown = capsys.readouterr().out
+        assert "committed iteration 42, 1.5 min ago" in shown
+        assert "stored: iteration 40, 2.0 min ago, 2 steps behind memory" in shown
+
+    def test_of_several_runs_one_must_be_named(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self.shown([document("one"), document("two")], "status") == 2
+        assert "which run? give --run-id or set GEMINI_RUN_ID; here are one, two (gemini ps)" in capsys.readouterr().err
+
+    def test_where_there_is_none_that_is_said(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert [self.shown([], "ps"), self.shown([], "status", "--host", "here")] == [0, 1]
+        assert capsys.readouterr().out == "no run has an agent here\nno agent on host 'here'\n"
+
+
 TELL = "import json, sys\nfrom gemini_ft.launch.run_id import default_run_id\nprint(default_run_id())\n"
 
 
@@ -122,6 +186,36 @@ class TestRunId:
         before = default_run_id(["train.py"])
         monkeypatch.setattr(os, "getuid", lambda: 4711)
         assert default_run_id(["train.py"]) != before
+
+    def test_variables_that_are_named_and_tasks_of_an_array_tell_jobs_apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        plain = default_run_id(["train.py"])
+        monkeypatch.setenv("LR", "0.1")
+        assert default_run_id(["train.py"]) == plain  # what a script reads cannot be known
+        monkeypatch.setenv("GEMINI_RUN_ID_VARIABLES", "LR, SEED")
+        found = [plain, default_run_id(["train.py"])]
+        for name, value in (("LR", "0.5"), ("SEED", "1"), ("SLURM_ARRAY_TASK_ID", "7")):
+            monkeypatch.setenv(name, value)
+            found.append(default_run_id(["train.py"]))
+        assert len(set(found)) == 5
+
+    @pytest.mark.parametrize("program", [["-"], ["-c", "X"], ["fifo"]])
+    def test_what_has_no_name_has_no_id_that_outlives_it(self, program: list[str]) -> None:
+        os.mkfifo("fifo")
+        ids = {
+            subprocess.run(
+                [sys.executable, *[part.replace("X", TELL) for part in program]],
+                input=TELL if program[0] == "-" else None,
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=True,
+            ).stdout
+            for _ in range(2)
+            if program[0] != "fifo"
+        }
+        assert len(ids) == 2 * (program[0] != "fifo")
+        assert is_passing(program)
+        assert not is_passing(["train.py"])
 
     def test_arguments_do_not_run_together(self) -> None:
         commands = [["train.py", "a b"], ["train.py", "a", "b"], ["train.py", json.dumps(["a", "b"])]]

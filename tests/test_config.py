@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gemini_ft.config import GeminiConfig, TrafficConfig, load_config
+from gemini_ft.config import GeminiConfig, TrafficConfig, load_config, unknown_variables
 from gemini_ft.errors import ConfigError
+from gemini_ft.events import EventLog
 
 
 def load(*, environ: dict[str, str] | None = None, **options: Any) -> GeminiConfig:
@@ -94,3 +96,25 @@ def test_what_process_groups_carry_is_not_said_to_be_encrypted() -> None:
     with pytest.raises(ConfigError, match=r"process groups encrypt nothing; choose traffic\.transport='tcp'"):
         load(encrypt=True, traffic={"transport": "collective"})
     assert load(encrypt=True).traffic.transport == "tcp"
+
+
+def test_variables_that_nothing_reads_are_named_with_the_nearest_that_is_read() -> None:
+    environ = {
+        "GEMINI_REPLICSA": "3",
+        "GEMINI_STORAGE__URL": "file:///x",
+        "GEMINI_STORAGE_URL": "",
+        "GEMINI_QQQQQQ": "",
+        "GEMINI_EVENTS": "",
+        "PATH": "",
+    }
+    assert unknown_variables(environ) == [
+        "GEMINI_QQQQQQ is not known and has no effect (docs/options.md)",
+        "GEMINI_REPLICSA is not known and has no effect; is GEMINI_REPLICAS meant?",
+        "GEMINI_STORAGE_URL is not known and has no effect; is GEMINI_STORAGE__URL meant?",
+    ]
+
+
+def test_events_that_cannot_be_written_are_a_wrong_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMINI_EVENTS", str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"GEMINI_EVENTS={tmp_path}: cannot be written \(Is a directory\); name a file"):
+        EventLog()

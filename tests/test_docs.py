@@ -7,11 +7,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import options_page
 import pytest
 
+from gemini_ft import errors
 from gemini_ft.cli.main import COMMANDS
-from gemini_ft.config import GeminiConfig, load_config
+from gemini_ft.config import GeminiConfig, load_config, unknown_variables
 from gemini_ft.core.placement import place, survival_probability
+from gemini_ft.launch import endings
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -65,6 +68,25 @@ def test_make_targets_exist(page: Path) -> None:
 def test_commands_exist(page: Path) -> None:
     fenced = "".join(_blocks(page, r"\w+"))
     assert set(re.findall(r"(?:^|bin/|[ \[])gemini,? ([a-z]+)", fenced, re.MULTILINE)) <= set(COMMANDS)
+
+
+def test_the_table_of_options_is_current() -> None:
+    assert (ROOT / "docs" / "options.md").read_text() == options_page.page(), "python tests/options_page.py writes it anew"
+
+
+def test_every_variable_that_is_read_is_known() -> None:
+    """Any other is warned of, with the nearest name."""
+    source = "".join(file.read_text() for file in (ROOT / "gemini_ft").rglob("*.py"))
+    read = set(re.findall(r'"(GEMINI_[A-Z_]*[A-Z])"', source))
+    assert unknown_variables(dict.fromkeys(read, "")) == []
+
+
+def test_every_status_is_in_the_table() -> None:
+    """That of the launcher, and those of errors."""
+    stated = {value for value in vars(endings).values() if isinstance(value, int) and not isinstance(value, bool)}
+    stated |= {kind.exit_status for kind in vars(errors).values() if hasattr(kind, "exit_status")}
+    table = (ROOT / "docs" / "launcher.md").read_text()
+    assert {number for number in stated if not re.search(rf"^\| {number} \|", table, re.MULTILINE)} == set()
 
 
 def test_survival_table_of_the_failure_model() -> None:

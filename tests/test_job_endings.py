@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from agent_kit import agent_pid, end_agent, eventually
 
+from gemini_ft.errors import RunAliveError
 from gemini_ft.events import read_events
 
 SCRIPT = """
@@ -42,14 +43,15 @@ class Command:
     """One command, started as often as a test likes; what is left of it is killed at the end."""
 
     def __init__(self, folder: Path, *command: str) -> None:
-        self.run = f"ending-{folder.name}"
+        self.run, self.is_gemini = f"ending-{folder.name}", "gemini_ft.cli.main" in command
         self._folder, self._command = folder, command
         self._processes: list[subprocess.Popen[bytes]] = []
         (folder / "train.py").write_text(SCRIPT)
 
-    def start(self, steps: int) -> subprocess.Popen[bytes]:
+    def start(self, steps: int, **environ: str) -> subprocess.Popen[bytes]:
         environ = {
             **os.environ,
+            **environ,
             "GEMINI_RUN_ID": self.run,
             "GEMINI_HOST_ID": "here",
             "GEMINI_LOG_DIR": str(self._folder),
@@ -68,6 +70,14 @@ class Command:
 
     def wait_for_commit(self, iteration: int) -> None:
         eventually(lambda: any(event["iteration"] >= iteration for event in self.events("committed")), f"the commit of {iteration}")
+
+    @property
+    def output(self) -> str:
+        return (self._folder / "output").read_text()
+
+    def edit(self) -> None:
+        """The script is another, and does the same."""
+        (self._folder / "train.py").write_text(f"{SCRIPT}# edited\n")
 
     def agent(self) -> int | None:
         return agent_pid(self.run, "here")
@@ -107,17 +117,28 @@ def command(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Command]
 
 
 def test_a_job_that_was_killed_as_a_whole_goes_on_and_its_end_is_the_agents(command: Command) -> None:
-    first = command.start(100_000)
+    """While it lives, the same command is refused; what another launch has left is resumed, and that is said."""
+    first = command.start(100_000, LR="0.1")
     command.wait_for_commit(3)
     agent = command.agent()
+    again = command.start(100_000)
+    assert again.wait(60) == (RunAliveError.exit_status if command.is_gemini else 1)
+    assert f"is alive on host here: process {first.pid} has run it since" in command.output
+    assert "GEMINI_RUN_ID=NAME" in command.output
+    assert first.poll() is None
+    assert len({event["at"] for event in command.events("joined")}) == len(command.workers())
     command.kill(first)
     assert command.agent() == agent
-    second = command.start(100_000)
+    command.edit()
+    second = command.start(100_000, LR="0.5")
     eventually(lambda: command.events("resumed"), "the resumption")
     assert command.events("resumed")[0]["iteration"] >= 3
     assert command.agent() == agent
+    assert "what another launch has left is resumed" in command.output
+    assert "LR was '0.1' and is '0.5'" in command.output
+    assert "train.py is another than it was" in command.output
     second.send_signal(signal.SIGINT)
-    assert second.wait(60) != 0
+    assert second.wait(60) == (130 if command.is_gemini else -signal.SIGINT)
     eventually(lambda: command.agent() is None, "the leaving of the agent after Ctrl-C")
 
 

@@ -27,7 +27,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.cli import main as cli
 from gemini_ft.launch import launcher
 from gemini_ft.launch.run_id import default_run_id
-from gemini_ft.wire.messages import Leave, Ping, unpack
+from gemini_ft.wire.messages import GetStatus, Leave, Ping, unpack
 
 GEMINI_RUN = ("gemini_ft.cli.main", "run")
 TORCHRUN = ("torch.distributed.run",)
@@ -215,7 +215,7 @@ def asked() -> Iterator[list[object]]:
                     connection, _ = listener.accept()
                     with connection:
                         if frame := connection.recv(65536):  # of a launcher that asks nothing but how the agent is: perhaps none
-                            asked.extend(message for message in [unpack(frame[4:])] if not isinstance(message, Ping))
+                            asked.extend(message for message in [unpack(frame[4:])] if not isinstance(message, Ping | GetStatus))
 
         thread = threading.Thread(target=listen)
         thread.start()
@@ -239,14 +239,19 @@ class TestEnding:
         assert "forkserver.py" not in job.err
         assert asked == [Leave(run="run-7", finished=True)]
 
-    def test_a_job_that_fails_too_often_has_failed(self, asked: list[object], tmp_path: Path, launch: Callable[..., Job]) -> None:
-        (tmp_path / "fails.py").write_text("import sys\nsys.stdout.write('try\\n')\nraise ValueError('the reason')\n")
+    @pytest.mark.parametrize(("end", "status", "attempts"), [("sys.exit(1)", 1, 3), ("raise ValueError(f'{time.time()}')", 70, 2)])
+    def test_a_job_fails_when_its_restarts_are_used_up_or_another_would_only_repeat_the_error(
+        self, end: str, status: int, attempts: int, asked: list[object], tmp_path: Path, launch: Callable[..., Job]
+    ) -> None:
+        (tmp_path / "fails.py").write_text(f"import sys, time\nsys.stdout.write('try\\n')\n{end}\n")
         job = launch("--run-id", "run-7", "--max-restarts", "2", "fails.py", GEMINI_HOST_ID="this-host")
-        assert job.wait() == 1
-        assert job.out == "try\n" * 3
+        assert job.wait() == status
+        assert job.out == "try\n" * attempts
         report = job.err[job.err.index("Root Cause") :]
         assert "exitcode  : 1" in report
-        assert "ValueError: the reason" in report
+        repeated = f"the same ValueError for the second time, before the first step, at {tmp_path / 'fails.py'}:3: "
+        assert job.err.count(repeated) == (status == 70)
+        assert job.err.count("gemini run: nothing in this job is protected: no worker has joined a run, so a restart") == 1
         assert job.processes() == set()
         assert asked == []  # the same command may come again and resume
 
@@ -259,7 +264,7 @@ class TestEnding:
         job = launch("--run-id", "run-7", "--nproc-per-node", "2", "waits.py", GEMINI_HOST_ID="this-host")
         job.wait_for(lambda: job.out == "up\n" * 2)
         job.process.send_signal(stop)
-        assert job.wait() == 1
+        assert job.wait() == 128 + stop
         assert job.out == "up\n" * 2 + "told\n" * 2
         assert f"gemini run: stopped by {stop.name}\n" in job.err
         assert "Traceback" not in job.err
@@ -443,6 +448,36 @@ def test_forked_workers_train_as_others_do(tmp_path: Path, launch: Callable[...,
     assert len(set(sums.values())) == 1
 
 
+REPEATS = """
+import torch, gemini_ft
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+checkpointer = gemini_ft.Checkpointer(model, optimizer)
+for iteration in range(checkpointer.resume(), 9):
+    model(torch.ones(1)).sum().backward()
+    optimizer.step()
+    if iteration == 3:
+        raise MemoryError(f"{id(model)} bytes are not to be had")
+    checkpointer.step()
+    checkpointer.flush()
+"""
+
+
+def test_an_error_that_comes_again_at_its_step_ends_the_job_and_says_what_is_kept(tmp_path: Path, launch: Callable[..., Job]) -> None:
+    (tmp_path / "repeats.py").write_text(REPEATS)
+    run = f"repeats-{tmp_path.name}"
+    job = launch("--run-id", run, "repeats.py", GEMINI_HOST_ID="this-host", GEMINI_LINGER="600")
+    try:
+        assert job.wait() == 70
+        assert job.err.count("MemoryError: ") == 3  # of both attempts, and in the report
+        place = f"for the second time, after step 3, at {tmp_path / 'repeats.py'}:10: "
+        assert f"{place}another restart would only repeat it. Memory keeps step 3 " in job.err
+        assert f"for 10.0 min: the same command goes on from there, and `gemini leave --run-id {run}` forgets it" in job.err
+        assert "is protected" not in job.err
+    finally:
+        lifecycle.leave(run, "this-host")
+
+
 HOST = """
 import os, sys, time
 import torch, torch.distributed as dist, gemini_ft
@@ -510,7 +545,13 @@ def test_a_spare_host_that_is_not_needed_ends_with_the_job(endpoint: str, tmp_pa
     (tmp_path / "finished").touch()
     assert [host.wait(), spare.wait()] == [0, 0], spare.err
     assert spare.err.endswith("gemini run: the job is over; this spare host was not needed\n")
-    assert spare.out == ""
+    late = launch(*host_arguments(1, endpoint), "host.py", HOST="2")  # as one that was cut off while the others finished
+    assert late.wait() == 69
+    assert late.err.endswith(
+        "gemini run: the rendezvous is closed: the job has ended without this host; the output of the others says how\n"
+    )
+    assert "Traceback" not in late.err
+    assert spare.out == late.out == ""
 
 
 NOTHING_TO_RESUME_FROM = """

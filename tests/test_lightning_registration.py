@@ -264,7 +264,7 @@ def test_every_public_name_exists_in_both_modules() -> None:
 
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lightning.pytorch, "__version__", "2.7.0")
-    with pytest.raises(ConfigError, match=r"lightning.pytorch 2.7.0 is not supported; install lightning>=2.5,<2.7"):
+    with pytest.raises(ConfigError, match=r"lightning.pytorch 2.7.0 is not supported; install lightning>=2.6,<2.7"):
         compat.check_lightning("lightning.pytorch")
 
 

@@ -15,6 +15,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
@@ -26,6 +27,7 @@ from gemini_ft.wire.messages import GetStatus, Leave, Left, Message, Status, pac
 from gemini_ft.wire.private import check_listener, open_log, runtime_folder
 
 _log = logging.getLogger("gemini_ft")
+_LOGS, _LOG_SECONDS = 100, 86400.0  # logs that are kept, and how long any of them is
 _QUEUE_SECONDS = 2.0  # that a connection waits in the agent's queue of new ones
 STACKS_SIGNAL = signal.SIGRTMIN + 11
 _stacks: list[IO[bytes]] = []  # the file of `write_stacks_on_request`, which must stay open
@@ -45,8 +47,20 @@ def log_path(run: str, host: str) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     else:
         folder = runtime_folder()
+        _remove_old_logs(folder)
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in f"{run}-{host}")
     return folder / f"agent-{safe}.log"
+
+
+def _remove_old_logs(folder: Path) -> None:
+    """Keeps the newest, and those that have been written to in the last day."""
+    times: dict[Path, float] = {}
+    for path in folder.glob("agent-*.log"):
+        with contextlib.suppress(OSError):
+            times[path] = path.stat().st_mtime
+    for path in sorted(times, key=times.__getitem__, reverse=True)[_LOGS:]:
+        if times[path] < time.time() - _LOG_SECONDS:
+            path.unlink(missing_ok=True)
 
 
 def try_connect(run: str, host: str) -> socket.socket | None:
@@ -237,8 +251,3 @@ def job_finished(run: str) -> str:
                     _log.warning("the job has finished; its last upload has not, and is waited for (storage.patience)")
                     said = True
     return ""
-
-
-def job_interrupted(run: str) -> None:
-    """Tells the agent, for the launcher, that the user stopped the job."""
-    leave(run)

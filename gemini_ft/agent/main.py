@@ -21,6 +21,7 @@ from collections.abc import Coroutine, Sequence
 
 from gemini_ft.agent.hangs import HangDetector
 from gemini_ft.agent.identity import Identity, Past
+from gemini_ft.agent.launches import Launches
 from gemini_ft.agent.lifecycle import raise_descriptor_limit, set_oom_score, socket_name, yield_to_training
 from gemini_ft.agent.memory import Budget, SlotMemory
 from gemini_ft.agent.sparing import Sparing
@@ -50,6 +51,7 @@ from gemini_ft.wire.messages import (
     HostInfo,
     Inject,
     Inventory,
+    Launch,
     Leave,
     Left,
     Map,
@@ -91,6 +93,7 @@ class Agent:
         self.budget = Budget(None)
         self.streams: dict[str, Stream] = {}
         self._workers: set[WorkerConnection] = set()
+        self._launches = Launches()
         self._hangs: dict[WorkerConnection, HangDetector] = {}
         self._domain = ""
         self._linger = 1800.0
@@ -294,6 +297,7 @@ class Agent:
         self._known = incarnation if self._known is None else max(self._known, incarnation)
         self.secret = message.secret
         self._stream(worker).open(message.spec, message.readopt, message.committed)
+        self._stream(worker).launch = worker.launch
         self._remember()
         self._hangs.setdefault(worker, HangDetector()).limit = message.spec.hang_timeout
         if message.readopt:
@@ -335,12 +339,15 @@ class Agent:
                 f"the agent of run {self.run!r} has secret {mine}, rank {hello.rank} brings {theirs}; "
                 "give all workers of a run the same GEMINI_SECRET_FILE"
             )
+        if hello.launch is not None:
+            self._launches.refuse_second(self.run, self.host, hello.launch, self._at_work())
+            self._launches.note(hello.launch)
         self.secret = hello.secret or self.secret or secrets.token_bytes(32)
         self._domain, self._linger, self._agent_timeout = hello.domain, hello.linger, hello.agent_timeout
         self._remember()
         if hello.memory_limit is not None:
             self.budget.limit, self.budget.stated = hello.memory_limit, True
-        worker.rank, worker.stream = hello.rank, hello.stream
+        worker.rank, worker.stream, worker.launch = hello.rank, hello.stream, hello.launch
         self._workers.add(worker)
         self._hangs[worker] = HangDetector(start_limit=hello.start_timeout, last=time.monotonic())
         self._asked_to_leave = False
@@ -379,6 +386,7 @@ class Agent:
                 resumed=stream.stuck_at,
                 attempts=stream.attempts,
                 finished=stream.finished,
+                launch=stream.launch,
                 **(stream.origin._asdict() if stream.origin is not None else {}),
             )
         )
@@ -456,12 +464,18 @@ class Agent:
         address = self._server.address if self._server is not None else None
         return Visited(call=visit.call, run=self.run, host=self.host, address=address, secret=self.secret, streams=streams)
 
+    def _at_work(self) -> list[tuple[int, Launch]]:
+        return [(worker.pid, worker.launch) for worker in self._workers if worker.alive and worker.launch is not None]
+
     def _status(self) -> str:
         document = {
             "run": self.run,
             "host": self.host,
             "pid": os.getpid(),
+            "launches": [launch.model_dump(exclude={"environ"}) for launch in self._launches.alive(self._at_work())],
             "memory": {"limit": self.budget.limit, "used": self.budget.used},
+            "linger": self._linger,
+            "idle": time.monotonic() - self._idle_since,
             "workers": {w.rank: w.pid for w in self._workers if w.alive and w.rank >= 0},
             "streams": {name: stream.status() for name, stream in self.streams.items()},
         }

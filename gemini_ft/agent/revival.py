@@ -297,6 +297,8 @@ class Watchman(threading.Thread):
                 if (sock := lifecycle.try_connect(self._run_id, self._host)) is not None:
                     with sock, contextlib.closing(Listener.of(sock)) as listener:
                         self._look(sock, listener)
+            except (BrokenPipeError, ConnectionResetError):
+                continue  # it has left in this moment
             except (OSError, GeminiError) as error:
                 if str(error) != said:
                     said = str(error)

@@ -37,6 +37,7 @@ from gemini_ft.wire.messages import (
     Granted,
     HoldersChanged,
     Inject,
+    Launch,
     Message,
     Notice,
     Paced,
@@ -61,6 +62,7 @@ class Stream:
         self.name = name
         self._agent = agent
         self.spec: SessionSpec | None = None
+        self.launch: Launch | None = None  # that opened the last session
         self.inherited: Origin | None = None  # of the last session of an agent before this one
         self.encrypt = True  # payloads between hosts; as the job that runs has it, which may not be the one that started this agent
         self.host = Host(agent.host)
@@ -530,12 +532,15 @@ class Stream:
 
     def status(self) -> dict[str, object]:
         """What ``gemini status`` shows of this stream."""
-        spec = self.spec
+        spec, committed = self.spec, self.host.committed
+        ages = [slot.age for slot in self.vault.inventory() if slot.version == committed]
         return {
             "incarnation": str(spec.incarnation) if spec else None,
             "world_size": spec.world_size if spec else None,
             "leader": spec.leader if spec else None,
-            "committed": self.host.committed.iteration if self.host.committed else None,
+            "committed": committed.iteration if committed else None,
+            "committed_age": min(ages, default=None),
+            "command": self.launch.command if self.launch is not None else [],
             "finished": self.finished,
             "excluded": self.excluded,
             "storage": self._uploader.status() if self._uploader is not None else None,

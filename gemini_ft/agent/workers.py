@@ -21,7 +21,7 @@ from gemini_ft.agent.sparing import Sparing
 from gemini_ft.core.versions import Incarnation
 from gemini_ft.errors import AgentError, GeminiError, PeerError
 from gemini_ft.wire.frames import frame_length, receive_fds
-from gemini_ft.wire.messages import Adopt, Failed, Message, Watch, pack, unpack
+from gemini_ft.wire.messages import Adopt, Failed, Launch, Message, Watch, pack, unpack
 from gemini_ft.wire.private import credentials
 
 _BUFFER = memoryview(bytearray(256 * 1024))  # of the event loop, which reads from one worker at a time
@@ -49,6 +49,7 @@ class WorkerConnection:
         self.rank = -1
         self.stream = ""
         self.incarnation: Incarnation | None = None
+        self.launch: Launch | None = None
         self.pid = pid
         self._office, self._socket = office, sock
         self._loop = asyncio.get_running_loop()

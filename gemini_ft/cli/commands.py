@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import time
@@ -15,13 +16,15 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.cli.table import table
 from gemini_ft.config import load_config
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
+from gemini_ft.core.words import in_words
+from gemini_ft.errors import ConfigError, CorruptDataError, GeminiError, StorageError
 from gemini_ft.hosts import host_id
 from gemini_ft.recovery.agent_memory import Remembered, remembered
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import Manifest, examine, list_checkpoints
 from gemini_ft.storage.opening import open_existing
 from gemini_ft.storage.shard import StoredShard
+from gemini_ft.wire.messages import GetStatus, Status
 
 Row = tuple[str, ...]
 _STATE = 6  # column of a row
@@ -37,16 +40,65 @@ def agent(arguments: Sequence[str]) -> int:
 
 
 def status(arguments: Sequence[str]) -> int:
-    """``gemini status``: what this host's agent holds and does."""
-    parser = _with_run("status", "Show what this host's agent holds and does.")
+    """``gemini status``: what the agents of a run hold and do on this machine."""
+    parser = _with_run("status", "Show what a run's agent holds and does on this host.")
     parser.add_argument("--json", action="store_true", help="print the agent's own account, for programs")
     options = parser.parse_args(arguments)
-    document = lifecycle.status(_run(options), options.host)
-    if document is None:
-        print(f"no agent of run {_run(options)!r} on host {options.host!r}")
+    if options.run_id:
+        document = lifecycle.status(options.run_id, options.host)
+        documents = [json.loads(document)] if document is not None else []
+    else:
+        documents = _documents(options.host)
+    if not documents:
+        print(f"no agent of run {options.run_id!r} on host {options.host!r}" if options.run_id else f"no agent on host {options.host!r}")
         return 1
-    print(document if options.json else _describe(json.loads(document)))
+    if len(runs := {document["run"] for document in documents}) > 1:
+        raise ConfigError(f"which run? give --run-id or set GEMINI_RUN_ID; here are {', '.join(sorted(runs))} (gemini ps)")
+    for document in documents:
+        print(json.dumps(document) if options.json else _describe(document))
     return 0
+
+
+def ps(arguments: Sequence[str]) -> int:
+    """``gemini ps``: the runs of this host."""
+    parser = argparse.ArgumentParser(
+        prog="gemini ps", description="List the runs of which this host has an agent, those that have ended too."
+    )
+    parser.add_argument("--all", action="store_true", help="of all hosts that this machine stands for (GEMINI_HOST_ID)")
+    options = parser.parse_args(arguments)
+    rows = [_process(document) for document in _documents(None if options.all else host_id())]
+    head = ("run", "host", "command", "state", "step", "age", "memory", "linger left")
+    print(table([head, *rows]) if rows else "no run has an agent here")
+    return 0
+
+
+def _documents(host: str | None) -> list[dict[str, Any]]:
+    """The accounts of this user's agents on a host, or on all of this machine, that answer; by run and host."""
+    found = []
+    for address in lifecycle.addresses():
+        with contextlib.suppress(GeminiError, OSError):
+            answer = lifecycle.ask_at(address, GetStatus())
+            if isinstance(answer, Status):
+                found.append(json.loads(answer.document))
+    wanted = [document for document in found if host in (None, document["host"])]
+    return sorted(wanted, key=lambda document: (document["run"], document["host"]))
+
+
+def _process(document: dict[str, Any]) -> Row:
+    streams = list(document["streams"].values())
+    none: dict[str, Any] = {"committed": None, "committed_age": None, "command": []}
+    newest: dict[str, Any] = max(streams, key=lambda stream: stream["committed"] or -1, default=none)
+    if document["workers"]:
+        state = "training"
+    elif document["launches"]:
+        state = "restarting"
+    else:
+        state = "finished" if streams and all(stream["finished"] for stream in streams) else "ended"
+    left = "-" if document["workers"] else in_words(document["linger"] - document["idle"])
+    step = "-" if newest["committed"] is None else str(newest["committed"])
+    age = "-" if newest["committed_age"] is None else in_words(newest["committed_age"])
+    command = " ".join(newest["command"]) or "?"
+    return (document["run"], document["host"], command, state, step, age, f"{document['memory']['used']:,}", left)
 
 
 def leave(arguments: Sequence[str]) -> int:
@@ -108,7 +160,7 @@ def _in_storage(reopen: Callable[[], Storage], run: str | None, verify: bool) ->
         newest[line] = newest.get(line, False) or not reason
         size = sum(record.nbytes for record in manifest.shards.values())
         age = (datetime.now(UTC) - manifest.created).total_seconds()
-        yield (*line, str(info.iteration), _age(age), f"{size:,}", str(manifest.world_size), state, storage.url)
+        yield (*line, str(info.iteration), in_words(age), f"{size:,}", str(manifest.world_size), state, storage.url)
 
 
 def _damage(storage: Storage, manifest: Manifest) -> str:
@@ -129,7 +181,7 @@ def _in_memory(memory: Remembered) -> Iterator[Row]:
         size, age = sum(slot.data_bytes + slot.extras_bytes for slot in slots.values()), min(slot.age for slot in slots.values())
         where = "memory of " + ", ".join(sorted(held))
         state = _state_in_memory(memory, version)
-        yield (memory.run, memory.stream, str(version.iteration), _age(age), f"{size:,}", str(world_size), state, where)
+        yield (memory.run, memory.stream, str(version.iteration), in_words(age), f"{size:,}", str(world_size), state, where)
 
 
 def _state_in_memory(memory: Remembered, version: Version) -> str:
@@ -138,13 +190,6 @@ def _state_in_memory(memory: Remembered, version: Version) -> str:
     if memory.committed is not None and version > memory.committed:
         return "whole, not committed yet"
     return "whole, newest" if version == memory.committed else "whole"
-
-
-def _age(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
 
 
 def _with_run(name: str, description: str) -> argparse.ArgumentParser:
@@ -156,23 +201,25 @@ def _with_run(name: str, description: str) -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> str:
     if not options.run_id:
-        raise ConfigError("which run? give --run-id or set GEMINI_RUN_ID (a job without one logs its id at start)")
+        raise ConfigError("which run? give --run-id or set GEMINI_RUN_ID (gemini ps lists the runs of this host)")
     return str(options.run_id)
 
 
 def _describe(document: dict[str, Any]) -> str:
     memory = document["memory"]
+    left = "" if document["workers"] else f"; without one it leaves in {in_words(document['linger'] - document['idle'])}"
     lines = [
         f"run {document['run']} on host {document['host']}: agent {document['pid']}, "
-        f"{memory['used']:,} of {memory['limit']:,} bytes, workers {document['workers'] or 'none'}"
+        f"{memory['used']:,} of {memory['limit']:,} bytes, workers {document['workers'] or 'none'}{left}"
     ]
     for name, stream in document["streams"].items():
-        state = "finished" if stream["finished"] else f"committed iteration {stream['committed']}"
+        age = "" if stream["committed_age"] is None else f", {in_words(stream['committed_age'])} ago"
+        state = "finished" if stream["finished"] else f"committed iteration {stream['committed']}{age}"
         lines.append(f"  {name}: incarnation {stream['incarnation']}, {stream['world_size']} ranks, {state}")
         lines += [f"    shard of rank {owner}: {', '.join(slots)}" for owner, slots in stream["shards"].items()]
         lines += [f"    left out: host {host} for rank {owner}" for owner, host in stream["excluded"]]
         lines += _describe_gradients(stream["gradients"])
-        lines += _describe_storage(stream["storage"]) if stream["storage"] else []
+        lines += _describe_storage(stream["storage"], stream["committed"]) if stream["storage"] else []
     return "\n".join(lines)
 
 
@@ -198,13 +245,16 @@ def _figures(figures: dict[str, float]) -> Iterator[str]:
     yield from (f"{name} {value:g}" for name, value in rest.items())
 
 
-def _describe_storage(storage: dict[str, Any]) -> list[str]:
+def _describe_storage(storage: dict[str, Any], committed: int | None) -> list[str]:
     lines = []
     if storage["uploading"]:
         left = "" if storage["seconds_left"] is None else f", {storage['seconds_left']:.0f} s left"
         lines.append(f"    uploading {storage['uploading']}: {storage['done_bytes']:,} of {storage['total_bytes']:,} bytes{left}")
     if storage["stored"] is not None:
-        lines.append(f"    stored: iteration {storage['stored']}, {_age(time.time() - storage['stored_at'])} ago")
+        behind = f", {committed - storage['stored']} steps behind memory" if committed is not None else ""
+        lines.append(f"    stored: iteration {storage['stored']}, {in_words(time.time() - storage['stored_at'])} ago{behind}")
+    else:
+        lines.append(f"    nothing is stored yet in {storage['url']}")
     if storage["failing_since"]:
         since = datetime.fromtimestamp(storage["failing_since"]).astimezone()
         lines.append(f"    storage fails since {since:%Y-%m-%d %H:%M:%S}: {storage['error']}")

@@ -23,6 +23,7 @@ COMMANDS = {
     "run": Command("gemini_ft.launch.launcher", "command", "start a training script as torchrun does, with fast and reliable restarts"),
     "agent": Command("gemini_ft.cli.commands", "agent", "own a host's snapshot memory in the foreground, as a service"),
     "status": Command("gemini_ft.cli.commands", "status", "show what this host's agent holds and does"),
+    "ps": Command("gemini_ft.cli.commands", "ps", "list the runs of this host"),
     "leave": Command("gemini_ft.cli.commands", "leave", "end this host's agent"),
     "checkpoints": Command(
         "gemini_ft.cli.commands", "checkpoints", "list the checkpoints in storage and in memory, and what is wrong with them"
@@ -44,7 +45,7 @@ def _help() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``gemini`` with ``argv`` (default: this process's own arguments); returns its exit status.
 
-    An error of this package becomes one line on stderr: status 2 where the user has to change the command, else 1.
+    An error of this package becomes one line on stderr: its own status if it has one, 2 where the user has to change the command, else 1.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     match arguments:
@@ -60,11 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = arguments
     chosen = COMMANDS[name]
     try:
-        status: int = getattr(importlib.import_module(chosen.module), chosen.function)(rest)
+        return int(getattr(importlib.import_module(chosen.module), chosen.function)(rest))
     except GeminiError as error:
         print(f"gemini {name}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    return status
+        return int(getattr(error, "exit_status", 2 if isinstance(error, ConfigError) else 1))
 
 
 if __name__ == "__main__":

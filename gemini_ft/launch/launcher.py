@@ -8,34 +8,43 @@ does besides: it names the run for the hosts' agents and tells the local one whe
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import signal
 import sys
+import time
+import uuid
 import zipfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.elastic.rendezvous import RendezvousClosedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
 from gemini_ft.agent import lifecycle
+from gemini_ft.agent.launches import PARTING_SECONDS, is_alive
 from gemini_ft.agent.revival import Watchman
-from gemini_ft.config import load_config
-from gemini_ft.errors import ConfigError, StorageUnclearError
+from gemini_ft.config import load_config, unknown_variables
+from gemini_ft.errors import AgentError, ConfigError, RunAliveError
 from gemini_ft.hosts import host_id
+from gemini_ft.launch.endings import ENDED_ELSEWHERE, NOT_STORED, final_endings
+from gemini_ft.launch.launched import LAUNCH
 from gemini_ft.launch.muster import whole_rounds
+from gemini_ft.launch.notes import FIXED, notes_of_workers
 from gemini_ft.launch.piped import copied_from_pipe
-from gemini_ft.launch.run_id import default_run_id
-from gemini_ft.launch.spares import better_rendezvous, ended_for_good, final_endings
+from gemini_ft.launch.reports import own_log_dir
+from gemini_ft.launch.run_id import default_run_id, is_passing
+from gemini_ft.launch.spares import better_rendezvous
 from gemini_ft.launch.worker_start import cold_workers, early_environment, forked_workers, modules_to_preload
+from gemini_ft.wire.messages import Launch
 
 logger = logging.getLogger(__name__)
 
-NOT_STORED = 73  # exit status: the job has finished, and its last steps are not in storage (EX_CANTCREAT)
 _MAX_RESTARTS = 10
 # A host is lost after interval times attempts. Torch's own 15 s are longer than all the rest of a recovery.
 _KEEP_ALIVE = {"keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
@@ -48,23 +57,30 @@ def command(argv: Sequence[str]) -> int:
         argv: torchrun's arguments, among which ``--run-id``, ``--explain``, ``--cold`` and ``--preload`` are allowed.
 
     Returns:
-        Torchrun's exit status: 0, or 1 when the job has failed or was stopped by a signal; or 74, when storage could not say what there
-        was to resume (`gemini_ft.errors.StorageUnclearError`), or 73, when the job has finished and its last upload could not be stored.
+        The exit status; docs/launcher.md has the table.
 
     Raises:
         ConfigError: there is no such script.
+        RunAliveError: another launch of this run is at work on this host.
     """
     options = _parser().parse_args(argv)
     program = _program(options)
     _show_messages()
     lifecycle.raise_descriptor_limit()
     _heed_signals(options.signals_to_handle.split(","))
+    for warning in unknown_variables(os.environ):
+        logger.warning("%s", warning)
+    is_nameless = is_passing(program) and not (options.run_id or os.environ.get("GEMINI_RUN_ID"))
     run_id = _prepare(options, program)
+    if torchrun.parse_min_max_nnodes(options.nnodes)[1] == 1:
+        _refuse_second(run_id)
     try:
         with ExitStack() as stack:
-            stack.enter_context(better_rendezvous(torchrun.parse_min_max_nnodes(options.nnodes)[1]))
+            notes = stack.enter_context(notes_of_workers())
+            stack.enter_context(better_rendezvous(torchrun.parse_min_max_nnodes(options.nnodes)[1], partial(notes.have, FIXED)))
             stack.enter_context(whole_rounds())
-            stack.enter_context(final_endings())
+            stack.enter_context(own_log_dir(options))
+            endings = stack.enter_context(final_endings(notes, run_id))
             copy = stack.enter_context(copied_from_pipe(program)) if not (options.module or options.no_python) else None
             stack.enter_context(_workers(options, program, copy))
             watchman = Watchman(run_id, host_id(), load_config().agent_timeout)
@@ -73,14 +89,19 @@ def command(argv: Sequence[str]) -> int:
             record(torchrun.run)(options)
     except ChildFailedError as error:
         logger.error("%s", error)
-        return StorageUnclearError.exit_status if ended_for_good(error.failures.values()) else 1
+        if is_nameless:
+            lifecycle.leave(run_id)  # nobody can come back for it
+        return endings.status or 1
     except SignalException as error:
         logger.error("stopped by %s", error.sigval.name)
         if error.sigval == signal.SIGINT:  # the user's wish; after any other signal the same command may come again
-            lifecycle.job_interrupted(run_id)
-        return 1
+            lifecycle.leave(run_id)
+        return 128 + error.sigval
     except RendezvousClosedError:
-        logger.error("the rendezvous is closed: another host has ended the job; its output says why")
+        logger.warning("the rendezvous is closed: the job has ended without this host; the output of the others says how")
+        return ENDED_ELSEWHERE
+    except RendezvousConnectionError as error:
+        logger.error("the rendezvous cannot be reached: %s", error)
         return 1
     except AttributeError as error:
         # Torch 2.13 does not expect that a host which waited as a spare until the job was over has no result.
@@ -92,6 +113,26 @@ def command(argv: Sequence[str]) -> int:
         logger.error("the job has finished, but its last upload failed for good, and the agents' memory is gone: %s", unstored)
         return NOT_STORED
     return 0
+
+
+def _refuse_second(run_id: str) -> None:
+    """Raises RunAliveError if the run is at work on this host, before anything is started.
+
+    Where a job has several hosts, the rendezvous tells whose launcher this is, and workers find out.
+    """
+    end = time.monotonic() + PARTING_SECONDS
+    while launches := _at_work(run_id):
+        if time.monotonic() > end:
+            raise RunAliveError(is_alive(run_id, host_id(), launches[0]))
+        time.sleep(0.1)
+
+
+def _at_work(run_id: str) -> list[Launch]:
+    try:
+        document = lifecycle.status(run_id)
+    except (AgentError, OSError):  # workers will look after an agent that hangs
+        return []
+    return [Launch(**launch, environ={}) for launch in json.loads(document)["launches"]] if document is not None else []
 
 
 def _heed_signals(names: Sequence[str]) -> None:
@@ -171,6 +212,7 @@ def _prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
     """Sets what launcher and workers read from the environment, and defaults that restart reliably; returns the run id."""
     run_id: str = options.run_id or os.environ.get("GEMINI_RUN_ID") or default_run_id(program)
     os.environ["GEMINI_RUN_ID"] = run_id
+    os.environ[LAUNCH] = uuid.uuid4().hex
     if options.explain:
         os.environ["GEMINI_EXPLAIN"] = "1"
     os.environ["GEMINI_LAUNCHER_PID"] = str(os.getpid())

@@ -9,8 +9,10 @@ anew as soon as one is missing there.
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +20,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+from gemini_ft.launch.launched import LAUNCH
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +33,28 @@ class _BrokenRoundError(Exception):
     """A host was lost after the round was complete and before all had met in it."""
 
 
+class _Launch:
+    """The name of the launch: of those that the first hosts have come with, one; hosts that come later take it over."""
+
+    def __init__(self) -> None:
+        self._name, self._agreed = os.environ.get(LAUNCH) or uuid.uuid4().hex, False
+
+    @property
+    def word(self) -> str:
+        """Said to the other hosts."""
+        return f"{'agreed' if self._agreed else 'own'} {self._name}"
+
+    def agree(self, words: Sequence[str]) -> None:
+        """``words``: of all hosts in the round, by their places."""
+        self._name = min(words, key=lambda word: not word.startswith("agreed")).partition(" ")[2]
+        self._agreed = True
+        os.environ[LAUNCH] = self._name
+
+
 @contextmanager
 def whole_rounds() -> Iterator[None]:
-    """Inside, torch's rendezvous returns from whole rounds only."""
+    """Inside, torch's rendezvous returns from whole rounds only, and all hosts of a job have one name for its launch."""
+    this = _Launch()
     handler = DynamicRendezvousHandler
     rendezvous, world, store, assign = handler.next_rendezvous, handler._get_world, handler._get_store, SimpleElasticAgent._rendezvous
 
@@ -56,7 +79,7 @@ def whole_rounds() -> Iterator[None]:
             except dist.DistStoreError as error:  # a host was lost right after all had met: its word is missing in the store
                 logger.warning("the hosts begin a new rendezvous round: %s", str(error).splitlines()[0])
 
-    handler._get_store = lambda self: _met(self, store(self))  # type: ignore[method-assign]
+    handler._get_store = lambda self: _met(self, store(self), this)  # type: ignore[method-assign]
     SimpleElasticAgent._rendezvous = assigned  # type: ignore[method-assign]
     try:
         yield
@@ -76,11 +99,11 @@ def _places(handler: Any) -> tuple[int, dict[Any, int]]:
     return state.round, places
 
 
-def _met(handler: Any, store: Any, clock: Callable[[], float] = time.monotonic) -> Any:
-    """The round's store, once every host of the round has announced itself there."""
+def _met(handler: Any, store: Any, this: _Launch, clock: Callable[[], float] = time.monotonic) -> Any:
+    """The round's store, once every host of the round has announced itself there, and its launch."""
     begun = _places(handler)
     number, size = begun[1][handler._this_node], len(begun[1])
-    store.set(f"{_HERE}/{size}/{number}", "")
+    store.set(f"{_HERE}/{size}/{number}", this.word)
     until = clock() + handler._settings.timeout.join.total_seconds()
     while not store.check([f"{_HERE}/{size}/{other}" for other in range(size)]):
         with handler._heartbeat_lock:
@@ -91,4 +114,5 @@ def _met(handler: Any, store: Any, clock: Callable[[], float] = time.monotonic) 
         if clock() > until:
             raise RendezvousTimeoutError("some hosts have taken a place in the round and never came to it; see their launchers' output")
         time.sleep(_POLL)
+    this.agree([store.get(f"{_HERE}/{size}/{other}").decode() for other in range(size)])
     return store

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +31,6 @@ def copied_from_pipe(program: Sequence[str]) -> Iterator[Path | None]:
             text = pipe.read()
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"the script {script!r} cannot be read ({error}); give the path of a file") from error
-    with tempfile.TemporaryDirectory(prefix="gemini-script-") as folder:
-        copy = Path(folder, "script.py")
-        copy.write_bytes(text)
-        yield copy
+    with open(os.memfd_create("gemini-script", os.MFD_CLOEXEC), "wb", buffering=0) as copy:  # which is gone with this process
+        copy.write(text)
+        yield Path(f"/proc/{os.getpid()}/fd/{copy.fileno()}")

@@ -5,30 +5,62 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+VARIABLES = "GEMINI_RUN_ID_VARIABLES"  # names of variables whose values tell jobs apart
+_OF_ARRAYS = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "LSB_JOBINDEX", "SGE_TASK_ID")  # a task of a job array is a job
 
 
 def default_run_id(command: Sequence[str] | None = None) -> str:
-    """Sixteen hex digits out of user, working directory and command; the same on every host and in every rank.
+    """Sixteen hex digits out of user, working directory, command and some variables; the same on every host and in every rank.
 
     ``gemini run`` computes it from its arguments and a worker under plain torchrun from its own: the results agree.
-    Host, rank and torchrun's options do not enter. Two jobs of one user that run the same command in the same
-    directory at the same time need ``--run-id`` or ``GEMINI_RUN_ID``.
+    Host, rank and torchrun's options do not enter; the task of a job array does, and so do the variables that GEMINI_RUN_ID_VARIABLES
+    names. Two jobs of one user that run the same command in the same directory at the same time need one of these,
+    ``--run-id`` or ``GEMINI_RUN_ID``.
 
     Args:
         command: the script (or ``-m`` and the module's name) and its arguments; default: those of this process, so
             call it before the script changes its directory or ``sys.argv``.
     """
-    what, *arguments = _own_command() if command is None else command
-    if what != "-m":
-        what = os.path.realpath(what)
-    identity = json.dumps([os.getuid(), os.path.realpath(os.getcwd()), what, *arguments])
-    return hashlib.sha256(identity.encode()).hexdigest()[:16]
+    what, *arguments = own_command() if command is None else command
+    named = [name.strip() for name in os.environ.get(VARIABLES, "").split(",") if name.strip()]
+    identity: list[object] = [os.getuid(), os.path.realpath(os.getcwd()), os.path.realpath(what) if what != "-m" else what, *arguments]
+    if values := {name: os.environ.get(name) for name in sorted({*named, *_OF_ARRAYS}) if name in named or name in os.environ}:
+        identity.append(values)
+    if is_passing(command):
+        identity.append(_this_process())
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 
-def _own_command() -> list[str]:
+def is_passing(command: Sequence[str] | None = None) -> bool:
+    """Whether the command does not say what is run (a pipe, ``-c``, a notebook), so that its default id is good for one process only.
+
+    Args:
+        command: as of `default_run_id`.
+    """
+    if command is None and (hasattr(sys, "ps1") or "ipykernel" in sys.modules):
+        return True
+    what = (own_command() if command is None else command)[0]
+    if what in ("", "-", "-c"):
+        return True
+    try:
+        return what != "-m" and not (stat.S_ISREG(mode := os.stat(what).st_mode) or stat.S_ISDIR(mode))
+    except OSError:
+        return False  # it will fail by itself
+
+
+def own_command() -> list[str]:
+    """The script (or ``-m`` and the module's name) and arguments of this process."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None:  # python script.py
-        return sys.argv
+        return list(sys.argv)
     return ["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]  # python -m module: argv[0] is the file found for it
+
+
+def _this_process() -> str:
+    """No other process of this machine has these two numbers."""
+    return f"{os.getpid()} {Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19]}"

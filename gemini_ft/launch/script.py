@@ -27,6 +27,7 @@ from functools import partial
 
 import gemini_ft
 from gemini_ft.launch import deepspeed_hook as wrapping
+from gemini_ft.launch import notes
 
 _STARTERS = (
     __file__,
@@ -146,7 +147,15 @@ def _record(error: BaseException) -> None:
     if not path or not isinstance(error, Exception):
         return
     message = _shortened("".join(traceback.format_exception_only(error)).rstrip("\n"))
-    extra = {"py_callstack": _shortened("".join(traceback.format_exception(error))), "timestamp": str(int(time.time()))}
+    *_, innermost = [("?", 0), *((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))]
+    extra = {
+        "py_callstack": _shortened("".join(traceback.format_exception(error))),
+        "timestamp": str(int(time.time())),
+        # What follows is for `gemini_ft.launch.endings`.
+        "kinds": [kind.__name__ for kind in type(error).__mro__],
+        "place": "{}:{}".format(*innermost),
+        "step": notes.step,
+    }
     with contextlib.suppress(OSError), open(f"{path}.part", "w") as file:  # a full disk must not hide the exception
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
         file.close()

@@ -7,7 +7,7 @@ end. Here others step forward only when the hosts that are left have had time to
 that is left over steps back.
 
 A job stays as large as its state. With ``--nnodes 1:4`` torch restarts a healthy job for every host that comes. State that only the
-same number of ranks can load would be lost by that, so a worker with such state says so (`gemini_ft.launch.fixed_size`), the hosts write
+same number of ranks can load would be lost by that, so a worker with such state says so (`gemini_ft.launch.notes`), the hosts write
 it into the rendezvous, and further hosts wait as spares.
 
 Hosts look more often. Torch's look once a second for what the others have done, several times in a row, and take what
@@ -21,27 +21,18 @@ writes has not changed for as long by the reader's monotonic clock.
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _Action
-
-from gemini_ft.errors import StorageUnclearError
-from gemini_ft.launch.fixed_size import FIXED
 
 logger = logging.getLogger(__name__)
 
@@ -166,8 +157,8 @@ def pause(hosts: int) -> float:
 
 
 @contextmanager
-def better_rendezvous(hosts: int) -> Iterator[None]:
-    """Inside, torch's launcher joins a job of ``hosts`` hosts in the way described above.
+def better_rendezvous(hosts: int, is_fixed: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Inside, torch's launcher joins a job of ``hosts`` hosts in the way described above; ``is_fixed`` as in `Host`.
 
     Torch has no settings for that, so its classes and its functions are replaced.
     """
@@ -179,46 +170,19 @@ def better_rendezvous(hosts: int) -> Iterator[None]:
         logger.warning("spares may displace hosts of the job, as this version of torch brings hosts together in an unknown way")
         yield
         return
-    with TemporaryDirectory(prefix="gemini-run-") as folder:
-        fixed = Path(folder, "fixed")
-        this, interval = Host(pause(hosts) + _GRACE, is_fixed=fixed.exists), pause(hosts)
-        changed = {
-            _JOIN: lambda: PatientJoin(join(), this),
-            _DELAY: lambda seconds: delay(interval if seconds == 1 else seconds),
-            _STATE: partial(_by_own_clock(state), cache_duration=interval / 2),
-            _DUE: _due,
-        }
-        for name, value in changed.items():
-            setattr(torch_rendezvous, name, value)
-        handler.num_nodes_waiting = lambda self: _waiting(waiting, this, self)  # type: ignore[method-assign]
-        os.environ[FIXED] = str(fixed)
-        try:
-            yield
-        finally:
-            os.environ.pop(FIXED, None)
-            handler.num_nodes_waiting = waiting  # type: ignore[method-assign]
-            for name, value in originals.items():
-                setattr(torch_rendezvous, name, value)
-
-
-def ended_for_good(failures: Iterable[ProcessFailure]) -> bool:
-    """Whether a worker has ended in a way that another attempt would only repeat."""
-    return any(failure.exitcode == StorageUnclearError.exit_status for failure in failures)
-
-
-@contextmanager
-def final_endings() -> Iterator[None]:
-    """Inside, torch's launcher restarts no workers that have ended for good: they have waited themselves for as long as they may."""
-    original = LocalElasticAgent._monitor_workers
-
-    def monitor(agent: LocalElasticAgent, group: WorkerGroup) -> RunResult:
-        result: RunResult = original(agent, group)
-        if result.is_failed() and ended_for_good(result.failures.values()):
-            agent._remaining_restarts = 0
-        return result
-
-    LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]
+    this, interval = Host(pause(hosts) + _GRACE, is_fixed=is_fixed), pause(hosts)
+    changed = {
+        _JOIN: lambda: PatientJoin(join(), this),
+        _DELAY: lambda seconds: delay(interval if seconds == 1 else seconds),
+        _STATE: partial(_by_own_clock(state), cache_duration=interval / 2),
+        _DUE: _due,
+    }
+    for name, value in changed.items():
+        setattr(torch_rendezvous, name, value)
+    handler.num_nodes_waiting = lambda self: _waiting(waiting, this, self)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        LocalElasticAgent._monitor_workers = original  # type: ignore[method-assign]
+        handler.num_nodes_waiting = waiting  # type: ignore[method-assign]
+        for name, value in originals.items():
+            setattr(torch_rendezvous, name, value)

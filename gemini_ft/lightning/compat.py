@@ -1,7 +1,7 @@
 """Every private part of Lightning and torchmetrics that is relied on, in one place.
 
-Written for Lightning 2.5 and 2.6; :func:`check_lightning` refuses other versions, and says by name what is missing if a
-release of these moves something. The loops are internal to Lightning, and without them no step can be resumed exactly.
+Written for Lightning 2.6; :func:`check_lightning` refuses other versions, and says by name what is missing if a
+release of 2.6 moves something. The loops are internal to Lightning, and without them no step can be resumed exactly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gemini_ft.lightning.loader import bookmark_of, is_position
 from gemini_ft.state.hyperparameters import Given, of_mapping, of_scheduler
 from gemini_ft.state.modes import Modes, not_users
 
-_SUPPORTED = ("2.5.", "2.6.")
+_SUPPORTED = ("2.6.",)
 _FINDERS = {"BatchSizeFinder", "LearningRateFinder"}
 
 
@@ -34,7 +34,7 @@ def check_lightning(package: str) -> None:
     """
     version = str(importlib.import_module(package).__version__)
     if not version.startswith(_SUPPORTED):
-        raise ConfigError(f"{package} {version} is not supported; install {package.partition('.')[0]}>=2.5,<2.7")
+        raise ConfigError(f"{package} {version} is not supported; install {package.partition('.')[0]}>=2.6,<2.7")
     missing = [name for name in _needed(package) if not _exists(f"{package}.{name}")]
     if missing:
         raise ConfigError(f"{package} {version} lacks {', '.join(missing)}; install {package.partition('.')[0]}==2.6.6")

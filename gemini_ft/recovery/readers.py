@@ -61,7 +61,7 @@ class Plan:
         kind: where from.
         version: which state; None: nothing.
         sources: owner -> hosts with a complete copy (from storage: once it has been laid down there).
-        age: seconds since the copy was made.
+        age: seconds since the copy was made (from storage: once it has been laid down).
         lost: steps that copies existed of, but not of all shards (kind: storage).
         incomplete: iteration -> owners without any copy.
         world_size: ranks of the job that made it, which is the number of its owners.

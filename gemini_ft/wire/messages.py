@@ -18,7 +18,7 @@ from gemini_ft.core.traffic import Profile
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE = 64 * 2**20  # bytes; layouts of very large models are the longest messages
 
 
@@ -63,6 +63,23 @@ class HostInfo(_Message):
     memory_limit: int
     memory_used: int
     domain: str = ""
+
+
+class Launch(_Message):
+    """One start of a job by its user, with all the restarts that follow; as one host knows it. It never leaves the host."""
+
+    id: str  # the same on all hosts
+    pid: int  # of the launcher, or of the process itself
+    ticks: int  # when that began, in the kernel's clock ticks: no later process of its number is taken for it
+    started: float  # the same by the system's clock, in seconds
+    command: list[str]
+    folder: str
+    script: str  # digest; empty: unknown
+    environ: dict[str, str]  # what may be told of the variables that a script may read
+
+    def is_same(self, other: Launch) -> bool:
+        """Whether both are one launch. Where rank 0 moves, the name may be another, and the launcher here is not."""
+        return self.id == other.id or (self.pid, self.ticks) == (other.pid, other.ticks)
 
 
 class SessionSpec(_Message):
@@ -112,6 +129,7 @@ class Hello(_Call):
     encrypt: bool = False  # payloads between hosts are encrypted, and not only sealed
     agent_timeout: float = 10.0  # as in GeminiConfig
     start_timeout: float = 1800.0
+    launch: Launch | None = None  # None: one that takes over whoever is at work
 
 
 class GetInventory(_Call):
@@ -340,6 +358,7 @@ class Welcome(_Answer):
     resumed: Version | None  # what the last session resumed, if nothing has been committed since
     attempts: int  # sessions in a row that resumed it
     finished: bool  # this stream's work was already finished in this run
+    launch: Launch | None = None  # that opened this stream last
     incarnation: Incarnation | None = None  # the last one of this stream here
     lineage: list[Version] = []  # of that one, see SessionSpec
     overtaken: list[Incarnation] = []

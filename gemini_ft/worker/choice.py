@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
 
 from gemini_ft.agent.client import AgentClient
@@ -42,6 +43,7 @@ class Introduction:
     config: str
     orders: Orders
     stored: Version | None = None  # the host's note of the newest stored version
+    launch: str = ""  # that opened the stream on this host last; empty: unknown
 
 
 @dataclass(frozen=True)
@@ -317,7 +319,10 @@ class Chooser:
             if all(done):
                 hosts, world_size = [about.welcome.info.host for about in self._everyone], len(self._everyone)
                 sources = {owner: (hosts[owner % world_size],) for owner in range(plan.world_size)}
-                return replace(plan, sources=sources, roots={o: record.root for o, record in manifest.shards.items() if record.root})
+                age = (datetime.now(UTC) - manifest.created).total_seconds()
+                return replace(
+                    plan, sources=sources, age=age, roots={o: record.root for o, record in manifest.shards.items() if record.root}
+                )
             self._warn("%s in storage is damaged or gone; trying an older one", manifest.folder)
             self._damaged.add(manifest.folder)
             return None

@@ -474,7 +474,8 @@ class Recorder:
         if now - self._warned.get(reason, -_SILENCE) >= _SILENCE:
             self._warned = {other: at for other, at in self._warned.items() if now - at < _SILENCE} | {reason: now}
             committed = "none yet" if self._stats.committed is None else f"that of iteration {self._stats.committed}"
-            _log.warning("iteration %d has no snapshot: %s (newest that is committed: %s)", iteration, reason, committed)
+            text = "iteration %d has no snapshot: %s. Training goes on unharmed, and a later one is tried (newest that is committed: %s)"
+            _log.warning(text, iteration, reason, committed)
 
     def _reconnect(self) -> None:
         """The agent died: start another and hand it the slots that we hold too. On the snapshot thread, or instead of it."""

@@ -12,19 +12,23 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 
 import torch.distributed as dist
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
-from gemini_ft.config import GeminiConfig
+from gemini_ft.agent.launches import PARTING_SECONDS
+from gemini_ft.config import GeminiConfig, unknown_variables
 from gemini_ft.core import placement
 from gemini_ft.core.versions import Incarnation, Version
-from gemini_ft.errors import ConfigError, StorageError
+from gemini_ft.core.words import in_words
+from gemini_ft.errors import ConfigError, RunAliveError, StorageError
 from gemini_ft.faults.inject import Orders
 from gemini_ft.hosts import host_id
-from gemini_ft.launch.run_id import default_run_id
+from gemini_ft.launch.launched import changes, launch_id, this_launch
+from gemini_ft.launch.run_id import default_run_id, is_passing
 from gemini_ft.recovery.readers import Plan, Sources, describe
 from gemini_ft.storage.base import Storage, find_sign
 from gemini_ft.storage.decisions import Sighting
@@ -38,6 +42,7 @@ from gemini_ft.wire.messages import (
     Hello,
     HostInfo,
     Inventory,
+    Launch,
     Message,
     Opened,
     OpenSession,
@@ -114,16 +119,17 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[Message], None],
         GeminiError: some rank could not; all ranks raise the same text.
     """
     rank, _ = rank_and_world()
-    run = exchange(config.run_id or default_run_id(), config.timeout)[0]
+    run, launch = exchange((config.run_id or default_run_id(), launch_id()), config.timeout)[0]
     given: list[bytes] = []
     exchange_or_raise(lambda: given.append(read_secret(config)), config.timeout)  # only that it can be read is for all
     secret = given[0]
-    hello = _hello(config, run, stream, rank, secret)
+    now = this_launch(launch)
+    hello = _hello(config, run, stream, rank, secret, now)
     clients: list[AgentClient] = []
 
     def introduce() -> Introduction:
-        clients.append(AgentClient(run, host_id(), hello, on_event, config.timeout))
-        return _introduction(config, clients[0], run, stream, fingerprint(secret))
+        clients.append(_connect(run, hello, on_event, config.timeout))
+        return _introduction(config, clients[0], run, stream, fingerprint(secret), now)
 
     try:
         everyone = exchange_or_raise(introduce, config.timeout + 10)
@@ -133,11 +139,26 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[Message], None],
             client.close()  # the agent must not wait for us to choose
         raise
     if rank == 0:
+        for warning in unknown_variables(os.environ) if "GEMINI_LAUNCHER_PID" not in os.environ else ():  # the launcher has said it
+            _log.warning("%s", warning)
         _announce(session, bool(everyone[0].configured_secret))
+        _announce_resumption(session, {about.launch for about in everyone} - {""})
     return session
 
 
-def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: str, configured_secret: str) -> Introduction:
+def _connect(run: str, hello: Hello, on_event: Callable[[Message], None], timeout: float) -> AgentClient:
+    """This rank's connection to its agent; processes that have just been killed are given time to end."""
+    end = time.monotonic() + PARTING_SECONDS
+    while True:
+        try:
+            return AgentClient(run, host_id(), hello, on_event, timeout)
+        except RunAliveError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.1)
+
+
+def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: str, configured_secret: str, now: Launch) -> Introduction:
     lifecycle.set_oom_score(500)
     lifecycle.write_stacks_on_request(run, client.welcome.info.host)
     if lifecycle.shares_fate(client.welcome.pid):
@@ -147,11 +168,13 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: s
             client.welcome.info.host,
         )
     inventory = client.call(GetInventory(), Inventory)[0]
+    before = client.welcome.launch
+    launch = "" if before is None else now.id if before.is_same(now) else before.id
     shared = config.model_dump_json(exclude={"domain", "secret_file", "memory_limit", "interface"})
-    welcome = client.welcome.model_copy(update={"secret": b""})  # exchanges between ranks travel openly
+    welcome = client.welcome.model_copy(update={"secret": b"", "launch": None})  # exchanges between ranks travel openly
     mark = recall_on_host(config.storage.url, run, stream) if config.storage is not None else None
     stored = mark.version if mark is not None else None
-    return Introduction(run, welcome, inventory, configured_secret, shared, Orders.read(run), stored)
+    return Introduction(run, welcome, inventory, configured_secret, shared, Orders.read(run), stored, launch)
 
 
 def _agree(config: GeminiConfig, client: AgentClient, hello: Hello, everyone: list[Introduction], rank: int, resizable: bool) -> Session:
@@ -173,7 +196,7 @@ def _agree(config: GeminiConfig, client: AgentClient, hello: Hello, everyone: li
     return Session(rank, len(everyone), run, host, config, client, hello, secret, spec, choice.plan, infos, orders)
 
 
-def _hello(config: GeminiConfig, run: str, stream: str, rank: int, secret: bytes) -> Hello:
+def _hello(config: GeminiConfig, run: str, stream: str, rank: int, secret: bytes, launch: Launch) -> Hello:
     return Hello(
         run=run,
         stream=stream,
@@ -183,10 +206,11 @@ def _hello(config: GeminiConfig, run: str, stream: str, rank: int, secret: bytes
         ports=config.port_range,
         memory_limit=config.memory_limit,
         domain=config.domain or "",
-        linger=config.linger,
+        linger=0.0 if config.run_id is None and is_passing() else config.linger,  # nobody can come back for it
         encrypt=config.encrypt,
         agent_timeout=config.agent_timeout,
         start_timeout=config.start_timeout,
+        launch=launch,
     )
 
 
@@ -366,3 +390,31 @@ def _announce(session: Session, configured_secret: bool) -> None:
         for hosts in machines.values():
             if len(hosts) > 1:
                 _log.warning("hosts %s share one machine: its loss takes all their copies with it", ", ".join(sorted(hosts)))
+
+
+def _announce_resumption(session: Session, launches: Collection[str]) -> None:
+    """Says, on rank 0, that what is resumed is not of this launch: the user may have meant another job.
+
+    Args:
+        session: the new one.
+        launches: those that the hosts have served last, where that is known.
+    """
+    plan, now, before = session.plan, session.hello.launch, session.client.welcome.launch
+    assert now is not None
+    if plan.version is None or now.id in launches or (not launches and plan.kind == "memory"):
+        return  # in memory without a launch: the agent has been restarted
+    begun, different = "", "what the script, its arguments and its environment were is not known"
+    if before is not None:
+        begun = f", begun {datetime.fromtimestamp(before.started).astimezone():%Y-%m-%d %H:%M:%S} by process {before.pid}"
+        different = "; ".join(changes(before, now)) or "nothing in the command, the script and the environment"
+    _log.warning(
+        "what another launch has left is resumed: iteration %d, from %s, %s old%s. Different since: %s. The state is as it was then, "
+        "hyperparameters of optimizers and schedulers included. To start from the beginning: GEMINI_RESUME=never. To forget what memory "
+        "holds: `gemini leave --run-id %s`. A job of its own needs another id: GEMINI_RUN_ID=NAME",
+        plan.version.iteration,
+        plan.kind,
+        in_words(plan.age),
+        begun,
+        different,
+        session.run,
+    )

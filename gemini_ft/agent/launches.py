@@ -1,0 +1,55 @@
+"""The launches of a run that this host's agent has heard of, and which of them are alive."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from datetime import datetime
+from pathlib import Path
+
+from gemini_ft.errors import RunAliveError
+from gemini_ft.wire.messages import Launch
+
+PARTING_SECONDS = 3.0  # for processes that have been killed to end; until then they count as alive
+
+
+def began(pid: int) -> int | None:
+    """When a process began, in the kernel's clock ticks since boot; None: there is none, or it is dead and only waits to be collected."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+class Launches:
+    """The launches of one run that workers of this host have named."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], Launch] = {}  # process id and beginning of who started the workers -> launch
+
+    def note(self, launch: Launch) -> None:
+        """A worker of this launch has come."""
+        self._known = {place: known for place, known in self._known.items() if began(place[0]) == place[1]}
+        self._known[launch.pid, launch.ticks] = launch
+
+    def alive(self, workers: Collection[tuple[int, Launch]] = ()) -> list[Launch]:
+        """Launches of which a launcher, or one of ``workers`` (process id, launch), is alive."""
+        living = [known for (pid, ticks), known in self._known.items() if began(pid) == ticks]
+        return [*living, *(launch for pid, launch in workers if began(pid) is not None)]
+
+    def refuse_second(self, run: str, host: str, newcomer: Launch, workers: Collection[tuple[int, Launch]]) -> None:
+        """Raises RunAliveError if a launch other than the newcomer's is alive."""
+        for launch in self.alive(workers):
+            if not launch.is_same(newcomer):
+                raise RunAliveError(is_alive(run, host, launch))
+
+
+def is_alive(run: str, host: str, launch: Launch) -> str:
+    """The words in which a second launch is refused."""
+    since = datetime.fromtimestamp(launch.started).astimezone()
+    return (
+        f"run {run} is alive on host {host}: process {launch.pid} has run it since {since:%Y-%m-%d %H:%M:%S} "
+        f"({' '.join(launch.command)}, in {launch.folder}). It is neither joined nor taken over. To run another job beside it, give that "
+        "an id of its own: `gemini run --run-id NAME`, or GEMINI_RUN_ID=NAME, or GEMINI_RUN_ID_VARIABLES=LR,SEED with the variables that "
+        f"tell the jobs apart. To start this one anew, end that process first: kill {launch.pid}"
+    )

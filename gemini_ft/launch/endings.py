@@ -1,0 +1,126 @@
+"""Failures that are final: what another attempt would only repeat ends the job, with a status of its own.
+
+A worker may say so itself, by its exit status. And where the same exception comes at the same place of the same step as in the attempt
+before, it will come again: training is repeated bit for bit. What hosts, networks and stores do to a worker is never taken for that.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from gemini_ft.agent import lifecycle
+from gemini_ft.core.words import in_words
+from gemini_ft.errors import GeminiError, RunAliveError, StorageUnclearError
+from gemini_ft.launch.notes import PROTECTED, Notes
+
+_log = logging.getLogger(__name__)
+
+ENDED_ELSEWHERE = 69  # EX_UNAVAILABLE
+REPEATED = 70  # EX_SOFTWARE
+NOT_STORED = 73  # EX_CANTCREAT
+_BY_WORKERS = {StorageUnclearError.exit_status, RunAliveError.exit_status}
+# Bases of exceptions that come from outside of the script, and go away as they have come.
+_PASSING = {"OSError", "DistError", "AgentError", "PeerError", "StorageError", "CorruptDataError", "BotoCoreError", "ClientError"}
+_PASSING |= {"AcceleratorError", "KeyboardInterrupt", "SystemExit"}
+_LASTING = {"FileNotFoundError", "NotADirectoryError", "IsADirectoryError", "PermissionError"}  # of the OSErrors
+_OF_PEERS = re.compile(r"nccl|gloo|connection|timed? ?out|socket|broken pipe|cuda error|another rank", re.IGNORECASE)
+_UNPROTECTED_SECONDS = 120.0
+
+
+class Endings:
+    """The failures of one job's workers on this host.
+
+    Attributes:
+        status: with which the job ends for good; 0: not yet.
+    """
+
+    def __init__(self, notes: Notes, run: str) -> None:
+        self.status = 0
+        self._notes, self._run = notes, run
+        self._before: set[tuple[str, str, str, str]] = set()
+        self._since = time.monotonic()
+        self._has_warned = False
+
+    def judge(self, failures: Iterable[ProcessFailure]) -> bool:
+        """Workers have failed; whether that is final."""
+        failed = list(failures)
+        self.status = next((failure.exitcode for failure in failed if failure.exitcode in _BY_WORKERS), 0)
+        found = {place for failure in failed if (place := _place(failure.error_file_data)) is not None}
+        repeated, self._before = found & self._before, found
+        if not self.status and repeated:
+            self.status = REPEATED
+            kind, _, where, step = min(repeated)
+            when = f"after step {step}" if step else "before the first step"
+            _log.error(
+                "the same %s for the second time, %s, at %s: another restart would only repeat it. %s", kind, when, where, self._kept()
+            )
+        self.look(has_failed=True)
+        return bool(self.status)
+
+    def look(self, has_failed: bool = False) -> None:
+        """Says once that nothing is protected, when that has cost something or workers have had time to join a run."""
+        if not self._has_warned and (has_failed or time.monotonic() - self._since > _UNPROTECTED_SECONDS):
+            self._has_warned = True
+            if not self._notes.have(PROTECTED):
+                _log.warning(
+                    "nothing in this job is protected%s: no worker has joined a run, so a restart begins at the beginning. It needs a "
+                    'gemini_ft.Checkpointer, strategy="gemini", or one of the other integrations of the README',
+                    "" if has_failed else f" after {_UNPROTECTED_SECONDS:g} s",
+                )
+
+    def _kept(self) -> str:
+        """Tells what the job leaves behind."""
+        try:
+            document = json.loads(lifecycle.status(self._run) or "{}")
+        except (GeminiError, OSError, ValueError):
+            document = {}
+        committed = {name: stream["committed"] for name, stream in document.get("streams", {}).items() if stream["committed"]}
+        if not committed:
+            return "Nothing was recorded."
+        steps = ", ".join(f"step {step} of {name}" if len(committed) > 1 else f"step {step}" for name, step in committed.items())
+        return (
+            f"Memory keeps {steps} for {in_words(document['linger'])}: the same command goes on from there, and "
+            f"`gemini leave --run-id {self._run}` forgets it"
+        )
+
+
+def _place(data: Any) -> tuple[str, str, str, str] | None:
+    """Exception, its text without numbers, where it was raised, and after which step; None if it may go away."""
+    message = data.get("message") if isinstance(data, dict) else None
+    about = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+    kinds, text = about.get("kinds"), str(message.get("message", "")) if isinstance(message, dict) else ""
+    if not kinds:
+        return None
+    if (_PASSING & {*kinds} and not _LASTING & {*kinds}) or _OF_PEERS.search(text):
+        return None
+    return kinds[0], re.sub(r"0x[0-9a-f]+|\d+", "#", text), about["place"], "" if about["step"] is None else str(about["step"])
+
+
+@contextmanager
+def final_endings(notes: Notes, run: str) -> Iterator[Endings]:
+    """Inside, torch's launcher restarts no workers whose failure is final."""
+    original, endings = LocalElasticAgent._monitor_workers, Endings(notes, run)
+
+    def monitor(agent: LocalElasticAgent, group: WorkerGroup) -> RunResult:
+        result: RunResult = original(agent, group)
+        if result.is_failed() and endings.judge(result.failures.values()):
+            agent._remaining_restarts = 0
+        elif result.state == WorkerState.HEALTHY:
+            endings.look()
+        return result
+
+    LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]
+    try:
+        yield endings
+    finally:
+        LocalElasticAgent._monitor_workers = original  # type: ignore[method-assign]

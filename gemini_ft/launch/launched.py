@@ -1,0 +1,102 @@
+"""One launch of a job by its user: how it is told from other launches of the same run, and what has changed since another one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from gemini_ft.agent.launches import began
+from gemini_ft.launch.run_id import own_command
+from gemini_ft.wire.messages import Launch
+
+LAUNCH = "GEMINI_LAUNCH"  # in the environment of workers of `gemini run`: the name of the launch, the same on all hosts
+_SHOWN = 60  # characters of a variable's value; of a longer one the digest is kept
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE", re.IGNORECASE)  # values that no log must show
+# Variables that say where and by whom a process was started, and nothing of what it does.
+_OF_THE_START = re.compile(
+    "_|PATH|LANG|LC_.*|PWD|OLDPWD|SHLVL|SHELL|HOME|USER|LOGNAME|MAIL|TERM.*|COLORTERM|COLUMNS|LINES|LS_COLORS|PS[1-4]|DISPLAY|HOSTNAME|TMPDIR|TMUX.*|STY"
+    "|WINDOW.*|EDITOR|PAGER|LESS.*|SSH_.*|XDG_.*|DBUS_.*|VSCODE_.*|INVOCATION_ID|JOURNAL_STREAM|SYSTEMD_.*|KUBERNETES_.*|SLURM_.*|PBS_.*"
+    "|LSB_.*|RANK|LOCAL_RANK|GROUP_.*|ROLE_.*|LOCAL_WORLD_SIZE|WORLD_SIZE|MASTER_.*|TORCHELASTIC_.*|TORCH_NCCL_.*|PET_.*|CUDA_VISIBLE_DEVICES"
+    "|GEMINI_.*|PYTEST_.*"
+)
+
+
+def launch_id() -> str:
+    """Name of the launch that this process belongs to; what rank 0 says counts for all ranks.
+
+    Under ``gemini run`` it is the launcher's, under torchrun it is made of torchrun's process, and elsewhere of this one.
+    """
+    pid = _starter()
+    return os.environ.get(LAUNCH) or f"{socket.gethostname()}-{pid}-{began(pid)}"
+
+
+def this_launch(name: str) -> Launch:
+    """This process's knowledge of the launch ``name``."""
+    pid = _starter()
+    ticks = began(pid) or 0
+    return Launch(
+        id=name,
+        pid=pid,
+        ticks=ticks,
+        started=_boot_time() + ticks / os.sysconf("SC_CLK_TCK"),
+        command=own_command(),
+        folder=os.getcwd(),
+        script=_digest_of_script(),
+        environ=_relevant(_environment_at_start()),
+    )
+
+
+def _starter() -> int:
+    """Process id of what restarts this process: its launcher, or itself."""
+    if "GEMINI_LAUNCHER_PID" in os.environ:
+        return int(os.environ["GEMINI_LAUNCHER_PID"])
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+
+
+def _boot_time() -> float:
+    return float(next(line.split()[1] for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")))
+
+
+def _digest_of_script() -> str:
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+    except OSError:
+        return ""
+
+
+def _environment_at_start() -> dict[str, str]:
+    """As it was before imports and the script have set anything."""
+    pairs = (entry.decode(errors="replace").partition("=") for entry in Path("/proc/self/environ").read_bytes().split(b"\0") if entry)
+    return {name: value for name, _, value in pairs}
+
+
+def _relevant(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a script may read, with what may be kept of their values."""
+    return {name: _kept(name, value) for name, value in environ.items() if not _OF_THE_START.fullmatch(name)}
+
+
+def _kept(name: str, value: str) -> str:
+    is_shown = len(value) <= _SHOWN and not _SECRET.search(name)
+    return repr(value) if is_shown else f"sha256 {hashlib.sha256(value.encode()).hexdigest()[:8]}"
+
+
+def changes(before: Launch, now: Launch) -> list[str]:
+    """The differences in words; names of variables in their order."""
+    found = []
+    if before.command != now.command:
+        found.append(f"the command was `{' '.join(before.command)}` and is `{' '.join(now.command)}`")
+    if before.folder != now.folder:
+        found.append(f"the folder was {before.folder} and is {now.folder}")
+    if before.script != now.script:
+        found.append(f"{now.command[0] if now.command[0] != '-m' else now.command[1]} is another than it was")
+    for name in sorted(before.environ.keys() | now.environ.keys()):
+        then, this = before.environ.get(name), now.environ.get(name)
+        if then != this:
+            found.append(f"{name} was {then or 'not set'} and is {this or 'not set'}")
+    return found

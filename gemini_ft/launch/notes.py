@@ -1,0 +1,52 @@
+"""Workers' notes to their launcher: words in a file that the launcher alone keeps, so that it is gone with it. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+NOTES = "GEMINI_NOTES_FILE"  # names the file in the worker's environment
+FIXED = "fixed"  # the job's state can be loaded by the same number of ranks only
+PROTECTED = "protected"  # this worker has joined a run: its state will be recorded
+
+step: int | None = None  # iterations that this worker's newest stream has done; None: it has none
+
+
+def say(word: str) -> None:
+    """Tells ``gemini run``, if that has started this worker."""
+    if path := os.environ.get(NOTES):
+        with contextlib.suppress(OSError), open(path, "a") as file:  # the launcher is gone, and with it the job
+            file.write(f"{word}\n")
+
+
+class Notes:
+    """The launcher's end."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("gemini-notes", os.MFD_CLOEXEC)
+
+    @property
+    def path(self) -> str:
+        """For processes of this user on this machine, as long as this one lives."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def have(self, word: str) -> bool:
+        """Whether a worker has said it."""
+        return word in os.pread(self._fd, os.fstat(self._fd).st_size, 0).decode().split()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+@contextmanager
+def notes_of_workers() -> Iterator[Notes]:
+    """The notes of workers that are started inside."""
+    notes = Notes()
+    os.environ[NOTES] = notes.path
+    try:
+        yield notes
+    finally:
+        os.environ.pop(NOTES, None)
+        notes.close()

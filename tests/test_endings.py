@@ -1,0 +1,77 @@
+"""Which failures of workers are final."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from gemini_ft.launch.endings import REPEATED, Endings
+from gemini_ft.launch.notes import PROTECTED, notes_of_workers, say
+
+
+def failure(folder: Path, *kinds: str, text: str = "wrong", place: str = "train.py:3", step: int | None = 7, status: int = 1) -> Any:
+    """As torch's launcher reads it from what a worker has left."""
+    file = folder / "error.json"
+    about = {"kinds": [*kinds, "Exception"], "place": place, "step": step, "timestamp": "1", "py_callstack": ""}
+    file.write_text(json.dumps({"message": {"message": text, "extraInfo": about}}))
+    return ProcessFailure(0, 1, status, str(file) if kinds else "")
+
+
+@pytest.fixture
+def endings() -> Any:
+    with notes_of_workers() as notes:
+        say(PROTECTED)
+        yield Endings(notes, "no such run")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "text"),
+    [
+        (["ValueError"], "loss 0.25 is not finite"),
+        (["ConfigError", "GeminiError"], "replicas=0: must be at least 1"),
+        (["LayoutMismatchError", "StateError"], "another model"),
+        (["OutOfMemoryError", "RuntimeError"], "Tried to allocate 20 MiB at 0x7f00"),
+        (["FileNotFoundError", "OSError"], "no such file: data.bin"),
+    ],
+)
+def test_the_same_error_at_the_same_place_of_the_same_step_is_final_the_second_time(
+    kinds: list[str], text: str, endings: Any, tmp_path: Path
+) -> None:
+    assert not endings.judge([failure(tmp_path, *kinds, text=text)])
+    assert endings.judge([failure(tmp_path, *kinds, text=text.replace("2", "3").replace("7f", "8a"))])
+    assert endings.status == REPEATED
+
+
+@pytest.mark.parametrize(
+    "other", [{"text": "something else"}, {"place": "train.py:4"}, {"step": 8}, {"step": None}], ids=["text", "place", "step", "no step"]
+)
+def test_another_error_is_not(other: dict[str, Any], endings: Any, tmp_path: Path) -> None:
+    assert not endings.judge([failure(tmp_path, "ValueError")])
+    assert not endings.judge([failure(tmp_path, "ValueError", **other)])
+    assert not endings.judge([failure(tmp_path, "ValueError")])  # not the one before
+
+
+@pytest.mark.parametrize(
+    ("kinds", "text"),
+    [
+        (["PeerError", "GeminiError"], "rank 1 did not answer"),
+        (["DistBackendError", "DistError", "RuntimeError"], "no"),
+        (["RuntimeError"], "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31415"),
+        (["AcceleratorError", "RuntimeError"], "an illegal memory access"),
+        (["ConnectionResetError", "ConnectionError", "OSError"], "reset"),
+        ([], ""),
+    ],
+)
+def test_what_hosts_and_networks_do_never_is(kinds: list[str], text: str, endings: Any, tmp_path: Path) -> None:
+    for _ in range(5):
+        assert not endings.judge([failure(tmp_path, *kinds, text=text)])
+
+
+@pytest.mark.parametrize("status", [74, 75])
+def test_a_worker_may_say_so_itself(status: int, endings: Any, tmp_path: Path) -> None:
+    assert endings.judge([failure(tmp_path), failure(tmp_path, status=status)])
+    assert endings.status == status

@@ -1,0 +1,81 @@
+"""Launches of a run: which are alive, what is said to a second one, and what has changed between two."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from gemini_ft.agent.launches import Launches, began
+from gemini_ft.errors import RunAliveError
+from gemini_ft.launch.launched import _relevant, changes, this_launch
+from gemini_ft.launch.muster import _Launch
+from gemini_ft.wire.messages import Launch
+
+
+def launch(name: str, pid: int = 0, ticks: int = 0, **facts: Any) -> Launch:
+    known: dict[str, Any] = {"started": 1e9, "command": ["train.py", "1"], "folder": "/job", "script": "a", "environ": {}}
+    return Launch(id=name, pid=pid, ticks=ticks, **{**known, **facts})
+
+
+class TestAlive:
+    def test_a_launch_lives_as_long_as_who_started_its_workers(self) -> None:
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+            launches, first = Launches(), launch("first", process.pid, began(process.pid) or 0)
+            launches.note(first)
+            launches.refuse_second("run", "here", launch("first", 1), [])  # another host's launcher, of the same launch
+            with pytest.raises(RunAliveError, match=rf"run run is alive on host here: process {process.pid} has .*kill {process.pid}$"):
+                launches.refuse_second("run", "here", launch("second"), [])
+            launches.refuse_second("run", "here", launch("rank 0 has moved", first.pid, first.ticks), [])
+            process.kill()
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # nobody has collected it yet
+            launches.refuse_second("run", "here", launch("second"), [])
+
+    def test_a_later_process_of_the_same_number_is_another(self) -> None:
+        launches = Launches()
+        launches.note(launch("first", os.getpid(), (began(os.getpid()) or 0) - 1))
+        launches.refuse_second("run", "here", launch("second"), [])
+
+    def test_a_worker_that_its_launcher_has_left_behind_counts(self) -> None:
+        with pytest.raises(RunAliveError):
+            Launches().refuse_second("run", "here", launch("second", 1), [(os.getpid(), launch("first", 2))])
+
+
+class TestChanges:
+    def test_are_named_one_by_one(self) -> None:
+        then = launch("a", environ={"LR": "'0.1'", "SEED": "'1'"})
+        now = launch("b", command=["train.py", "2"], folder="/other", script="b", environ={"LR": "'0.5'", "WD": "'0'"})
+        assert changes(then, now) == [
+            "the command was `train.py 1` and is `train.py 2`",
+            "the folder was /job and is /other",
+            "train.py is another than it was",
+            "LR was '0.1' and is '0.5'",
+            "SEED was '1' and is not set",
+            "WD was not set and is '0'",
+        ]
+
+    def test_of_secrets_only_that_they_have_changed_is_kept(self) -> None:
+        kept = _relevant({"API_TOKEN": "hidden", "LR": "0.1", "LONG": "x" * 100, "SSH_TTY": "/dev/pts/1", "GEMINI_RESUME": "never"})
+        assert kept.keys() == {"API_TOKEN", "LR", "LONG"}
+        assert kept["LR"] == "'0.1'"
+        assert "hidden" not in kept["API_TOKEN"]
+        assert "x" * 10 not in kept["LONG"]
+
+    def test_a_process_finds_none_in_itself(self) -> None:
+        assert changes(this_launch("a"), this_launch("b")) == []
+
+
+def test_hosts_that_come_later_take_over_the_name_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    for name in ("one", "two", "three"):
+        monkeypatch.setenv("GEMINI_LAUNCH", name)
+        names.append(_Launch())
+    one, two, three = names
+    for host in (one, two):
+        host.agree(["own one", "own two"])
+    assert [one.word, two.word] == ["agreed one", "agreed one"]
+    three.agree([three.word, two.word])  # in the first place, and new
+    assert os.environ["GEMINI_LAUNCH"] == "one"
