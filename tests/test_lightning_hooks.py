@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import os
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -348,6 +349,9 @@ def test_the_census_of_a_trainer(fit: Callable[..., Case], tmp_path: Path) -> No
         "datamodule.asked": ("captured", "int"),
     }
     assert {where: module.census.get(where) for where in expected} == expected
+    loader = pickle.loads(pickle.dumps(module.trainer.train_dataloader))  # a fit leaves nothing that stands in the way of torch.save
+    assert type(loader) is DataLoader
+    assert "dataloader" not in vars(module.trainer.fit_loop._data_source)
 
 
 def test_a_loader_of_another_length_is_refused(fit: Callable[..., Case]) -> None:

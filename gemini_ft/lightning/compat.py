@@ -275,8 +275,8 @@ def before_each_batch(trainer: Any, hook: Callable[[], None]) -> Callable[[], No
     return end
 
 
-def before_loading(trainer: Any, hook: Callable[[], None]) -> None:
-    """Calls ``hook`` whenever the fit is about to ask the user's ``train_dataloader()`` for loaders."""
+def before_loading(trainer: Any, hook: Callable[[], None]) -> Callable[[], None]:
+    """Calls ``hook`` whenever the fit is about to ask the user's ``train_dataloader()`` for loaders; returns what ends that."""
     source = trainer.fit_loop._data_source
     dataloader = source.dataloader
 
@@ -285,6 +285,11 @@ def before_loading(trainer: Any, hook: Callable[[], None]) -> None:
         return dataloader()
 
     source.dataloader = hooked
+
+    def end() -> None:
+        vars(source).pop("dataloader", None)
+
+    return end
 
 
 def told_to_end(package: str) -> type[SystemExit]:

@@ -64,7 +64,7 @@ class Fit:
         self._iteration = 0  # of what is being resumed
         self._last_step: int | None = None  # optimizer steps at the last look
         self._pauses = contextlib.ExitStack()
-        self._unhook: Callable[[], None] = compat.before_each_batch(trainer, self._before_batch)
+        self._hooks: list[Callable[[], None]] = [compat.before_each_batch(trainer, self._before_batch)]  # what ends each
         watch(trainer, package)
 
     @property
@@ -108,7 +108,7 @@ class Fit:
         self.checkpointer.census.register(
             "the Trainer", lambda: [*findings(self._trainer), *modes.findings(tree.modules())], lambda: fingerprint(self._trainer)
         )
-        compat.before_loading(self._trainer, self._before_loading)
+        self._hooks.append(compat.before_loading(self._trainer, self._before_loading))
         if self._found is not None:
             compat.drop_replaced_schedulers(self._trainer, self.checkpoint)
             complete(self._trainer, self.checkpoint, self._trainer.lightning_module.state_dict())
@@ -152,7 +152,9 @@ class Fit:
 
     def close(self, finished: bool = False, interrupted: bool = False) -> None:
         """Ends the fit. After a failure the agents keep what they hold."""
-        self._unhook()
+        for end in self._hooks:
+            end()
+        self._logs.close()
         self._pauses.close()
         self.checkpointer.close(finished=finished, interrupted=interrupted)
 

@@ -126,6 +126,11 @@ def _resumable_class(base: Any) -> Any:
             finally:
                 self.__dict__.update(saved)
 
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            """Pickled (with its Trainer, after a fit) it is the loader that the user made."""
+            state = {name: value for name, value in vars(self).items() if name != "_gemini"}
+            return _empty, (base,), state
+
         def state_dict(self) -> dict[str, Any]:
             return self._gemini.state_dict() if self._gemini else {}
 
@@ -135,6 +140,10 @@ def _resumable_class(base: Any) -> Any:
 
     Resumable.__name__ = Resumable.__qualname__ = f"Resumable{base.__name__}"
     return Resumable
+
+
+def _empty(kind: Any) -> Any:
+    return kind.__new__(kind)
 
 
 def _plain_class(loader: Any) -> Any:

@@ -51,6 +51,12 @@ class Logs:
                 written = self._reopen(logger, then["rows"], then["pending"])
                 self._count(index, logger, written)
 
+    def close(self) -> None:
+        """Follows the loggers no longer."""
+        for _, logger in self._files():
+            if logger._experiment is not None:
+                vars(logger._experiment).pop("save", None)
+
     def _files(self) -> list[tuple[int, Any]]:
         return [(index, logger) for index, logger in enumerate(self._trainer.loggers) if is_followed(logger)]
 
