@@ -10,12 +10,16 @@ class Tasks:
     """Tasks under way; the loop alone would not keep them alive."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
 
-    def spawn(self, work: Coroutine[None, None, None]) -> None:
+    def spawn(self, work: Coroutine[None, None, object]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._tasks)
 
     def cancel(self) -> None:
         for task in self._tasks:

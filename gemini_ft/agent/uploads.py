@@ -9,12 +9,13 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
 from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.agent.progress import Transfer
+from gemini_ft.agent.tasks import Tasks
 from gemini_ft.config import StorageConfig
 from gemini_ft.core.layout import Layout
 from gemini_ft.core.versions import Version
@@ -50,10 +51,9 @@ class Uploader:
         keep = (self.config.kept, self.config.keep_every)
         self._closed = asyncio.Event()
         self._retention = Retention(self._reopen, run, spec.stream, *keep, frozenset(spec.damaged))
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks, self._background = Tasks(), Tasks()
         self._logical_hash = ""
         self._transfers: dict[int, Transfer] = {}  # owner -> its shard's upload
-        self._background: set[asyncio.Task[object]] = set()
         self._written: dict[Version, set[str]] = {}  # keys of this host's shards of uploads that are not over
         self._leftovers: set[str] = set()  # and of those that failed
         self._clearing = threading.Lock()
@@ -84,13 +84,11 @@ class Uploader:
             self._transfers.clear()
         self.version = version
         self._logical_hash = memory.shape.layout_hash
-        task = asyncio.get_running_loop().create_task(self._upload(owner, memory, version, done))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.spawn(self._upload(owner, memory, version, done))
 
     @property
     def busy(self) -> bool:
-        return bool(self._tasks)
+        return self._tasks.busy
 
     def over(self, version: Version, error: str) -> str:
         """Takes note that the upload has ended on all hosts.
@@ -107,7 +105,7 @@ class Uploader:
             self._clear_away(version)
             return self._failed(version, error)
         self._newest = (version, time.time())
-        self._spawn(asyncio.to_thread(note_on_host, self.config.url, self._run, self._spec.stream, version))  # a home may hang
+        self._background.spawn(asyncio.to_thread(note_on_host, self.config.url, self._run, self._spec.stream, version))  # a home may hang
         self._written.pop(version, None)
         since, _ = self._failures.pop(_UPLOADS, (0.0, ""))
         if not since:
@@ -140,7 +138,7 @@ class Uploader:
         if keys := self._written.pop(version, set()):
             with self._clearing:
                 self._leftovers |= keys
-            self._spawn(asyncio.to_thread(self._delete_leftovers))
+            self._background.spawn(asyncio.to_thread(self._delete_leftovers))
 
     def _delete_leftovers(self) -> str:
         """Deletes leftovers; returns the reason if they could not be deleted, else an empty string."""
@@ -152,11 +150,6 @@ class Uploader:
                     return str(error)
                 self._leftovers.discard(key)
             return ""
-
-    def _spawn(self, work: Coroutine[None, None, object]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
     def close(self) -> None:
         """The session is over: nothing is tried again. A thread that reads a slot cannot be stopped; its slot is let go when it ends."""
