@@ -84,7 +84,8 @@ class Host:
             except StorageError as failure:
                 error = str(failure)
         told += self.uploader.over(version, error)
-        await asyncio.gather(*self.uploader._background)
+        while self.uploader._background.busy:
+            await asyncio.sleep(0.01)
         return told
 
     def steps(self) -> list[int]:
