@@ -26,7 +26,8 @@ from gemini_ft.core.roots import checksum
 from gemini_ft.errors import AgentError
 from gemini_ft.state.copy_plan import CopyPlan, Slot
 from gemini_ft.state.tensors import Source
-from gemini_ft.wire.messages import Chunk, Collect, Copied, Dispatch, GiveUp
+from gemini_ft.wire.messages import Chunk
+from gemini_ft.wire.worker_messages import Collect, Copied, Dispatch, GiveUp
 
 SEEDS = range(12)
 COUNT, CHUNK = 256, 256  # elements, and bytes of a chunk: four of them

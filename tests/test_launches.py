@@ -13,7 +13,7 @@ from gemini_ft.agent.launches import Launches, began
 from gemini_ft.errors import RunAliveError
 from gemini_ft.launch.launched import _relevant, changes, this_launch
 from gemini_ft.launch.muster import _Launch
-from gemini_ft.wire.messages import Launch
+from gemini_ft.wire.worker_messages import Launch
 
 
 def launch(name: str, pid: int = 0, ticks: int = 0, **facts: Any) -> Launch:

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from gemini_ft.errors import RunAliveError
-from gemini_ft.wire.messages import Launch
+from gemini_ft.wire.worker_messages import Launch
 
 PARTING_SECONDS = 3.0  # for processes that have been killed to end; until then they count as alive
 

@@ -24,7 +24,7 @@ from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import Manifest, examine, list_checkpoints
 from gemini_ft.storage.opening import open_existing
 from gemini_ft.storage.shard import StoredShard
-from gemini_ft.wire.messages import GetStatus, Status
+from gemini_ft.wire.worker_messages import GetStatus, Status
 
 Row = tuple[str, ...]
 _STATE = 6  # column of a row

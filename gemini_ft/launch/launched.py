@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gemini_ft.agent.launches import began
 from gemini_ft.launch.run_id import own_command
-from gemini_ft.wire.messages import Launch
+from gemini_ft.wire.worker_messages import Launch
 
 LAUNCH = "GEMINI_LAUNCH"  # in the environment of workers of `gemini run`: the name of the launch, the same on all hosts
 _SHOWN = 60  # characters of a variable's value; of a longer one the digest is kept

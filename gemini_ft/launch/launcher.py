@@ -41,7 +41,7 @@ from gemini_ft.launch.reports import own_log_dir
 from gemini_ft.launch.run_id import default_run_id, is_passing
 from gemini_ft.launch.spares import better_rendezvous
 from gemini_ft.launch.worker_start import cold_workers, early_environment, forked_workers, modules_to_preload
-from gemini_ft.wire.messages import Launch
+from gemini_ft.wire.worker_messages import Launch
 
 logger = logging.getLogger(__name__)
 
