@@ -25,7 +25,7 @@ from gemini_ft.core.layout import Layout, TensorSpec, build_layout
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.shard import ShardRecord, write_shard
-from gemini_ft.wire.messages import Stage
+from gemini_ft.wire.worker_messages import Stage
 
 BUCKET = "bucket"
 CHUNK = 8 * 2**20

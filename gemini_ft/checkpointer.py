@@ -43,8 +43,9 @@ from gemini_ft.state.rebuilding import Changes
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.state.tensors import every_optimizer
 from gemini_ft.storage.base import WORD
-from gemini_ft.worker.recorder import Recorder, Stats
+from gemini_ft.worker.recorder import Recorder
 from gemini_ft.worker.rendezvous import exchange_or_raise
+from gemini_ft.worker.stats import Stats
 
 EXPLAIN = "GEMINI_EXPLAIN"  # in the environment: print the census
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+
+from gemini_ft.trials import Terms, Trial
 
 from . import profiling
 from .base import Dimensions, SparseScheme
@@ -19,8 +20,7 @@ from .rows import SparseRows
 from .schemes import SCHEMES
 
 _CLOSE = 1.5  # a scheme predicted to take so many times the best one's time may still be the best
-_TRIALS = 5  # calls in a row of each that is tried, the first of which is not counted
-_NEAR, _MORE = 1.2, 12  # those that stay below so many times the best one's time are called so many times in all
+_TERMS = Terms(visit=6, rounds=2, slower={1: 1.2})
 _DRIFT = 0.25  # of the units of the sum, by which it is another regime
 _PATIENCE = 3  # calls in a row of another regime
 
@@ -32,14 +32,16 @@ class Plan:
     Attributes:
         traffic: how they are spread, None before the profile.
         predicted: seconds of each scheme by its formula.
-        measured: seconds of each call of those that are tried, of the slowest rank.
+        tried: names of the schemes that came close.
+        trial: of those, by the slowest rank's seconds.
         chosen: None as long as they are tried.
         units: of the sum when the scheme was chosen; how many calls in a row it has been far from that.
     """
 
     traffic: Traffic | None = None
     predicted: Mapping[str, float] = field(default_factory=dict)
-    measured: dict[str, list[float]] = field(default_factory=dict)
+    tried: list[str] = field(default_factory=list)
+    trial: Trial = field(default_factory=lambda: Trial.of(0))
     chosen: str | None = None
     units: int | None = None
     strange: int = 0
@@ -49,8 +51,8 @@ class Plan:
         traffic = asdict(self.traffic) if self.traffic is not None else None
         if traffic is not None:
             traffic["densities"] = [[ranks, density] for ranks, density in traffic["densities"].items()]
-        names = ("predicted", "measured", "chosen", "units", "strange")
-        return copy.deepcopy({"traffic": traffic, **{name: getattr(self, name) for name in names}})
+        names = ("predicted", "tried", "chosen", "units", "strange")
+        return copy.deepcopy({"traffic": traffic, "trial": asdict(self.trial), **{name: getattr(self, name) for name in names}})
 
     @classmethod
     def unpack(cls, packed: Mapping[str, Any]) -> Plan:
@@ -58,14 +60,14 @@ class Plan:
         given = copy.deepcopy(dict(packed))
         if (traffic := given.pop("traffic")) is not None:
             given["traffic"] = Traffic(**{**traffic, "densities": dict(traffic["densities"])})
-        return cls(**given)
+        return cls(trial=Trial(**given.pop("trial")), **given)
 
 
 class Auto(SparseScheme):
     """Profiles, predicts, tries, picks; and does so again when the gradient changes.
 
     The first call with a shape measures the gradient and, once per group, the network, and predicts every scheme's time with
-    `costs`. The next calls try those that come close, five times in a row each, and again those that prove to be nearly as fast
+    `costs`. The next calls try those that come close, six times in a row each, and again those that prove to be nearly as fast
     as the best; the fastest stays. When the sum has had a quarter more or fewer units for three calls in a row, all of it begins
     anew. Whatever is decided is decided from what all ranks know: they always agree. Plans are kept by shape and dtype;
     gradients of one shape that behave differently should have an `Auto` each.
@@ -114,13 +116,11 @@ class Auto(SparseScheme):
         exchange.agree()
         if plan.traffic is None:
             self._predict(plan, gradient, exchange)
-        name = contender(plan.measured)
-        assert name is not None  # else the scheme would have been chosen
         begin = time.perf_counter()
-        result = self._schemes[name].reduce(gradient, exchange)
-        plan.measured[name] += profiling.slowest([time.perf_counter() - begin], exchange)
-        if contender(plan.measured) is None:
-            plan.chosen = fastest(plan.measured)
+        result = self._schemes[plan.tried[plan.trial.current]].reduce(gradient, exchange)
+        [took] = profiling.slowest([time.perf_counter() - begin], exchange)
+        if plan.trial.note(_TERMS, took) and (best := plan.trial.judge(_TERMS, plan.trial.medians())) is not None:
+            plan.chosen = plan.tried[best]
         return result
 
     def _predict(self, plan: Plan, gradient: SparseRows, exchange: Exchange) -> None:
@@ -129,7 +129,8 @@ class Auto(SparseScheme):
             self._links[group] = profiling.link(exchange)
         plan.traffic = profiling.traffic(gradient, exchange)
         plan.predicted = {name: seconds(name, plan.traffic, self._links[group]) for name in self._schemes}
-        plan.measured = {name: [] for name in candidates(self._schemes, plan.traffic, self._links[group])}
+        plan.tried = candidates(self._schemes, plan.traffic, self._links[group])
+        plan.trial = Trial.of(len(plan.tried))
 
 
 def _packed(key: tuple[object, ...]) -> list[object]:
@@ -144,25 +145,6 @@ def candidates(names: Iterable[str], traffic: Traffic, link: Link) -> list[str]:
         predicted = {name: seconds(name, traffic, each) for name in names}
         near |= {name for name, time in predicted.items() if time <= _CLOSE * min(predicted.values())}
     return [name for name in names if name in near]
-
-
-def contender(measured: Mapping[str, Sequence[float]]) -> str | None:
-    """Whom to try next, by the seconds of each one's calls so far; None: enough is known."""
-    new = [name for name, times in measured.items() if len(times) < _TRIALS]
-    if new:
-        return new[0]
-    limit = _NEAR * _typical(measured[fastest(measured)])
-    near = [name for name, times in measured.items() if _typical(times) <= limit]
-    return next((name for name in near if len(measured[name]) < _MORE), None) if len(near) > 1 else None
-
-
-def fastest(measured: Mapping[str, Sequence[float]]) -> str:
-    """Whose calls take least, by their median without the first, which finds cold caches."""
-    return min(measured, key=lambda name: _typical(measured[name]))
-
-
-def _typical(times: Sequence[float]) -> float:
-    return statistics.median(times[1:])
 
 
 def _is_over(plan: Plan, units: int) -> bool:

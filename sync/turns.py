@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import weakref
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from gemini_ft import accelerator
+from gemini_ft.ordered import Ordered
 
 T = TypeVar("T")
 
@@ -20,14 +20,14 @@ class _Line:
     """The calls of one group. Those in the background share a thread, which ends when the group is gone."""
 
     def __init__(self) -> None:
-        self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._one = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._background: Ordered | None = None
 
     def now(self, call: Callable[[], T]) -> T:
         """Runs a call after all that were put in the background before it."""
         self._refuse_callbacks()
-        self._waiting.join()
+        if self._background is not None:
+            self._background.wait()
         with self._one:
             return call()
 
@@ -47,22 +47,21 @@ class _Line:
             else:
                 future.set_result(value)
 
-        self._waiting.put(run)
-        if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._waiting,), name="gradient synchronisation", daemon=True)
-            self._thread.start()
+        self._background = self._background or Ordered("gradient synchronisation")
+        self._background.put(run)
         result: torch.futures.Future[T] = future
         return result
 
     def _refuse_callbacks(self) -> None:
-        if threading.current_thread() is self._thread:
+        if self._background is not None and self._background.is_current:
             raise RuntimeError(
                 "all_reduce was called from a callback of an earlier one's future: when callbacks run differs from rank to rank, and so "
                 "would the order of the calls; wait for the future, then call it"
             )
 
     def end(self) -> None:
-        self._waiting.put(None)
+        if self._background is not None:
+            self._background.close(timeout=0)
 
 
 _lines: weakref.WeakKeyDictionary[ProcessGroup, _Line] = weakref.WeakKeyDictionary()
@@ -76,13 +75,6 @@ def line_of(group: ProcessGroup) -> _Line:
             _lines[group] = line = _Line()
             weakref.finalize(group, line.end)
         return _lines[group]
-
-
-def _serve(waiting: queue.Queue[Callable[[], None] | None]) -> None:
-    while (run := waiting.get()) is not None:
-        run()
-        waiting.task_done()
-        del run  # it holds the gradient
 
 
 def _on(module: Any, stream: Any, call: Callable[[], T]) -> T:

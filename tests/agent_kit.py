@@ -25,23 +25,23 @@ import numpy as np
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.core.layout import Layout, TensorSpec, build_layout
+from gemini_ft.core.ledger import Abort, Commit
 from gemini_ft.core.roots import checksum, layout_digest, shard_root
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import GeminiError
 from gemini_ft.wire.handshake import dial, listen
-from gemini_ft.wire.messages import (
+from gemini_ft.wire.messages import Chunk, kind_of
+from gemini_ft.wire.peer_messages import Claims, Data, PeerMessage
+from gemini_ft.wire.tcp import Connection, Handler
+from gemini_ft.wire.worker_messages import (
     Adopt,
-    Chunk,
-    Claims,
     Copied,
-    Data,
     GetInventory,
     GiveUp,
     Goodbye,
     Hello,
     Inject,
     Inventory,
-    Message,
     Opened,
     OpenSession,
     Progress,
@@ -50,10 +50,10 @@ from gemini_ft.wire.messages import (
     Reserved,
     SessionSpec,
     SlotInfo,
+    ToWorker,
     Verified,
     Verify,
 )
-from gemini_ft.wire.tcp import Connection, Handler
 
 T = TypeVar("T")
 context = multiprocessing.get_context("forkserver")
@@ -106,11 +106,17 @@ def content(rank: int, iteration: int, nbytes: int, frozen: int = 0) -> bytes:
     return content(rank, 0, nbytes)[:frozen] + changing[frozen:] if frozen else changing
 
 
+def _fits(message: ToWorker, kind: str, fields: dict[str, Any]) -> bool:
+    """Whether a message is of this kind and has these values; an iteration may be that of its version."""
+    about = message.version if isinstance(message, Commit | Abort) and "iteration" in fields else message
+    return kind_of(message) == kind and all(getattr(about, name) == value for name, value in fields.items())
+
+
 class Rank:
     """One rank's worker, on threads of this process: it does what a worker does, with bytes instead of tensors."""
 
     def __init__(self, run: str, host: str, rank: int, timeout: float = 10.0, **hello: Any) -> None:
-        self.run, self.rank, self.host, self.events = run, rank, host, list[Message]()
+        self.run, self.rank, self.host, self.events = run, rank, host, list[ToWorker]()
         self._heard = threading.Condition()
         usual: dict[str, Any] = {"stream": "main", "secret": b"s" * 16, "bind": "127.0.0.1", "linger": 60.0}
         self.hello = Hello(run=run, rank=rank, **usual | hello)
@@ -121,7 +127,7 @@ class Rank:
         self.fds: list[int] = []
         self.frozen = 0  # bytes at the beginning of the shard that never change
 
-    def _hear(self, message: Message) -> None:
+    def _hear(self, message: ToWorker) -> None:
         with self._heard:
             self.events.append(message)
             self._heard.notify_all()
@@ -129,8 +135,8 @@ class Rank:
     def wait_for(self, kind: str, timeout: float = WAIT, **fields: Any) -> Any:
         """The first message of this kind with these values, sent at any time since the last ``forget``."""
 
-        def found() -> Message | None:
-            return next((m for m in self.events if m.kind == kind and all(getattr(m, k) == v for k, v in fields.items())), None)
+        def found() -> ToWorker | None:
+            return next((m for m in self.events if _fits(m, kind, fields)), None)
 
         with self._heard:
             assert self._heard.wait_for(found, timeout), (
@@ -140,7 +146,7 @@ class Rank:
 
     def heard(self, kind: str, **fields: Any) -> bool:
         with self._heard:
-            return any(m.kind == kind and all(getattr(m, k) == v for k, v in fields.items()) for m in self.events)
+            return any(_fits(m, kind, fields) for m in self.events)
 
     def forget(self) -> None:
         with self._heard:
@@ -413,7 +419,7 @@ class Job:
             for rank in ranks:
                 rank.copy(iteration)
             for rank in ranks:
-                rank.wait_for("committed", iteration=iteration)
+                rank.wait_for("commit", iteration=iteration)
 
     def claims(self, role: str = "fetch", **fields: Any) -> Claims:
         base = {"run": self.run, "stream": "main", "host": "test", "to": "a", "role": role, "incarnation": None}
@@ -453,7 +459,7 @@ class Proxy:
         self._target, self._secret = target, secret
         self.damage = 0  # payloads still to be damaged
         self.forge = False  # whether payloads are exchanged together with their checksums
-        self.rewrite: Callable[[Message], Message] = lambda message: message  # of what passes on the way there
+        self.rewrite: Callable[[PeerMessage], PeerMessage] = lambda message: message  # of what passes on the way there
         self.connections = 0
         self._sides: list[_Side] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -527,11 +533,12 @@ class Proxy:
         far.there.set()
         await far.forward()
 
-    def _alter(self, message: Message, payload: bytearray) -> Message:
+    def _alter(self, message: PeerMessage, payload: bytearray) -> PeerMessage:
         if payload and self.damage:
             self.damage -= 1
             payload[len(payload) // 2] ^= 1
         if payload and self.forge:
+            assert isinstance(message, Chunk)
             payload[0] ^= 1
             message = message.model_copy(update={"digest": checksum(payload)})
         return self.rewrite(message)
@@ -542,20 +549,20 @@ class _Side:
 
     other: _Side
 
-    def __init__(self, open_: asyncio.Event, alter: Callable[[Message, bytearray], Message]) -> None:
+    def __init__(self, open_: asyncio.Event, alter: Callable[[PeerMessage, bytearray], PeerMessage]) -> None:
         self._open, self._alter = open_, alter
-        self._heard: asyncio.Queue[tuple[Message, bytearray]] = asyncio.Queue()
+        self._heard: asyncio.Queue[tuple[PeerMessage, bytearray]] = asyncio.Queue()
         self._payload = bytearray()
         self.connection: Connection | None = None
         self.there = asyncio.Event()
 
-    def on_message(self, message: Message) -> memoryview | None:
+    def on_message(self, message: PeerMessage) -> memoryview | None:
         self._payload = bytearray(message.nbytes if isinstance(message, Chunk | Data) else 0)
         if not self._payload:
             self._heard.put_nowait((message, self._payload))
         return memoryview(self._payload)
 
-    def on_bytes(self, message: Message) -> None:
+    def on_bytes(self, message: PeerMessage) -> None:
         self._heard.put_nowait((message, self._payload))
 
     def on_lost(self, reason: str) -> None:

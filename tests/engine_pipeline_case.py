@@ -131,7 +131,7 @@ def run(case: Case) -> dict[str, Any]:
     from deepspeed_case import whole_weights
 
     from gemini_ft.deepspeed.engine import bound_collectives
-    from gemini_ft.pipeline.averager import time_limit
+    from gemini_ft.pipeline.route_table import time_limit
 
     engine = start(case)
     losses, limits = list[float](), list[float]()

@@ -21,8 +21,9 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.agent.main import _TICK
 from gemini_ft.errors import AgentError, AgentTimeoutError, ConfigError, MemoryBudgetError, PeerError, SecretError
 from gemini_ft.wire.frames import BlockingWire
-from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, GetInventory, Hello, Request, pack
+from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, pack
 from gemini_ft.wire.trust import tls_context
+from gemini_ft.wire.worker_messages import GetInventory, Hello, Request
 
 SECRET = b"s" * 16  # of the kit's ranks
 

@@ -8,21 +8,13 @@ import pytest
 
 from gemini_ft.agent import leadership
 from gemini_ft.agent.leadership import Leader
-from gemini_ft.core.ledger import Cadence, Ledger
+from gemini_ft.core.effects import Completed
+from gemini_ft.core.ledger import Cadence, Commit, Ledger, Thaw
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError, StorageError
-from gemini_ft.wire.messages import (
-    AllFinished,
-    Committed,
-    GetInventory,
-    Message,
-    Notice,
-    Rejoin,
-    ReportCompleted,
-    ReportFinished,
-    ReportUploaded,
-    Thawed,
-)
+from gemini_ft.wire.messages import Notice
+from gemini_ft.wire.peer_messages import AllFinished, PeerMessage, Rejoin, ReportFinished, ReportUploaded
+from gemini_ft.wire.worker_messages import GetInventory
 
 INCARNATION = Incarnation(1, "a")
 HOLDERS = {0: ("a", "b"), 1: ("b", "a")}
@@ -32,15 +24,16 @@ class Stream:
     """What the leader needs of its stream."""
 
     def __init__(self, fault: str = "") -> None:
-        self.heard: list[Message] = []
+        self.heard: list[PeerMessage] = []
         self.manifests: list[dict[int, str]] = []
         self.clutter = ""
         self._fault = fault
+        self.storing = self.uploader = self
 
-    def on_decision(self, message: Message) -> None:
+    def on_decision(self, message: PeerMessage) -> None:
         self.heard.append(message)
 
-    def rejoin_reports(self) -> list[Message]:
+    def rejoin_reports(self) -> list[PeerMessage]:
         return []
 
     async def write_manifest(self, version: Version, records: dict[int, str]) -> None:
@@ -48,13 +41,13 @@ class Stream:
             raise StorageError(self._fault)
         self.manifests.append(records)
 
-    async def tidy_storage(self) -> str:
+    async def tidy(self) -> str:
         return self.clutter
 
     def log(self, text: str) -> None:
         pass
 
-    async def until(self, kind: type[Message]) -> Message:
+    async def until(self, kind: type[PeerMessage]) -> PeerMessage:
         async with asyncio.timeout(30):
             while not (found := [message for message in self.heard if isinstance(message, kind)]):
                 await asyncio.sleep(0.01)
@@ -69,7 +62,7 @@ def complete(leader: Leader, iteration: int) -> None:
     """All hosts report all copies."""
     for owner, hosts in HOLDERS.items():
         for host in hosts:
-            leader.take(ReportCompleted(owner=owner, host=host, version=version(iteration), layout="l", digest="d", root="r"))
+            leader.take(Completed(owner=owner, host=host, version=version(iteration), layout="l", digest="d", root="r"))
 
 
 def new_leader(stream: Stream) -> Leader:
@@ -82,11 +75,11 @@ def test_a_commit_that_is_due_is_uploaded_and_its_manifest_written() -> None:
         leader = new_leader(stream)
         complete(leader, 1)
         complete(leader, 2)
-        commits = [message for message in stream.heard if isinstance(message, Committed)]
-        assert [(commit.iteration, commit.freeze) for commit in commits] == [(1, False), (2, True)]
+        commits = [message for message in stream.heard if isinstance(message, Commit)]
+        assert [(commit.version.iteration, commit.freeze) for commit in commits] == [(1, False), (2, True)]
         for owner in (0, 1):
             leader.take(ReportUploaded(owner=owner, version=version(2), record=f"record {owner}"))
-        assert await stream.until(Thawed) == Thawed(version=version(2))
+        assert await stream.until(Thaw) == Thaw(version=version(2))
         assert stream.manifests == [{0: "record 0", 1: "record 1"}]
         leader.close()
 
@@ -100,7 +93,7 @@ def test_a_manifest_that_cannot_be_written_ends_the_upload_with_the_reason() -> 
         complete(leader, 2)
         for owner in (0, 1):
             leader.take(ReportUploaded(owner=owner, version=version(2), record="record"))
-        assert await stream.until(Thawed) == Thawed(version=version(2), error="the disk is full")
+        assert await stream.until(Thaw) == Thaw(version=version(2), error="the disk is full")
         leader.close()
 
     asyncio.run(work())
@@ -118,15 +111,15 @@ def test_nothing_is_uploaded_while_what_is_old_cannot_be_deleted_and_what_was_du
         complete(leader, 2)
         for owner in (0, 1):
             leader.take(ReportUploaded(owner=owner, version=version(2), record="record"))
-        await stream.until(Thawed)
+        await stream.until(Thaw)
         for iteration in (3, 4, 5, 6):
             complete(leader, iteration)
-        assert [message.iteration for message in stream.heard if isinstance(message, Committed) and message.freeze] == [2]
+        assert [message.version.iteration for message in stream.heard if isinstance(message, Commit) and message.freeze] == [2]
         stream.clutter = ""
         async with asyncio.timeout(30):
             while leader.book.uploading is None:
                 await asyncio.sleep(0.001)
-        assert [message.iteration for message in stream.heard if isinstance(message, Committed) and message.freeze] == [2, 6]
+        assert [message.version.iteration for message in stream.heard if isinstance(message, Commit) and message.freeze] == [2, 6]
         leader.close()
 
     asyncio.run(work())
@@ -170,7 +163,7 @@ def test_an_agent_that_was_restarted_during_an_upload_ends_it() -> None:
         leader = new_leader(stream)
         complete(leader, 2)
         leader.take(Rejoin(committed=version(2), uploading=None))
-        assert await stream.until(Thawed) == Thawed(version=version(2), error="an agent was restarted during the upload")
+        assert await stream.until(Thaw) == Thaw(version=version(2), error="an agent was restarted during the upload")
         leader.close()
 
     asyncio.run(work())

@@ -8,13 +8,15 @@ import pytest
 
 from gemini_ft.agent.gate import Gate
 from gemini_ft.agent.memory import SlotMemory, SlotShape
+from gemini_ft.agent.outgoing import Outgoing
 from gemini_ft.agent.pacing import Pacing
-from gemini_ft.agent.sending import Outgoing
 from gemini_ft.config import TrafficConfig
 from gemini_ft.core.traffic import Profile
 from gemini_ft.core.versions import Incarnation, Version
-from gemini_ft.wire.messages import Message, Notice, ReportNeed, Travelled
+from gemini_ft.wire.messages import Notice
+from gemini_ft.wire.peer_messages import PeerMessage, ReportNeed
 from gemini_ft.wire.tcp import Meter
+from gemini_ft.wire.worker_messages import ToWorker, Travelled
 
 RATE = 100e6  # bytes per second
 TRAFFIC = TrafficConfig.model_validate({"gamma": 1.0})
@@ -26,11 +28,11 @@ class Host:
     def __init__(self, fixed: int | None = None) -> None:
         self.gate = Gate(TRAFFIC)
         self.reports: list[ReportNeed] = []
-        self.told: list[Message] = []
+        self.told: list[ToWorker] = []
         self.pacing = Pacing("here", TRAFFIC, self.gate, fixed, self._report, self.told.append)
         self._iteration = 0
 
-    def _report(self, message: Message) -> None:
+    def _report(self, message: PeerMessage) -> None:
         assert isinstance(message, ReportNeed)
         self.reports.append(message)
 

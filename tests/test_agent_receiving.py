@@ -14,7 +14,8 @@ from gemini_ft.agent.memory import SlotMemory, SlotShape
 from gemini_ft.agent.receiving import Receiver
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import PeerError
-from gemini_ft.wire.messages import Ack, Astray, Begin, Chunk, Drop, End, Message, Parcel, Resend
+from gemini_ft.wire.messages import Chunk
+from gemini_ft.wire.peer_messages import Ack, Astray, Begin, Drop, End, Parcel, PeerMessage, Resend
 
 NBYTES = 64  # of a shard, in two chunks
 
@@ -52,7 +53,7 @@ class Room:
     def holds(self, owner: int, iteration: int) -> bool:
         return iteration in self.kept
 
-    def collect(self, parcel: Parcel, memory: SlotMemory | None, receiver: Receiver) -> None:
+    def collect(self, parcel: Parcel, memory: SlotMemory | None, landed: object) -> None:
         self.collected.append((parcel, memory))
 
     def log(self, text: str) -> None:
@@ -63,9 +64,9 @@ class Wire:
     """The way back to the sender."""
 
     def __init__(self) -> None:
-        self.said: list[Message] = []
+        self.said: list[PeerMessage] = []
 
-    def send(self, message: Message) -> None:
+    def send(self, message: PeerMessage) -> None:
         self.said.append(message)
 
     @property
@@ -90,7 +91,7 @@ def end(iteration: int) -> End:
     return End(owner=0, iteration=iteration, extras_bytes=0, chunks=0, layout="0" * 16, digest="", root="")
 
 
-def hear(room: Room, *messages: Message) -> list[tuple[int, bool]]:
+def hear(room: Room, *messages: PeerMessage) -> list[tuple[int, bool]]:
     """What is acknowledged."""
     wire = Wire()
     receiver = Receiver(room, wire, "b")  # type: ignore[arg-type]
@@ -121,7 +122,7 @@ def test_a_shard_whose_slot_was_taken_away_is_asked_for_anew(room: Room, monkeyp
     """Section 7: what an earlier connection still had to say, with another layout, must not make its sender wait for ever."""
     monkeypatch.setattr("gemini_ft.agent.receiving._FULL", 0.0)
 
-    async def story() -> list[Message]:
+    async def story() -> list[PeerMessage]:
         wire = Wire()
         receiver = Receiver(room, wire, "b")  # type: ignore[arg-type]
         receiver.on_message(begin(2))
@@ -161,7 +162,7 @@ class ByWorkers:
         self.room, self.wire = room, Wire()
         self.receiver = Receiver(room, self.wire, "a")  # type: ignore[arg-type]
 
-    def hear(self, *messages: Message) -> None:
+    def hear(self, *messages: PeerMessage) -> None:
         for message in messages:
             self.receiver.on_message(message)
 

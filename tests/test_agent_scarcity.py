@@ -28,6 +28,7 @@ from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape
 from gemini_ft.agent.serving import Fetcher
 from gemini_ft.agent.vault import Vault
 from gemini_ft.agent.workers import Desk
+from gemini_ft.core.ledger import Commit
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import AgentError, MemoryBudgetError
@@ -36,8 +37,9 @@ from gemini_ft.launch import launcher
 from gemini_ft.state.copy_plan import map_slots
 from gemini_ft.wire.frames import BlockingWire, receive_fds
 from gemini_ft.wire.handshake import Listener
-from gemini_ft.wire.messages import Committed, Describe, Description, Fetch, GetInventory, Inventory, Reserved
-from gemini_ft.worker.recorder import Stats
+from gemini_ft.wire.peer_messages import Describe, Description, Fetch
+from gemini_ft.wire.worker_messages import GetInventory, Inventory, Reserved
+from gemini_ft.worker.stats import Stats
 
 SECRET = b"s" * 16
 
@@ -264,7 +266,7 @@ class TestDescriptors:
         try:
             job.commit([rank], 1, 2)
             for wire in (wires[0], wires[-1]):
-                assert [message.iteration for message in (wire.receive(), wire.receive()) if isinstance(message, Committed)] == [1, 2]
+                assert [message.version.iteration for message in (wire.receive(), wire.receive()) if isinstance(message, Commit)] == [1, 2]
             assert members <= len(os.listdir(f"/proc/{pid}/fd")) < members + 100
         finally:
             for wire in wires:

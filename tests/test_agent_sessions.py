@@ -52,7 +52,7 @@ class TestCommit:
         job.commit(ranks, 1)
         ranks[0].snapshot(2)
         ranks[1].give_up(2)
-        ranks[0].wait_for("aborted", iteration=2)
+        ranks[0].wait_for("abort", iteration=2)
         job.commit(ranks, 3)
         assert held(ranks[1], 0, 3, job) == expected(0, 3)
 
@@ -88,7 +88,7 @@ class TestHangingPeer:
             assert job.stream("a")["committed"] == 1
         ranks[1].copy(2)
         for rank in ranks:
-            rank.wait_for("committed", iteration=2)
+            rank.wait_for("commit", iteration=2)
         job.commit(ranks, 3)
 
 
@@ -125,7 +125,7 @@ class TestDeadAgent:
         ranks[victim].reconnect(job.version(1))
         ranks[1 - victim].snapshot(2)
         for rank in ranks:
-            rank.wait_for("committed", iteration=2)
+            rank.wait_for("commit", iteration=2)
         job.commit(ranks, 3, 4)
 
     def test_alone_in_the_world_it_commits_what_was_complete(self, job: Job) -> None:
@@ -145,7 +145,7 @@ class TestDeadAgent:
         end_agent(job.run, "b")
         ranks[1].reconnect(job.version(1))
         ranks[1].give_up(2)
-        ranks[0].wait_for("aborted", iteration=2)
+        ranks[0].wait_for("abort", iteration=2)
         job.commit(ranks, 3, 4)
 
 
@@ -166,7 +166,7 @@ class TestNewIncarnation:
         resumed = job.version(2)
         job.open(newcomers, resumed=resumed, sources={0: ["a", "b"], 1: ["a", "b"]})
         job.commit(newcomers, 3, 4)
-        assert not any(rank.heard("committed", iteration=3) for rank in ranks)
+        assert not any(rank.heard("commit", iteration=3) for rank in ranks)
 
     def test_that_does_not_come_about_leaves_the_present_one_at_work(self, job: Job) -> None:
         ranks = job.start()
@@ -259,7 +259,7 @@ class TestDeadWorker:
         ranks[0].copy(2)
         ranks[1].copy(2, slice(0, 2))
         ranks[1].kill()
-        ranks[0].wait_for("aborted", iteration=2)
+        ranks[0].wait_for("abort", iteration=2)
 
     def test_an_orphan_that_keeps_its_socket_open_does_not_hide_it(self, job: Job) -> None:
         victim = job.process("a", 0)
@@ -322,7 +322,7 @@ class TestWire:
             to_b.cut()
             for rank in ranks:
                 rank.copy(2)
-            ranks[0].wait_for("committed", iteration=2)
+            ranks[0].wait_for("commit", iteration=2)
             assert to_b.connections >= 2  # more where the cut has hit the second one too
             assert held(ranks[1], 0, 2, job) == expected(0, 2)
 

@@ -19,7 +19,7 @@ from gemini_ft.errors import CorruptDataError, MemoryBudgetError, StorageError
 from gemini_ft.recovery.readers import LocalShard
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.shard import Committed, ShardRecord, write_shard
-from gemini_ft.wire.messages import Stage, Staged
+from gemini_ft.wire.worker_messages import Stage, Staged
 
 NBYTES = 4 * CHUNK
 STORED = Version(Incarnation(1, "earlier"), 7)

@@ -21,7 +21,7 @@ from gemini_ft.errors import StorageError
 from gemini_ft.storage.base import ignore
 from gemini_ft.storage.checkpoints import list_checkpoints
 from gemini_ft.storage.local import LocalStorage
-from gemini_ft.wire.messages import SessionSpec
+from gemini_ft.wire.worker_messages import SessionSpec
 
 THIS = Incarnation(2, "0000000b")
 EARLIER = Version(Incarnation(1, "0000000a"), 1)

@@ -14,7 +14,9 @@ from agent_kit import WAIT
 from gemini_ft.agent import carriers
 from gemini_ft.agent.carriers import ByWorkers
 from gemini_ft.config import TrafficConfig
-from gemini_ft.wire.messages import Begin, Chunk, Dispatch, End, Message, Parcel
+from gemini_ft.wire.messages import Chunk, kind_of
+from gemini_ft.wire.peer_messages import Begin, End, Parcel, PeerMessage
+from gemini_ft.wire.worker_messages import Dispatch
 
 PIECE = 4096
 PARTS = 3
@@ -24,10 +26,10 @@ class Wire:
     """The connection to the peer's agent."""
 
     def __init__(self) -> None:
-        self.sent: list[Message] = []
+        self.sent: list[PeerMessage] = []
         self.closed = asyncio.Event()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: PeerMessage) -> None:
         self.sent.append(message)
 
 
@@ -152,7 +154,7 @@ def test_nothing_leaves_before_the_valve_opens() -> None:
         assert (road.orders, road.wire.sent) == ([], [])
         road.open.set()
         await road.settled()
-        assert [message.kind for message in road.wire.sent] == ["parcel", "end"]
+        assert [kind_of(message) for message in road.wire.sent] == ["parcel", "end"]
         road.way.close()
 
     run(work())

@@ -35,7 +35,7 @@ from gemini_ft.state.base import PlainState, TrainingState
 from gemini_ft.state.gradients import FiguresReporter, WithGradients, check_presence
 from gemini_ft.state.tensors import Live, fingerprint
 from gemini_ft.testing import first_difference
-from gemini_ft.wire.messages import Figures, Message
+from gemini_ft.wire.worker_messages import Figures, ToAgent
 
 WORLD = 2
 
@@ -265,12 +265,12 @@ class TestJob:
 
 
 class TestFigures:
-    def reporter(self, monkeypatch: pytest.MonkeyPatch, taken: bool = True) -> tuple[FiguresReporter, list[Message], list[float]]:
-        sent, clock = list[Message](), [100.0]
+    def reporter(self, monkeypatch: pytest.MonkeyPatch, taken: bool = True) -> tuple[FiguresReporter, list[ToAgent], list[float]]:
+        sent, clock = list[ToAgent](), [100.0]
         toy = Toy(figures={"all": {"density": 0.5, "overlap": math.nan, "bytes_after": 7}})
         monkeypatch.setattr("gemini_ft.state.gradients.time", SimpleNamespace(monotonic=lambda: clock[0]))
 
-        def offer(message: Message) -> bool:
+        def offer(message: ToAgent) -> bool:
             sent.append(message)
             return taken
 

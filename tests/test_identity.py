@@ -18,17 +18,23 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.agent.gate import Gate
 from gemini_ft.agent.memory import SlotMemory, SlotShape
-from gemini_ft.agent.sending import Link, Outgoing
+from gemini_ft.agent.outgoing import Outgoing
+from gemini_ft.agent.sending import Common, Link
 from gemini_ft.config import DEFAULT_TRAFFIC
+from gemini_ft.core.effects import Effect
+from gemini_ft.core.protocol import Host
 from gemini_ft.core.roots import checksum
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import AgentTimeoutError, CorruptDataError, PeerError, RecoveryError, SupersededError
 from gemini_ft.hosts import host_id
 from gemini_ft.recovery.agent_memory import RememberedShard, open_newest, remembered
-from gemini_ft.recovery.readers import LocalShard, PeerShard, Plan, Sources
+from gemini_ft.recovery.plan import Plan
+from gemini_ft.recovery.readers import LocalShard, PeerShard, Sources
 from gemini_ft.wire.handshake import listen
-from gemini_ft.wire.messages import Begin, Claims, Describe, Fetch, Message, Offer, Ready, Reserve
+from gemini_ft.wire.messages import Message
+from gemini_ft.wire.peer_messages import Begin, Claims, Describe, Fetch, Offer, Ready
 from gemini_ft.wire.tcp import Connection
+from gemini_ft.wire.worker_messages import Reserve
 
 SECRET = b"s" * 16  # of the kit's ranks
 
@@ -139,20 +145,15 @@ class _Replies:
         return found[count - 1]
 
 
-class _Owner:
-    """What a link needs of its stream here."""
+class _Home:
+    """A stream, as far as a link needs one here."""
 
     def __init__(self) -> None:
-        self.late: list[str] = []
+        self.counters = {"late_answers": 0, "replica_bytes": 0}
+        self.host = Host("a")
 
-    def committed_of(self, owner: int) -> Version | None:
-        return None
-
-    def late_answer(self, text: str) -> None:
-        self.late.append(text)
-
-    def send_over(self, out: Outgoing, peer: str) -> None:
-        """Its slot is free."""
+    def perform(self, effects: list[Effect]) -> None:
+        """Nothing but slots that become free."""
 
     def log(self, text: str) -> None:
         """Not of interest."""
@@ -166,11 +167,12 @@ def test_room_for_a_former_layout_is_not_taken_for_room_for_the_present_one() ->
         return Outgoing(0, Version(Incarnation(1, "x"), iteration), 0, memory)
 
     async def work() -> None:
-        peer, owner = _Replies(), _Owner()
+        peer, home = _Replies(), _Home()
         server = await listen("127.0.0.1", None, lambda: SECRET, peer.accept, print, lambda stream: False)
         claims = Claims(run="r", stream="main", host="a", to="", role="replicate", incarnation=None)
         address = server.address
-        link = Link(owner, "b", address, claims, lambda: SECRET, DEFAULT_TRAFFIC, Gate(DEFAULT_TRAFFIC))  # type: ignore[arg-type]
+        common = Common(home, DEFAULT_TRAFFIC, Gate(DEFAULT_TRAFFIC), None, lambda: SECRET)  # type: ignore[arg-type]
+        link = Link(common, "b", address, claims)
         link.send(outgoing(1, b"one layout"))
         first = await peer.nth(Offer, 1)
         link.cancel(0, Version(Incarnation(1, "x"), 1))
@@ -178,7 +180,7 @@ def test_room_for_a_former_layout_is_not_taken_for_room_for_the_present_one() ->
         second = await peer.nth(Offer, 2)
         assert peer.connection is not None
         peer.connection.send(Ready(call=first.call, owner=0))
-        while not owner.late:
+        while not home.counters["late_answers"]:
             await asyncio.sleep(0.01)
         assert not any(isinstance(message, Begin) for message in peer.heard)
         peer.connection.send(Ready(call=second.call, owner=0))
@@ -270,7 +272,7 @@ class TestRoots:
         ranks[1].copy(2, slice(0, 99))
         ranks[1].finish_copy(2, root="0" * 32)
         for rank in ranks:
-            rank.wait_for("aborted", iteration=2)
+            rank.wait_for("abort", iteration=2)
         assert "is not the one that its owner made" in ranks[1].wait_for("notice").text
         job.commit(ranks, 3)
 

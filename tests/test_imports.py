@@ -22,6 +22,8 @@ PURE = (
     "core.layout",
     "core.ledger",
     "wire.messages",
+    "wire.peer_messages",
+    "wire.worker_messages",
     "core.placement",
     "core.protocol",
     "launch.run_id",

@@ -27,7 +27,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.cli import main as cli
 from gemini_ft.launch import launcher
 from gemini_ft.launch.run_id import default_run_id
-from gemini_ft.wire.messages import Leave, Ping, unpack
+from gemini_ft.wire.worker_messages import Leave, Ping, to_agent
 
 GEMINI_RUN = ("gemini_ft.cli.main", "run")
 TORCHRUN = ("torch.distributed.run",)
@@ -215,7 +215,7 @@ def asked() -> Iterator[list[object]]:
                     connection, _ = listener.accept()
                     with connection:
                         if frame := connection.recv(65536):  # of a launcher that asks nothing but how the agent is: perhaps none
-                            asked.extend(message for message in [unpack(frame[4:])] if not isinstance(message, Ping))
+                            asked.extend(message for message in [to_agent.unpack(frame[4:])] if not isinstance(message, Ping))
 
         thread = threading.Thread(target=listen)
         thread.start()

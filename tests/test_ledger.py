@@ -6,8 +6,8 @@ reports is tried in test_protocol_machine.py.
 
 from __future__ import annotations
 
+from gemini_ft.core.effects import Completed, Skipped
 from gemini_ft.core.ledger import Abort, Cadence, Commit, Decision, Fatal, Holders, Ledger, Manifest, Thaw
-from gemini_ft.core.protocol import Completed, Skipped
 from gemini_ft.core.versions import Incarnation, Version
 
 HOLDERS = {0: ("a", "b"), 1: ("b", "a")}

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from gemini_ft.errors import ConfigError
-from gemini_ft.wire.messages import HostInfo
 from gemini_ft.wire.network import bind_address, is_loopback
+from gemini_ft.wire.worker_messages import HostInfo
 from gemini_ft.worker.session import _check_addresses
 
 

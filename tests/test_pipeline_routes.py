@@ -18,8 +18,8 @@ from gemini_ft.compression.sparse import entries
 from gemini_ft.errors import StateError
 from gemini_ft.pipeline import GradientSynchronizer
 from gemini_ft.pipeline.assignment import trained
-from gemini_ft.pipeline.averager import Routes
 from gemini_ft.pipeline.lanes import Job
+from gemini_ft.pipeline.route_table import Routes
 from gemini_ft.pipeline.routes import Compressed, Plain, Sparse
 from gemini_ft.pipeline.rules import load_rules
 from gemini_ft.sync.auto import Auto

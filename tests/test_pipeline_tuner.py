@@ -6,6 +6,7 @@ import copy
 import math
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(tuner, "time", types.SimpleNamespace(perf_counter=clock.perf_counter))
-    monkeypatch.setattr(tuner, "_ROUNDS", max(tuner._SLOWER) + 1)  # more rounds tell more only where times are not exact
+    terms = replace(tuner._TERMS, rounds=max(tuner._TERMS.slower) + 1)  # more rounds tell more only where times are not exact
+    monkeypatch.setattr(tuner, "_TERMS", terms)
     return clock
 
 

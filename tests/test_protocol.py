@@ -6,7 +6,8 @@ sockets is in the lists of effects. Any order of events is tried in test_protoco
 
 from __future__ import annotations
 
-from gemini_ft.core.protocol import CancelSend, Completed, Damaged, Free, Grant, Host, Send, Skipped, Tell, Upload, Withdraw
+from gemini_ft.core.effects import CancelSend, Completed, Damaged, Free, Grant, Send, Skipped, Tell, Upload, Withdraw
+from gemini_ft.core.protocol import Host
 from gemini_ft.core.slots import SlotState
 from gemini_ft.core.versions import Incarnation, Version
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import RecoveryError, WorldSizeError
-from gemini_ft.recovery.readers import Holding, Plan, describe, plan_recovery, require
-from gemini_ft.wire.messages import SlotInfo
+from gemini_ft.recovery.plan import Holding, Plan, describe, plan_recovery, require
+from gemini_ft.wire.worker_messages import SlotInfo
 
 WORLD = 3
 VERSIONS = [Version(Incarnation(number, nonce), iteration) for number, nonce in ((1, "a"), (2, "b"), (2, "c")) for iteration in (4, 5)]

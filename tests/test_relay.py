@@ -16,12 +16,12 @@ from agent_kit import CHUNK, WAIT, Job, Rank, content, eventually
 from relay import Relay
 
 from gemini_ft.agent.gate import Gate
-from gemini_ft.agent.sending import Link
+from gemini_ft.agent.sending import Common, Link
 from gemini_ft.config import TrafficConfig
 from gemini_ft.errors import PeerError
 from gemini_ft.recovery.readers import PeerShard
 from gemini_ft.wire.lane import ID_BYTES, MARK
-from gemini_ft.wire.messages import Claims
+from gemini_ft.wire.peer_messages import Claims
 
 SECRET = b"s" * 16  # of the kit's ranks
 
@@ -246,9 +246,10 @@ def test_whoever_breaks_every_connection_does_not_fill_the_log() -> None:
     said: list[str] = []
 
     async def work() -> None:
-        traffic, owner = TrafficConfig(), SimpleNamespace(log=said.append)
+        traffic, home = TrafficConfig(), SimpleNamespace(log=said.append)
+        common = Common(home, traffic, Gate(traffic), None, lambda: b"")  # type: ignore[arg-type]
         claims = Claims(run="run", stream="main", host="a", to="b", role="replicate", incarnation=None)
-        link = Link(owner, "b", ("127.0.0.1", 1), claims, lambda: b"", traffic, Gate(traffic))  # type: ignore[arg-type]
+        link = Link(common, "b", ("127.0.0.1", 1), claims)
         link._task.cancel()
         link._active = [SimpleNamespace(cancelled=False)]  # type: ignore[list-item]
         for _ in range(200):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+
 from agent_kit import eventually
 
-from gemini_ft.wire.messages import GiveUp, Message, Request
-from gemini_ft.worker.snapshot import Job, Snapshotter
+from gemini_ft.errors import AgentError
+from gemini_ft.wire.worker_messages import GiveUp, Request, ToAgent
+from gemini_ft.worker.snapshot import Job, JobState, Snapshotter
 
 
 def test_the_agent_hears_of_a_snapshot_that_is_given_up_before_the_thread_has_seen_it() -> None:
     """Training steps may be shorter than it takes until a thread runs on a busy host; who closes then waits for the snapshot's fate."""
-    told: list[Message] = []
+    told: list[ToAgent] = []
     discarded: list[int] = []
     snapshotter = Snapshotter(
         0, lambda job: "", told.append, lambda: False, lambda: None, lambda iteration, _: discarded.append(iteration), False, False, 60.0
@@ -27,4 +30,27 @@ def test_the_agent_hears_of_a_snapshot_that_is_given_up_before_the_thread_has_se
         (GiveUp, 2),
     ]
     assert discarded == [1, 2]
+    snapshotter.stop()
+
+
+def test_of_the_snapshots_that_are_given_up_while_an_agent_is_replaced_a_few_are_remembered() -> None:
+    told: list[ToAgent] = []
+    replaced = threading.Event()
+
+    def tell(message: ToAgent) -> None:
+        if not replaced.is_set():
+            raise AgentError("the agent is gone")
+        told.append(message)
+
+    snapshotter = Snapshotter(
+        0, lambda job: "", tell, lambda: not replaced.is_set(), lambda: replaced.wait(60) and None, lambda *_: None, False, False, 60.0
+    )
+    snapshotter.submit(Job(1, b"", None, []))
+    eventually(lambda: snapshotter._job is not None and snapshotter._job.state is JobState.DONE)  # the thread brings another agent up
+    for iteration in range(2, 100):
+        snapshotter.submit(Job(iteration, b"extras", None, []))
+        snapshotter.before_update()
+    replaced.set()
+    eventually(lambda: bool(told) and isinstance(told[-1], GiveUp) and told[-1].iteration == 99)
+    assert len([message for message in told if isinstance(message, GiveUp)]) < 20
     snapshotter.stop()

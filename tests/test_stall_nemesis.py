@@ -14,7 +14,8 @@ import pytest
 from agent_kit import CHUNK, EXTRAS, Job, Rank, content, eventually
 
 from gemini_ft.errors import AgentError
-from gemini_ft.recovery.readers import LocalShard, Plan, Sources
+from gemini_ft.recovery.plan import Plan
+from gemini_ft.recovery.readers import LocalShard, Sources
 
 PATIENCE = {"agent_timeout": 1.0}
 SHORT = 0.4  # seconds
@@ -86,7 +87,7 @@ def test_a_pause_in_a_snapshot_costs_at_most_that_snapshot(job: Job, moment: str
         mend(job, rank, 3)
     if not for_good:
         for rank in ranks:
-            rank.wait_for("committed", iteration=3)
+            rank.wait_for("commit", iteration=3)
     job.commit(ranks, 4, 5)
     print(f"{moment}, {'leader' if victim == 0 else 'member'}, {'for good' if for_good else 'short'}: {time.monotonic() - begin:.2f} s")
     has_same_bytes(job, ranks, 5)

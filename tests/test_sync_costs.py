@@ -12,7 +12,7 @@ from agent_kit import preload
 from test_sync_schemes import on_ranks
 
 from gemini_ft.sync import costs
-from gemini_ft.sync.auto import candidates, contender, fastest
+from gemini_ft.sync.auto import candidates
 from gemini_ft.sync.costs import FORMULAS, Link, Traffic
 from gemini_ft.sync.profiling import describe, overlap
 from gemini_ft.sync.schemes import SCHEMES, dimensions_table
@@ -160,29 +160,6 @@ def test_latency_keeps_nobody_from_being_tried() -> None:
     slow = Link(1.0, 1e-9)
     assert costs.seconds("zen", traffic, slow) > 5 * costs.seconds("ssar-recursive-doubling", traffic, slow)
     assert candidates(FORMULAS, traffic, slow) == ["ssar-recursive-doubling", "zen"]
-
-
-def race(seconds: dict[str, float], first: float = 1.0) -> tuple[str, dict[str, int]]:
-    """Who wins if every call of a scheme but the first takes the same time, and how many calls each has."""
-    measured: dict[str, list[float]] = {name: [] for name in seconds}
-    while (name := contender(measured)) is not None:
-        measured[name].append(seconds[name] if measured[name] else first)
-    return fastest(measured), {name: len(times) for name, times in measured.items()}
-
-
-def test_the_fastest_wins_and_who_comes_near_is_called_more() -> None:
-    assert race({"zen": 0.3}) == ("zen", {"zen": 5})
-    assert race({"dense": 0.9, "zen": 0.3, "agsparse": 0.4}) == ("zen", {"dense": 5, "zen": 5, "agsparse": 5})
-    assert race({"dense": 0.9, "zen": 0.35, "agsparse": 0.34}) == ("agsparse", {"dense": 5, "zen": 12, "agsparse": 12})
-
-
-def test_a_choice_may_change_with_more_calls() -> None:
-    lucky = {"zen": [9.0, 1.1, 1.1, 1.1, 1.1], "agsparse": [9.0, 1.0, 1.0, 1.0, 1.0]}
-    assert fastest(lucky) == "agsparse"
-    assert contender(lucky) == "zen"
-    lucky = {"zen": lucky["zen"] + [1.1] * 7, "agsparse": lucky["agsparse"] + [1.2] * 7}
-    assert contender(lucky) is None
-    assert fastest(lucky) == "zen"
 
 
 def test_the_page_has_the_table_of_dimensions() -> None:

@@ -19,7 +19,8 @@ from gemini_ft.errors import ConfigError, PeerError, SecretError
 from gemini_ft.wire import handshake
 from gemini_ft.wire.handshake import dial, listen
 from gemini_ft.wire.lane import ID_BYTES, Lane
-from gemini_ft.wire.messages import PROTOCOL_VERSION, Accepted, Chunk, Claims, Committed, Message, Notice
+from gemini_ft.wire.messages import PROTOCOL_VERSION, Chunk, Notice, kind_of
+from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage, ReportFinished
 from gemini_ft.wire.tcp import Connection
 
 CLAIMS = Claims(run="r", stream="s", host="h", to="", role="replicate", incarnation=None)
@@ -31,18 +32,18 @@ class Recorder:
     """A handler that keeps what it hears; payloads go to ``room``."""
 
     def __init__(self, room: bytearray | None = None) -> None:
-        self.heard: list[Message] = []
-        self.whole: list[Message] = []
+        self.heard: list[PeerMessage] = []
+        self.whole: list[PeerMessage] = []
         self.lost: str | None = None
         self._room = room
         self._news = asyncio.Event()
 
-    def on_message(self, message: Message) -> memoryview | None:
+    def on_message(self, message: PeerMessage) -> memoryview | None:
         self.heard.append(message)
         self._news.set()
         return memoryview(self._room)[message.offset :][: message.nbytes] if self._room is not None and isinstance(message, Chunk) else None
 
-    def on_bytes(self, message: Message) -> None:
+    def on_bytes(self, message: PeerMessage) -> None:
         self.whole.append(message)
         self._news.set()
 
@@ -65,7 +66,7 @@ class Place:
         self.connections: list[Connection] = []
         self.log: list[str] = []
         self._room, self._secret, self._encrypt = room, secret, encrypt
-        self.greeting: Message | None = None
+        self.greeting: PeerMessage | None = None
 
     async def __aenter__(self) -> Place:
         self._server = await listen("127.0.0.1", None, lambda: self._secret, self._accept, self.log.append, lambda stream: self._encrypt)
@@ -119,11 +120,11 @@ class TestBytes:
                 at = 0
                 for number, size in enumerate(sizes):
                     connection.send(chunk(at, size), memoryview(source)[at : at + size])
-                    connection.send(Committed(iteration=number))
+                    connection.send(ReportFinished(rank=number))
                     at += size
                 theirs = place.handlers[0]
                 await theirs.until(lambda: len(theirs.heard) == 2 * len(sizes))
-                assert [message.kind for message in theirs.heard] == ["chunk", "committed"] * len(sizes)
+                assert [kind_of(message) for message in theirs.heard] == ["chunk", "report_finished"] * len(sizes)
                 assert len(theirs.whole) == len(sizes)
                 assert connection.backlog == 0
                 connection.abort("done")
@@ -248,7 +249,7 @@ class TestValve:
                 connection.send(Notice(text="after"))
                 theirs = place.handlers[0]
                 await theirs.until(lambda: len(theirs.heard) == 2)
-                assert [message.kind for message in theirs.heard] == ["notice", "chunk"]
+                assert [kind_of(message) for message in theirs.heard] == ["notice", "chunk"]
                 assert connection.backlog == 2
                 valve.allow(100)
                 await theirs.until(lambda: theirs.heard[-1] == Notice(text="after"))
@@ -356,7 +357,7 @@ class TestHandshake:
     def test_what_follows_it_at_once_is_heard(self) -> None:
         async def work() -> None:
             async with Place() as place:
-                place.greeting = Committed(iteration=7)
+                place.greeting = ReportFinished(rank=7)
                 for _ in range(20):
                     ours = Recorder()
                     connection = await place.dial(ours)

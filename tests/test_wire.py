@@ -19,7 +19,8 @@ from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError, SecretError
 from gemini_ft.wire.frames import BlockingWire, frame_length
 from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES, MARK, Seal, keys
-from gemini_ft.wire.messages import MAX_MESSAGE, Accepted, Claims, Data, pack
+from gemini_ft.wire.messages import MAX_MESSAGE, pack
+from gemini_ft.wire.peer_messages import Accepted, Claims, Data
 from gemini_ft.wire.trust import derive, fingerprint, tls_context
 
 CLAIMS = Claims(run="r", stream="s", host="h", to="", role="fetch", incarnation=Incarnation(1, "a"))

@@ -14,8 +14,10 @@ from typing import Protocol
 
 from gemini_ft.config import TrafficConfig
 from gemini_ft.wire.lane import Valve
-from gemini_ft.wire.messages import Chunk, Dispatch, Message, Parcel
+from gemini_ft.wire.messages import Chunk
+from gemini_ft.wire.peer_messages import Parcel, PeerMessage
 from gemini_ft.wire.tcp import Connection, Meter
+from gemini_ft.wire.worker_messages import Dispatch
 
 _SAMPLES = 32  # newest pieces that say how long the shortest of them takes
 
@@ -30,7 +32,7 @@ class Way(Protocol):
     def meter(self) -> Meter:
         """The traffic so far."""
 
-    def send(self, message: Message) -> None:
+    def send(self, message: PeerMessage) -> None:
         """Sends a message after every chunk that was sent before it."""
 
     def send_chunk(self, chunk: Chunk, slot: int, payload: memoryview, valve: Valve) -> None:
@@ -57,7 +59,7 @@ class ByAgents:
     def meter(self) -> Meter:
         return self._connection.meter()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: PeerMessage) -> None:
         self._connection.send(message)
 
     def send_chunk(self, chunk: Chunk, slot: int, payload: memoryview, valve: Valve) -> None:
@@ -93,7 +95,7 @@ class ByWorkers:
     ) -> None:
         self._connection, self._traffic, self._tags = connection, traffic, tags
         self._order, self._target, self._astray = order, target, astray
-        self._queue: deque[Message | tuple[Chunk, int, Valve]] = deque()
+        self._queue: deque[PeerMessage | tuple[Chunk, int, Valve]] = deque()
         self._under_way: dict[int, tuple[int, float]] = {}  # tag -> (bytes, when it was ordered)
         self._seconds: deque[float] = deque(maxlen=_SAMPLES)
         self._acked, self._busy, self._busy_since = 0, 0.0, 0.0
@@ -107,7 +109,7 @@ class ByWorkers:
     def meter(self) -> Meter:
         return Meter(self._acked, self._busy, min(self._seconds, default=0.0))
 
-    def send(self, message: Message) -> None:
+    def send(self, message: PeerMessage) -> None:
         self._put(message)
 
     def send_chunk(self, chunk: Chunk, slot: int, payload: memoryview, valve: Valve) -> None:
@@ -138,7 +140,7 @@ class ByWorkers:
 
     # -- inside
 
-    def _put(self, item: Message | tuple[Chunk, int, Valve]) -> None:
+    def _put(self, item: PeerMessage | tuple[Chunk, int, Valve]) -> None:
         self._queue.append(item)
         self._changed.set()
 

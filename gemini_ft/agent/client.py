@@ -18,39 +18,12 @@ from gemini_ft import errors
 from gemini_ft.agent import lifecycle, revival
 from gemini_ft.errors import AgentError, AgentTimeoutError, GeminiError, PeerError
 from gemini_ft.wire.frames import frame_length, receive_fds
-from gemini_ft.wire.messages import (
-    Aborted,
-    Collect,
-    Committed,
-    Custody,
-    Dispatch,
-    Failed,
-    Granted,
-    Hello,
-    Inventory,
-    Mapped,
-    Message,
-    Notice,
-    Opened,
-    Paced,
-    Ping,
-    Pong,
-    Reserved,
-    Room,
-    Staged,
-    Travelled,
-    Verified,
-    Welcome,
-    check_answer,
-    pack,
-    unpack,
-)
+from gemini_ft.wire.messages import Answer, Call, Failed, check_answer, kind_of, pack
+from gemini_ft.wire.worker_messages import Custody, Hello, Mapped, Ping, Pong, Reserved, ToAgent, ToWorker, Welcome, to_worker
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=Answer)
 _log = logging.getLogger("gemini_ft")
-_ANSWERS = (Welcome, Inventory, Opened, Reserved, Mapped, Verified, Staged)
 _OFFERED = 64 * 1024  # bytes; Linux reports a Unix socket as writable while three quarters of its buffer, 156 KiB by default, are free
-_EVENTS = (Room, Granted, Committed, Aborted, Notice, Paced, Travelled, Dispatch, Collect)
 
 
 def as_error(failed: Failed) -> GeminiError:
@@ -66,7 +39,7 @@ class AgentClient:
         run: run id.
         host: host id.
         hello: this worker's introduction.
-        on_event: called on the listening thread with Granted, Committed, Aborted, Notice and fatal Failed messages.
+        on_event: called on the listening thread with whatever is no answer.
         timeout: seconds to wait for an answer.
 
     Raises:
@@ -74,12 +47,12 @@ class AgentClient:
         GeminiError: the agent refused; whatever class it named.
     """
 
-    def __init__(self, run: str, host: str, hello: Hello, on_event: Callable[[Message], None], timeout: float) -> None:
+    def __init__(self, run: str, host: str, hello: Hello, on_event: Callable[[ToWorker], None], timeout: float) -> None:
         self._run, self._host, self._on_event, self._timeout = run, host, on_event, timeout
         self._socket = revival.connect(run, host, hello.agent_timeout)
         self._agent, self._pulse = revival.Listener.of(self._socket), revival.Pulse(hello.agent_timeout)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, lifecycle.timeval(timeout))
-        self._calls: dict[int, queue.SimpleQueue[tuple[Message, list[int]] | None]] = {}  # number -> where its answer is waited for
+        self._calls: dict[int, queue.SimpleQueue[tuple[Answer, list[int]] | None]] = {}  # number -> where its answer is waited for
         self._numbers = itertools.count(1)
         self._calls_lock = threading.Lock()
         self._send_lock = threading.Lock()
@@ -101,7 +74,7 @@ class AgentClient:
             raise
         _clients.add(self)
 
-    def tell(self, message: Message, fds: Sequence[int] = ()) -> None:
+    def tell(self, message: ToAgent | Call, fds: Sequence[int] = ()) -> None:
         """Sends a message without waiting for an answer.
 
         Raises:
@@ -121,7 +94,7 @@ class AgentClient:
             self.lost = True
             raise self._gone(str(error)) from None
 
-    def offer(self, message: Message) -> bool:
+    def offer(self, message: ToAgent) -> bool:
         """Sends a message that no one needs, without ever waiting; False if the agent is slow to read, or gone."""
         frame = pack(message)
         if self.lost or len(frame) > _OFFERED or not self._send_lock.acquire(blocking=False):
@@ -139,7 +112,7 @@ class AgentClient:
             self._send_lock.release()
         return True
 
-    def call(self, message: Message, answer: type[M], timeout: float | None = None) -> tuple[M, list[int]]:
+    def call(self, message: Call, answer: type[M], timeout: float | None = None) -> tuple[M, list[int]]:
         """Sends a message, and waits ``timeout`` seconds (default: the client's) for the answer and the descriptors beside it.
 
         Raises:
@@ -157,46 +130,45 @@ class AgentClient:
             raise as_error(reply)
         try:
             if not isinstance(reply, answer):
-                raise AgentError(f"the agent answered {message.kind!r} with {reply.kind!r}")
+                raise AgentError(f"the agent answered {kind_of(message)!r} with {kind_of(reply)!r}")
             check_answer(message, reply)
         except GeminiError:
             _close_all(reply_fds)
             raise
         return reply, reply_fds
 
-    def _await_answer(self, message: Message, seconds: float) -> tuple[Message, list[int]] | None:
-        answers: queue.SimpleQueue[tuple[Message, list[int]] | None] = queue.SimpleQueue()
-        number: int = message.call  # type: ignore[union-attr]
+    def _await_answer(self, message: Call, seconds: float) -> tuple[Answer, list[int]] | None:
+        answers: queue.SimpleQueue[tuple[Answer, list[int]] | None] = queue.SimpleQueue()
         with self._calls_lock:
             if self._ended:
                 return None
-            self._calls[number] = answers
+            self._calls[message.call] = answers
         try:
             self.tell(message)
             return answers.get(timeout=seconds)
         except queue.Empty:
-            text = f"the agent of run {self._run!r} on host {self._host!r} did not answer {message.kind!r} within {seconds:g} s"
+            text = f"the agent of run {self._run!r} on host {self._host!r} did not answer {kind_of(message)!r} within {seconds:g} s"
             raise AgentTimeoutError(f"{text}; see {self.log}") from None
         finally:
             with self._calls_lock:
-                self._calls.pop(number, None)
+                self._calls.pop(message.call, None)
             while not answers.empty():  # it came when the patience ended
                 self._drop(answers.get())
 
-    def _answered(self, message: Message, fds: list[int]) -> None:
+    def _answered(self, message: Answer, fds: list[int]) -> None:
         """Hands an answer to its call, if that still waits for it."""
         with self._calls_lock:
-            waiting = self._calls.pop(message.call, None)  # type: ignore[union-attr]
+            waiting = self._calls.pop(message.call, None)
             if waiting is not None:
                 waiting.put((message, fds))
                 return
         self._drop((message, fds))
 
-    def _drop(self, late: tuple[Message, list[int]] | None) -> None:
+    def _drop(self, late: tuple[Answer, list[int]] | None) -> None:
         if late is not None:
             self.late_answers += 1
             _close_all(late[1])
-            _log.info("the agent's answer %r came too late and is dropped", late[0].kind)
+            _log.info("the agent's answer %r came too late and is dropped", kind_of(late[0]))
 
     @property
     def log(self) -> str:
@@ -243,7 +215,7 @@ class AgentClient:
                     raise PeerError("descriptors of slots were lost: this process has no free ones left (ulimit -n)")
                 inbox += data
                 while len(inbox) >= 4 and len(inbox) >= 4 + (length := frame_length(inbox[:4])):
-                    message = unpack(inbox[4 : 4 + length])
+                    message = to_worker.unpack(inbox[4 : 4 + length])
                     del inbox[: 4 + length]
                     fds = self._route(message, fds)
         except (OSError, PeerError) as error:
@@ -272,29 +244,21 @@ class AgentClient:
         self._pulse.heard()
         return True
 
-    def _route(self, message: Message, fds: list[int]) -> list[int]:
+    def _route(self, message: ToWorker, fds: list[int]) -> list[int]:
         """Hands a message on; returns the descriptors that belong to a later one."""
         if isinstance(message, Custody):
             if (old := self.custody.pop(message.key, None)) is not None:
                 os.close(old)
             if not message.drop:
                 self.custody[message.key] = fds.pop(0)
-        elif isinstance(message, Reserved):
-            mine, fds = fds[: len(message.slots)], fds[len(message.slots) :]
-            self._answered(message, mine)
-        elif isinstance(message, Mapped):
-            mine, fds = fds[:1], fds[1:]
-            self._answered(message, mine)
-        elif isinstance(message, Pong):
-            pass  # it only shows that the agent lives
-        elif isinstance(message, _EVENTS):
+        elif isinstance(message, Failed) and not message.call:
             self._on_event(message)
-        elif isinstance(message, _ANSWERS) or (isinstance(message, Failed) and message.call):
-            self._answered(message, [])
-        elif isinstance(message, Failed):
+        elif isinstance(message, Answer):
+            count = len(message.slots) if isinstance(message, Reserved) else isinstance(message, Mapped)
+            mine, fds = fds[:count], fds[count:]
+            self._answered(message, mine)
+        elif not isinstance(message, Pong):  # it only shows that the agent lives
             self._on_event(message)
-        else:
-            raise PeerError(f"the agent sent {message.kind!r}")
         return fds
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from gemini_ft.agent.memory import SlotMemory
-from gemini_ft.agent.ports import WorkerPort
+from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.errors import AgentError
-from gemini_ft.wire.messages import Custody
+from gemini_ft.wire.worker_messages import Custody
 
 
 class Custodians:
@@ -17,9 +17,9 @@ class Custodians:
         workers: of the present incarnation, by rank.
     """
 
-    def __init__(self, workers: Callable[[], Iterable[WorkerPort]]) -> None:
+    def __init__(self, workers: Callable[[], Iterable[WorkerConnection]]) -> None:
         self._workers = workers
-        self._keepers: dict[int, WorkerPort] = {}  # id of a replica's memory -> the worker that keeps its descriptor
+        self._keepers: dict[int, WorkerConnection] = {}  # id of a replica's memory -> the worker that keeps its descriptor
 
     def entrust(self, memory: SlotMemory) -> None:
         """Lets a local worker keep a replica's descriptor, unless one does: one worker per owner, spread over many owners."""
@@ -38,7 +38,7 @@ class Custodians:
         if (keeper := self._keepers.pop(id(memory), None)) is not None:
             keeper.send(Custody(key=str(id(memory)), drop=True))
 
-    def keeper(self, memory: SlotMemory) -> WorkerPort | None:
+    def keeper(self, memory: SlotMemory) -> WorkerConnection | None:
         """The worker that keeps a replica's memory, if it lives."""
         keeper = self._keepers.get(id(memory))
         return keeper if keeper is not None and keeper.alive else None

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from gemini_ft.agent.custody import Custodians
 from gemini_ft.agent.memory import SlotMemory, SlotShape
-from gemini_ft.agent.ports import AgentServices, Home, WorkerPort
-from gemini_ft.agent.receiving import Receiver
+from gemini_ft.agent.ports import AgentServices, Home
+from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import PeerError
-from gemini_ft.wire.messages import Collect, Collected, End, Offer, Parcel, Reserve
+from gemini_ft.wire.messages import ShardLayout
+from gemini_ft.wire.peer_messages import End, Parcel
+from gemini_ft.wire.worker_messages import Collect, Collected
 
 REPLICA_SLOTS = 2  # one complete, one in progress
+Landed = Callable[[int, int, str], None]
+"""Hears that a worker has received a piece: source, tag, and the error if it could not."""
 
 
-def shape_of(home: Home, agent: AgentServices, owner: int, wanted: Offer | Reserve) -> SlotShape:
+def shape_of(home: Home, agent: AgentServices, owner: int, wanted: ShardLayout) -> SlotShape:
     """The shape that a slot for a shard must have."""
     spec = home.spec
     assert spec is not None
@@ -21,7 +27,7 @@ def shape_of(home: Home, agent: AgentServices, owner: int, wanted: Offer | Reser
     return SlotShape(agent.run, home.name, owner, spec.world_size, wanted.layout_hash, wanted.layout, *sizes)
 
 
-def may_be_written_by_another(home: Home, owner: int, worker: WorkerPort | None = None) -> bool:
+def may_be_written_by_another(home: Home, owner: int, worker: WorkerConnection | None = None) -> bool:
     """Whether a worker that had the shard's slots before, perhaps in a former incarnation, still lives."""
     before, spec = home.workers.get(owner), home.spec
     if before is not None and before is not worker and before.alive:
@@ -31,11 +37,11 @@ def may_be_written_by_another(home: Home, owner: int, worker: WorkerPort | None 
 
 
 class Inbound:
-    """The owner of the receivers (receiving.ReceiverOwner), for all sessions of a stream."""
+    """Makes room for what receivers take in, for all sessions of a stream."""
 
     def __init__(self, home: Home, agent: AgentServices, custodians: Custodians) -> None:
         self._home, self._agent, self._custodians = home, agent, custodians
-        self._collecting: dict[tuple[int, int], tuple[Receiver, int]] = {}  # (source, tag) of a piece -> its receiver and rank
+        self._collecting: dict[tuple[int, int], tuple[Landed, int]] = {}  # (source, tag) of a piece -> who hears of it, and its rank
 
     def end_session(self) -> None:
         """Drops the pieces that are awaited: the session is over."""
@@ -55,9 +61,7 @@ class Inbound:
     def collected(self, message: Collected) -> None:
         """Takes a worker's report that it has received a piece, or could not."""
         if (waiting := self._collecting.pop((message.source, message.tag), None)) is not None:
-            waiting[0].collected(message.source, message.tag, message.error)
-
-    # -- ReceiverOwner
+            waiting[0](message.source, message.tag, message.error)
 
     @property
     def host_name(self) -> str:
@@ -66,12 +70,12 @@ class Inbound:
     def log(self, text: str) -> None:
         self._home.log(text)
 
-    async def make_room(self, offer: Offer) -> None:
+    async def make_room(self, owner: int, wanted: ShardLayout) -> None:
         """Makes slots for a peer's shard, their pages already faulted in."""
-        owner, vault = offer.owner, self._home.vault
+        vault = self._home.vault
         before = {memory for (of, _), memory in vault.memory.items() if of == owner}
         reuse = not (may_be_written_by_another(self._home, owner) or self._is_kept_by_stranger(owner))
-        indices = vault.ensure(owner, shape_of(self._home, self._agent, owner, offer), REPLICA_SLOTS, reuse)
+        indices = vault.ensure(owner, shape_of(self._home, self._agent, owner, wanted), REPLICA_SLOTS, reuse)
         fresh = [index for index in indices if vault.memory[owner, index] not in before]  # a number may be that of a slot just freed
         await vault.prefault(owner, fresh)
         for index in fresh:
@@ -80,8 +84,8 @@ class Inbound:
     def keeper(self, owner: int) -> int | None:
         return next((keeper.rank for keeper in self._keepers(owner)), None)
 
-    def collect(self, parcel: Parcel, memory: SlotMemory | None, receiver: Receiver) -> None:
-        self._collecting[parcel.source, parcel.tag] = receiver, parcel.target
+    def collect(self, parcel: Parcel, memory: SlotMemory | None, landed: Landed) -> None:
+        self._collecting[parcel.source, parcel.tag] = landed, parcel.target
         worker = self._home.workers.get(parcel.target)
         if worker is None or not worker.alive:
             self.collected(Collected(source=parcel.source, tag=parcel.tag, error=f"rank {parcel.target} is not there"))
@@ -127,7 +131,7 @@ class Inbound:
 
     # -- inside
 
-    def _keepers(self, owner: int) -> list[WorkerPort]:
+    def _keepers(self, owner: int) -> list[WorkerConnection]:
         """Workers that keep memory of a replica, and live."""
         kept = [self._custodians.keeper(memory) for (of, _), memory in self._home.vault.memory.items() if of == owner]
         return [keeper for keeper in kept if keeper is not None]

@@ -10,35 +10,20 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
-from gemini_ft.core import ledger
-from gemini_ft.core.ledger import Decision, Ledger
-from gemini_ft.core.protocol import Completed, Report, Skipped
+from gemini_ft.agent.storing import Storing
+from gemini_ft.agent.tasks import Tasks
+from gemini_ft.core.effects import Completed, Skipped
+from gemini_ft.core.ledger import Commit, Decision, Ledger, Manifest, Thaw
 from gemini_ft.core.traffic import Pace
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.handshake import dial
-from gemini_ft.wire.messages import (
-    Aborted,
-    AllFinished,
-    Claims,
-    Committed,
-    Failed,
-    Heartbeat,
-    HoldersChanged,
-    Message,
-    Notice,
-    Paced,
-    Rejoin,
-    ReportCompleted,
-    ReportFinished,
-    ReportNeed,
-    ReportSkipped,
-    ReportUploaded,
-    Thawed,
-)
+from gemini_ft.wire.messages import Notice, Paced, kind_of
+from gemini_ft.wire.peer_messages import AllFinished, Claims, Heartbeat, PeerMessage, Rejoin, ReportFinished, ReportNeed, ReportUploaded
 from gemini_ft.wire.tcp import Address, Connection
 
 _REMEMBERED = 16  # commits whose roots are kept for readers: the job has moved on when they ask
@@ -54,24 +39,14 @@ _AHEAD = 8  # steps that a change of pace is announced before it counts; who hea
 class Stream(Protocol):
     """What both sides ask of the stream they serve."""
 
-    def on_decision(self, message: Message) -> None: ...
+    def on_decision(self, message: PeerMessage) -> None: ...
 
-    def rejoin_reports(self) -> list[Message]: ...
+    def rejoin_reports(self) -> list[PeerMessage]: ...
 
-    async def write_manifest(self, version: Version, records: dict[int, str]) -> None: ...
-
-    async def tidy_storage(self) -> str: ...
+    @property
+    def storing(self) -> Storing | None: ...
 
     def log(self, text: str) -> None: ...
-
-
-def as_message(report: Report) -> Message:
-    """A protocol report, on the wire."""
-    if isinstance(report, Skipped):
-        return ReportSkipped(owner=report.owner, version=report.version, reason=report.reason)
-    return ReportCompleted(
-        owner=report.owner, host=report.host, version=report.version, layout=report.layout, digest=report.digest, root=report.root
-    )
 
 
 class Leader:
@@ -89,14 +64,13 @@ class Leader:
         self._newest = 0  # iteration that was spoken of
         self._upload: tuple[Version | None, float] = (None, 0.0)  # under way, since (or when that was last said)
         self._roots: deque[tuple[Version, Mapping[int, str]]] = deque(maxlen=_REMEMBERED)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._spawn(self._tick())
+        self._tasks = Tasks()
+        self._tasks.spawn(self._tick())
         if book.obstacle:
-            self._spawn(self._tidy())
+            self._tasks.spawn(self._tidy())
 
     def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         for member in list(self._members):
             member.abort("the session is over")
 
@@ -118,16 +92,12 @@ class Leader:
     def leave(self, connection: Connection) -> None:
         self._members.pop(connection, None)
 
-    def take(self, message: Message) -> None:
+    def take(self, message: PeerMessage) -> None:
         """A report, from another host or our own."""
         now = time.monotonic()
-        if isinstance(message, ReportCompleted | ReportSkipped):
+        if isinstance(message, Completed | Skipped):
             self._newest = max(self._newest, message.version.iteration)
-        if isinstance(message, ReportCompleted):
-            report = Completed(message.owner, message.host, message.version, message.layout, message.digest, message.root)
-            self._apply(self.book.report(report, now))
-        elif isinstance(message, ReportSkipped):
-            self._apply(self.book.report(Skipped(message.owner, message.version, message.reason), now))
+            self._apply(self.book.report(message, now))
         elif isinstance(message, ReportUploaded):
             outcome = (
                 self.book.upload_over(message.version, message.error)
@@ -151,7 +121,7 @@ class Leader:
                 self._ends_by = now + self._patience
                 self._end(now)
         else:
-            raise PeerError(f"{message.kind!r} is not a report")
+            raise PeerError(f"{kind_of(message)!r} is not a report")
 
     @property
     def ending(self) -> bool:
@@ -174,7 +144,7 @@ class Leader:
         if self.book.uploading is not None and theirs != self.book.uploading:
             self._apply(self.book.upload_over(self.book.uploading, "an agent was restarted during the upload"))
         if theirs is not None and theirs != self.book.uploading:
-            self._tell(Thawed(version=theirs, error="the leader's agent was restarted during the upload"))
+            self._tell(Thaw(version=theirs, error="the leader's agent was restarted during the upload"))
 
     async def _tick(self) -> None:
         while True:
@@ -196,20 +166,21 @@ class Leader:
 
     def _apply(self, decisions: list[Decision]) -> None:
         for decision in decisions:
-            if isinstance(decision, ledger.Manifest):
-                self._spawn(self._manifest(decision))
+            if isinstance(decision, Manifest):
+                self._tasks.spawn(self._manifest(decision))
             else:
-                if isinstance(decision, ledger.Commit):
+                if isinstance(decision, Commit):
                     self._roots.append((decision.version, decision.roots))
-                self._tell(_announcement(decision))
+                self._tell(decision)
 
-    async def _manifest(self, decision: ledger.Manifest) -> None:
+    async def _manifest(self, decision: Manifest) -> None:
         error = ""
         try:
-            await self._stream.write_manifest(decision.version, dict(decision.records))
-            if trouble := await self._stream.tidy_storage():
+            assert self._stream.storing is not None
+            await self._stream.storing.uploader.write_manifest(decision.version, dict(decision.records))
+            if trouble := await self._stream.storing.tidy():
                 self.book.obstacle = trouble
-                self._spawn(self._tidy(_TIDY_AGAIN))
+                self._tasks.spawn(self._tidy(_TIDY_AGAIN))
         except GeminiError as failure:
             error = str(failure)
         except Exception as failure:  # a fault of ours must not leave the upload unfinished for ever
@@ -219,42 +190,23 @@ class Leader:
     async def _tidy(self, pause: float = 0.0) -> None:
         """Nothing is uploaded until what is old could be deleted."""
         await asyncio.sleep(pause)
-        while trouble := await self._stream.tidy_storage():
+        assert self._stream.storing is not None
+        while trouble := await self._stream.storing.tidy():
             self.book.obstacle = trouble
             await asyncio.sleep(_TIDY_AGAIN)
         self._apply(self.book.unobstructed(time.monotonic()))
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _tell(self, message: Message) -> None:
+    def _tell(self, message: PeerMessage) -> None:
         for member, host in list(self._members.items()):
             member.send(self._for_host(host, message))
         self._stream.on_decision(message)
 
-    def _for_host(self, host: str, message: Message) -> Message:
+    def _for_host(self, host: str, message: PeerMessage) -> PeerMessage:
         """Roots go to those who hold the shards: what a host hears of a commit does not grow with the job."""
-        if not isinstance(message, Committed):
+        if not isinstance(message, Commit):
             return message
         holders = self.book.holders
-        return message.model_copy(update={"roots": {owner: root for owner, root in message.roots.items() if host in holders[owner]}})
-
-
-def _announcement(decision: Decision) -> Message:
-    match decision:
-        case ledger.Commit(version, freeze, digest_at, roots):
-            return Committed(iteration=version.iteration, freeze=freeze, digest_at=digest_at, roots=dict(roots))
-        case ledger.Abort(version, reason):
-            return Aborted(iteration=version.iteration, reason=reason)
-        case ledger.Holders(epoch, excluded, newly):
-            return HoldersChanged(epoch=epoch, excluded=sorted(excluded), newly=sorted(newly))
-        case ledger.Thaw(version, error):
-            return Thawed(version=version, error=error)
-        case ledger.Fatal(error, text):
-            return Failed(error=error, text=text, fatal=True)
-    raise AssertionError(decision)
+        return replace(message, roots={owner: root for owner, root in message.roots.items() if host in holders[owner]})
 
 
 class MemberPort:
@@ -263,13 +215,13 @@ class MemberPort:
     def __init__(self, leader: Leader, connection: Connection, host: str) -> None:
         self._leader, self._connection, self._host = leader, connection, host
 
-    def on_message(self, message: Message) -> memoryview | None:
+    def on_message(self, message: PeerMessage) -> memoryview | None:
         self._leader.hear(self._host)
         if not isinstance(message, Heartbeat):
             self._leader.take(message)
         return None
 
-    def on_bytes(self, message: Message) -> None:
+    def on_bytes(self, message: PeerMessage) -> None:
         raise PeerError("raw bytes on a reporting connection")
 
     def on_lost(self, reason: str) -> None:
@@ -291,18 +243,18 @@ class MemberLink:
         if self._connection is not None:
             self._connection.abort("the session is over")
 
-    def take(self, message: Message) -> None:
+    def take(self, message: PeerMessage) -> None:
         """Report now, or with everything else once the leader is reached again."""
         if isinstance(message, ReportFinished):
             self._finished.add(message.rank)
         if self._connection is not None:
             self._connection.send(message)
 
-    def on_message(self, message: Message) -> memoryview | None:
+    def on_message(self, message: PeerMessage) -> memoryview | None:
         self._stream.on_decision(message)
         return None
 
-    def on_bytes(self, message: Message) -> None:
+    def on_bytes(self, message: PeerMessage) -> None:
         raise PeerError("raw bytes on a reporting connection")
 
     def on_lost(self, reason: str) -> None:

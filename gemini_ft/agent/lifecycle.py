@@ -22,8 +22,9 @@ from typing import IO
 from gemini_ft.errors import AgentError, AgentTimeoutError
 from gemini_ft.hosts import host_id
 from gemini_ft.wire.frames import frame_length
-from gemini_ft.wire.messages import GetStatus, Leave, Left, Message, Status, pack, unpack
+from gemini_ft.wire.messages import kind_of, pack
 from gemini_ft.wire.private import check_listener, open_log, runtime_folder
+from gemini_ft.wire.worker_messages import GetStatus, Leave, Left, Status, ToAgent, ToWorker, to_worker
 
 _log = logging.getLogger("gemini_ft")
 _QUEUE_SECONDS = 2.0  # that a connection waits in the agent's queue of new ones
@@ -167,7 +168,7 @@ def _agent_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, *existing])}
 
 
-def ask(run: str, host: str, message: Message, timeout: float = 5.0) -> Message | None:
+def ask(run: str, host: str, message: ToAgent, timeout: float = 5.0) -> ToWorker | None:
     """Sends one message to the agent and returns its answer; None when there is no agent, or it just hung up."""
     try:
         return ask_at(socket_name(run, host), message, timeout)
@@ -175,7 +176,7 @@ def ask(run: str, host: str, message: Message, timeout: float = 5.0) -> Message 
         raise AgentTimeoutError(f"the agent of run {run!r} on host {host!r} did not answer within {timeout:g} s") from None
 
 
-def ask_at(address: bytes, message: Message, timeout: float = 5.0) -> Message | None:
+def ask_at(address: bytes, message: ToAgent, timeout: float = 5.0) -> ToWorker | None:
     """Asks the agent at ``address``, as `ask` does. Raises TimeoutError."""
     if (sock := _try_connect(address)) is None:
         return None
@@ -183,7 +184,7 @@ def ask_at(address: bytes, message: Message, timeout: float = 5.0) -> Message | 
         sock.settimeout(timeout)
         sock.sendall(pack(message))
         try:
-            return unpack(_exactly(sock, frame_length(_exactly(sock, 4))))
+            return to_worker.unpack(_exactly(sock, frame_length(_exactly(sock, 4))))
         except EOFError:
             return None
 
@@ -208,7 +209,7 @@ def status(run: str, host: str | None = None) -> str | None:
     """The agent's own account of itself, as JSON; None when there is none."""
     answer = ask(run, host or host_id(), GetStatus())
     if answer is not None and not isinstance(answer, Status):
-        raise AgentError(f"the agent answered {answer.kind!r} to a question for its status")
+        raise AgentError(f"the agent answered {kind_of(answer)!r} to a question for its status")
     return answer.document if answer is not None else None
 
 

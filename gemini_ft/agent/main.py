@@ -25,6 +25,7 @@ from gemini_ft.agent.lifecycle import raise_descriptor_limit, set_oom_score, soc
 from gemini_ft.agent.memory import Budget, SlotMemory
 from gemini_ft.agent.sparing import Sparing
 from gemini_ft.agent.stream import Stream
+from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.vault import Giver
 from gemini_ft.agent.workers import STACKS_SECONDS, Desk, WorkerConnection
 from gemini_ft.core.versions import Incarnation
@@ -32,11 +33,12 @@ from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, SecretEr
 from gemini_ft.hosts import machine_id
 from gemini_ft.wire.control_page import ControlPage
 from gemini_ft.wire.handshake import Listener, listen
-from gemini_ft.wire.messages import (
-    PROTOCOL_VERSION,
+from gemini_ft.wire.messages import PROTOCOL_VERSION, Chunk, kind_of
+from gemini_ft.wire.peer_messages import Claims
+from gemini_ft.wire.tcp import Connection, Handler
+from gemini_ft.wire.trust import fingerprint
+from gemini_ft.wire.worker_messages import (
     Adopt,
-    Chunk,
-    Claims,
     Collected,
     Copied,
     Dispatched,
@@ -54,7 +56,6 @@ from gemini_ft.wire.messages import (
     Left,
     Map,
     Mapped,
-    Message,
     Observed,
     Opened,
     OpenSession,
@@ -67,6 +68,7 @@ from gemini_ft.wire.messages import (
     Staged,
     Status,
     StreamInfo,
+    ToAgent,
     Verified,
     Verify,
     Visit,
@@ -74,8 +76,6 @@ from gemini_ft.wire.messages import (
     Watch,
     Welcome,
 )
-from gemini_ft.wire.tcp import Connection, Handler
-from gemini_ft.wire.trust import fingerprint
 
 _PARTING = 5.0  # seconds for the leader's word that all have finished
 _TICK = 0.2  # seconds between looks at hangs and at whether to leave
@@ -105,7 +105,7 @@ class Agent:
         self._server: Listener | None = None
         self._listening: asyncio.Task[None] | None = None
         self._known: Incarnation | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     def log(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a full disk costs the log, and nothing else
@@ -155,7 +155,7 @@ class Agent:
             if silent is not None and worker.alive and not (detector.starting and self._trains(worker.pid)):
                 self.log(f"rank {worker.rank} (pid {worker.pid}) made no progress for {silent:.1f} s ({detector.reason}): killing it")
                 del self._hangs[worker]
-                self._spawn(self._end(worker))
+                self._tasks.spawn(self._end(worker))
 
     def _trains(self, pid: int) -> bool:
         """Whether a stream of this process is watched step by step: others may have joined long before they begin."""
@@ -169,7 +169,7 @@ class Agent:
 
     # -- Office
 
-    def on_worker_message(self, worker: WorkerConnection, message: Message, fds: list[int]) -> None:
+    def on_worker_message(self, worker: WorkerConnection, message: ToAgent, fds: list[int]) -> None:
         """One message from a worker, in order."""
         if worker in self._hangs and not isinstance(message, Ping):  # which a thread sends that never hangs
             self._hangs[worker].heard(time.monotonic())
@@ -193,7 +193,7 @@ class Agent:
             case Adopt(shared=shared):
                 self.adopt(fds, shared, Giver(worker, message.incarnation) if worker.stream else None)
             case _ if not worker.stream:
-                raise AgentError(f"{message.kind!r} before hello")
+                raise AgentError(f"{kind_of(message)!r} before hello")
             case GetInventory():
                 stream = self._stream(worker)
                 stream.seal(worker)
@@ -201,9 +201,9 @@ class Agent:
             case OpenSession():
                 self._open_session(worker, message)
             case Verify():
-                self._spawn(self._answer(worker, message, self._verify(worker, message)))
+                self._tasks.spawn(self._answer(worker, message, self._verify(worker, message)))
             case Stage():
-                self._spawn(self._answer(worker, message, self._stage(worker, message)))
+                self._tasks.spawn(self._answer(worker, message, self._stage(worker, message)))
             case Map():
                 self._map(worker, message)
             case Goodbye(finished=finished):
@@ -211,7 +211,7 @@ class Agent:
             case Watch():
                 page = ControlPage.take(*fds)
                 try:
-                    self._current(worker).outbound.watch(worker.rank, page)
+                    self._current(worker).outbound.gate.watch(worker.rank, page)
                 except SupersededError:
                     page.close()
                     raise
@@ -226,7 +226,7 @@ class Agent:
             raise SupersededError(f"incarnation {worker.incarnation} is over, {current} has taken over; this process must stop")
         return stream
 
-    def _session_message(self, worker: WorkerConnection, message: Message) -> None:
+    def _session_message(self, worker: WorkerConnection, message: ToAgent) -> None:
         stream = self._current(worker)
         match message:
             case Reserve():
@@ -243,7 +243,7 @@ class Agent:
             case Progress(suspended=suspended):
                 self._sign_of_life(worker, suspended)
             case Observed(profile=profile):
-                stream.outbound.observed(worker.rank, profile)
+                stream.outbound.pacing.observed(worker.rank, profile)
             case Figures(figures=figures):
                 stream.figures[worker.rank] = figures
             case Dispatched():
@@ -255,7 +255,7 @@ class Agent:
             case Inject():
                 stream.inject(message)
             case _:
-                raise AgentError(f"{message.kind!r} is not for an agent")
+                raise AgentError(f"{kind_of(message)!r} is not for an agent")
 
     def _sign_of_life(self, worker: WorkerConnection, suspended: bool | None) -> None:
         if worker in self._hangs:
@@ -282,11 +282,6 @@ class Agent:
     def _stream(self, worker: WorkerConnection) -> Stream:
         return self.streams[worker.stream]
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     def _open_session(self, worker: WorkerConnection, message: OpenSession) -> None:
         self._stream(worker).check_inventory(worker)
         incarnation = message.spec.incarnation
@@ -310,10 +305,10 @@ class Agent:
         worker.send(Verified(call=asked.call, version=asked.version, sound=sound))
 
     async def _stage(self, worker: WorkerConnection, order: Stage) -> None:
-        await self._stream(worker).stage(order)
+        await self._stream(worker).stagings.stage(order)
         worker.send(Staged(call=order.call, owner=order.owner, version=order.version))
 
-    async def _answer(self, worker: WorkerConnection, message: Message, work: Coroutine[None, None, None]) -> None:
+    async def _answer(self, worker: WorkerConnection, message: ToAgent, work: Coroutine[None, None, None]) -> None:
         """An answer that takes time; whatever goes wrong meanwhile is the answer then."""
         try:
             await work
@@ -321,7 +316,7 @@ class Agent:
             worker.refuse(message, error)
         except Exception as error:
             self.log(traceback.format_exc())
-            worker.refuse(message, AgentError(f"the agent failed at {message.kind!r}: {type(error).__name__}: {error}"))
+            worker.refuse(message, AgentError(f"the agent failed at {kind_of(message)!r}: {type(error).__name__}: {error}"))
 
     def _hello(self, worker: WorkerConnection, hello: Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION:
@@ -346,7 +341,7 @@ class Agent:
         self._asked_to_leave = False
         self._interrupted.clear()
         self.streams.setdefault(hello.stream, Stream(hello.stream, self)).encrypt = hello.encrypt
-        self._spawn(self._welcome(worker, hello))
+        self._tasks.spawn(self._welcome(worker, hello))
 
     async def _welcome(self, worker: WorkerConnection, hello: Hello) -> None:
         if self._listening is None:

@@ -11,12 +11,14 @@ from collections import deque
 from collections.abc import Callable
 
 from gemini_ft.agent.gate import Gate
-from gemini_ft.agent.sending import Outgoing
+from gemini_ft.agent.outgoing import Outgoing
 from gemini_ft.config import TrafficConfig
 from gemini_ft.core.schedule import Link, Transfer, arrival, schedule, steps_per_snapshot
 from gemini_ft.core.traffic import Profile, common
-from gemini_ft.wire.messages import Message, Notice, ReportNeed, Travelled
+from gemini_ft.wire.messages import Notice
+from gemini_ft.wire.peer_messages import PeerMessage, ReportNeed
 from gemini_ft.wire.tcp import Meter
+from gemini_ft.wire.worker_messages import ToWorker, Travelled
 
 _SAMPLES = 8  # newest transfers from which the cost of sending is known
 _MEASURABLE = 2**16  # bytes below which one says nothing
@@ -40,8 +42,8 @@ class Pacing:
         traffic: TrafficConfig,
         gate: Gate,
         fixed: int | None,
-        report: Callable[[Message], None],
-        tell: Callable[[Message], None],
+        report: Callable[[PeerMessage], None],
+        tell: Callable[[ToWorker], None],
     ) -> None:
         self._host, self._traffic, self._gate, self._fixed, self._report, self._tell = host, traffic, gate, fixed, report, tell
         gate.interval = fixed or 1

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 from gemini_ft.agent.memory import Budget
 from gemini_ft.agent.vault import Vault
-from gemini_ft.core.protocol import Effect, Host
-from gemini_ft.core.versions import Incarnation, Version
-from gemini_ft.wire.messages import Claims, Message, SessionSpec
-
-
-class WorkerPort(Protocol):
-    """The agent's end of a worker's socket."""
-
-    rank: int
-    incarnation: Incarnation | None
-
-    @property
-    def alive(self) -> bool: ...
-
-    def send(self, message: Message, fds: Sequence[int] = ()) -> None: ...
+from gemini_ft.agent.workers import WorkerConnection
+from gemini_ft.core.effects import Effect
+from gemini_ft.core.protocol import Host
+from gemini_ft.core.versions import Version
+from gemini_ft.wire.peer_messages import Claims, PeerMessage
+from gemini_ft.wire.worker_messages import SessionSpec, ToWorker
 
 
 class AgentServices(Protocol):
@@ -41,19 +32,19 @@ class Home(Protocol):
     name: str
     host: Host
     vault: Vault
-    workers: dict[int, WorkerPort]
+    workers: dict[int, WorkerConnection]
     spec: SessionSpec | None
     counters: dict[str, int]
 
     def perform(self, effects: list[Effect]) -> None:
         """Carries out the protocol's decisions."""
 
-    def tell_workers(self, message: Message) -> None: ...
+    def tell_workers(self, message: ToWorker) -> None: ...
 
     def notify(self, text: str) -> None:
         """Tells the workers something for the user."""
 
-    def report(self, message: Message) -> None:
+    def report(self, message: PeerMessage) -> None:
         """Tells the leader."""
 
     def claims(self, role: str, to: str) -> Claims:

@@ -6,44 +6,17 @@ A chunk's bytes follow its message on the connection, or come in pieces by way o
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
 
+from gemini_ft.agent.inbound import Inbound
 from gemini_ft.agent.memory import SlotMemory
+from gemini_ft.agent.tasks import Tasks
 from gemini_ft.core.roots import checksum
-from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError
-from gemini_ft.wire.messages import Ack, Astray, Begin, Chunk, Drop, End, Message, Offer, Parcel, Ready, Refused, Resend, Unchanged
+from gemini_ft.wire.messages import Chunk, kind_of
+from gemini_ft.wire.peer_messages import Ack, Astray, Begin, Drop, End, Offer, Parcel, PeerMessage, Ready, Refused, Resend, Unchanged
 from gemini_ft.wire.tcp import Connection
 
 _FULL = 0.05  # seconds after which a sender may try again, when there is no slot
-
-
-class ReceiverOwner(Protocol):
-    """The services that a receiver asks of its stream."""
-
-    async def make_room(self, offer: Offer) -> None: ...
-
-    def begin_receive(self, owner: int, iteration: int, committed: Version | None) -> SlotMemory | None: ...
-
-    def end_receive(self, end: End) -> bool: ...
-
-    def fail_receive(self, owner: int, iteration: int) -> None: ...
-
-    def receives(self, owner: int, iteration: int) -> bool:
-        """Whether a receiver's shard still has a slot here."""
-
-    def holds(self, owner: int, iteration: int) -> bool: ...
-
-    def keeper(self, owner: int) -> int | None:
-        """Rank of the local worker that keeps the memory of a replica."""
-
-    def collect(self, parcel: Parcel, memory: SlotMemory | None, receiver: Receiver) -> None:
-        """Lets that worker receive a piece; ``receiver`` is told (``collected``)."""
-
-    @property
-    def host_name(self) -> str: ...
-
-    def log(self, text: str) -> None: ...
 
 
 class _Parcels:
@@ -78,17 +51,17 @@ class _Parcels:
 class Receiver:
     """Receives everything that one peer sends to this host."""
 
-    def __init__(self, owner: ReceiverOwner, connection: Connection, host: str) -> None:
-        self._owner, self._connection, self.host = owner, connection, host
+    def __init__(self, inbound: Inbound, connection: Connection, host: str) -> None:
+        self._inbound, self._connection, self.host = inbound, connection, host
         self._open: dict[int, tuple[int, SlotMemory | None]] = {}  # owner -> (iteration, its memory; None: bytes are thrown away)
         self._parcels = _Parcels()
         self._ends: dict[int, End] = {}  # owner -> the end that was announced before all pieces had come
         self._left: set[tuple[int, int]] = set()  # (owner, iteration) given up, whose memory a worker may still write to
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     # -- Handler
 
-    def on_message(self, message: Message) -> memoryview | None:
+    def on_message(self, message: PeerMessage) -> memoryview | None:
         if isinstance(message, Chunk):
             return self._target(message)
         if isinstance(message, Parcel):
@@ -96,9 +69,7 @@ class Receiver:
         elif isinstance(message, Unchanged):
             self._keep(message.chunk)
         elif isinstance(message, Offer):
-            task = asyncio.get_running_loop().create_task(self._answer(message))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.spawn(self._answer(message))
         elif isinstance(message, Begin):
             self._begin(message)
         elif isinstance(message, End):
@@ -107,10 +78,10 @@ class Receiver:
             self._abandon(message.owner, message.iteration)
             self._connection.send(Ack(owner=message.owner, iteration=message.iteration, ok=False))
         else:
-            raise PeerError(f"host {self.host} sent {message.kind!r} on a replication connection")
+            raise PeerError(f"host {self.host} sent {kind_of(message)!r} on a replication connection")
         return None
 
-    def on_bytes(self, message: Message) -> None:
+    def on_bytes(self, message: PeerMessage) -> None:
         assert isinstance(message, Chunk)
         self._whole(message)
 
@@ -129,7 +100,7 @@ class Receiver:
         if (chunk.owner, chunk.iteration) in self._left:
             self._let_go(chunk.owner, chunk.iteration)
         elif error:
-            self._connection.send(Astray(text=f"host {self._owner.host_name}: {error}"))
+            self._connection.send(Astray(text=f"host {self._inbound.host_name}: {error}"))
         elif kept:  # pieces that were thrown away must not make a chunk whole when the shard starts over
             if self._parcels.completes(parcel):
                 self._whole(chunk)
@@ -140,11 +111,11 @@ class Receiver:
 
     async def _answer(self, offer: Offer) -> None:
         try:
-            await self._owner.make_room(offer)
+            await self._inbound.make_room(offer.owner, offer)
         except GeminiError as error:
             self._connection.send(Refused(call=offer.call, owner=offer.owner, text=str(error)))
         else:
-            self._connection.send(Ready(call=offer.call, owner=offer.owner, rank=self._owner.keeper(offer.owner)))
+            self._connection.send(Ready(call=offer.call, owner=offer.owner, rank=self._inbound.keeper(offer.owner)))
 
     def _memory(self, owner: int, iteration: int) -> SlotMemory | None:
         now, memory = self._open.get(owner, (-1, None))
@@ -167,7 +138,7 @@ class Receiver:
         self._target(chunk)
         memory = self._memory(chunk.owner, chunk.iteration)
         self._parcels.expect(parcel, kept=memory is not None)
-        self._owner.collect(parcel, memory, self)
+        self._inbound.collect(parcel, memory, self.collected)
 
     def _whole(self, chunk: Chunk) -> None:
         """Takes a chunk of which all bytes have come."""
@@ -177,7 +148,7 @@ class Receiver:
         if checksum(memory.data(chunk.offset, chunk.nbytes)) == chunk.digest:
             memory.put_chunk(chunk.index, chunk.offset, chunk.nbytes, chunk.digest)
             return
-        self._owner.log(f"chunk {chunk.index} of rank {chunk.owner} from host {self.host} arrived damaged; asking again")
+        self._inbound.log(f"chunk {chunk.index} of rank {chunk.owner} from host {self.host} arrived damaged; asking again")
         self._connection.send(Resend(owner=chunk.owner, iteration=chunk.iteration, chunks=[chunk.index]))
 
     def _keep(self, chunk: Chunk) -> None:
@@ -193,13 +164,13 @@ class Receiver:
             self._abandon(begin.owner, self._open[begin.owner][0])
         self._ends.pop(begin.owner, None)
         self._parcels.restart(begin.owner)
-        memory = self._owner.begin_receive(begin.owner, begin.iteration, begin.committed)
+        memory = self._inbound.begin_receive(begin.owner, begin.iteration, begin.committed)
         self._open[begin.owner] = (begin.iteration, memory)
-        if memory is None and not self._owner.holds(begin.owner, begin.iteration):
+        if memory is None and not self._inbound.holds(begin.owner, begin.iteration):
             self._ask_anew(begin.owner, begin.iteration)
 
     def _end(self, end: End) -> None:
-        if self._owner.holds(end.owner, end.iteration):
+        if self._inbound.holds(end.owner, end.iteration):
             self._connection.send(Ack(owner=end.owner, iteration=end.iteration, ok=True))
             return
         memory = self._memory(end.owner, end.iteration)
@@ -208,10 +179,10 @@ class Receiver:
             return
         if self._parcels.under_way(end.owner, end.iteration):
             self._ends[end.owner] = end
-        elif self._owner.end_receive(end):
+        elif self._inbound.end_receive(end):
             del self._open[end.owner]
             self._connection.send(Ack(owner=end.owner, iteration=end.iteration, ok=True))
-        elif not self._owner.receives(end.owner, end.iteration):  # a late message of an earlier connection has taken the slot away
+        elif not self._inbound.receives(end.owner, end.iteration):  # a late message of an earlier connection has taken the slot away
             self._abandon(end.owner, end.iteration)
             self._ask_anew(end.owner, end.iteration)
 
@@ -230,4 +201,4 @@ class Receiver:
     def _let_go(self, owner: int, iteration: int) -> None:
         if not self._parcels.under_way(owner, iteration):
             self._left.discard((owner, iteration))
-            self._owner.fail_receive(owner, iteration)
+            self._inbound.fail_receive(owner, iteration)

@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from gemini_ft.agent import lifecycle
 from gemini_ft.errors import AgentTimeoutError, GeminiError
 from gemini_ft.wire.frames import frame_length
-from gemini_ft.wire.messages import Adopt, Ping, Pong, pack, unpack
+from gemini_ft.wire.messages import pack
 from gemini_ft.wire.private import credentials
+from gemini_ft.wire.worker_messages import Adopt, Ping, Pong, to_worker
 
 _log = logging.getLogger("gemini_ft")
 _START_TIMEOUT = 20.0  # seconds
@@ -325,7 +326,7 @@ class Watchman(threading.Thread):
     def _take(self, inbox: bytearray) -> None:
         self._pulse.heard()
         while len(inbox) >= 4 and len(inbox) >= 4 + (length := frame_length(inbox[:4])):
-            answer = unpack(inbox[4 : 4 + length])
+            answer = to_worker.unpack(inbox[4 : 4 + length])
             del inbox[: 4 + length]
             if isinstance(answer, Pong):
                 self._pulse.timeout = answer.agent_timeout

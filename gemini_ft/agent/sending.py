@@ -9,39 +9,27 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from gemini_ft.agent.carriers import ByAgents, ByWorkers, Way
-from gemini_ft.agent.gate import Gate, Pass
-from gemini_ft.agent.memory import SlotMemory, SlotShape
+from gemini_ft.agent.gate import Gate
+from gemini_ft.agent.memory import SlotShape
+from gemini_ft.agent.outgoing import Outgoing
+from gemini_ft.agent.pacing import Pacing
+from gemini_ft.agent.ports import Home
 from gemini_ft.agent.sparing import Sparing
 from gemini_ft.config import TrafficConfig
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.handshake import dial
-from gemini_ft.wire.messages import (
-    Ack,
-    Astray,
-    Begin,
-    Chunk,
-    Claims,
-    Dispatch,
-    Drop,
-    End,
-    Message,
-    Offer,
-    Ready,
-    Refused,
-    Resend,
-    SpanUse,
-    Unchanged,
-)
-from gemini_ft.wire.tcp import Address, Connection, Meter
+from gemini_ft.wire.messages import Chunk, Failed, Notice, kind_of
+from gemini_ft.wire.peer_messages import Ack, Astray, Begin, Claims, Drop, End, Offer, PeerMessage, Ready, Refused, Resend, Unchanged
+from gemini_ft.wire.tcp import Address, Connection
+from gemini_ft.wire.worker_messages import Dispatch
 
+_SLOW = 100e6  # bytes per second; a gigabit network is faster
 _IN_FLIGHT = 4  # chunks handed to the kernel's queue ahead of the wire
 _MEASURABLE = 4 * 2**20  # bytes below which a shard says nothing about the network's speed
 _MAX_RESENDS = 8  # damaged chunks of one shard before its sender gives up
@@ -49,77 +37,15 @@ _PATIENCE = 2.0  # seconds a peer may take to let go of a shard that was given u
 
 
 @dataclass
-class Outgoing:
-    """A shard on its way to one peer."""
+class Common:
+    """The things that all links of a session share."""
 
-    owner: int
-    version: Version
-    slot: int
-    memory: SlotMemory
-    end: End | None = None  # known once the worker has copied everything
-    cursor: int = 0
-    begun: bool = False
-    end_sent: bool = False
-    cancelled: bool = False
-    drop_sent: bool = False
-    resend: deque[int] = field(default_factory=deque)
-    resends: int = 0
-    presumed: set[int] = field(default_factory=set)  # chunks that were only said to be unchanged
-    sent_bytes: int = 0
-    sent_before: int = 0  # of these, in attempts that were broken off
-    begun_at: float = 0.0
-    busy_before: Meter | None = None  # the connection's counters when it began
-    outside: int = 0  # bytes that could not wait for idle network any more
-    spans: dict[tuple[int, int], SpanUse] = field(default_factory=dict)  # of idle network that were used
-
-    @property
-    def sent(self) -> int:
-        """Bytes, in the attempt that succeeded."""
-        return self.sent_bytes - self.sent_before
-
-    def went(self, leave: Pass) -> None:
-        """Counts bytes that the gate has just let go."""
-        self.outside += leave.nbytes * leave.outside
-        if leave.span is not None:
-            now = time.monotonic()
-            use = self.spans.get(leave.span) or SpanUse(step=leave.span[0], begun=leave.span[1], nbytes=0, first=now, last=now)
-            self.spans[leave.span] = use.model_copy(update={"nbytes": use.nbytes + leave.nbytes, "last": now})
-
-    def restart(self) -> None:
-        self.cursor, self.begun, self.end_sent = 0, False, False
-        self.outside, self.spans = 0, {}
-        self.resend.clear()
-        self.presumed.clear()
-
-
-class LinkOwner(Protocol):
-    """The services that a link asks of its stream."""
-
-    def committed_of(self, owner: int) -> Version | None: ...
-
-    def send_over(self, out: Outgoing, peer: str) -> None:
-        """Takes note that nothing refers to ``out``'s slot any more."""
-
-    def peer_refused(self, peer: str, text: str) -> None: ...
-
-    def measured(self, peer: str, address: str, rate: float) -> None:
-        """Takes note that the first sizeable shard has travelled, at ``rate`` bytes per second while it was under way."""
-
-    def notify(self, text: str) -> None:
-        """Tells the workers something for the user."""
-
-    tags: Iterator[int]  # for pieces that workers carry
-
-    def order(self, owner: int, dispatch: Dispatch) -> None:
-        """Lets the worker that owns a shard send a piece of it."""
-
-    def arrived(self, out: Outgoing, peer: str, meter: Meter) -> None:
-        """Takes note that the peer has acknowledged a shard; ``meter`` has the connection's counters now."""
-
-    def late_answer(self, text: str) -> None:
-        """Takes note of an answer that came too late and is dropped."""
-
-    def log(self, text: str) -> None: ...
+    home: Home
+    traffic: TrafficConfig
+    gate: Gate
+    pacing: Pacing
+    secret: Callable[[], bytes]
+    tags: Iterator[int] = field(default_factory=itertools.count)  # for pieces that workers carry
 
 
 class Link:
@@ -127,18 +53,15 @@ class Link:
 
     def __init__(
         self,
-        owner: LinkOwner,
+        common: Common,
         peer: str,
         address: Address,
         claims: Claims,
-        secret: Callable[[], bytes],
-        traffic: TrafficConfig,
-        gate: Gate,
     ) -> None:
-        self._owner, self.peer, self._address, self._claims, self._secret = owner, peer, address, claims, secret
-        self._log = Sparing(owner.log)  # an attacker in between can break every connection
-        self._traffic, self._gate = traffic, gate
-        self._by_workers = traffic.transport == "collective"
+        self._common, self._home, self._gate = common, common.home, common.gate
+        self.peer, self._address, self._claims = peer, address, claims
+        self._log = Sparing(common.home.log)  # an attacker in between can break every connection
+        self._by_workers = common.traffic.transport == "collective"
         self._keepers: dict[int, int] = {}  # owner -> rank of the peer's worker that keeps its replica
         self._way: Way | None = None
         self._active: list[Outgoing] = []
@@ -188,9 +111,10 @@ class Link:
 
     # -- Handler
 
-    def on_message(self, message: Message) -> memoryview | None:
+    def on_message(self, message: PeerMessage) -> memoryview | None:
         if isinstance(message, Ready | Refused) and self._rooms.get(message.owner, (None, 0))[1] != message.call:
-            self._owner.late_answer(f"host {self.peer} answered an offer of rank {message.owner}'s shard that has been replaced")
+            self._home.counters["late_answers"] += 1
+            self._home.log(f"host {self.peer} answered an offer of rank {message.owner}'s shard that has been replaced")
         elif isinstance(message, Ready):
             self._ready.add(message.owner)
             if message.rank is not None:
@@ -200,25 +124,26 @@ class Link:
         elif isinstance(message, Astray):
             self.astray(message.text)
         elif isinstance(message, Refused):
-            self._owner.peer_refused(self.peer, message.text)
+            self._home.log(f"host {self.peer} refused a replica: {message.text}")
+            self._home.tell_workers(Failed(error="MemoryBudgetError", text=f"host {self.peer}: {message.text}", fatal=True))
             for out in [o for o in self._active if o.owner == message.owner]:
                 self._over(out)
         elif isinstance(message, Ack | Resend):
             for out in [o for o in self._active if (o.owner, o.version.iteration) == (message.owner, message.iteration)]:
                 self._answered(out, message)
         else:
-            raise PeerError(f"host {self.peer} sent {message.kind!r} on a replication connection")
+            raise PeerError(f"host {self.peer} sent {kind_of(message)!r} on a replication connection")
         self._wake.set()
         return None
 
-    def on_bytes(self, message: Message) -> None:
+    def on_bytes(self, message: PeerMessage) -> None:
         raise PeerError(f"host {self.peer} sent raw bytes on a connection that only sends")
 
     def astray(self, text: str) -> None:
         """Takes note that workers cannot carry replicas to this peer: in this session its agent gets them from us."""
         if self._by_workers:
             self._by_workers = False
-            self._owner.notify(f"replicas to host {self.peer} travel from agent to agent from now on: {text}")
+            self._home.notify(f"replicas to host {self.peer} travel from agent to agent from now on: {text}")
             if self._connection is not None:
                 self._connection.abort("its workers cannot receive")
 
@@ -268,20 +193,27 @@ class Link:
         now = self._way.meter()
         if not self._measured and out.sent >= _MEASURABLE:
             self._measured = True
-            self._owner.measured(self.peer, self._address[0], out.sent / max(1e-9, now.busy - out.busy_before.busy))
-        self._owner.arrived(out, self.peer, now)
+            self._tell_speed(out.sent / max(1e-9, now.busy - out.busy_before.busy))
+        self._common.pacing.arrived(out, self.peer, now, time.monotonic() - out.begun_at)
+
+    def _tell_speed(self, rate: float) -> None:
+        text = f"replicas travel to host {self.peer} ({self._address[0]}) at {rate / 1e6:,.0f} MB/s"
+        self._home.log(text)
+        if rate < _SLOW:
+            self._home.tell_workers(Notice(text=f"{text}: is that the right network? Choose with interface (GEMINI_INTERFACE)"))
 
     def _over(self, out: Outgoing) -> None:
         if out in self._active:
             self._active.remove(out)
-            self._owner.send_over(out, self.peer)
+            self._home.counters["replica_bytes"] += out.sent_bytes
+            self._home.perform(self._home.host.sent(out.owner, out.slot, self.peer))
 
     async def _run(self) -> None:
         delay = 0.05
         while True:
             await self._something_to_send()
             try:
-                connection = await dial(self._address, self._claims, self._secret(), self)
+                connection = await dial(self._address, self._claims, self._common.secret(), self)
             except GeminiError as error:
                 if delay == 0.05:
                     self._log(f"host {self.peer}: {error}")
@@ -302,8 +234,11 @@ class Link:
 
     def _choose_way(self, connection: Connection) -> Way:
         if not self._by_workers:
-            return ByAgents(connection, self._traffic)
-        return ByWorkers(connection, self._traffic, self._owner.tags, self._owner.order, self._keepers.__getitem__, self.astray)
+            return ByAgents(connection, self._common.traffic)
+        return ByWorkers(connection, self._common.traffic, self._common.tags, self._order, self._keepers.__getitem__, self.astray)
+
+    def _order(self, owner: int, dispatch: Dispatch) -> None:
+        self._home.workers[owner].send(dispatch)
 
     async def _something_to_send(self) -> None:
         while not self._active:
@@ -343,7 +278,7 @@ class Link:
         if not out.begun:
             out.begun, out.begun_at, out.sent_before = True, time.monotonic(), out.sent_bytes
             out.busy_before = way.meter()
-            connection.send(Begin(owner=out.owner, iteration=out.version.iteration, committed=self._owner.committed_of(out.owner)))
+            connection.send(Begin(owner=out.owner, iteration=out.version.iteration, committed=self._home.host.slots(out.owner).committed))
         return self._send_chunk(out, connection, way)
 
     def _send_chunk(self, out: Outgoing, connection: Connection, way: Way) -> bool:

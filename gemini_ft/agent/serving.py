@@ -14,21 +14,10 @@ from gemini_ft.core.roots import checksum
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.handshake import dial
-from gemini_ft.wire.messages import (
-    Data,
-    Describe,
-    Description,
-    Failed,
-    Fetch,
-    GetRoots,
-    Heartbeat,
-    Message,
-    Offer,
-    Roots,
-    SessionSpec,
-    check_answer,
-)
+from gemini_ft.wire.messages import Failed, check_answer, kind_of
+from gemini_ft.wire.peer_messages import Data, Describe, Description, Fetch, GetRoots, Heartbeat, PeerMessage, Roots
 from gemini_ft.wire.tcp import Connection
+from gemini_ft.wire.worker_messages import SessionSpec
 
 _REBUILD_TURNS = 5  # how often each peer is asked
 _LEASE = 30.0  # seconds, for readers between two sessions
@@ -52,7 +41,7 @@ class Fetcher:
     def _name(self) -> str:
         return f"fetch:{self._host}:{self._connection.peer}"
 
-    def on_message(self, message: Message) -> memoryview | None:
+    def on_message(self, message: PeerMessage) -> memoryview | None:
         self._lease.renew()
         if isinstance(message, Heartbeat):
             return None
@@ -61,7 +50,7 @@ class Fetcher:
             self._connection.send(Roots(call=message.call, version=message.version, roots=dict(roots)))
             return None
         if not isinstance(message, Fetch | Describe):
-            raise PeerError(f"host {self._host} sent {message.kind!r} on a connection for reading")
+            raise PeerError(f"host {self._host} sent {kind_of(message)!r} on a connection for reading")
         memory = self._pin(message.owner, message.version)
         if memory is None:
             text = f"host {self._stream.host.name} has no complete copy of rank {message.owner}'s shard of {message.version}"
@@ -72,7 +61,7 @@ class Fetcher:
             self._send(memory, message)
         return None
 
-    def on_bytes(self, message: Message) -> None:
+    def on_bytes(self, message: PeerMessage) -> None:
         raise PeerError("raw bytes on a connection that only reads")
 
     def on_lost(self, reason: str) -> None:
@@ -122,9 +111,9 @@ class _Copier:
     def __init__(self) -> None:
         self.memory: SlotMemory | None = None
         self.asked: Fetch | None = None
-        self.inbox: asyncio.Queue[Message | str] = asyncio.Queue()
+        self.inbox: asyncio.Queue[PeerMessage | str] = asyncio.Queue()
 
-    def on_message(self, message: Message) -> memoryview | None:
+    def on_message(self, message: PeerMessage) -> memoryview | None:
         if isinstance(message, Data) and self.memory is not None and self.asked is not None:
             check_answer(self.asked, message)
             if (message.offset, message.nbytes) != (self.asked.offset, self.asked.nbytes):
@@ -133,7 +122,7 @@ class _Copier:
         self.inbox.put_nowait(message)
         return None
 
-    def on_bytes(self, message: Message) -> None:
+    def on_bytes(self, message: PeerMessage) -> None:
         self.inbox.put_nowait(message)
 
     def on_lost(self, reason: str) -> None:
@@ -184,16 +173,9 @@ async def _fill(
     stream: Home, inbound: Inbound, version: Version, owner: int, about: Description, copier: _Copier, connection: Connection
 ) -> None:
     Layout.from_bytes(about.layout)  # refuses garbage before it is kept
-    offer = Offer(
-        owner=owner,
-        layout=about.layout,
-        layout_hash=about.layout_hash,
-        data_bytes=about.data_bytes,
-        extras_capacity=about.extras_capacity,
-    )
     # A replica's slots may have another shape by now, or a writer of the past; those of its own worker were, or will be, reserved for it.
     if not stream.host.owns(owner) or not any(o == owner for o, _ in stream.vault.memory):
-        await inbound.make_room(offer)
+        await inbound.make_room(owner, about)
     if stream.host.slots(owner).find(version) is not None:
         return
     if (slot := stream.host.rebuild(owner, version)) is None:

@@ -15,7 +15,7 @@ from gemini_ft.core.roots import checksum
 from gemini_ft.errors import CorruptDataError
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.shard import ShardRecord, StoredShard
-from gemini_ft.wire.messages import Stage
+from gemini_ft.wire.worker_messages import Stage
 
 _PARALLEL = 4  # ranged reads at a time
 _CHUNKS = 8  # read in one request

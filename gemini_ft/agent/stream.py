@@ -11,47 +11,25 @@ from collections.abc import Callable, Mapping
 from gemini_ft.agent.custody import Custodians
 from gemini_ft.agent.identity import Origin
 from gemini_ft.agent.inbound import REPLICA_SLOTS, Inbound, may_be_written_by_another, shape_of
-from gemini_ft.agent.leadership import Leader, MemberLink, as_message
+from gemini_ft.agent.leadership import Leader, MemberLink
 from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.agent.outbound import Outbound
-from gemini_ft.agent.ports import AgentServices, WorkerPort
+from gemini_ft.agent.ports import AgentServices
 from gemini_ft.agent.receiving import Receiver
 from gemini_ft.agent.serving import Fetcher, rebuild
-from gemini_ft.agent.staging import StoredCopy
-from gemini_ft.agent.uploads import Uploader
+from gemini_ft.agent.storing import Stagings, Storing
 from gemini_ft.agent.vault import Giver, Vault
+from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.config import StorageConfig
-from gemini_ft.core.ledger import Cadence, Ledger
-from gemini_ft.core.protocol import CancelSend, Damaged, Effect, Free, Grant, Host, Send, Tell, Upload, Withdraw
+from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Send, Tell, Upload, Withdraw
+from gemini_ft.core.ledger import Abort, Cadence, Commit, Fatal, Holders, Ledger, Thaw
+from gemini_ft.core.protocol import Host
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import AgentError, CorruptDataError, PeerError, RecoveryError, SupersededError
-from gemini_ft.wire.messages import (
-    Aborted,
-    AllFinished,
-    Claims,
-    Committed,
-    Copied,
-    End,
-    Failed,
-    GiveUp,
-    Granted,
-    HoldersChanged,
-    Inject,
-    Message,
-    Notice,
-    Paced,
-    Rejoin,
-    ReportFinished,
-    ReportUploaded,
-    Request,
-    Reserve,
-    Reserved,
-    Room,
-    SessionSpec,
-    Stage,
-    Thawed,
-)
+from gemini_ft.errors import AgentError, PeerError, RecoveryError, SupersededError
+from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of
+from gemini_ft.wire.peer_messages import AllFinished, Claims, End, PeerMessage, Rejoin, ReportFinished
 from gemini_ft.wire.tcp import Connection, Handler
+from gemini_ft.wire.worker_messages import Copied, GiveUp, Granted, Inject, Request, Reserve, Reserved, Room, SessionSpec, ToWorker
 
 
 class Stream:
@@ -64,7 +42,7 @@ class Stream:
         self.inherited: Origin | None = None  # of the last session of an agent before this one
         self.encrypt = True  # payloads between hosts; as the job that runs has it, which may not be the one that started this agent
         self.host = Host(agent.host)
-        self.workers: dict[int, WorkerPort] = {}
+        self.workers: dict[int, WorkerConnection] = {}
         custodians = Custodians(self.workers.values)
         self.vault = Vault(self.host, agent.budget, self.log, custodians.take_back)
         self.finished = False
@@ -78,17 +56,16 @@ class Stream:
         self.counters = dict.fromkeys(counted, 0)
         self.figures: dict[int, dict[str, dict[str, float]]] = {}  # rank -> what it said last of its gradients
         self._progressed = True
-        self._candidates: set[WorkerPort] = set()  # who has asked for the inventory, to open a new incarnation
-        self._misinformed: set[WorkerPort] = set()  # those of them whose inventory lacks a copy that was handed back after it
+        self._candidates: set[WorkerConnection] = set()  # who has asked for the inventory, to open a new incarnation
+        self._misinformed: set[WorkerConnection] = set()  # those of them whose inventory lacks a copy that was handed back after it
         self.inbound = Inbound(self, agent, custodians)
         self._outbound: Outbound | None = None
         self._incoming: set[Connection] = set()
         self._leader: Leader | None = None
         self._member: MemberLink | None = None
-        self._uploader: Uploader | None = None
-        self._said_of_uploads: list[Message] = []  # until the upload is over, in case the leader has not heard
+        self.storing: Storing | None = None
         self._rebuilding: asyncio.Task[None] | None = None
-        self._stagings: dict[tuple[int, Version], asyncio.Task[None]] = {}  # (owner, version) -> its reading from storage
+        self.stagings = Stagings(self, agent.run, self._end_rebuilding)
 
     def log(self, text: str) -> None:
         self._agent.log(f"[{self.name}] {text}")
@@ -149,13 +126,13 @@ class Stream:
         self.attempts -= not self._excused
         self._excused = True
 
-    def seal(self, worker: WorkerPort) -> None:
+    def seal(self, worker: WorkerConnection) -> None:
         """A worker is about to choose what to resume: until then nothing here changes."""
         self._candidates.add(worker)
         self._misinformed.discard(worker)
         self.host.seal()
 
-    def check_inventory(self, worker: WorkerPort) -> None:
+    def check_inventory(self, worker: WorkerConnection) -> None:
         """Refuse a choice that could not count with all that is here.
 
         Raises:
@@ -167,40 +144,13 @@ class Stream:
                 "restarted at that moment; what is resumed must be chosen again: start the job once more, the copies count then"
             )
 
-    def unseal(self, worker: WorkerPort) -> None:
+    def unseal(self, worker: WorkerConnection) -> None:
         """A worker is gone. If those who chose could not open their incarnation, the present one goes on."""
         self._misinformed.discard(worker)
         if worker in self._candidates:
             self._candidates.discard(worker)
             if not self._candidates:
                 self.perform(self.host.unseal())
-
-    async def stage(self, order: Stage) -> None:
-        """Get a shard of a stored checkpoint into memory, unless it is there; raises what `Vault.stage` does.
-
-        It is read once, however often it is asked for, and is worth nothing any more when a session opens without it.
-        """
-        key = order.owner, order.version
-        if key not in self._stagings:
-            self._stagings[key] = asyncio.get_running_loop().create_task(self._stage(order))
-            self._stagings[key].add_done_callback(lambda _: self._stagings.pop(key, None))
-        await asyncio.shield(self._stagings[key])
-
-    async def _stage(self, order: Stage) -> None:
-        before = self.spec
-        if self._rebuilding is not None:
-            self._rebuilding.cancel()
-            await asyncio.wait([self._rebuilding])
-        if self.host.slots(order.owner).complete_version(order.version) is None:
-            try:
-                await self._read_stored(order, before)
-            except CorruptDataError as error:  # on a new connection, before it is believed
-                self.log(f"{error}; reading it again")
-                await self._read_stored(order, before)
-
-    async def _read_stored(self, order: Stage, before: SessionSpec | None) -> None:
-        copy = await asyncio.to_thread(StoredCopy, self._agent.run, self.name, order, self.log)
-        await self.vault.stage(copy, order.version, wanted=lambda: self.spec is before)
 
     @property
     def stuck_at(self) -> Version | None:
@@ -212,18 +162,22 @@ class Stream:
         self.inbound.end_session()
         for connection in list(self._incoming):
             connection.abort("the session is over")
-        for part in (self._outbound, self._leader, self._member, self._uploader):
+        for part in (self._outbound, self._leader, self._member, self.storing.uploader if self.storing is not None else None):
             if part is not None:
                 part.close()
-        self._outbound = self._leader = self._member = self._uploader = None
-        self._said_of_uploads.clear()
+        self._outbound = self._leader = self._member = self.storing = None
         if self._rebuilding is not None:
             self._rebuilding.cancel()
+
+    async def _end_rebuilding(self) -> None:
+        if self._rebuilding is not None:
+            self._rebuilding.cancel()
+            await asyncio.wait([self._rebuilding])
 
     def _connect(self, spec: SessionSpec) -> None:
         self._outbound = Outbound(self, self._agent, spec)
         if spec.storage is not None:
-            self._uploader = Uploader(spec, self._agent.run, self.log)
+            self.storing = Storing(self, spec, self._agent.run)
         if spec.leader == self.host.name:
             cadence = None
             if spec.storage is not None:
@@ -240,7 +194,7 @@ class Stream:
     def _repeat_reports(self) -> None:
         """What was complete here and not committed yet: the ledger may have forgotten it, or never heard of it."""
         for report in self.host.reports():
-            self.report(as_message(report))
+            self.report(report)
 
     def claims(self, role: str, to: str) -> Claims:
         """What this host says of itself when it dials a peer."""
@@ -273,7 +227,7 @@ class Stream:
 
     # -- workers
 
-    def reserve(self, worker: WorkerPort, message: Reserve) -> None:
+    def reserve(self, worker: WorkerConnection, message: Reserve) -> None:
         """Give a worker the memory of its shard: the slots it had, if nobody else can still write to them."""
         assert self.spec is not None
         owner = worker.rank
@@ -303,19 +257,20 @@ class Stream:
             return self._leader.committed_roots(version)
         return self.host.roots if self.host.committed == version else {}
 
-    def on_request(self, worker: WorkerPort, message: Request) -> None:
+    def on_request(self, worker: WorkerConnection, message: Request) -> None:
         self.perform(self.host.request(worker.rank, self.version(message.iteration)))
 
-    def on_chunk(self, worker: WorkerPort, iteration: int, index: int, offset: int, nbytes: int, digest: int) -> None:
+    def on_chunk(self, worker: WorkerConnection, iteration: int, index: int, offset: int, nbytes: int, digest: int) -> None:
         """The worker has copied a chunk: it may travel."""
         memory = self.vault.writing(worker.rank, self.version(iteration))
         if memory is not None:
             if not memory.admits(index, offset, nbytes):
                 raise AgentError(f"rank {worker.rank} copied chunk {index} to {offset}+{nbytes}, outside its slot")
             memory.put_chunk(index, offset, nbytes, digest)
-            self.outbound.chunk_ready(worker.rank)
+            for link in self.outbound.links_of(worker.rank):
+                link.chunk_ready()
 
-    def on_copied(self, worker: WorkerPort, message: Copied) -> None:
+    def on_copied(self, worker: WorkerConnection, message: Copied) -> None:
         version, owner = self.version(message.iteration), worker.rank
         memory = self.vault.writing(owner, version)
         if memory is None:
@@ -338,17 +293,17 @@ class Stream:
         self.outbound.copied(owner, version, end)
         self.perform(self.host.copied(owner, version, memory.shape.layout_hash, message.digest, memory.root))
 
-    def on_give_up(self, worker: WorkerPort, message: GiveUp) -> None:
+    def on_give_up(self, worker: WorkerConnection, message: GiveUp) -> None:
         self.perform(self.host.give_up(worker.rank, self.version(message.iteration), message.reason))
 
     def on_finished(self, rank: int) -> None:
         self.finishing = True
         self.report(ReportFinished(rank=rank))
 
-    def worker_lost(self, worker: WorkerPort) -> None:
+    def worker_lost(self, worker: WorkerConnection) -> None:
         """A worker is proven dead."""
         if self.workers.get(worker.rank) is worker and self.spec is not None and worker.incarnation == self.spec.incarnation:
-            self.outbound.worker_lost(worker.rank)
+            self.outbound.gate.forget(worker.rank)
             self.inbound.worker_lost(worker.rank)
             self.perform(self.host.worker_lost(worker.rank))
 
@@ -358,7 +313,7 @@ class Stream:
         assert self._outbound is not None
         return self._outbound
 
-    def tell_workers(self, message: Message) -> None:
+    def tell_workers(self, message: ToWorker) -> None:
         for worker in self.workers.values():
             if self.spec is not None and worker.incarnation == self.spec.incarnation:
                 worker.send(message)
@@ -379,12 +334,13 @@ class Stream:
                 case CancelSend(owner, version, peer):
                     self.outbound.cancel(owner, version, peer)
                 case Tell(report):
-                    self.report(as_message(report))
+                    self.report(report)
                 case Withdraw(owner, version):
                     if owner in self.workers:
-                        self.workers[owner].send(Aborted(iteration=version.iteration, reason="withdrawn"))
+                        self.workers[owner].send(Abort(version, "withdrawn"))
                 case Upload(owner, slot, version):
-                    self._upload(owner, slot, version)
+                    assert self.storing is not None
+                    self.storing.upload(owner, slot, version)
                 case Free(owner, slot):
                     self.vault.free(owner, slot)
                 case Damaged(owner, version):
@@ -401,63 +357,40 @@ class Stream:
             elif owner in self.workers:
                 self.workers[owner].send(Room())
 
-    def report(self, message: Message) -> None:
+    def report(self, message: PeerMessage) -> None:
         if self._leader is not None:
             self._leader.take(message)
         elif self._member is not None:
             self._member.take(message)
 
-    def _upload(self, owner: int, slot: int, version: Version) -> None:
-        assert self._uploader is not None
-
-        def say(record: str, error: str) -> None:
-            said = ReportUploaded(owner=owner, version=version, record=record, error=error)
-            if self.spec is not None and version.incarnation == self.spec.incarnation:
-                self._said_of_uploads.append(said)
-            self.report(said)
-
-        def done(record: str, error: str) -> None:
-            self.perform(self.host.release(owner, slot, "upload"))
-            say(record, error)
-
-        if any("upload" in held.readers for held in self.host.slots(owner).slots.values()):
-            say("", "an upload of an earlier incarnation still hangs in storage")  # one more slot, and nothing could be committed
-            return
-        # It may be thawed on all hosts, after a failure elsewhere, while our thread still reads: hold the slot until that ends.
-        self.host.hold(owner, version, "upload")
-        self._uploader.start(owner, self.vault.memory[owner, slot], version, done)
-
     # -- decisions
 
-    def on_decision(self, message: Message) -> None:
+    def on_decision(self, message: PeerMessage) -> None:
         """The leader has decided."""
         match message:
-            case Committed(iteration=iteration, freeze=freeze, roots=roots):
-                version = self.version(iteration)
+            case Commit(version, freeze, roots=roots):
                 self.counters["committed"] += 1
                 self._progressed = True
                 self.perform(self.host.on_commit(version, freeze, roots))
                 self.tell_workers(message)
-            case Aborted(iteration=iteration):
-                version = self.version(iteration)
+            case Abort(version):
                 self.counters["aborted"] += version not in self.host.aborted  # it is repeated for those who may not have heard
                 self.perform(self.host.on_abort(version))
                 self.tell_workers(message)
-            case HoldersChanged(epoch=epoch, excluded=excluded, newly=newly):
-                self._holders_changed(epoch, excluded, newly)
-            case Thawed(version=version, error=error):
+            case Holders(epoch, excluded, newly):
+                self._holders_changed(epoch, sorted(excluded), sorted(newly))
+            case Thaw(version, error):
                 self.counters["failed_uploads" if error else "uploads"] += 1
-                told = self._uploader.over(version, error) if self._uploader is not None else ""
-                if told or not error:
-                    self.log(f"upload of {version}: {error or 'complete'}")
-                self._said_of_uploads.clear()
-                self.perform(self.host.thawed(version))
-                self._tell_user(told)
+                if self.storing is not None:
+                    self.storing.over(version, error)
             case Paced(interval=interval, why=why):
-                self.outbound.paced(interval)
+                self.outbound.pacing.paced(interval)
                 self.log(f"a snapshot every {interval} steps: {why}")
                 self.tell_workers(message)
-            case Failed(text=text) | Notice(text=text):
+            case Fatal(error, text):
+                self.log(text)
+                self.tell_workers(Failed(error=error, text=text, fatal=True))
+            case Notice(text=text):
                 self.log(text)
                 self.tell_workers(message)
             case AllFinished(unstored=unstored):
@@ -467,7 +400,7 @@ class Stream:
                     self.log(f"the job has finished, and its last upload has not: {unstored}")
                 self.perform(self.host.finish())
             case _:
-                raise PeerError(f"{message.kind!r} is not a decision")
+                raise PeerError(f"{kind_of(message)!r} is not a decision")
 
     def _holders_changed(self, epoch: int, excluded: list[tuple[int, str]], newly: list[tuple[int, str]]) -> None:
         self.excluded = excluded
@@ -476,35 +409,18 @@ class Stream:
         text = f"epoch {epoch}: {text}"
         self.notify(text)
         for owner, peer in newly:
-            self.outbound.left_out(owner, peer)
+            self.outbound.pacing.left_out(owner, peer)
             self.perform(self.host.on_exclude(owner, peer))
 
     def _damaged(self, owner: int, version: Version) -> None:
         self.counters["damaged"] += 1
         self.notify(f"host {self.host.name}'s copy of rank {owner}'s shard of {version} is not the one that its owner made: discarded")
 
-    def rejoin_reports(self) -> list[Message]:
-        uploading = self._uploader.version if self._uploader is not None else None
-        reports = map(as_message, self.host.reports())
+    def rejoin_reports(self) -> list[PeerMessage]:
+        uploading, said = (self.storing.uploader.version, self.storing.said) if self.storing is not None else (None, [])
         rejoin = Rejoin(committed=self.host.committed, uploading=uploading, roots=self.host.heard_roots)
-        return [rejoin, *reports, *self._said_of_uploads, *self.outbound.needs]
-
-    async def write_manifest(self, version: Version, records: dict[int, str]) -> None:
-        assert self._uploader is not None
-        await self._uploader.write_manifest(version, records)
-
-    async def tidy_storage(self) -> str:
-        assert self._uploader is not None
-        told, trouble = await self._uploader.tidy()
-        if told:
-            self.log(told)
-        self._tell_user(told)
-        return trouble
-
-    def _tell_user(self, text: str) -> None:
-        """Say it once in the whole job: to rank 0."""
-        if text and 0 in self.workers:
-            self.workers[0].send(Notice(text=text))
+        need = self.outbound.pacing.need
+        return [rejoin, *self.host.reports(), *said, *([need] if need is not None else [])]
 
     def notify(self, text: str) -> None:
         """Tell the workers, for the user."""
@@ -521,7 +437,7 @@ class Stream:
     def uploading(self) -> bool:
         """Whether this host still reads a slot for storage, or waits for others to do so before it writes the manifest."""
         awaited = self._leader is not None and (self._leader.book.uploading is not None or self._leader.ending)
-        return awaited or (self._uploader is not None and self._uploader.busy)
+        return awaited or (self.storing is not None and self.storing.uploader.busy)
 
     def inject(self, message: Inject) -> None:
         """Fault injection."""
@@ -538,9 +454,9 @@ class Stream:
             "committed": self.host.committed.iteration if self.host.committed else None,
             "finished": self.finished,
             "excluded": self.excluded,
-            "storage": self._uploader.status() if self._uploader is not None else None,
+            "storage": self.storing.uploader.status() if self.storing is not None else None,
             "counters": self.counters,
-            "traffic": self._outbound.status() if self._outbound is not None else None,
+            "traffic": self._outbound.pacing.status() if self._outbound is not None else None,
             "gradients": {str(rank): figures for rank, figures in sorted(self.figures.items())},
             "shards": {
                 str(owner): [f"{s.state}:{s.version.iteration if s.version else '-'}" for s in slots.slots.values()]

@@ -27,7 +27,7 @@ from gemini_ft.storage.marks import mark_key, note_on_host, note_path, recall_on
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.retention import Retention
 from gemini_ft.storage.shard import Committed, ShardRecord, StoredShard, write_shard
-from gemini_ft.wire.messages import SessionSpec
+from gemini_ft.wire.worker_messages import SessionSpec
 
 _T = TypeVar("_T")
 _HOME_SECONDS = 5.0  # for this host's note in its home folder, which may hang

@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape, available_memory, populate
 from gemini_ft.agent.staging import StoredCopy
-from gemini_ft.core.protocol import Free, Host
+from gemini_ft.agent.workers import WorkerConnection
+from gemini_ft.core.effects import Free
+from gemini_ft.core.protocol import Host
 from gemini_ft.core.slots import SlotState
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import MemoryBudgetError
-from gemini_ft.wire.messages import SlotInfo
+from gemini_ft.wire.worker_messages import SlotInfo
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,8 @@ class Giver:
         incarnation: the one it works for.
     """
 
-    worker: Writer
+    worker: WorkerConnection
     incarnation: Incarnation | None
-
-
-class Writer(Protocol):
-    """Knowledge about a process that may write to slots."""
-
-    @property
-    def alive(self) -> bool: ...
 
 
 class Vault:

@@ -21,8 +21,9 @@ from gemini_ft.agent.sparing import Sparing
 from gemini_ft.core.versions import Incarnation
 from gemini_ft.errors import AgentError, GeminiError, PeerError
 from gemini_ft.wire.frames import frame_length, receive_fds
-from gemini_ft.wire.messages import Adopt, Failed, Message, Watch, pack, unpack
+from gemini_ft.wire.messages import Failed, kind_of, pack
 from gemini_ft.wire.private import credentials
+from gemini_ft.wire.worker_messages import Adopt, ToAgent, ToWorker, Watch, to_agent
 
 _BUFFER = memoryview(bytearray(256 * 1024))  # of the event loop, which reads from one worker at a time
 _MAX_FDS = 250
@@ -33,7 +34,7 @@ STACKS_SECONDS = 1.0  # for a worker to write down where its threads are
 class Office(Protocol):
     """The answering side of the workers' desk."""
 
-    def on_worker_message(self, worker: WorkerConnection, message: Message, fds: list[int]) -> None: ...
+    def on_worker_message(self, worker: WorkerConnection, message: ToAgent, fds: list[int]) -> None: ...
 
     def on_worker_dead(self, worker: WorkerConnection) -> None: ...
 
@@ -69,7 +70,7 @@ class WorkerConnection:
     def connected(self) -> bool:
         return self._connected
 
-    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+    def send(self, message: ToWorker, fds: Sequence[int] = ()) -> None:
         """Queues a message; descriptors are duplicated now, so that the caller may close its own.
 
         Raises:
@@ -84,7 +85,7 @@ class WorkerConnection:
             self._outbox.append((bytearray(pack(message)), copies))
             self._writable()
 
-    def refuse(self, message: Message, error: GeminiError) -> None:
+    def refuse(self, message: ToAgent, error: GeminiError) -> None:
         """Answers ``message`` with an error."""
         self.send(Failed(call=getattr(message, "call", 0), error=type(error).__name__, text=str(error), fatal=True))
 
@@ -152,14 +153,14 @@ class WorkerConnection:
                 length = frame_length(self._inbox[:4])
                 if len(self._inbox) < 4 + length:
                     return
-                message = unpack(self._inbox[4 : 4 + length])
+                message = to_agent.unpack(self._inbox[4 : 4 + length])
                 del self._inbox[: 4 + length]
                 self._dispatch(message)
         except PeerError as error:
             self._office.log(f"worker {self.pid}: {error}")
             self._hang_up()
 
-    def _dispatch(self, message: Message) -> None:
+    def _dispatch(self, message: ToAgent) -> None:
         count = message.count if isinstance(message, Adopt | Watch) else 0  # no other message has descriptors beside it
         fds, self._fds = self._fds[:count], self._fds[count:]
         try:
@@ -168,7 +169,7 @@ class WorkerConnection:
             self.refuse(message, error)
         except Exception as error:  # a fault of ours: the worker must not wait for an answer that will not come
             self._office.log("".join(traceback.format_exception(error)))
-            self.refuse(message, AgentError(f"the agent failed at {message.kind!r}: {error!r}; see its log"))
+            self.refuse(message, AgentError(f"the agent failed at {kind_of(message)!r}: {error!r}; see its log"))
 
     def _writable(self) -> None:
         self._loop.remove_writer(self._socket)

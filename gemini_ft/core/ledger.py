@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from gemini_ft.core.protocol import NO_ROOTS, Completed, Report, Skipped
+from gemini_ft.core.effects import Completed, Report, Skipped
+from gemini_ft.core.protocol import NO_ROOTS
 from gemini_ft.core.versions import Version
 
 Pair = tuple[int, str]  # (owner, holding host)
@@ -22,7 +23,7 @@ class Commit:
     version: Version
     freeze: bool
     digest_at: int | None = None  # iteration from which ranks must add digests of their replicated state
-    roots: Mapping[int, str] = field(default_factory=dict)  # owner -> root of its shard: of its own copy, and of every other that counts
+    roots: dict[int, str] = field(default_factory=dict)  # owner -> root of its shard: of its own copy, and of every other that counts
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Ledger:
     ) -> None:
         self.holders = dict(holders)
         self.committed = committed
-        self.roots: Mapping[int, str] = NO_ROOTS  # of the committed version, where this ledger has seen it come about
+        self.roots: dict[int, str] = {}  # of the committed version, where this ledger has seen it come about
         self.epoch = 0
         self.excluded: set[Pair] = set()
         self.uploading: Version | None = None
@@ -174,7 +175,7 @@ class Ledger:
             self._close(newest)  # our own host may not know it either, after a restart of its agent
         lacks = committed == newest and any(not root and owner in self.roots for owner, root in roots.items())
         if committed == newest:
-            self.roots = {owner: root for owner, root in roots.items() if root} | dict(self.roots)
+            self.roots = {owner: root for owner, root in roots.items() if root} | self.roots
         if newest is not None and (lacks or not committed == before == newest):
             commits.append(Commit(newest, False, self._digest_at(newest, now), self.roots))
         return commits + [Abort(version, reason) for version, reason in sorted(self._aborted.items())]
@@ -314,7 +315,7 @@ class Ledger:
         return self._try_commit(version, now)
 
     def _close(self, version: Version) -> None:
-        self.committed, self.roots = version, NO_ROOTS
+        self.committed, self.roots = version, {}
         self._rounds = {v: r for v, r in self._rounds.items() if v > version}
         self._aborted = {v: reason for v, reason in self._aborted.items() if v > version}
 

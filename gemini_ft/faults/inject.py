@@ -40,8 +40,8 @@ from gemini_ft.config import parse_bytes
 from gemini_ft.errors import AgentError, ConfigError
 from gemini_ft.events import EventLog
 from gemini_ft.faults.plan import OCCURRENCE, Fault, World, parse
-from gemini_ft.wire.messages import Inject
 from gemini_ft.wire.private import runtime_folder
+from gemini_ft.wire.worker_messages import Inject
 
 __all__ = ["Fault", "InjectedFault", "at_step", "from_environment"]
 

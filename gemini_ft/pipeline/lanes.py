@@ -24,6 +24,7 @@ from torch import Tensor
 
 from gemini_ft import accelerator
 from gemini_ft.errors import StateError
+from gemini_ft.ordered import Ordered
 
 _LOOK = 1.0  # seconds between two looks at whether others have failed
 
@@ -122,25 +123,18 @@ class Lanes:
     """
 
     def __init__(self, device: torch.device, broken: Callable[[BaseException, bool], BaseException]) -> None:
-        self._computing: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._communicating: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._broken: BaseException | None = None
         self._breaking, self._on_broken = threading.Lock(), broken
         self._device, self._module = device, accelerator.module_of(device)
         self._stream: Any = self._module.Stream(device) if self._module is not None else None
-        self._threads = [
-            threading.Thread(target=loop, name=f"gradients-{name}", daemon=True)
-            for name, loop in (("codec", self._compute), ("network", self._communicate))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._computing, self._communicating = (Ordered(f"gradients-{name}", self._on_stream) for name in ("codec", "network"))
 
     def submit(self, job: Job) -> None:
         """Puts a group on its way; the same groups in the same order on all ranks."""
         self.check()
         if self._stream is not None:
             job.ready = self._module.current_stream(self._device).record_event()
-        self._communicating.put(job)
+        self._communicating.put(partial(self._carry, job))
         self._computing.put(partial(self._advance, job))
 
     def submit_directly(self, job: Job) -> None:
@@ -202,10 +196,8 @@ class Lanes:
 
     def close(self) -> None:
         """Ends both threads, after what was submitted. Nothing can be averaged any more."""
-        self._communicating.put(None)  # first: it hands work to the other one
-        self._threads[1].join()
-        self._computing.put(None)
-        self._threads[0].join()
+        self._communicating.close()  # first: it hands work to the other one
+        self._computing.close()
         self._broken = self._broken or StateError("the gradient pipeline has been closed; to train on without it, wrap the model anew")
 
     def _advance(self, job: Job, answer: Any = None) -> None:
@@ -222,16 +214,6 @@ class Lanes:
                 job.end()
         except BaseException as error:
             job.end(self.fail(error, is_computing=True))
-
-    def _compute(self) -> None:
-        with self._on_stream():
-            while (act := self._computing.get()) is not None:
-                act()
-
-    def _communicate(self) -> None:
-        with self._on_stream():
-            while (job := self._communicating.get()) is not None:
-                self._carry(job)
 
     def _carry(self, job: Job) -> None:
         while (call := job.asked.get()) is not None:

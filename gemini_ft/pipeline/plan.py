@@ -48,7 +48,7 @@ class Group:
     Attributes:
         rule: number of the rule of all of them.
         names: in the order in which the backward pass makes them.
-        way: "rule": as the rule says; else another way, see `gemini_ft.pipeline.averager.Routes`.
+        way: "rule": as the rule says; else another way, see `gemini_ft.pipeline.route_table.Routes`.
     """
 
     rule: int

@@ -8,11 +8,10 @@ all-reduce as it is and in bfloat16 are among what is tried, so that no compress
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 from collections.abc import Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field, replace
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -23,42 +22,35 @@ from gemini_ft.pipeline.measuring import slowest
 from gemini_ft.pipeline.plan import Tensor, in_order
 from gemini_ft.pipeline.rules import PLANNED
 from gemini_ft.pipeline.watch import Watch
+from gemini_ft.trials import Terms, Trial
 
 _log = logging.getLogger("gemini_ft")
 _CLOSE = 2.0  # of the best predicted time, up to which a candidate is tried
-_VISIT = 3  # steps that a candidate is tried at a time; the first is not counted
-_UNKNOWN = 1e9  # seconds of a candidate whose every step has been interrupted
-_ROUNDS = 16  # visits of those that are not slower
-_SLOWER = {1: 1.25, 4: 1.08, 8: 1.04}  # after so many rounds who has taken more than so many times the best one's time is out
+_TERMS = Terms(visit=3, rounds=16, slower={1: 1.25, 4: 1.08, 8: 1.04})
 
 
 @dataclass
-class _Trial:
-    """Candidates of one rule, tried in turns."""
+class _RuleTrial:
+    """The candidates of one rule."""
 
     rule: int
     candidates: list[Candidate]
-    left: list[int]
-    seconds: list[list[float]] = field(default_factory=list)
-    round: int = 0
-    turn: int = 0  # which of those that are left
-    steps: int = 0  # of this visit
+    trial: Trial
 
     @property
     def current(self) -> Candidate:
-        return self.candidates[self.left[self.turn]]
+        return self.candidates[self.trial.current]
 
+    def pack(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"rule": self.rule, "candidates": [each.pack() for each in self.candidates], **asdict(self.trial)}
 
-def _pack(trial: _Trial) -> dict[str, Any]:
-    """As plain data, but for the seconds."""
-    names = ("rule", "left", "round", "turn", "steps")
-    return {"candidates": [each.pack() for each in trial.candidates], **{name: copy(getattr(trial, name)) for name in names}}
-
-
-def _unpack(packed: Mapping[str, Any]) -> _Trial:
-    given = {name: copy(value) for name, value in packed.items()}
-    candidates = [Candidate.unpack(each) for each in given.pop("candidates")]
-    return _Trial(candidates=candidates, **{**given, "seconds": [list(each) for each in given["seconds"]]})
+    @classmethod
+    def unpack(cls, packed: Mapping[str, Any]) -> _RuleTrial:
+        """The inverse of `pack`."""
+        given = deepcopy(dict(packed))
+        rule, candidates = given.pop("rule"), [Candidate.unpack(each) for each in given.pop("candidates")]
+        return cls(rule, candidates, Trial(**given))
 
 
 class Tuner:
@@ -79,7 +71,7 @@ class Tuner:
         self._profile_steps = max(2, profile_steps)
         self._rules = [number for number, rule in enumerate(averager.rules) if rule.fusion in PLANNED]
         self._count = 0
-        self._trials: list[_Trial] = []
+        self._trials: list[_RuleTrial] = []
         self._last: float | None = time.perf_counter()  # the end of the step before
         self.settled = not self._rules
 
@@ -96,20 +88,17 @@ class Tuner:
 
     def state_dict(self) -> dict[str, Any]:
         """Candidates that were tried, how long they took here, and those that are left."""
-        trials = [{**_pack(trial), "seconds": [list(each) for each in trial.seconds]} for trial in self._trials]
-        return {"settled": self.settled, "count": self._count, "trials": trials}
+        return {"settled": self.settled, "count": self._count, "trials": [each.pack() for each in self._trials]}
 
     def common(self) -> dict[str, Any]:
         """The same, without what differs between ranks: their times."""
-        return {"settled": self.settled, "count": self._count, "trials": [self._digest(trial) for trial in self._trials]}
-
-    def _digest(self, trial: _Trial) -> list[Any]:
-        return [trial.rule, [each.label for each in trial.candidates], trial.left, trial.round, trial.turn, trial.steps]
+        trials = [{**each.pack(), "candidates": [one.label for one in each.candidates], "seconds": None} for each in self._trials]
+        return {"settled": self.settled, "count": self._count, "trials": trials}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there. The step that is under way is not timed: it began before the state was loaded, or in another process."""
         self.settled, self._count = state["settled"], state["count"]
-        self._trials = [_unpack(trial) for trial in state["trials"]]
+        self._trials = [_RuleTrial.unpack(each) for each in state["trials"]]
         self._last = None
 
     def _plan(self) -> None:
@@ -125,7 +114,7 @@ class Tuner:
             bf16 = next((each for each in found if each.label.startswith("bf16")), None)
             close = [each for each in found if each.predicted <= _CLOSE * found[0].predicted or each is bf16]
             if len(close) > 1:
-                self._trials.append(_Trial(rule, close, list(range(len(close))), [[] for _ in close]))
+                self._trials.append(_RuleTrial(rule, close, Trial.of(len(close))))
         self._begin_trial()
 
     def _order(self) -> tuple[list[Tensor], float, dict[str, float]]:
@@ -144,27 +133,16 @@ class Tuner:
             self._adopt(self._trials[0].rule, self._trials[0].current)
 
     def _tried(self, seconds: float | None) -> None:
-        trial = self._trials[0]
-        trial.steps += 1
-        if trial.steps > 1 and seconds is not None:
-            trial.seconds[trial.left[trial.turn]].append(seconds)
-        if trial.steps < _VISIT:
-            return
-        trial.steps, trial.turn = 0, trial.turn + 1
-        if trial.turn == len(trial.left):
-            trial.turn, trial.round = 0, trial.round + 1
-            times = slowest([statistics.median(each or [_UNKNOWN]) for each in trial.seconds], self._averager.group)
-            if (limit := _SLOWER.get(trial.round)) is not None:
-                best = min(times[number] for number in trial.left)
-                trial.left = [number for number in trial.left if times[number] <= limit * best]
-            if trial.round == _ROUNDS or len(trial.left) == 1:
-                self._end_trial(times)
+        each = self._trials[0]
+        if each.trial.note(_TERMS, seconds):
+            times = slowest(each.trial.medians(), self._averager.group)
+            if (chosen := each.trial.judge(_TERMS, times)) is not None:
+                self._end_trial(chosen, times)
                 return
-        self._adopt(trial.rule, trial.current)
+        self._adopt(each.rule, each.current)
 
-    def _end_trial(self, times: Sequence[float]) -> None:
+    def _end_trial(self, chosen: int, times: Sequence[float]) -> None:
         trial = self._trials.pop(0)
-        chosen = min(trial.left, key=times.__getitem__)
         tried = ", ".join(
             f"{each.label} {1e3 * seconds:.1f} ms a step (predicted {1e3 * each.predicted:.1f} +- {each.error:.0%} of costs)"
             for each, seconds in zip(trial.candidates, times, strict=True)

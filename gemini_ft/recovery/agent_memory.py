@@ -17,8 +17,10 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.core.layout import Layout
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, GeminiError, PeerError, RecoveryError
-from gemini_ft.recovery.readers import PeerShard, committed_roots, genuine
-from gemini_ft.wire.messages import Claims, SlotInfo, StreamInfo, Visit, Visited
+from gemini_ft.recovery.plan import genuine
+from gemini_ft.recovery.readers import PeerShard, committed_roots
+from gemini_ft.wire.peer_messages import Claims
+from gemini_ft.wire.worker_messages import SlotInfo, StreamInfo, Visit, Visited
 
 _TIMEOUT = 60.0  # seconds an agent may take for an answer while it is read
 _RENEWAL = 1.0  # seconds

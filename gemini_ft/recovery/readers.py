@@ -1,8 +1,4 @@
-"""Which state to resume, and from where: inventories -> plan, pure; then reading what the plan says.
-
-The newest version of which every shard has a complete copy wins; versions are never mixed. Where none is left
-in memory, the newest whole checkpoint in storage.
-"""
+"""Shards of the resumed version, read and verified from wherever the plan finds them."""
 
 from __future__ import annotations
 
@@ -10,188 +6,24 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.core.layout import Layout
 from gemini_ft.core.roots import checksum, layout_digest, shard_root
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, PeerError, RecoveryError, WorldSizeError
+from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, PeerError, RecoveryError
+from gemini_ft.recovery.plan import Plan
 from gemini_ft.wire.frames import BlockingWire
-from gemini_ft.wire.messages import (
-    Claims,
-    Data,
-    Describe,
-    Description,
-    Failed,
-    Fetch,
-    GetRoots,
-    Heartbeat,
-    Map,
-    Mapped,
-    Message,
-    Roots,
-    SlotInfo,
-    check_answer,
-)
+from gemini_ft.wire.messages import Failed, check_answer, kind_of
+from gemini_ft.wire.peer_messages import Claims, Data, Describe, Description, Fetch, GetRoots, Heartbeat, PeerMessage, Roots
+from gemini_ft.wire.worker_messages import Map, Mapped
 
 T = TypeVar("T")
 _KEPT = 16  # shards that a reader keeps open: each is a connection, and in a large job all ranks read
-
-# -- the plan ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Holding:
-    """What one host's agent says it has."""
-
-    host: str
-    slots: Sequence[SlotInfo]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to resume.
-
-    Attributes:
-        kind: where from.
-        version: which state; None: nothing.
-        sources: owner -> hosts with a complete copy (from storage: once it has been laid down there).
-        age: seconds since the copy was made.
-        lost: steps that copies existed of, but not of all shards (kind: storage).
-        incomplete: iteration -> owners without any copy.
-        world_size: ranks of the job that made it, which is the number of its owners.
-        roots: owner -> root of its shard (`gemini_ft.core.roots`); none where a checkpoint in storage does not say it.
-    """
-
-    kind: Literal["nothing", "memory", "storage"]
-    version: Version | None = None
-    sources: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    age: float = 0.0
-    lost: int | None = None
-    incomplete: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    world_size: int = 0
-    roots: Mapping[int, str] = field(default_factory=dict)
-
-
-def plan_recovery(
-    holdings: Sequence[Holding],
-    world_size: int,
-    stored: Version | None = None,
-    stored_world_size: int | None = None,
-    refused: Sequence[Version] = (),
-    resizable: bool = False,
-) -> Plan:
-    """Choose the newest version that is whole: in memory, else in storage.
-
-    Args:
-        holdings: what every host's agent has, each host once.
-        world_size: ranks of the job now.
-        stored: the newest whole checkpoint in storage.
-        stored_world_size: ranks of the job that wrote it.
-        refused: versions that led to failure after failure, or whose copies are damaged.
-        resizable: whether this job can load what another number of ranks has made.
-
-    Raises:
-        WorldSizeError: all there is was made by another number of ranks, and that cannot be loaded.
-    """
-    copies = _copies(holdings, refused)
-    sizes = {info.world_size for held in copies.values() for _, info in held}
-    whole = [v for v, held in copies.items() if _is_whole(held) and (resizable or held[0][1].world_size == world_size)]
-    best = max(whole, default=None)
-    if best is not None and (stored is None or best >= stored):
-        sources: dict[int, list[str]] = {}
-        for host, info in copies[best]:
-            sources.setdefault(info.owner, []).append(host)
-        age = min(info.age for _, info in copies[best])
-        by_owner = {owner: tuple(sorted(hosts)) for owner, hosts in sorted(sources.items())}
-        roots = {info.owner: info.root for _, info in copies[best]}
-        return Plan("memory", best, by_owner, age, world_size=len(by_owner), roots=roots)
-    if stored is not None:
-        assert stored_world_size is not None
-        if stored_world_size != world_size and not resizable:
-            raise _wrong_size(stored_world_size, world_size, "the checkpoint in storage")
-        newest = max((v.iteration for v in copies), default=None)
-        lost = max(0, newest - stored.iteration) if newest is not None else None
-        return Plan("storage", stored, lost=lost, incomplete=_incomplete(copies), world_size=stored_world_size)
-    if sizes and world_size not in sizes and not resizable:
-        raise _wrong_size(max(sizes), world_size, "the snapshot in memory")
-    return Plan("nothing", incomplete=_incomplete(copies))
-
-
-def _wrong_size(then: int, now: int, what: str) -> WorldSizeError:
-    return WorldSizeError(
-        f"{what} was made by {then} ranks, this job has {now}. Start {then} ranks to resume it, or set resume='never' "
-        "(GEMINI_RESUME=never) or another run id (GEMINI_RUN_ID) to start from the beginning."
-    )
-
-
-def _copies(holdings: Sequence[Holding], refused: Sequence[Version]) -> dict[Version, list[tuple[str, SlotInfo]]]:
-    copies: dict[Version, list[tuple[str, SlotInfo]]] = {}
-    for holding in holdings:
-        for info in holding.slots:
-            if info.version not in refused:
-                copies.setdefault(info.version, []).append((holding.host, info))
-    return {version: kept for version, held in copies.items() if (kept := genuine(held))}
-
-
-def genuine(held: Sequence[tuple[str, SlotInfo]]) -> list[tuple[str, SlotInfo]]:
-    """The copies of one version, by host, that are what was committed.
-
-    Where no host has heard of the commit, all copies of a shard must have one root: which of two is damaged cannot be told then.
-    """
-    copies: dict[int, list[SlotInfo]] = {}
-    for _, info in held:
-        copies.setdefault(info.owner, []).append(info)
-    roots = {owner: {each.root for each in of if each.committed} or {each.root for each in of} for owner, of in copies.items()}
-    return [(host, info) for host, info in held if roots[info.owner] == {info.root}]
-
-
-def _is_whole(held: Sequence[tuple[str, SlotInfo]]) -> bool:
-    agreed = len({(info.layout_hash, info.world_size) for _, info in held}) == 1
-    return agreed and {info.owner for _, info in held} == set(range(held[0][1].world_size))
-
-
-def _incomplete(copies: Mapping[Version, Sequence[tuple[str, SlotInfo]]]) -> dict[int, list[int]]:
-    def missing(held: Sequence[tuple[str, SlotInfo]]) -> list[int]:
-        everyone = set(range(max(info.world_size for _, info in held)))
-        return sorted(everyone - {info.owner for _, info in held})
-
-    return {version.iteration: missing(held) for version, held in sorted(copies.items())}
-
-
-def describe(plan: Plan) -> str:
-    """The outcome in one line, unmistakably different for each kind."""
-    if plan.version is None:
-        if not plan.incomplete:
-            return "nothing to resume yet: starting from the beginning"
-        newest = max(plan.incomplete)
-        return (
-            f"copies of iteration {newest} exist, but none of the shards of ranks {list(plan.incomplete[newest])}, "
-            "and no checkpoint in storage: starting from the beginning"
-        )
-    if plan.kind == "memory":
-        return f"resuming at iteration {plan.version.iteration} from memory ({plan.age:.1f} s old)"
-    lost = f", {plan.lost} steps lost" if plan.lost else ""
-    why = "copies in memory exist but no common iteration" if plan.incomplete else "no copies in memory"
-    return f"{why}: falling back to storage, iteration {plan.version.iteration}{lost}"
-
-
-def require(plan: Plan) -> None:
-    """For ``resume="require"``.
-
-    Raises:
-        RecoveryError: there is nothing to resume.
-    """
-    if plan.version is None:
-        raise RecoveryError(f"resume='require', but {describe(plan)}. Set resume='auto' to allow that, or check run_id and storage.url.")
-
-
-# -- reading -------------------------------------------------------------------------------------
 
 
 class ShardReader(Protocol):
@@ -296,7 +128,7 @@ class PeerShard:
         self._wire.send(asked)
         about = self._answer(asked)
         if not isinstance(about, Description):
-            raise PeerError(f"host {host}: {about.text if isinstance(about, Failed) else about.kind}")
+            raise PeerError(f"host {host}: {about.text if isinstance(about, Failed) else kind_of(about)}")
         return about
 
     def _check_root(self, root: str | None) -> None:
@@ -307,7 +139,7 @@ class PeerShard:
         if found != (root or about.root):
             raise _wrong_root(f"rank {self._owner}'s shard of {self._version} from {self.where}", found, root or about.root)
 
-    def _answer(self, asked: Describe | Fetch) -> Message:
+    def _answer(self, asked: Describe | Fetch) -> PeerMessage:
         """The next message that answers this call; whatever is left of the answer to an earlier one is dropped."""
         while True:
             message = self._wire.receive()
@@ -354,7 +186,7 @@ class PeerShard:
         while at < stop:
             head = self._answer(asked)
             if not isinstance(head, Data) or head.offset != at or not 0 < head.nbytes <= stop - at:
-                raise PeerError(f"{self.where} sent {head.kind!r} where bytes from {at} were due")
+                raise PeerError(f"{self.where} sent {kind_of(head)!r} where bytes from {at} were due")
             if len(buffer) != head.nbytes:
                 buffer = bytearray(head.nbytes)
             self._wire.receive_payload(memoryview(buffer))
@@ -383,7 +215,7 @@ def committed_roots(
         answer = wire.receive()
         check_answer(asked, answer)
         if not isinstance(answer, Roots):
-            raise PeerError(f"host {host} sent {answer.kind!r} where roots were due")
+            raise PeerError(f"host {host} sent {kind_of(answer)!r} where roots were due")
         return answer.roots
 
 
@@ -407,13 +239,14 @@ class Sources:
     claims: Claims
     secret: bytes
     timeout: float
-    _kept: dict[int, LocalShard | PeerShard] = field(default_factory=dict, init=False)
+    _kept: dict[int, tuple[str, LocalShard | PeerShard]] = field(default_factory=dict, init=False)
+    _silent: set[str] = field(default_factory=set, init=False)  # hosts that did not answer; they are asked after all others
 
     def candidates(self, owner: int, reader: int) -> list[str]:
         """Hosts to ask for ``owner``'s shard; readers are spread over them."""
         hosts = list(self.plan.sources.get(owner, ()))
         turn = reader % len(hosts) if hosts else 0
-        return sorted(hosts[turn:] + hosts[:turn], key=lambda host: host != self.host)
+        return sorted(hosts[turn:] + hosts[:turn], key=lambda host: (host in self._silent, host != self.host))
 
     def open(self, owner: int, host: str) -> LocalShard | PeerShard:
         """Open one copy. Raises GeminiError when it cannot be had."""
@@ -433,23 +266,27 @@ class Sources:
             RecoveryError: no copy could be read; the text says why each failed.
         """
         failures: list[str] = []
-        ways: list[Callable[[], LocalShard | PeerShard]] = [partial(self.open, owner, host) for host in self.candidates(owner, reader)]
-        if owner in self._kept:
-            ways.insert(0, partial(self._kept.pop, owner))
-        for way in ways:
+        hosts = self.candidates(owner, reader)
+        host, shard = self._kept.pop(owner, ("", None))
+        if shard is not None:  # its host is dialled anew only after all others: it may be that host which is gone
+            hosts = [host, *sorted(hosts, key=lambda each: each == host)]
+        for host in hosts:
             try:
                 with contextlib.ExitStack() as opened:
-                    shard = opened.enter_context(contextlib.closing(way()))
+                    shard = opened.enter_context(contextlib.closing(shard or self.open(owner, host)))
                     result = use(shard)
                     if keep and len(self._kept) < _KEPT:
                         opened.pop_all()
-                        self._kept[owner] = shard
+                        self._kept[owner] = host, shard
                     return result
             except (PeerError, CorruptDataError, AgentError, OSError) as error:
                 failures.append(str(error))
+                if not isinstance(error, CorruptDataError):
+                    self._silent.add(host)
+            shard = None
         raise RecoveryError(f"no copy of rank {owner}'s shard of {self.plan.version} could be read: {'; '.join(failures)}")
 
     def close(self) -> None:
         """Let go of what is kept open."""
         while self._kept:
-            self._kept.popitem()[1].close()
+            self._kept.popitem()[1][1].close()

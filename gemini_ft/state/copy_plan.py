@@ -16,7 +16,7 @@ from gemini_ft.core.layout import Layout
 from gemini_ft.errors import MemoryBudgetError
 from gemini_ft.state.copies import Copy, plan_copies
 from gemini_ft.state.tensors import Source
-from gemini_ft.wire.messages import Reserved
+from gemini_ft.wire.worker_messages import Reserved
 
 _libc = ctypes.CDLL(None)
 _libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]

@@ -26,7 +26,7 @@ from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
 from gemini_ft.state.base import TrainingState
 from gemini_ft.state.modules import Extras
 from gemini_ft.state.tensors import Live, Role, Source, describe, split_state_name, state_name
-from gemini_ft.wire.messages import Figures, Message
+from gemini_ft.wire.worker_messages import Figures, ToAgent
 
 _PIPELINE = declare("what a gradient pipeline remembers", Fate.CAPTURED, "residuals, momenta, factors, plans and counters of each rank")
 KEY = "gradients"  # begins the names of tensors; of the rest in the extras
@@ -193,7 +193,7 @@ class FiguresReporter:
         offer: sends a message if that can be done at once, and says whether it has been.
     """
 
-    def __init__(self, summary: Callable[[], Mapping[str, Mapping[str, float]]], offer: Callable[[Message], bool]) -> None:
+    def __init__(self, summary: Callable[[], Mapping[str, Mapping[str, float]]], offer: Callable[[ToAgent], bool]) -> None:
         self._summary, self._offer = summary, offer
         self._due = 0.0
 

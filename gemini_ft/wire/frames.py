@@ -12,7 +12,8 @@ import ssl
 
 from gemini_ft.errors import PeerError, SecretError
 from gemini_ft.wire.lane import MARK, SLICE, TAG_BYTES, Seal, keys
-from gemini_ft.wire.messages import MAX_MESSAGE, Accepted, Claims, Message, pack, unpack
+from gemini_ft.wire.messages import MAX_MESSAGE, kind_of, pack
+from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage, peers
 from gemini_ft.wire.trust import tls_context
 
 
@@ -82,7 +83,7 @@ class BlockingWire:
         self.send(claims)
         answer = self.receive()
         if not isinstance(answer, Accepted):
-            raise PeerError(f"the agent at {self.peer} refused this host: {getattr(answer, 'text', answer.kind)}")
+            raise PeerError(f"the agent at {self.peer} refused this host: {getattr(answer, 'text', kind_of(answer))}")
         return answer
 
     def _open_lane(self, address: tuple[str, int], timeout: float, accepted: Accepted, on_error: contextlib.ExitStack) -> None:
@@ -91,19 +92,19 @@ class BlockingWire:
             self._lane.sendall(MARK + accepted.lane)
             self._seal = Seal(keys(accepted.key, dialled=True)[1])
 
-    def send(self, message: Message) -> None:
+    def send(self, message: PeerMessage) -> None:
         try:
             self._socket.sendall(pack(message))
         except OSError as error:
             raise self._silent(error) from None
 
-    def receive(self) -> Message:
+    def receive(self) -> PeerMessage:
         """The next message. One that announces a payload is followed by `receive_payload`."""
         head = bytearray(4)
         self._fill(self._socket, memoryview(head))
         body = bytearray(frame_length(head))
         self._fill(self._socket, memoryview(body))
-        return unpack(body)
+        return peers.unpack(body)
 
     def receive_payload(self, out: memoryview) -> None:
         """Fills ``out`` with the payload that the last message announced.

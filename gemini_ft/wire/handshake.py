@@ -19,7 +19,8 @@ from collections.abc import Callable
 
 from gemini_ft.errors import AgentError, ConfigError, GeminiError, PeerError, SecretError
 from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES, MARK, Lane
-from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Accepted, Claims, Failed, Message
+from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, kind_of
+from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage
 from gemini_ft.wire.tcp import Address, Connection, Handler, prepare
 from gemini_ft.wire.trust import tls_context
 
@@ -40,7 +41,7 @@ class _Dialling:
         self.accepted: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
         self._handler = handler
 
-    def on_message(self, message: Message) -> memoryview | None:
+    def on_message(self, message: PeerMessage) -> memoryview | None:
         if isinstance(message, Accepted):
             self.connection.handler = self._handler
             if message.lane:
@@ -49,10 +50,10 @@ class _Dialling:
         elif isinstance(message, Failed):
             self._fail(PeerError(f"it refused this host: {message.text}"))
         else:
-            self._fail(PeerError(f"it sent {message.kind!r} in place of a handshake; another gemini-ft listens there"))
+            self._fail(PeerError(f"it sent {kind_of(message)!r} in place of a handshake; another gemini-ft listens there"))
         return None
 
-    def on_bytes(self, message: Message) -> None:
+    def on_bytes(self, message: PeerMessage) -> None:
         raise PeerError("raw bytes during the handshake")
 
     def on_lost(self, reason: str) -> None:
@@ -255,14 +256,14 @@ class _Greeting:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._admit = admit
 
-    def on_message(self, message: Message) -> memoryview | None:
+    def on_message(self, message: PeerMessage) -> memoryview | None:
         if not isinstance(message, Claims) or self.over.done():
-            raise PeerError(f"{self.connection.peer} began with {message.kind!r} instead of its claims")
+            raise PeerError(f"{self.connection.peer} began with {kind_of(message)!r} instead of its claims")
         self.over.set_result(None)
         self._admit(self.connection, message)
         return None
 
-    def on_bytes(self, message: Message) -> None:
+    def on_bytes(self, message: PeerMessage) -> None:
         raise PeerError("raw bytes during the handshake")
 
     def on_lost(self, reason: str) -> None:

@@ -21,7 +21,8 @@ from typing import Any, Protocol, cast
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.frames import frame_length
 from gemini_ft.wire.lane import Lane, Valve
-from gemini_ft.wire.messages import MAX_MESSAGE, Chunk, Data, Message, pack, unpack
+from gemini_ft.wire.messages import MAX_MESSAGE, Chunk, pack
+from gemini_ft.wire.peer_messages import Data, PeerMessage, peers
 
 Address = tuple[str, int]
 _SILENCE = 60  # seconds after which the kernel gives a peer up whose host is gone, or that takes nothing in
@@ -36,10 +37,10 @@ _SCRATCH = bytearray(256 * 1024)  # where unwanted bytes go
 class Handler(Protocol):
     """The receiver of a connection's messages."""
 
-    def on_message(self, message: Message) -> memoryview | None:
+    def on_message(self, message: PeerMessage) -> memoryview | None:
         """Takes a message. Returns, for one that raw bytes follow, the memory for them (None: they are thrown away)."""
 
-    def on_bytes(self, message: Message) -> None:
+    def on_bytes(self, message: PeerMessage) -> None:
         """Takes note that the raw bytes that followed ``message`` are all there."""
 
     def on_lost(self, reason: str) -> None:
@@ -69,7 +70,7 @@ class Connection(asyncio.BufferedProtocol):
         self._target = memoryview(bytearray(4))
         self._filled = 0
         self._state = "head"
-        self._message: Message | None = None
+        self._message: PeerMessage | None = None
         self._payload_left = 0
         self._outbox: deque[tuple[bytes, memoryview | None, Valve | None]] = deque()
         self._handing_over = 0  # bytes that may go and have not yet
@@ -77,7 +78,7 @@ class Connection(asyncio.BufferedProtocol):
         self._lane_due = False
         self._lane_there = asyncio.Event()
         self._wanted: memoryview | None = None  # where the payload that is due on the lane goes
-        self._early: deque[Message] = deque()  # messages that came before that payload was whole
+        self._early: deque[PeerMessage] = deque()  # messages that came before that payload was whole
         self._wake = asyncio.Event()
         self._handed_over = asyncio.Event()
         self._unpaused = asyncio.Event()
@@ -131,14 +132,14 @@ class Connection(asyncio.BufferedProtocol):
         self._expect("body", memoryview(bytearray(frame_length(self._target, self.max_frame))))
 
     def _end_of_body(self) -> None:
-        message = unpack(self._target)
+        message = peers.unpack(self._target)
         self._expect("head", memoryview(bytearray(4)))
         if self._message is not None:
             self._early.append(message)  # TLS had it ready when reading was paused
         else:
             self._hear(message)
 
-    def _hear(self, message: Message) -> None:
+    def _hear(self, message: PeerMessage) -> None:
         target = self.handler.on_message(message)
         if not isinstance(message, Chunk | Data) or message.nbytes == 0:
             return
@@ -206,7 +207,7 @@ class Connection(asyncio.BufferedProtocol):
 
     # -- sending
 
-    def send(self, message: Message, payload: memoryview | None = None, valve: Valve | None = None) -> None:
+    def send(self, message: PeerMessage, payload: memoryview | None = None, valve: Valve | None = None) -> None:
         """Queues a message, and after it the raw bytes of ``payload``, which must not change until they are acknowledged.
 
         Args:

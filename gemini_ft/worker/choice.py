@@ -13,13 +13,13 @@ from gemini_ft.config import GeminiConfig
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, ObjectGoneError, StorageError, StorageUnclearError, WorldSizeError
 from gemini_ft.faults.inject import Orders
-from gemini_ft.recovery.readers import Holding, Plan, plan_recovery, require
+from gemini_ft.recovery.plan import Holding, Plan, plan_recovery, require
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import Manifest
 from gemini_ft.storage.decisions import Descent, Here, Look, Sighting, Unclear, continued, decide, describe, gives_way, is_of, left_aside
 from gemini_ft.storage.lookout import Lookout, within
 from gemini_ft.storage.retention import reading
-from gemini_ft.wire.messages import Inventory, Stage, Staged, Verified, Verify, Welcome
+from gemini_ft.wire.worker_messages import Inventory, Stage, Staged, Verified, Verify, Welcome
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise
 
 _log = logging.getLogger("gemini_ft")

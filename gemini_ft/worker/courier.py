@@ -11,8 +11,9 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -22,8 +23,9 @@ from gemini_ft import accelerator
 from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.config import TrafficConfig
 from gemini_ft.errors import AgentError
+from gemini_ft.ordered import Ordered
 from gemini_ft.state.copy_plan import Slot
-from gemini_ft.wire.messages import Collect, Collected, Dispatch, Dispatched, Message
+from gemini_ft.wire.worker_messages import Collect, Collected, Dispatch, Dispatched, ToAgent
 from gemini_ft.worker.collectives import unobserved
 
 _END_SECONDS = 1.0  # for threads that have nothing left to do
@@ -46,7 +48,7 @@ class Courier:
         self,
         traffic: TrafficConfig,
         timeout: float,
-        tell: Callable[[Message], None],
+        tell: Callable[[ToAgent], None],
         slots: Callable[[], Mapping[int, Slot]],
         custody: Callable[[], Mapping[str, int]],
     ) -> None:
@@ -164,7 +166,7 @@ class Courier:
     def _answer(self, order: Dispatch | Collect, error: str) -> None:
         if self._closed:
             return
-        answer: Message
+        answer: ToAgent
         if isinstance(order, Dispatch):
             answer = Dispatched(tag=order.tag, error=error)
         else:
@@ -183,45 +185,45 @@ class _Lane(Generic[Order]):
         answer: Callable[[Order, str], None],
     ) -> None:
         self._begin, self._end, self._answer = begin, end, answer
-        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-        self._begun: queue.SimpleQueue[tuple[Order, Any, Any] | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=run, name="gemini-courier", daemon=True) for run in (self._begin_all, self._end_all)]
+        threads: list[Ordered] = []
         try:
-            for thread in self._threads:
-                thread.start()
+            for _ in range(2):
+                threads.append(Ordered("gemini-courier", _unobserved_and_yielding))
         except RuntimeError as error:
-            self._orders.put(None)  # for the first of them, if it has begun
+            for thread in threads:
+                thread.close(timeout=0)
             raise AgentError(f"no thread can be started for pieces of replicas ({error}); see `ulimit -u` and pids.max") from None
+        self._beginning, self._ending = threads
 
     def put(self, order: Order) -> None:
-        self._orders.put(order)
+        self._beginning.put(partial(self._begin_one, order))
 
     def close(self) -> None:
         """Ends the lane. Collectives under way cannot be called back: the threads end when they do, or with the process."""
-        self._orders.put(None)
-        self._begun.put(None)
-        for thread in self._threads:
-            thread.join(timeout=_END_SECONDS)
+        self._beginning.close(timeout=_END_SECONDS)
+        self._ending.close(timeout=_END_SECONDS)
 
-    def _begin_all(self) -> None:
-        yield_to_training()
-        with unobserved():
-            while (order := self._orders.get()) is not None:
-                try:
-                    self._begun.put((order, *self._begin(order)))
-                except (RuntimeError, AgentError) as error:
-                    self._answer(order, _first_line(error))
+    def _begin_one(self, order: Order) -> None:
+        try:
+            self._ending.put(partial(self._end_one, order, *self._begin(order)))
+        except (RuntimeError, AgentError) as error:
+            self._answer(order, _first_line(error))
 
-    def _end_all(self) -> None:
-        yield_to_training()
-        while (begun := self._begun.get()) is not None:
-            order, work, place = begun
-            error = ""
-            try:
-                self._end(order, work, place)
-            except (RuntimeError, AgentError) as failure:
-                error = _first_line(failure)
-            self._answer(order, error)
+    def _end_one(self, order: Order, work: Any, place: Any) -> None:
+        error = ""
+        try:
+            self._end(order, work, place)
+        except (RuntimeError, AgentError) as failure:
+            error = _first_line(failure)
+        self._answer(order, error)
+
+
+@contextlib.contextmanager
+def _unobserved_and_yielding() -> Iterator[None]:
+    """The training goes before these threads, and what they send is not of it."""
+    yield_to_training()
+    with unobserved():
+        yield
 
 
 def _queue(parts: list[torch.Tensor]) -> queue.SimpleQueue[torch.Tensor | None]:

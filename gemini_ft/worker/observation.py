@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 from gemini_ft.core.traffic import Profiler
-from gemini_ft.wire.messages import Message, Observed, Watch
+from gemini_ft.wire.worker_messages import Observed, ToAgent, Watch
 from gemini_ft.worker.collectives import observe
 
 
@@ -18,7 +18,7 @@ class Observation:
         window: steps that make a profile.
     """
 
-    def __init__(self, tell: Callable[[Message, Sequence[int]], None], window: int) -> None:
+    def __init__(self, tell: Callable[[ToAgent, Sequence[int]], None], window: int) -> None:
         self._tell = tell
         self._profiler = Profiler(window)
         self._stack = contextlib.ExitStack()

@@ -9,19 +9,20 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from gemini_ft import accelerator
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient, as_error
-from gemini_ft.agent.memory import SlotShape, extras_room
+from gemini_ft.agent.memory import extras_room
 from gemini_ft.config import GeminiConfig
 from gemini_ft.core.layout import Layout, TensorSpec, build_layout
+from gemini_ft.core.ledger import Abort, Commit
 from gemini_ft.core.roots import layout_digest, shard_root
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import AgentError, GeminiError, MemoryBudgetError
+from gemini_ft.errors import AgentError, GeminiError
 from gemini_ft.events import EventLog
 from gemini_ft.faults import inject as faults
 from gemini_ft.faults.plan import World
@@ -31,76 +32,34 @@ from gemini_ft.state.copy_plan import CopyPlan, Slot, map_slots
 from gemini_ft.state.divergence import check_replicas, replicated_digest
 from gemini_ft.state.tensors import Source, fingerprint
 from gemini_ft.state.writes import WriteWatch
-from gemini_ft.wire.messages import (
-    Aborted,
+from gemini_ft.wire.messages import Failed, Notice, Paced
+from gemini_ft.wire.worker_messages import (
     Adopt,
     Collect,
-    Committed,
     Dispatch,
     Excuse,
-    Failed,
     Goodbye,
     Granted,
-    Message,
-    Notice,
     Opened,
     OpenSession,
-    Paced,
     Progress,
     Reserve,
     Reserved,
     Room,
+    ToWorker,
     Travelled,
 )
 from gemini_ft.worker.courier import Courier
+from gemini_ft.worker.memory_need import check_memory, slot_bytes
 from gemini_ft.worker.observation import Observation
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise
 from gemini_ft.worker.session import Session, join
 from gemini_ft.worker.snapshot import Job, Snapshotter
+from gemini_ft.worker.stats import Stats
 
 _log = logging.getLogger("gemini_ft")
 _POLL = 0.001  # seconds
 _SILENCE = 60.0  # seconds before the same warning is given again
-
-
-@dataclass
-class Stats:
-    """Counts of this process since it started, and what it remembers of its last steps. Seconds are of the training thread."""
-
-    snapshots: int = 0
-    committed: int | None = None  # newest committed iteration
-    skipped: int = 0  # snapshots given up, by this rank or another
-    blocked: list[float] = field(default_factory=list)  # seconds per step
-    shard_bytes: int = 0
-    restored: dict[str, int] = field(default_factory=dict)  # "own memory", "peer <host>", "storage" -> bytes
-    restore_seconds: float = 0.0
-    commit_seconds: dict[int, float] = field(default_factory=dict)  # iteration -> from its end until all replicas were verified
-    lag: dict[int, int] = field(default_factory=dict)  # iteration -> steps that had ended after it when it was committed
-    traffic: dict[int, list[Travelled]] = field(default_factory=dict)  # iteration -> how it got to each peer
-
-    KEPT: ClassVar[int] = 1_000  # steps; a job makes millions
-
-    def note_blocked(self, seconds: float) -> None:
-        """A step is over."""
-        self.blocked.append(seconds)
-        if len(self.blocked) >= 2 * self.KEPT:
-            del self.blocked[: -self.KEPT]
-
-    def note_commit(self, iteration: int, seconds: float, lag: int) -> None:
-        """A snapshot of this rank is committed."""
-        self.commit_seconds[iteration], self.lag[iteration] = seconds, lag
-        _forget_oldest(self.commit_seconds, self.KEPT)
-        _forget_oldest(self.lag, self.KEPT)
-
-    def note_travelled(self, message: Travelled) -> None:
-        """A replica of this rank's has arrived."""
-        self.traffic.setdefault(message.iteration, []).append(message)
-        _forget_oldest(self.traffic, self.KEPT)
-
-
-def _forget_oldest(table: dict[int, Any], kept: int) -> None:
-    while len(table) > kept:
-        del table[next(iter(table))]
 
 
 class Recorder:
@@ -369,8 +328,8 @@ class Recorder:
                 slot.forget()
         elif before is None:
             check_replicas(sources, exchange)
-            slot_bytes = _slot_bytes(self.session, layout, extras_room(extras_bytes))
-            _check_memory(self.session, exchange(slot_bytes, self._config.timeout))
+            need = slot_bytes(self.session, layout, extras_room(extras_bytes))
+            check_memory(self.session, exchange(need, self._config.timeout))
             exchange_or_raise(lambda: self._reserve_or_mend(extras_bytes), self._config.timeout + 10)
         else:
             self._reserve_or_mend(extras_bytes)
@@ -420,14 +379,14 @@ class Recorder:
 
     # -- other threads
 
-    def _on_event(self, message: Message) -> None:
+    def _on_event(self, message: ToWorker) -> None:
         """From the agent, on the client's thread."""
         match message:
             case Room():
                 self._has_room = True
             case Granted(iteration=iteration, slot=slot):
                 self._copying.granted(iteration, slot)
-            case Committed(iteration=iteration, digest_at=digest_at):
+            case Commit(Version(iteration=iteration), digest_at=digest_at):
                 self._stats.committed = iteration
                 self._digest_at = digest_at
                 self.events.write("committed", iteration=iteration)
@@ -441,14 +400,14 @@ class Recorder:
                 self._courier.collect(message)
             case Travelled():
                 self._stats.note_travelled(message)
-                self.events.write("travelled", **message.model_dump(exclude={"kind"}))
+                self.events.write("travelled", **message.model_dump())
             case Paced(start=start, interval=interval, why=why):
                 if (start, interval) != self._paces[-1]:
                     current = next(at for at, _ in reversed(self._paces) if at <= self._at or at == self._paces[0][0])
                     self._paces = [*(pace for pace in self._paces if pace[0] >= current), (start, interval)]
                     self.events.write("paced", iteration=start, interval=interval)
                     _log.warning("from iteration %d on, a snapshot every %d steps: %s", start, interval, why)
-            case Aborted(iteration=iteration):
+            case Abort(Version(iteration=iteration)):
                 self._given_up(iteration)
                 self._copying.aborted(iteration)
             case Failed():
@@ -523,26 +482,3 @@ def _prefault(slots: Sequence[Slot]) -> None:
     lifecycle.yield_to_training()
     for slot in slots:
         slot.prefault()
-
-
-def _slot_bytes(session: Session, layout: Layout, room: int) -> int:
-    """What one slot of this rank takes of an agent's budget."""
-    spec, blob = session.spec, layout.to_bytes()
-    size, chunk = layout.nbytes, spec.chunk_bytes
-    return SlotShape(session.run, spec.stream, session.rank, session.world_size, layout.logical_hash, blob, size, room, chunk).total
-
-
-def _check_memory(session: Session, slot_bytes: Sequence[int]) -> None:
-    """Refuse before the first copy what would end in the middle of the training otherwise; all ranks alike."""
-    need: dict[str, int] = {}
-    for owner, holders in session.spec.holders.items():
-        for place, host in enumerate(holders):
-            slots = 3 if place == 0 and session.spec.storage is not None else 2
-            need[host] = need.get(host, 0) + slots * slot_bytes[owner]
-    limits: Mapping[str, int] = {info.host: info.memory_limit for info in session.infos}
-    for host, limit in limits.items():
-        if need.get(host, 0) > limit:
-            raise MemoryBudgetError(
-                f"host {host} must hold {need[host]:,} bytes of snapshots; its agent may hold {limit:,}. "
-                f"Raise memory_limit (GEMINI_MEMORY_LIMIT), lower replicas (now {session.config.replicas}), or use more hosts."
-            )

@@ -25,26 +25,18 @@ from gemini_ft.errors import ConfigError, StorageError
 from gemini_ft.faults.inject import Orders
 from gemini_ft.hosts import host_id
 from gemini_ft.launch.run_id import default_run_id
-from gemini_ft.recovery.readers import Plan, Sources, describe
+from gemini_ft.recovery.plan import Plan, describe
+from gemini_ft.recovery.readers import Sources
 from gemini_ft.storage.base import Storage, find_sign
 from gemini_ft.storage.decisions import Sighting
 from gemini_ft.storage.lookout import within
 from gemini_ft.storage.marks import recall_on_host
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.retention import Retention
-from gemini_ft.wire.messages import (
-    Claims,
-    GetInventory,
-    Hello,
-    HostInfo,
-    Inventory,
-    Message,
-    Opened,
-    OpenSession,
-    SessionSpec,
-)
 from gemini_ft.wire.network import bind_address, is_loopback
+from gemini_ft.wire.peer_messages import Claims
 from gemini_ft.wire.trust import fingerprint
+from gemini_ft.wire.worker_messages import GetInventory, Hello, HostInfo, Inventory, Opened, OpenSession, SessionSpec, ToWorker
 from gemini_ft.worker.choice import Choice, Chooser, Introduction
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise
 from gemini_ft.worker.secret import agree_on_secret, read_secret
@@ -101,7 +93,7 @@ def rank_and_world() -> tuple[int, int]:
     return 0, 1
 
 
-def join(config: GeminiConfig, stream: str, on_event: Callable[[Message], None], resizable: bool = False) -> Session:
+def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None], resizable: bool = False) -> Session:
     """Joins the run. Collective.
 
     Args:

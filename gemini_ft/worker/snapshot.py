@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -20,10 +21,12 @@ from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.core.roots import checksum
 from gemini_ft.errors import AgentError, ConcurrentWriteError, GeminiError
 from gemini_ft.state.copy_plan import CopyPlan, Slot, same_bytes
-from gemini_ft.wire.messages import Chunk, Copied, GiveUp, Message, Request
+from gemini_ft.wire.messages import Chunk
+from gemini_ft.wire.worker_messages import Copied, GiveUp, Request, ToAgent
 
 _GRANT_POLL = 0.25  # seconds between looks at whether the agent still lives
 _RETRY = 20.0  # seconds between attempts to start another
+_UNSEEN = 8  # snapshots
 
 
 class JobState(StrEnum):
@@ -75,7 +78,7 @@ class Snapshotter:
         self,
         owner: int,
         root: Callable[[Job], str],
-        tell: Callable[[Message], None],
+        tell: Callable[[ToAgent], None],
         lost: Callable[[], bool],
         recover: Callable[[], None],
         on_discard: Callable[[int, str], None],
@@ -91,7 +94,9 @@ class Snapshotter:
         self.slots: dict[int, Slot] = {}
         self.written: list[str] = []  # names of the tensors whose writes made the last copy be given up
         self._job: Job | None = None
-        self._unseen: list[Job] = []  # given up before the thread came to them; all the same the agent must hear of each
+        # Given up before the thread came to them; all the same the agent hears of each. While an agent is being replaced training goes on,
+        # and older ones may be forgotten: what an owner says of a later iteration ends the earlier ones (gemini_ft.core.ledger).
+        self._unseen: deque[Job] = deque(maxlen=_UNSEEN)
         self._condition = threading.Condition()
         self._stop = False
         self._next_try = 0.0  # when the agent may be brought back, after this has failed
@@ -225,7 +230,7 @@ class Snapshotter:
                 due = self._condition.wait_for(lambda: self._stop or self._has_work, _GRANT_POLL)
                 if self._stop:
                     return
-                job = self._unseen.pop(0) if self._unseen else self._job
+                job = self._unseen.popleft() if self._unseen else self._job
                 if job is not None:
                     job.is_seen = True
             if not due:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Send, Tell, Upload, Withdraw
 from gemini_ft.core.ledger import Abort, Cadence, Commit, Decision, Holders, Ledger, Manifest, Thaw
-from gemini_ft.core.protocol import CancelSend, Damaged, Effect, Free, Grant, Host, Send, Tell, Upload, Withdraw
+from gemini_ft.core.protocol import Host
 from gemini_ft.core.slots import Slot, SlotState
 from gemini_ft.core.versions import Version
 from miniature.transfer import Fetch, Link, Outgoing

@@ -10,8 +10,8 @@ from gemini_ft.core.ledger import Decision
 from gemini_ft.core.placement import place
 from gemini_ft.core.slots import Slot, SlotState
 from gemini_ft.core.versions import Incarnation, Version
-from gemini_ft.recovery.readers import Holding, Plan, plan_recovery
-from gemini_ft.wire.messages import SlotInfo
+from gemini_ft.recovery.plan import Holding, Plan, plan_recovery
+from gemini_ft.wire.worker_messages import SlotInfo
 from miniature.host import Member, Node
 from miniature.transfer import Fetch, Receiver, Server
 from miniature.truth import BrokenPromiseError, Truth, check, has

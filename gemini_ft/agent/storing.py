@@ -1,0 +1,106 @@
+"""A stream and its storage: shards of this host are uploaded, and shards of stored checkpoints are brought into its memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from gemini_ft.agent.ports import Home
+from gemini_ft.agent.staging import StoredCopy
+from gemini_ft.agent.uploads import Uploader
+from gemini_ft.core.versions import Version
+from gemini_ft.errors import CorruptDataError
+from gemini_ft.wire.messages import Notice
+from gemini_ft.wire.peer_messages import ReportUploaded
+from gemini_ft.wire.worker_messages import SessionSpec, Stage
+
+
+class Storing:
+    """Pins slots while they are uploaded, and tells the leader and the user."""
+
+    def __init__(self, home: Home, spec: SessionSpec, run: str) -> None:
+        self._home = home
+        self.uploader = Uploader(spec, run, home.log)
+        self.said: list[ReportUploaded] = []  # until the upload is over, in case the leader has not heard
+
+    def upload(self, owner: int, slot: int, version: Version) -> None:
+        """Uploads a frozen slot in the background."""
+        host = self._home.host
+
+        def done(record: str, error: str) -> None:
+            self._home.perform(host.release(owner, slot, "upload"))
+            self._say(owner, version, record, error)
+
+        if any("upload" in held.readers for held in host.slots(owner).slots.values()):
+            # One more slot, and nothing could be committed.
+            self._say(owner, version, "", "an upload of an earlier incarnation still hangs in storage")
+            return
+        # It may be thawed on all hosts, after a failure elsewhere, while our thread still reads: hold the slot until that ends.
+        host.hold(owner, version, "upload")
+        self.uploader.start(owner, self._home.vault.memory[owner, slot], version, done)
+
+    def _say(self, owner: int, version: Version, record: str, error: str) -> None:
+        said = ReportUploaded(owner=owner, version=version, record=record, error=error)
+        self.said.append(said)
+        self._home.report(said)
+
+    def over(self, version: Version, error: str) -> None:
+        """Takes note that the upload has ended on all hosts."""
+        told = self.uploader.over(version, error)
+        if told or not error:
+            self._home.log(f"upload of {version}: {error or 'complete'}")
+        self.said.clear()
+        self._home.perform(self._home.host.thawed(version))
+        self._tell_user(told)
+
+    async def tidy(self) -> str:
+        """Deletes old checkpoints on the leader's host; returns the reason why nothing more may be uploaded until a later try."""
+        told, trouble = await self.uploader.tidy()
+        if told:
+            self._home.log(told)
+        self._tell_user(told)
+        return trouble
+
+    def _tell_user(self, text: str) -> None:
+        """Says it once in the whole job: to rank 0."""
+        if text and 0 in self._home.workers:
+            self._home.workers[0].send(Notice(text=text))
+
+
+class Stagings:
+    """Gets shards of a stored checkpoint into memory, each once, however often it is asked for.
+
+    Args:
+        home: the stream.
+        run: id of the run.
+        end_rebuilding: stops what would lay down other copies meanwhile.
+    """
+
+    def __init__(self, home: Home, run: str, end_rebuilding: Callable[[], Awaitable[None]]) -> None:
+        self._home, self._run, self._end_rebuilding = home, run, end_rebuilding
+        self._tasks: dict[tuple[int, Version], asyncio.Task[None]] = {}  # (owner, version) -> its reading
+
+    async def stage(self, order: Stage) -> None:
+        """Gets a shard into memory, unless it is there. It is worth nothing any more when a session opens without it.
+
+        Raises what `Vault.stage` does.
+        """
+        key = order.owner, order.version
+        if key not in self._tasks:
+            self._tasks[key] = asyncio.get_running_loop().create_task(self._stage(order))
+            self._tasks[key].add_done_callback(lambda _: self._tasks.pop(key, None))
+        await asyncio.shield(self._tasks[key])
+
+    async def _stage(self, order: Stage) -> None:
+        before = self._home.spec
+        await self._end_rebuilding()
+        if self._home.host.slots(order.owner).complete_version(order.version) is None:
+            try:
+                await self._read(order, before)
+            except CorruptDataError as error:  # on a new connection, before it is believed
+                self._home.log(f"{error}; reading it again")
+                await self._read(order, before)
+
+    async def _read(self, order: Stage, before: SessionSpec | None) -> None:
+        copy = await asyncio.to_thread(StoredCopy, self._run, self._home.name, order, self._home.log)
+        await self._home.vault.stage(copy, order.version, wanted=lambda: self._home.spec is before)

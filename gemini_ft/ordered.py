@@ -1,0 +1,51 @@
+"""Threads that carry out calls in order; for sync/, pipeline/ and worker/."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+
+class Ordered:
+    """A thread that carries out calls one after the other, in the order in which they are put.
+
+    Args:
+        name: of the thread.
+        within: makes the context in which it runs.
+
+    Raises:
+        RuntimeError: no thread can be started.
+    """
+
+    def __init__(self, name: str, within: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._thread = threading.Thread(target=_serve, args=(self._calls, within), name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, call: Callable[[], None]) -> None:
+        """Add a call, which must not raise."""
+        self._calls.put(call)
+
+    def wait(self) -> None:
+        """Wait until every call that was put has returned."""
+        self._calls.join()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is this thread that asks."""
+        return threading.current_thread() is self._thread
+
+    def close(self, timeout: float | None = None) -> None:
+        """End the thread after what was put, and wait for that, ``timeout`` seconds at most."""
+        self._calls.put(None)
+        self._thread.join(timeout)
+
+
+def _serve(calls: queue.Queue[Callable[[], None] | None], within: Callable[[], AbstractContextManager[object]]) -> None:
+    with within():
+        while (call := calls.get()) is not None:
+            call()
+            calls.task_done()
+            del call  # it holds tensors

@@ -1,0 +1,161 @@
+"""Which state to resume: inventories -> plan, pure.
+
+The newest version of which every shard has a complete copy wins; versions are never mixed. Where none is left
+in memory, the newest whole checkpoint in storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gemini_ft.core.versions import Version
+from gemini_ft.errors import RecoveryError, WorldSizeError
+from gemini_ft.wire.worker_messages import SlotInfo
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one host's agent says it has."""
+
+    host: str
+    slots: Sequence[SlotInfo]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to resume.
+
+    Attributes:
+        kind: where from.
+        version: which state; None: nothing.
+        sources: owner -> hosts with a complete copy (from storage: once it has been laid down there).
+        age: seconds since the copy was made.
+        lost: steps that copies existed of, but not of all shards (kind: storage).
+        incomplete: iteration -> owners without any copy.
+        world_size: ranks of the job that made it, which is the number of its owners.
+        roots: owner -> root of its shard (`gemini_ft.core.roots`); none where a checkpoint in storage does not say it.
+    """
+
+    kind: Literal["nothing", "memory", "storage"]
+    version: Version | None = None
+    sources: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    age: float = 0.0
+    lost: int | None = None
+    incomplete: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    world_size: int = 0
+    roots: Mapping[int, str] = field(default_factory=dict)
+
+
+def plan_recovery(
+    holdings: Sequence[Holding],
+    world_size: int,
+    stored: Version | None = None,
+    stored_world_size: int | None = None,
+    refused: Sequence[Version] = (),
+    resizable: bool = False,
+) -> Plan:
+    """Choose the newest version that is whole: in memory, else in storage.
+
+    Args:
+        holdings: what every host's agent has, each host once.
+        world_size: ranks of the job now.
+        stored: the newest whole checkpoint in storage.
+        stored_world_size: ranks of the job that wrote it.
+        refused: versions that led to failure after failure, or whose copies are damaged.
+        resizable: whether this job can load what another number of ranks has made.
+
+    Raises:
+        WorldSizeError: all there is was made by another number of ranks, and that cannot be loaded.
+    """
+    copies = _copies(holdings, refused)
+    sizes = {info.world_size for held in copies.values() for _, info in held}
+    whole = [v for v, held in copies.items() if _is_whole(held) and (resizable or held[0][1].world_size == world_size)]
+    best = max(whole, default=None)
+    if best is not None and (stored is None or best >= stored):
+        sources: dict[int, list[str]] = {}
+        for host, info in copies[best]:
+            sources.setdefault(info.owner, []).append(host)
+        age = min(info.age for _, info in copies[best])
+        by_owner = {owner: tuple(sorted(hosts)) for owner, hosts in sorted(sources.items())}
+        roots = {info.owner: info.root for _, info in copies[best]}
+        return Plan("memory", best, by_owner, age, world_size=len(by_owner), roots=roots)
+    if stored is not None:
+        assert stored_world_size is not None
+        if stored_world_size != world_size and not resizable:
+            raise _wrong_size(stored_world_size, world_size, "the checkpoint in storage")
+        newest = max((v.iteration for v in copies), default=None)
+        lost = max(0, newest - stored.iteration) if newest is not None else None
+        return Plan("storage", stored, lost=lost, incomplete=_incomplete(copies), world_size=stored_world_size)
+    if sizes and world_size not in sizes and not resizable:
+        raise _wrong_size(max(sizes), world_size, "the snapshot in memory")
+    return Plan("nothing", incomplete=_incomplete(copies))
+
+
+def _wrong_size(then: int, now: int, what: str) -> WorldSizeError:
+    return WorldSizeError(
+        f"{what} was made by {then} ranks, this job has {now}. Start {then} ranks to resume it, or set resume='never' "
+        "(GEMINI_RESUME=never) or another run id (GEMINI_RUN_ID) to start from the beginning."
+    )
+
+
+def _copies(holdings: Sequence[Holding], refused: Sequence[Version]) -> dict[Version, list[tuple[str, SlotInfo]]]:
+    copies: dict[Version, list[tuple[str, SlotInfo]]] = {}
+    for holding in holdings:
+        for info in holding.slots:
+            if info.version not in refused:
+                copies.setdefault(info.version, []).append((holding.host, info))
+    return {version: kept for version, held in copies.items() if (kept := genuine(held))}
+
+
+def genuine(held: Sequence[tuple[str, SlotInfo]]) -> list[tuple[str, SlotInfo]]:
+    """The copies of one version, by host, that are what was committed.
+
+    Where no host has heard of the commit, all copies of a shard must have one root: which of two is damaged cannot be told then.
+    """
+    copies: dict[int, list[SlotInfo]] = {}
+    for _, info in held:
+        copies.setdefault(info.owner, []).append(info)
+    roots = {owner: {each.root for each in of if each.committed} or {each.root for each in of} for owner, of in copies.items()}
+    return [(host, info) for host, info in held if roots[info.owner] == {info.root}]
+
+
+def _is_whole(held: Sequence[tuple[str, SlotInfo]]) -> bool:
+    agreed = len({(info.layout_hash, info.world_size) for _, info in held}) == 1
+    return agreed and {info.owner for _, info in held} == set(range(held[0][1].world_size))
+
+
+def _incomplete(copies: Mapping[Version, Sequence[tuple[str, SlotInfo]]]) -> dict[int, list[int]]:
+    def missing(held: Sequence[tuple[str, SlotInfo]]) -> list[int]:
+        everyone = set(range(max(info.world_size for _, info in held)))
+        return sorted(everyone - {info.owner for _, info in held})
+
+    return {version.iteration: missing(held) for version, held in sorted(copies.items())}
+
+
+def describe(plan: Plan) -> str:
+    """The outcome in one line, unmistakably different for each kind."""
+    if plan.version is None:
+        if not plan.incomplete:
+            return "nothing to resume yet: starting from the beginning"
+        newest = max(plan.incomplete)
+        return (
+            f"copies of iteration {newest} exist, but none of the shards of ranks {list(plan.incomplete[newest])}, "
+            "and no checkpoint in storage: starting from the beginning"
+        )
+    if plan.kind == "memory":
+        return f"resuming at iteration {plan.version.iteration} from memory ({plan.age:.1f} s old)"
+    lost = f", {plan.lost} steps lost" if plan.lost else ""
+    why = "copies in memory exist but no common iteration" if plan.incomplete else "no copies in memory"
+    return f"{why}: falling back to storage, iteration {plan.version.iteration}{lost}"
+
+
+def require(plan: Plan) -> None:
+    """For ``resume="require"``.
+
+    Raises:
+        RecoveryError: there is nothing to resume.
+    """
+    if plan.version is None:
+        raise RecoveryError(f"resume='require', but {describe(plan)}. Set resume='auto' to allow that, or check run_id and storage.url.")

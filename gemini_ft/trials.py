@@ -1,0 +1,78 @@
+"""Trials of several ways to do one thing, in real steps: all take turns, and the slower ones drop out. Pure; for sync/ and pipeline/."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+_UNKNOWN = 1e9  # seconds of a way whose every step has been interrupted
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How long a trial goes on.
+
+    Attributes:
+        visit: steps that one way is tried in a row; the first of them, which finds cold caches, is not counted.
+        rounds: visits of a way that is not slower than others.
+        slower: round -> multiple of the best median above which a way drops out after that round.
+    """
+
+    visit: int
+    rounds: int
+    slower: Mapping[int, float]
+
+
+@dataclass
+class Trial:
+    """Ways, by their numbers, and what each has taken so far.
+
+    Attributes:
+        left: ways that have not dropped out.
+        seconds: of every counted step, by way.
+        round: how many are over.
+        turn: which of those that are left is tried now.
+        steps: of this visit.
+    """
+
+    left: list[int]
+    seconds: list[list[float]] = field(default_factory=list)
+    round: int = 0
+    turn: int = 0
+    steps: int = 0
+
+    @classmethod
+    def of(cls, ways: int) -> Trial:
+        """Make a trial of so many ways."""
+        return cls(list(range(ways)), [[] for _ in range(ways)])
+
+    @property
+    def current(self) -> int:
+        """The way to take in the next step."""
+        return self.left[self.turn]
+
+    def note(self, terms: Terms, seconds: float | None) -> bool:
+        """Take note of a step, None if it was interrupted; whether a round is over: then `judge` is due."""
+        self.steps += 1
+        if self.steps > 1 and seconds is not None:
+            self.seconds[self.current].append(seconds)
+        if self.steps < terms.visit:
+            return False
+        self.steps, self.turn = 0, self.turn + 1
+        if self.turn < len(self.left):
+            return False
+        self.turn, self.round = 0, self.round + 1
+        return True
+
+    def medians(self) -> list[float]:
+        """Typical seconds of each way."""
+        return [statistics.median(each or [_UNKNOWN]) for each in self.seconds]
+
+    def judge(self, terms: Terms, medians: Sequence[float]) -> int | None:
+        """Let the slower ways drop out; returns the fastest one once the trial is over. ``medians``: agreed on by all ranks."""
+        if (limit := terms.slower.get(self.round)) is not None:
+            best = min(medians[way] for way in self.left)
+            self.left = [way for way in self.left if medians[way] <= limit * best]
+        is_over = self.round == terms.rounds or len(self.left) == 1
+        return min(self.left, key=medians.__getitem__) if is_over else None

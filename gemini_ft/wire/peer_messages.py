@@ -1,0 +1,225 @@
+"""Everything that agents of different hosts say to each other (TCP), and workers that read from an agent of another host.
+
+Reports and decisions of the commit protocol travel as gemini_ft.core has them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from gemini_ft.core.effects import Completed, Skipped
+from gemini_ft.core.ledger import Abort, Commit, Fatal, Holders, Thaw
+from gemini_ft.core.versions import Incarnation, Version
+from gemini_ft.wire.messages import (
+    PROTOCOL_VERSION,
+    Answer,
+    Call,
+    Channel,
+    Chunk,
+    Failed,
+    Message,
+    Notice,
+    Paced,
+    ShardAnswer,
+    ShardCall,
+    ShardLayout,
+)
+
+
+class Claims(Message):
+    """First words of the dialling side; role ``replicate`` brings shards, ``report`` talks to the leader, ``fetch`` reads.
+
+    TLS has proved by then that both sides know the run secret.
+    """
+
+    protocol: int = PROTOCOL_VERSION
+    run: str
+    stream: str
+    host: str
+    to: str  # id of the host that is meant; nobody else accepts
+    role: Literal["replicate", "report", "fetch"]
+    incarnation: Incarnation | None
+
+
+class Accepted(Message):
+    """The listening side will do what the role needs. Payloads travel on a lane of their own, or, without one, encrypted like messages."""
+
+    lane: bytes  # names the connection to which a lane belongs; empty: there is none
+    key: bytes  # for the tags of the lane's payloads
+
+
+class Offer(ShardLayout, Call):
+    """A shard that will be sent: the holder makes room."""
+
+    owner: int
+
+
+class Ready(Answer):
+    """There is room for the offered shard."""
+
+    owner: int
+    rank: int | None = None  # of the worker that keeps the replica's memory, and can receive for it
+
+
+class Refused(Answer):
+    """There is no room, or the offer makes no sense."""
+
+    owner: int
+    text: str
+
+
+class Begin(Message):
+    """Chunks of ``iteration`` follow."""
+
+    owner: int
+    iteration: int
+    committed: Version | None
+
+
+class End(Message):
+    """All chunks of ``iteration`` have been sent."""
+
+    owner: int
+    iteration: int
+    extras_bytes: int
+    chunks: int
+    layout: str
+    digest: str
+    root: str  # of the owner's copy
+
+
+class Drop(Message):
+    """The sender gave ``iteration`` up."""
+
+    owner: int
+    iteration: int
+
+
+class Ack(Message):
+    """Every byte up to End or Drop has arrived; after End (``ok``) all are verified and kept."""
+
+    owner: int
+    iteration: int
+    ok: bool
+
+
+class Parcel(Message):
+    """A piece of a chunk is on its way from worker to worker."""
+
+    chunk: Chunk
+    start: int  # in the chunk
+    nbytes: int
+    tag: int
+    source: int  # rank
+    target: int
+
+
+class Astray(Message):
+    """What workers should have carried did not arrive: send it from agent to agent."""
+
+    text: str
+
+
+class Unchanged(Message):
+    """In place of a chunk that is what the sender's slot held there before: the receiver's probably does too."""
+
+    chunk: Chunk
+
+
+class Resend(Message):
+    """These chunks did not match their digest, or are not here as they were before (or came while no slot was free: all of them)."""
+
+    owner: int
+    iteration: int
+    chunks: list[int]
+    restart: bool = False
+
+
+class ReportUploaded(Message):
+    """A shard is in storage (``error`` empty), or could not be put there."""
+
+    owner: int
+    version: Version
+    record: str = ""
+    error: str = ""
+
+
+class ReportFinished(Message):
+    """A rank has finished its work."""
+
+    rank: int
+
+
+class Heartbeat(Message):
+    """A host is there, though it has nothing to report."""
+
+
+class ReportNeed(Message):
+    """How many steps the idle network of a host needs to carry one snapshot."""
+
+    host: str
+    steps: int
+    interval: int  # that the host knows of
+    why: str  # in figures
+
+
+class Rejoin(Message):
+    """A host speaks to the leader for the first time on this connection."""
+
+    committed: Version | None
+    uploading: Version | None
+    roots: dict[int, str] = {}  # owner -> root of its committed shard, for those held there; empty where the host does not know it
+
+
+class AllFinished(Message):
+    """Every rank has finished, and the last upload is over: agents may go."""
+
+    unstored: str = ""  # why the last upload failed for good
+
+
+class Fetch(ShardCall):
+    """Ask for a range of a complete shard (data and extras are one range)."""
+
+    offset: int
+    nbytes: int
+
+
+class Describe(ShardCall):
+    """Ask for a shard's layout and sizes."""
+
+
+class Description(ShardLayout, ShardAnswer):
+    """Answer to Describe."""
+
+    extras_bytes: int
+    chunk_bytes: int
+    digests: list[int]
+    root: str
+
+
+class GetRoots(Call):
+    """Ask the leader's host which roots were committed."""
+
+    version: Version
+
+
+class Roots(Answer):
+    """Answer to GetRoots."""
+
+    version: Version
+    roots: dict[int, str]  # owner -> root of its shard, as far as this host knows
+
+
+class Data(ShardAnswer):
+    """``nbytes`` of a fetched shard follow on the wire."""
+
+    offset: int
+    nbytes: int
+
+
+PeerMessage = (
+    Claims | Accepted | Offer | Ready | Refused | Begin | End | Drop | Ack | Parcel | Astray | Unchanged | Resend | ReportUploaded
+    | ReportFinished | Heartbeat | ReportNeed | Rejoin | AllFinished | Fetch | Describe | Description | GetRoots | Roots | Data | Chunk
+    | Failed | Notice | Paced | Completed | Skipped | Commit | Abort | Holders | Thaw | Fatal
+)  # fmt: skip
+peers: Channel[PeerMessage] = Channel(PeerMessage)

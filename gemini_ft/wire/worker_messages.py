@@ -1,0 +1,409 @@
+"""The two directions between a worker and the agent of its host (a Unix socket; launchers and readers speak on it too).
+
+Descriptors travel beside Adopt, Watch, Reserved, Mapped and Custody.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from gemini_ft.config import DEFAULT_TRAFFIC, TrafficConfig
+from gemini_ft.core.ledger import Abort, Commit
+from gemini_ft.core.traffic import Profile
+from gemini_ft.core.versions import Incarnation, Version
+from gemini_ft.wire.messages import (
+    PROTOCOL_VERSION,
+    Answer,
+    Call,
+    Channel,
+    Chunk,
+    Failed,
+    Message,
+    Notice,
+    Paced,
+    ShardAnswer,
+    ShardCall,
+    ShardLayout,
+)
+
+
+class SlotInfo(Message):
+    """One slot of an inventory."""
+
+    owner: int
+    version: Version
+    world_size: int
+    layout_hash: str
+    data_bytes: int
+    extras_bytes: int
+    age: float  # seconds since its last byte was written
+    root: str  # of the copy (gemini_ft.core.roots)
+    committed: bool  # its host knows of the commit, and the root is the committed one
+
+
+class HostInfo(Message):
+    """What an agent says of its host."""
+
+    host: str
+    machine: str  # boot id: two hosts with the same one share a machine
+    address: tuple[str, int]
+    known: Incarnation | None
+    fingerprint: str  # of the run secret in use; empty when there is none yet
+    memory_limit: int
+    memory_used: int
+    domain: str = ""
+
+
+class SessionSpec(Message):
+    """One incarnation of one stream, the same on all hosts."""
+
+    stream: str
+    incarnation: Incarnation
+    world_size: int
+    hosts: list[str]  # host of each rank
+    addresses: dict[str, tuple[str, int]]
+    holders: dict[int, list[str]]
+    leader: str
+    resumed: Version | None
+    lineage: list[Version] = []  # what this incarnation descends from, oldest first; the last one is what it resumed
+    overtaken: list[Incarnation] = []  # those it knows of and does not descend from, or only in part
+    aside: list[Incarnation] = []  # of these, those that the user has left aside: what they have stored stays
+    sources: dict[int, list[str]] = {}  # who holds the resumed version of each shard
+    given_up: list[Version] = []  # versions that led to failure after failure
+    damaged: list[str] = []  # folders of checkpoints in storage that turned out to be damaged
+    replica_timeout: float = 30.0
+    hang_timeout: float | None = None
+    chunk_bytes: int = 8 * 2**20
+    storage: dict[str, object] | None = None  # StorageConfig, as checked on every rank
+    interval: int | None = 1  # steps between snapshots; None: as many as the network needs
+    traffic: TrafficConfig = DEFAULT_TRAFFIC
+    roots: dict[int, str] = {}  # owner -> root of its shard of the resumed version, where it is known
+
+
+# -- worker to agent
+
+
+class Hello(Call):
+    """First words of a worker."""
+
+    protocol: int = PROTOCOL_VERSION
+    run: str
+    stream: str
+    rank: int
+    secret: bytes
+    bind: str
+    ports: tuple[int, int] | None = None
+    preferred_port: int = 0  # where the agent's predecessor listened
+    memory_limit: int | None = None
+    domain: str = ""
+    linger: float
+    encrypt: bool = False  # payloads between hosts are encrypted, and not only sealed
+    agent_timeout: float = 10.0  # as in GeminiConfig
+    start_timeout: float = 1800.0
+
+
+class GetInventory(Call):
+    """Ask for all complete slots of the stream on this host."""
+
+
+class OpenSession(Call):
+    """Begin a new incarnation; every local worker says so, the first one counts."""
+
+    spec: SessionSpec
+    secret: bytes  # the one all hosts agreed on
+    readopt: bool = False  # the agent was restarted within this incarnation: keep what was adopted
+    committed: Version | None = None  # the newest commit this worker knows of
+
+
+class Reserve(ShardLayout, Call):
+    """Ask for the memory of this rank's shard."""
+
+
+class Request(Message):
+    """Ask for a slot to write ``iteration`` into; a sign of life too."""
+
+    iteration: int
+
+
+class Copied(Message):
+    """All chunks of the iteration are in the slot."""
+
+    iteration: int
+    extras_bytes: int
+    digest: str = ""
+    root: str  # of the copy, as its owner formed it (gemini_ft.core.roots)
+
+
+class GiveUp(Message):
+    """No snapshot of this iteration will come from this rank."""
+
+    iteration: int
+    reason: str
+
+
+class Progress(Message):
+    """A sign of life; ``suspended``: no next sign is due (validation, saving)."""
+
+    iteration: int
+    suspended: bool = False
+
+
+class Watch(Message):
+    """The worker's control page and bell come beside this (gemini_ft.wire.control_page)."""
+
+    count: int = 2
+
+
+class Observed(Message):
+    """The worker's steps have a profile, or have none any more."""
+
+    profile: Profile | None
+
+
+class Figures(Message):
+    """What the gradients took in the last step, for ``gemini status``."""
+
+    figures: dict[str, dict[str, float]]  # rule or group -> figure -> value, see gemini_ft.state.gradients.GradientState
+
+
+class Dispatched(Message):
+    """A piece has left, or could not."""
+
+    tag: int
+    error: str = ""
+
+
+class Collected(Message):
+    """A piece is in the agent's memory, or could not be received."""
+
+    source: int
+    tag: int
+    error: str = ""
+
+
+class Excuse(Message):
+    """What was resumed does not fit this script: the failure that follows does not count against it."""
+
+
+class Verify(Call):
+    """Ask for a check of every local copy of ``version`` against its checksums."""
+
+    version: Version
+
+
+class Stage(ShardCall):
+    """Ask for a shard of a stored checkpoint to be laid down in this host's memory, as complete as if it had been replicated here."""
+
+    record: str  # gemini_ft.storage.shard.ShardRecord as JSON
+    storage: dict[str, object]  # gemini_ft.config.StorageConfig
+
+
+class Map(ShardCall):
+    """Ask for a local slot's descriptor, to read it."""
+
+
+class Adopt(Message):
+    """Hand slots back to an agent that was restarted; descriptors travel beside it."""
+
+    count: int
+    shared: list[bool] = []  # of each, whether another process may still write to it; none: no other can
+    incarnation: Incarnation | None = None  # of the worker that hands them back, and may go on writing to them
+
+
+class Ping(Message):
+    """Ask for a sign of life; allowed before Hello."""
+
+
+class Goodbye(Message):
+    """The worker leaves: its work is finished, or it was interrupted by the user."""
+
+    finished: bool
+
+
+class GetStatus(Call):
+    """Ask what the agent holds and does (``gemini status``)."""
+
+
+class Visit(Call):
+    """A process that is no worker asks what can be read here (``gemini export``, ``gemini checkpoints``); changes nothing."""
+
+
+class Leave(Message):
+    """Tell the agent of a run to go (the launcher, after the job)."""
+
+    run: str
+    finished: bool = False  # the job is, and its last upload is worth waiting for; answered when the agent leaves
+
+
+class Inject(Message):
+    """Fault injection (gemini_ft.faults.inject): flip a bit in every copy of ``owner``'s shard on this host."""
+
+    fault: Literal["corrupt"]
+    owner: int
+
+
+ToAgent = (
+    Hello | GetInventory | OpenSession | Reserve | Request | Copied | GiveUp | Progress | Watch | Observed | Figures | Dispatched
+    | Collected | Excuse | Verify | Stage | Map | Adopt | Ping | Goodbye | GetStatus | Visit | Leave | Inject | Chunk
+)  # fmt: skip
+to_agent: Channel[ToAgent] = Channel(ToAgent)
+
+
+# -- agent to worker
+
+
+class Verified(Answer):
+    """Answer to Verify: owners whose copies are sound; damaged ones have been discarded."""
+
+    version: Version
+    sound: list[int]
+
+
+class Staged(ShardAnswer):
+    """Answer to Stage."""
+
+
+class Left(Message):
+    """Answer to a Leave after a finished job."""
+
+    unstored: str = ""  # why the last upload failed for good
+
+
+class Welcome(Answer):
+    """Answer to Hello."""
+
+    info: HostInfo
+    secret: bytes
+    pid: int
+    resumed: Version | None  # what the last session resumed, if nothing has been committed since
+    attempts: int  # sessions in a row that resumed it
+    finished: bool  # this stream's work was already finished in this run
+    incarnation: Incarnation | None = None  # the last one of this stream here
+    lineage: list[Version] = []  # of that one, see SessionSpec
+    overtaken: list[Incarnation] = []
+    aside: list[Incarnation] = []
+
+
+class Inventory(Answer):
+    """Answer to GetInventory."""
+
+    slots: list[SlotInfo]
+    given_up: list[Version] = []
+
+
+class Opened(Answer):
+    """The session is open."""
+
+
+class Reserved(Answer):
+    """The slots' descriptors travel beside this message, in the order of ``slots``."""
+
+    layout_hash: str
+    slots: list[int]
+    data_offset: int
+    capacity: int
+
+
+class Room(Message):
+    """There was no room for all slots of this rank, and there is now: reserve again."""
+
+
+class Granted(Message):
+    """The worker may write ``iteration`` into ``slot``."""
+
+    iteration: int
+    slot: int
+
+
+class SpanUse(Message):
+    """What a snapshot sent in one span of idle network."""
+
+    step: int  # steps that the worker had ended
+    begun: int  # collectives that it had begun since
+    nbytes: int
+    first: float  # when the first bytes were let go, seconds of the host's monotonic clock
+    last: float  # when the last were
+
+
+class Travelled(Message):
+    """How a snapshot got to one peer."""
+
+    iteration: int
+    peer: str
+    nbytes: int
+    outside: int  # of these, bytes that could not wait for idle network any more
+    spans: list[SpanUse]  # that the others were sent in
+    seconds: float  # from the first byte to the acknowledgement of the last
+    expected: float | None = None  # of these, by the cost model; None: there was no profile yet
+
+
+class Dispatch(Message):
+    """Send a piece of a slot to another host's worker, in the process group of the replicas."""
+
+    tag: int
+    target: int  # rank
+    slot: int
+    offset: int
+    nbytes: int
+
+
+class Collect(Message):
+    """Receive a piece of a replica from another host's worker."""
+
+    tag: int
+    source: int  # rank
+    key: str  # of the memory, as in Custody; empty: throw the bytes away
+    position: int  # in that memory
+    nbytes: int
+
+
+class Mapped(ShardAnswer):
+    """Answer to Map; the descriptor travels beside it."""
+
+    data_offset: int
+    data_bytes: int
+    extras_bytes: int
+
+
+class Pong(Message):
+    """Answer to Ping."""
+
+    agent_timeout: float  # seconds of silence after which an agent of this job hangs; 0: never
+
+
+class Custody(Message):
+    """A replica's descriptor for safe-keeping, so that it survives this agent."""
+
+    key: str
+    drop: bool = False
+
+
+class Status(Answer):
+    """Answer to GetStatus: a JSON document."""
+
+    document: str
+
+
+class StreamInfo(Message):
+    """What an agent has of one stream."""
+
+    slots: list[SlotInfo]
+    committed: Version | None
+    spec: SessionSpec | None  # of the newest incarnation
+
+
+class Visited(Answer):
+    """Answer to Visit: all a reader needs to fetch shards, here and from the other hosts."""
+
+    run: str
+    host: str
+    address: tuple[str, int] | None  # None: no worker has come yet, so there is nothing to read
+    secret: bytes
+    streams: dict[str, StreamInfo]
+
+
+ToWorker = (
+    Verified | Staged | Left | Welcome | Inventory | Opened | Reserved | Room | Granted | Travelled | Dispatch | Collect | Mapped | Pong
+    | Custody | Status | Visited | Commit | Abort | Failed | Notice | Paced
+)  # fmt: skip
+to_worker: Channel[ToWorker] = Channel(ToWorker)
