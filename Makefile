@@ -6,8 +6,8 @@ VENV ?= .venv
 BIN = $(abspath $(VENV))/bin
 STAMP = $(VENV)/.up-to-date
 TREE = build/tree
-# Not the whole suite a second time: what packaging could break. tests/test_packaging.py is about the checkout.
-WHEEL_TESTS = tests/test_imports.py tests/test_layout.py tests/test_placement.py tests/test_readme.py
+# Not the whole suite a second time: what packaging could break. tests/project/test_packaging.py is about the checkout.
+WHEEL_TESTS = tests/project/test_imports.py tests/core/test_layout.py tests/core/test_placement.py tests/project/test_readme.py
 # DeepSpeed compiles what it needs of C++ at first use, here at once: a process that is killed meanwhile would leave a lock.
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
@@ -67,11 +67,11 @@ FORCE:
 
 # The package, and what the tests share: kits, servers, the model of the protocol.
 MYPY = $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
-KIT = $(addprefix $(CURDIR)/tests/,*_kit.py conftest.py disks.py relay.py s3_server.py miniature/*.py)
+KIT = $(addprefix $(CURDIR)/tests/,conftest.py kit/*_kit.py kit/disks.py kit/relay.py kit/s3_server.py kit/miniature/*.py)
 
 types: $(STAMP) $(TREE) ## mypy --strict
 	cd $(TREE) && $(MYPY) -p gemini_ft
-	cd $(TREE) && MYPYPATH=$(CURDIR)/tests $(MYPY) $(KIT)
+	cd $(TREE) && MYPYPATH=$(CURDIR)/tests/kit $(MYPY) $(KIT)
 
 imports: $(STAMP) $(TREE) ## which module may import which
 	@touch $(TREE)/gemini_ft/sync/__init__.py $(TREE)/gemini_ft/compression/__init__.py # grimp sees no folder without one

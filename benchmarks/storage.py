@@ -27,7 +27,7 @@ from typing import Any
 
 import common
 
-sys.path.append(str(common.HERE.parent / "tests"))  # the server is that of the tests
+sys.path.append(str(common.HERE.parent / "tests" / "kit"))  # the server is that of the tests
 import s3_server
 
 from gemini_ft.testing import EmulatedHosts, S3Proxy

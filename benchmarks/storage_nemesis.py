@@ -36,7 +36,7 @@ from typing import Any
 
 import common
 
-sys.path.append(str(common.HERE.parent / "tests"))  # the server, the ranks and the small disk are those of the tests
+sys.path.append(str(common.HERE.parent / "tests" / "kit"))  # the server, the ranks and the small disk are those of the tests
 import s3_server
 from agent_kit import end_agent
 from nemesis_case import work

@@ -36,7 +36,7 @@ def current_device() -> torch.device:
 
 
 def pin(device: torch.device | None, address: int, nbytes: int) -> bool:
-    """Register host memory with the driver, so that copies run beside computation; CUDA alone lets memory that is there be registered.
+    """Registers host memory with the driver, so that copies run beside computation; CUDA alone lets memory that is there be registered.
 
     Returns:
         Whether it has to be given back with `unpin`.
@@ -51,7 +51,7 @@ def pin(device: torch.device | None, address: int, nbytes: int) -> bool:
 
 
 def unpin(address: int) -> None:
-    """Undo `pin`."""
+    """Undoes `pin`."""
     _cudart().cudaHostUnregister(address)
 
 

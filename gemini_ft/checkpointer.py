@@ -399,7 +399,7 @@ class Checkpointer:
         self._report()
 
     def wait_before_update(self) -> None:
-        """Returns when the copy under way has read parameters and optimizer state; call it before they are written."""
+        """Returns when the copy under way has been made; call it before parameters or optimizer state are written."""
         faults.at_step(self._iteration, "before_update")
         begin = time.perf_counter()
         if self._recorder is not None:

@@ -25,20 +25,20 @@ class Ordered:
         self._thread.start()
 
     def put(self, call: Callable[[], None]) -> None:
-        """Add a call, which must not raise."""
+        """Adds a call, which must not raise."""
         self._calls.put(call)
 
     def wait(self) -> None:
-        """Wait until every call that was put has returned."""
+        """Waits until every call that was put has returned."""
         self._calls.join()
 
     @property
     def is_current(self) -> bool:
-        """Whether it is this thread that asks."""
+        """Whether the caller is this thread."""
         return threading.current_thread() is self._thread
 
     def close(self, timeout: float | None = None) -> None:
-        """End the thread after what was put, and wait for that, ``timeout`` seconds at most."""
+        """Ends the thread after all calls that were put, and waits for that, ``timeout`` seconds at most."""
         self._calls.put(None)
         if not self.is_current:
             self._thread.join(timeout)

@@ -11,7 +11,7 @@ _UNKNOWN = 1e9  # seconds of a way whose every step has been interrupted
 
 @dataclass(frozen=True)
 class Terms:
-    """How long a trial goes on.
+    """The rules by which a trial goes on.
 
     Attributes:
         visit: steps that one way is tried in a row; the first of them, which finds cold caches, is not counted.
@@ -26,7 +26,7 @@ class Terms:
 
 @dataclass
 class Trial:
-    """Ways, by their numbers, and what each has taken so far.
+    """The ways, by number, and the time that each has taken so far.
 
     Attributes:
         left: ways that have not dropped out.
@@ -44,7 +44,7 @@ class Trial:
 
     @classmethod
     def of(cls, ways: int) -> Trial:
-        """Make a trial of so many ways."""
+        """Makes a trial of ``count`` ways."""
         return cls(list(range(ways)), [[] for _ in range(ways)])
 
     @property
@@ -53,7 +53,7 @@ class Trial:
         return self.left[self.turn]
 
     def note(self, terms: Terms, seconds: float | None) -> bool:
-        """Take note of a step, None if it was interrupted; whether a round is over: then `judge` is due."""
+        """Takes note of a step, None if it was interrupted; returns whether a round is over: then `judge` is due."""
         self.steps += 1
         if self.steps > 1 and seconds is not None:
             self.seconds[self.current].append(seconds)
@@ -70,7 +70,7 @@ class Trial:
         return [statistics.median(each or [_UNKNOWN]) for each in self.seconds]
 
     def judge(self, terms: Terms, medians: Sequence[float]) -> int | None:
-        """Let the slower ways drop out; returns the fastest one once the trial is over. ``medians``: agreed on by all ranks."""
+        """Lets the slower ways drop out; returns the fastest one once the trial is over. ``medians``: agreed on by all ranks."""
         if (limit := terms.slower.get(self.round)) is not None:
             best = min(medians[way] for way in self.left)
             self.left = [way for way in self.left if medians[way] <= limit * best]

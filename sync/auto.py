@@ -19,7 +19,7 @@ from .exchange import Exchange
 from .rows import SparseRows
 from .schemes import SCHEMES
 
-_CLOSE = 1.5  # a scheme predicted to take so many times the best one's time may still be the best
+_CLOSE = 1.5  # a scheme predicted to take this many times the best one's time may still be the best
 _TERMS = Terms(visit=6, rounds=2, slower={1: 1.2})
 _DRIFT = 0.25  # of the units of the sum, by which it is another regime
 _PATIENCE = 3  # calls in a row of another regime
@@ -47,7 +47,7 @@ class Plan:
     strange: int = 0
 
     def pack(self) -> dict[str, Any]:
-        """As plain data, with keys that are strings."""
+        """The plan as plain data, with keys that are strings."""
         traffic = asdict(self.traffic) if self.traffic is not None else None
         if traffic is not None:
             traffic["densities"] = [[ranks, density] for ranks, density in traffic["densities"].items()]
@@ -56,7 +56,7 @@ class Plan:
 
     @classmethod
     def unpack(cls, packed: Mapping[str, Any]) -> Plan:
-        """The inverse of `pack`."""
+        """Makes a plan of the plain data that `pack` gave."""
         given = copy.deepcopy(dict(packed))
         if (traffic := given.pop("traffic")) is not None:
             given["traffic"] = Traffic(**{**traffic, "densities": dict(traffic["densities"])})
@@ -83,7 +83,7 @@ class Auto(SparseScheme):
 
     @property
     def dimensions(self) -> Dimensions:
-        """Those of the scheme chosen last, or of Zen as long as there is none."""
+        """The dimensions of the scheme chosen last, or of Zen as long as there is none."""
         chosen = [plan.chosen for plan in self.plans.values() if plan.chosen is not None]
         return self._schemes[chosen[-1] if chosen else "zen"].dimensions
 
@@ -139,7 +139,7 @@ def _packed(key: tuple[object, ...]) -> list[object]:
 
 
 def candidates(names: Iterable[str], traffic: Traffic, link: Link) -> list[str]:
-    """Who comes close to the best by the formulas with latency, or without it: of messages that wait for no other it overlaps."""
+    """The schemes that come close to the best by the formulas, with latency or without it, as messages may overlap."""
     near: set[str] = set()
     for each in (link, Link(0.0, link.beta)):
         predicted = {name: seconds(name, traffic, each) for name in names}
@@ -148,7 +148,7 @@ def candidates(names: Iterable[str], traffic: Traffic, link: Link) -> list[str]:
 
 
 def _is_over(plan: Plan, units: int) -> bool:
-    """Take note of one more sum; whether the plan is for gradients that there are no more."""
+    """Counts one more sum; returns whether the plan is for gradients that do not come any more."""
     if plan.chosen is None:
         return False
     if plan.units is None:

@@ -39,7 +39,8 @@ class Part:
 
 
 def _tests(*names: str) -> list[str]:
-    return ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--timeout", "60", *(f"tests/test_{name}.py" for name in names)]
+    files = [str(file.relative_to(ROOT)) for name in names for file in ROOT.glob(f"tests/*/test_{name}.py")]
+    return ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--timeout", "60", *files]
 
 
 def _here(script: str, *arguments: str) -> list[str]:

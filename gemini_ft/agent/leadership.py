@@ -27,17 +27,17 @@ from gemini_ft.wire.peer_messages import AllFinished, Claims, Heartbeat, PeerMes
 from gemini_ft.wire.tcp import Address, Connection
 
 _REMEMBERED = 16  # commits whose roots are kept for readers: the job has moved on when they ask
-_TICK = 0.25  # seconds between looks at who is late
+_TICK = 0.25  # seconds between looks for late holders
 _HEARTBEAT = 1.0  # seconds
 _SILENCE = 2.5  # seconds after which a host of which nothing is heard may be lost
 _AGAIN = 5.0  # seconds between two attempts at the last upload of a job
 _SLOW_UPLOAD = 600.0  # seconds
-_TIDY_AGAIN = 2.0  # seconds between two attempts to delete what is old
-_AHEAD = 8  # steps that a change of pace is announced before it counts; who hears it later loses a snapshot
+_TIDY_AGAIN = 2.0  # seconds between two attempts to delete old checkpoints
+_AHEAD = 8  # steps that a change of pace is announced before it counts; a rank that hears it later loses a snapshot
 
 
 class Stream(Protocol):
-    """What both sides ask of the stream they serve."""
+    """The services that both sides ask of their stream."""
 
     def on_decision(self, message: PeerMessage) -> None: ...
 
@@ -59,7 +59,7 @@ class Leader:
         self._members: dict[Connection, str] = {}  # -> host
         self._heard: dict[str, float] = {}  # host -> when it last said something
         self._finished: set[int] = set()
-        self._pace: Pace | None = None  # begins with what the first to report knows: this leader may have been restarted
+        self._pace: Pace | None = None  # begins with the knowledge of the first to report: this leader may have been restarted
         self._paced: Paced | None = None  # the last change
         self._newest = 0  # iteration that was spoken of
         self._upload: tuple[Version | None, float] = (None, 0.0)  # under way, since (or when that was last said)
@@ -86,14 +86,14 @@ class Leader:
         return MemberPort(self, connection, host)
 
     def hear(self, host: str) -> None:
-        """A host has said something."""
+        """Takes note of a sign of life of a host."""
         self._heard[host] = time.monotonic()
 
     def leave(self, connection: Connection) -> None:
         self._members.pop(connection, None)
 
     def take(self, message: PeerMessage) -> None:
-        """A report, from another host or our own."""
+        """Takes a report, from another host or our own."""
         now = time.monotonic()
         if isinstance(message, Completed | Skipped):
             self._newest = max(self._newest, message.version.iteration)
@@ -129,7 +129,7 @@ class Leader:
         return self._ends_by is not None and not self._ended
 
     def _end(self, now: float) -> None:
-        """The job has finished: let the agents go once its last upload is over, which is tried again for as long as configured."""
+        """Lets the agents of a finished job go once its last upload is over, which is tried again for as long as configured."""
         if self._ended or self._ends_by is None or self.book.uploading is not None:
             return
         if not self.book.upload_error or now >= self._ends_by:
@@ -140,7 +140,7 @@ class Leader:
             self._apply(self.book.upload_last())
 
     def _settle_upload(self, theirs: Version | None) -> None:
-        """One side was restarted in the middle of an upload: it cannot become whole any more."""
+        """Ends an upload in the middle of which one side was restarted: it cannot become whole any more."""
         if self.book.uploading is not None and theirs != self.book.uploading:
             self._apply(self.book.upload_over(self.book.uploading, "an agent was restarted during the upload"))
         if theirs is not None and theirs != self.book.uploading:
@@ -156,7 +156,7 @@ class Leader:
             self._end(now)
 
     def _watch_upload(self, now: float) -> None:
-        """Say so when storage takes very long: it may hang, and meanwhile nothing else is uploaded."""
+        """Warns when storage takes very long: it may hang, and meanwhile nothing else is uploaded."""
         version, since = self._upload
         if self.book.uploading != version:
             self._upload = (self.book.uploading, now)
@@ -188,7 +188,7 @@ class Leader:
         self._apply(self.book.upload_over(decision.version, error))
 
     async def _tidy(self, pause: float = 0.0) -> None:
-        """Nothing is uploaded until what is old could be deleted."""
+        """Deletes old checkpoints; nothing is uploaded until that has succeeded."""
         await asyncio.sleep(pause)
         assert self._stream.storing is not None
         while trouble := await self._stream.storing.tidy():
@@ -202,7 +202,7 @@ class Leader:
         self._stream.on_decision(message)
 
     def _for_host(self, host: str, message: PeerMessage) -> PeerMessage:
-        """Roots go to those who hold the shards: what a host hears of a commit does not grow with the job."""
+        """The decision without roots of shards that the host does not hold, so that its size does not grow with the job."""
         if not isinstance(message, Commit):
             return message
         holders = self.book.holders
@@ -244,7 +244,7 @@ class MemberLink:
             self._connection.abort("the session is over")
 
     def take(self, message: PeerMessage) -> None:
-        """Report now, or with everything else once the leader is reached again."""
+        """Sends a report now, or with all others once the leader is reached again."""
         if isinstance(message, ReportFinished):
             self._finished.add(message.rank)
         if self._connection is not None:

@@ -85,7 +85,7 @@ _VERDICT = 20.0  # seconds for which a launcher may ask what was not stored, aft
 
 
 class Agent:
-    """Everything one host keeps for one run."""
+    """Everything that one host keeps for one run."""
 
     def __init__(self, run: str, host: str) -> None:
         self.run, self.host = run, host
@@ -97,12 +97,12 @@ class Agent:
         self._hangs: dict[WorkerConnection, HangDetector] = {}
         self._domain = ""
         self._linger = 1800.0
-        self._agent_timeout = 0.0  # as the job has it; this agent only repeats it to who looks after it
+        self._agent_timeout = 0.0  # as the job has it; this agent only repeats it to its watchmen
         self._identity = Identity()
         self._idle_since = time.monotonic()
         self._leaving = asyncio.Event()
         self._asked_to_leave = False
-        self._interrupted: set[WorkerConnection] = set()  # by Ctrl-C: the other workers will follow, and nobody comes back
+        self._interrupted: set[WorkerConnection] = set()  # by Ctrl-C: the other workers will follow, and the job does not come back
         self._askers: list[WorkerConnection] = []  # launchers that wait for the end
         self._waits_until = 0.0  # for the last upload, on the monotonic clock
         self._server: Listener | None = None
@@ -115,7 +115,7 @@ class Agent:
             print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
     async def serve(self, listener: socket.socket) -> None:
-        """Until it is time to leave."""
+        """Serves until it is time to leave."""
         desk = Desk(self, listener)
         self.log(f"agent {os.getpid()} of run {self.run!r} on host {self.host!r}; may hold {self.budget.limit:,} bytes")
         loop = asyncio.get_running_loop()
@@ -129,7 +129,7 @@ class Agent:
         for asker in self._askers:
             asker.send(Left(unstored="; ".join(stream.unstored for stream in self.streams.values() if stream.unstored)))
         desk.close()
-        await asyncio.sleep(_TICK)  # what was said last, such as that all have finished, must get out before connections close
+        await asyncio.sleep(_TICK)  # the last messages, such as that all have finished, must get out before connections close
         for stream in self.streams.values():
             stream.close_session()
         self.log("leaving")
@@ -165,7 +165,7 @@ class Agent:
         return any(worker.pid == pid and not detector.starting for worker, detector in self._hangs.items())
 
     async def _end(self, worker: WorkerConnection) -> None:
-        """Let a worker write down where its threads are, and kill it."""
+        """Makes a worker write its threads' stacks, and kills it."""
         worker.ask_for_stacks()
         await asyncio.sleep(STACKS_SECONDS)
         worker.kill()
@@ -173,7 +173,7 @@ class Agent:
     # -- Office
 
     def on_worker_message(self, worker: WorkerConnection, message: ToAgent, fds: list[int]) -> None:
-        """One message from a worker, in order."""
+        """Handles one message from a worker, in order."""
         if worker in self._hangs and not isinstance(message, Ping):  # which a thread sends that never hangs
             self._hangs[worker].heard(time.monotonic())
         match message:
@@ -276,7 +276,7 @@ class Agent:
         self._hangs.pop(worker, None)
         if worker.stream:
             self._stream(worker).unseal(worker)
-        else:  # somebody who only asked for the status
+        else:  # a process that only asked for the status
             self._workers.discard(worker)
             worker.close()
 
@@ -300,7 +300,7 @@ class Agent:
         worker.send(Opened(call=message.call))
 
     def _remember(self) -> None:
-        """For an agent that comes after this one."""
+        """Notes the secret and all sessions for a successor."""
         origins = {name: stream.origin for name, stream in self.streams.items() if stream.origin is not None}
         self._identity.write(Past(self.secret, self._known, origins))
 
@@ -313,7 +313,7 @@ class Agent:
         worker.send(Staged(call=order.call, owner=order.owner, version=order.version))
 
     async def _answer(self, worker: WorkerConnection, message: ToAgent, work: Coroutine[None, None, None]) -> None:
-        """An answer that takes time; whatever goes wrong meanwhile is the answer then."""
+        """Gives an answer that takes time; an error meanwhile becomes the answer."""
         try:
             await work
         except GeminiError as error:
@@ -404,7 +404,7 @@ class Agent:
         return self.streams[claims.stream].accept(connection, claims)
 
     def adopt(self, fds: Sequence[int], shared: Sequence[bool] = (), giver: Giver | None = None) -> None:
-        """Take slots over that another agent has made; ``shared``: which of them another process than the giver may still write to."""
+        """Takes over slots that another agent has made; ``shared``: those that a process other than the giver may still write to."""
         for fd, is_shared in zip(fds, shared or [False] * len(fds), strict=True):
             try:
                 memory = SlotMemory.adopt(fd)
@@ -414,7 +414,7 @@ class Agent:
                 os.close(fd)
 
     def inherit(self, slots: str, identity: int) -> None:
-        """Begin with what an agent before has left: ``5,6!`` are descriptors of its slots, ! those that others may still write to."""
+        """Begins with a former agent's estate: ``5,6!`` are descriptors of its slots, ! those that others may still write to."""
         entries = [entry for entry in slots.split(",") if entry]
         fds = [int(entry.rstrip("!")) for entry in entries]
         for fd in [*fds, *([identity] if identity >= 0 else [])]:
@@ -485,7 +485,7 @@ def _bind(run: str, host: str) -> socket.socket:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the agent; 0 also when another agent of this run is already there."""
+    """Runs the agent; returns 0 also when another agent of this run is already there."""
     parser = argparse.ArgumentParser(prog="gemini agent", description="Own the snapshot memory of one host and run.")
     parser.add_argument("--run", required=True, help="run id")
     parser.add_argument("--host", required=True, help="host id")

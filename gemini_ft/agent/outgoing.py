@@ -1,4 +1,4 @@
-"""One shard on its way to one peer: how far it has come, and what it has used."""
+"""A shard on its way to one peer: its progress, and the network time that it has used."""
 
 from __future__ import annotations
 

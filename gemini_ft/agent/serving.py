@@ -1,4 +1,4 @@
-"""Complete shards, read by others: a restarted worker's recovery, or an agent that rebuilds a lost replica."""
+"""Serves complete shards to readers: to a restarted worker's recovery, or an agent that rebuilds a lost replica."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class _Copier:
 
 
 async def rebuild(stream: Home, inbound: Inbound, spec: SessionSpec, agent: AgentServices) -> None:
-    """After a recovery: copy the resumed version of every shard this host should hold, and does not, from a peer.
+    """Copies from peers, after a recovery, every shard of the resumed version that this host should hold and does not.
 
     Until then a second failure would find one copy less. The next commit makes it moot, so a failure is only logged; but
     a peer that opens the session a moment later than this host cuts off whoever reads from it, so it is asked again.
@@ -196,7 +196,7 @@ async def _fill(
                 raise PeerError(f"chunk {index} is damaged or missing: {data}")
             memory.put_chunk(index, offset, nbytes, digest)
         if not memory.finish(version, about.extras_bytes, stream.host.roots.get(owner, about.root)):
-            raise PeerError(f"what came of rank {owner}'s shard of {version} has another root than the one that was committed")
+            raise PeerError(f"rank {owner}'s shard of {version} arrived with another root than the committed one")
         stream.perform(stream.host.rebuilt(owner, version, memory.root))
     finally:
         if memory.version is None:

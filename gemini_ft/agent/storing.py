@@ -62,7 +62,7 @@ class Storing:
         return trouble
 
     def _tell_user(self, text: str) -> None:
-        """Says it once in the whole job: to rank 0."""
+        """Tells the user once in the whole job: through rank 0."""
         if text and 0 in self._home.workers:
             self._home.workers[0].send(Notice(text=text))
 

@@ -1,4 +1,4 @@
-"""One stream of snapshots on one host: turns what workers and peers say into protocol events, and effects into deeds.
+"""One stream of snapshots on one host: turns messages of workers and peers into protocol events, and effects into deeds.
 
 Everything runs on the agent's event loop, so nothing here needs a lock.
 """
@@ -55,9 +55,9 @@ class Stream:
         self.excluded: list[tuple[int, str]] = []
         counted = "committed", "aborted", "damaged", "replica_bytes", "uploads", "failed_uploads", "late_answers"
         self.counters = dict.fromkeys(counted, 0)
-        self.figures: dict[int, dict[str, dict[str, float]]] = {}  # rank -> what it said last of its gradients
+        self.figures: dict[int, dict[str, dict[str, float]]] = {}  # rank -> its last figures of the gradients
         self._progressed = True
-        self._candidates: set[WorkerConnection] = set()  # who has asked for the inventory, to open a new incarnation
+        self._candidates: set[WorkerConnection] = set()  # workers that have asked for the inventory, to open a new incarnation
         self._misinformed: set[WorkerConnection] = set()  # those of them whose inventory lacks a copy that was handed back after it
         self.inbound = Inbound(self, agent, custodians)
         self._outbound: Outbound | None = None
@@ -75,12 +75,12 @@ class Stream:
 
     @property
     def origin(self) -> Origin | None:
-        """Where the last session comes from."""
+        """The origin of the last session."""
         spec = self.spec
         return Origin(spec.incarnation, spec.lineage, spec.overtaken, spec.aside) if spec is not None else self.inherited
 
     def open(self, spec: SessionSpec, readopt: bool, committed: Version | None) -> None:
-        """Begin an incarnation; ``readopt``: go on with the present one, after this agent was restarted in its middle.
+        """Begins an incarnation; ``readopt``: continues the present one, after this agent was restarted in its middle.
 
         Raises:
             SupersededError: a newer one, or another with the same number, is already under way.
@@ -109,7 +109,7 @@ class Stream:
         self.figures.clear()
         self._connect(spec)
         if readopt:
-            self._repeat_reports()  # whoever is choosing goes on, and what it was promised is kept
+            self._repeat_reports()  # workers that are choosing go on, and the copies they were shown are kept
         else:
             self._candidates.clear()
         if not readopt and spec.resumed is not None and spec.sources:
@@ -117,24 +117,24 @@ class Stream:
         self.log(f"incarnation {spec.incarnation} of {spec.world_size} ranks, from {spec.resumed or 'nothing'}")
 
     def adopt(self, memory: SlotMemory, shared: bool, giver: Giver | None) -> None:
-        """Take over a slot from before this agent's own time; what a worker of the past hands back can be read, and is not granted."""
+        """Takes over a slot from before this agent's own time; a slot from a worker of the past can be read, and is not granted."""
         past = giver is not None and self.spec is not None and giver.incarnation != self.spec.incarnation
         if self.vault.adopt(memory, shared or past, giver):
             self._misinformed |= self._candidates
 
     def excuse(self) -> None:
-        """The present session fails, and not because of what it resumed. Every worker of it says so."""
+        """Excuses the resumed version from the failure of the present session. Every worker of it says so."""
         self.attempts -= not self._excused
         self._excused = True
 
     def seal(self, worker: WorkerConnection) -> None:
-        """A worker is about to choose what to resume: until then nothing here changes."""
+        """Seals the stream while a worker chooses a version to resume: until then nothing here changes."""
         self._candidates.add(worker)
         self._misinformed.discard(worker)
         self.host.seal()
 
     def check_inventory(self, worker: WorkerConnection) -> None:
-        """Refuse a choice that could not count with all that is here.
+        """Refuses a choice that could not take account of all copies here.
 
         Raises:
             RecoveryError: a copy was handed back after the worker had asked for the inventory.
@@ -146,7 +146,7 @@ class Stream:
             )
 
     def unseal(self, worker: WorkerConnection) -> None:
-        """A worker is gone. If those who chose could not open their incarnation, the present one goes on."""
+        """Ends the seal of a worker that is gone. If the choosing ranks could not open their incarnation, the present one goes on."""
         self._misinformed.discard(worker)
         if worker in self._candidates:
             self._candidates.discard(worker)
@@ -155,11 +155,11 @@ class Stream:
 
     @property
     def stuck_at(self) -> Version | None:
-        """What the last session resumed, if nothing has been committed since."""
+        """The version that the last session resumed, if nothing has been committed since."""
         return self.spec.resumed if self.spec is not None and not self._progressed else None
 
     def close_session(self) -> None:
-        """Let go of the present incarnation's connections; memory stays."""
+        """Closes the present incarnation's connections; memory stays."""
         self.inbound.end_session()
         for connection in list(self._incoming):
             connection.abort("the session is over")
@@ -193,17 +193,17 @@ class Stream:
             self._member = MemberLink(self, spec.addresses[spec.leader], self.claims("report", spec.leader), lambda: self._agent.secret)
 
     def _repeat_reports(self) -> None:
-        """What was complete here and not committed yet: the ledger may have forgotten it, or never heard of it."""
+        """Reports again what was complete here and not committed yet: the ledger may have forgotten it, or never heard of it."""
         for report in self.host.reports():
             self.report(report)
 
     def claims(self, role: str, to: str) -> Claims:
-        """What this host says of itself when it dials a peer."""
+        """This host's introduction when it dials a peer."""
         incarnation = self.spec.incarnation if self.spec is not None else None
         return Claims(run=self._agent.run, stream=self.name, host=self.host.name, to=to, role=role, incarnation=incarnation)  # type: ignore[arg-type]
 
     def accept(self, connection: Connection, claims: Claims) -> Handler:
-        """A peer that knows the secret has connected."""
+        """Takes in a peer that has proved to know the secret."""
         if claims.role == "fetch":
             return self._tracked(connection, Fetcher(self, connection, claims.host))
         if self.spec is None or claims.incarnation != self.spec.incarnation:
@@ -216,7 +216,7 @@ class Stream:
         return self._tracked(connection, Receiver(self.inbound, connection, claims.host))
 
     def _tracked(self, connection: Connection, handler: Handler) -> Handler:
-        """Connections that hold slots end with the session."""
+        """Keeps a handler whose connection holds slots, to end it with the session."""
         self._incoming.add(connection)
 
         def gone(reason: str) -> None:
@@ -229,7 +229,7 @@ class Stream:
     # -- workers
 
     def reserve(self, worker: WorkerConnection, message: Reserve) -> None:
-        """Give a worker the memory of its shard: the slots it had, if nobody else can still write to them."""
+        """Gives a worker the memory of its shard: the slots it had, if no other process can still write to them."""
         assert self.spec is not None
         owner = worker.rank
         shape = shape_of(self, self._agent, owner, message)
@@ -262,7 +262,7 @@ class Stream:
         self.perform(self.host.request(worker.rank, self.version(message.iteration)))
 
     def on_chunk(self, worker: WorkerConnection, iteration: int, index: int, offset: int, nbytes: int, digest: int) -> None:
-        """The worker has copied a chunk: it may travel."""
+        """Takes note of a chunk that the worker has copied: it may travel."""
         memory = self.vault.writing(worker.rank, self.version(iteration))
         if memory is not None:
             if not memory.admits(index, offset, nbytes):
@@ -302,7 +302,7 @@ class Stream:
         self.report(ReportFinished(rank=rank))
 
     def worker_lost(self, worker: WorkerConnection) -> None:
-        """A worker is proven dead."""
+        """Takes note that a worker is proven dead."""
         if self.workers.get(worker.rank) is worker and self.spec is not None and worker.incarnation == self.spec.incarnation:
             self.outbound.gate.forget(worker.rank)
             self.inbound.worker_lost(worker.rank)
@@ -310,7 +310,7 @@ class Stream:
 
     @property
     def outbound(self) -> Outbound:
-        """What this session sends."""
+        """The sending side of this session."""
         assert self._outbound is not None
         return self._outbound
 
@@ -322,7 +322,7 @@ class Stream:
     # -- effects
 
     def perform(self, effects: list[Effect]) -> None:
-        """Carry out what the protocol decided."""
+        """Carries out the protocol's decisions."""
         self.vault.sync_headers()
         for effect in effects:
             match effect:
@@ -350,7 +350,7 @@ class Stream:
             self._use_room()
 
     def _use_room(self) -> None:
-        """Slots that there was no room for can be had now: a replica's at once, a worker's own when it asks."""
+        """Makes slots that there was no room for before: a replica's at once, a worker's own when it asks."""
         for owner in self.vault.short():
             if not self.host.owns(owner):
                 self.vault.top_up(owner)
@@ -367,7 +367,7 @@ class Stream:
     # -- decisions
 
     def on_decision(self, message: PeerMessage) -> None:
-        """The leader has decided."""
+        """Carries out a decision of the leader."""
         match message:
             case Commit(version, freeze, roots=roots):
                 self.counters["committed"] += 1
@@ -375,7 +375,7 @@ class Stream:
                 self.perform(self.host.on_commit(version, freeze, roots))
                 self.tell_workers(message)
             case Abort(version):
-                self.counters["aborted"] += version not in self.host.aborted  # it is repeated for those who may not have heard
+                self.counters["aborted"] += version not in self.host.aborted  # it is repeated for workers that may not have heard it
                 self.perform(self.host.on_abort(version))
                 self.tell_workers(message)
             case Holders(epoch, excluded, newly):
@@ -424,7 +424,7 @@ class Stream:
         return [rejoin, *self.host.reports(), *said, *([need] if need is not None else [])]
 
     def notify(self, text: str) -> None:
-        """Tell the workers, for the user."""
+        """Tells the workers something for the user."""
         self.log(text)
         self.tell_workers(Notice(text=text))
 
@@ -441,12 +441,12 @@ class Stream:
         return awaited or (self.storing is not None and self.storing.uploader.busy)
 
     def inject(self, message: Inject) -> None:
-        """Fault injection."""
+        """Injects a fault."""
         copies = self.vault.damage(message.owner)
         self.log(f"fault injection: flipped a bit in {copies} copies of rank {message.owner}'s shard")
 
     def status(self) -> dict[str, object]:
-        """What ``gemini status`` shows of this stream."""
+        """The figures that ``gemini status`` shows of this stream."""
         spec, committed = self.spec, self.host.committed
         ages = [slot.age for slot in self.vault.inventory() if slot.version == committed]
         return {

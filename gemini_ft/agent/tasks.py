@@ -1,4 +1,4 @@
-"""Tasks in the background of the agent's event loop."""
+"""Background tasks of the agent's event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the protocol says: reports of hosts to the leader's book, and effects, which an agent carries out."""
+"""The vocabulary of the protocol: reports of hosts to the leader's book, and effects, which an agent carries out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gemini_ft.core.versions import Version
 
 @dataclass(frozen=True)
 class Completed:
-    """``host`` holds every byte of ``owner``'s shard of ``version``, verified."""
+    """A report: ``host`` holds every byte of ``owner``'s shard of ``version``, verified."""
 
     owner: int
     host: str
@@ -21,7 +21,7 @@ class Completed:
 
 @dataclass(frozen=True)
 class Skipped:
-    """``owner`` has no snapshot of ``version``: it can never be committed."""
+    """A report: ``owner`` has no snapshot of ``version``, so it can never be committed."""
 
     owner: int
     version: Version
@@ -33,7 +33,7 @@ Report = Completed | Skipped
 
 @dataclass(frozen=True)
 class Grant:
-    """The worker that owns the shard may write ``version`` into the slot."""
+    """An effect: the worker that owns the shard may write ``version`` into the slot."""
 
     owner: int
     slot: int
@@ -42,7 +42,7 @@ class Grant:
 
 @dataclass(frozen=True)
 class Withdraw:
-    """The version was aborted; its worker need not finish copying it."""
+    """An effect: the version was aborted; its worker need not finish copying it."""
 
     owner: int
     version: Version
@@ -50,7 +50,7 @@ class Withdraw:
 
 @dataclass(frozen=True)
 class Send:
-    """Send the slot's bytes to a peer, chunk by chunk as they are copied. ``sent`` ends it."""
+    """An effect: send the slot's bytes to a peer, chunk by chunk as they are copied. ``sent`` ends it."""
 
     owner: int
     slot: int
@@ -60,7 +60,7 @@ class Send:
 
 @dataclass(frozen=True)
 class CancelSend:
-    """Stop sending; ``sent`` is still due, once no byte of the slot is referenced any more."""
+    """An effect: stop sending; ``sent`` is still due, once no byte of the slot is referenced any more."""
 
     owner: int
     version: Version
@@ -69,14 +69,14 @@ class CancelSend:
 
 @dataclass(frozen=True)
 class Tell:
-    """Pass a report to the leader's ledger."""
+    """An effect: pass a report to the leader's ledger."""
 
     report: Report
 
 
 @dataclass(frozen=True)
 class Upload:
-    """Write the frozen slot to storage. ``thawed`` ends it, perhaps before the last byte is read: ``hold`` the slot meanwhile."""
+    """An effect: write the frozen slot to storage. ``thawed`` ends it, perhaps before the last read: ``hold`` the slot meanwhile."""
 
     owner: int
     slot: int
@@ -85,7 +85,7 @@ class Upload:
 
 @dataclass(frozen=True)
 class Free:
-    """Nobody needs the slot's memory any more."""
+    """An effect: the slot's memory is not needed any more."""
 
     owner: int
     slot: int
@@ -93,7 +93,7 @@ class Free:
 
 @dataclass(frozen=True)
 class Damaged:
-    """This host's copy has another root than the one that was committed, and has been discarded."""
+    """An effect: this host's copy had another root than the committed one, and has been discarded."""
 
     owner: int
     version: Version

@@ -18,7 +18,7 @@ Pair = tuple[int, str]  # (owner, holding host)
 
 @dataclass(frozen=True)
 class Commit:
-    """``version`` is complete at every holder that counts. ``freeze``: upload it."""
+    """A decision: ``version`` is complete at every holder that counts. ``freeze``: upload it."""
 
     version: Version
     freeze: bool
@@ -28,7 +28,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Abort:
-    """``version`` will never be complete everywhere."""
+    """A decision: ``version`` will never be complete everywhere."""
 
     version: Version
     reason: str
@@ -36,7 +36,7 @@ class Abort:
 
 @dataclass(frozen=True)
 class Holders:
-    """The holder set changed: these pairs do not count until they have caught up."""
+    """A decision: the holder set has changed; these pairs do not count until they have caught up."""
 
     epoch: int
     excluded: frozenset[Pair]
@@ -45,7 +45,7 @@ class Holders:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All shards of ``version`` are in storage: write the manifest, which makes it a checkpoint."""
+    """A decision: all shards of ``version`` are in storage, so write the manifest, which makes it a checkpoint."""
 
     version: Version
     records: Mapping[int, str]
@@ -53,7 +53,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Thaw:
-    """The upload of ``version`` is over."""
+    """A decision: the upload of ``version`` is over."""
 
     version: Version
     error: str = ""
@@ -61,7 +61,7 @@ class Thaw:
 
 @dataclass(frozen=True)
 class Fatal:
-    """The job must not go on: what is wrong, in the words every rank raises."""
+    """A decision: the job must not go on; ``text`` is the error that every rank raises."""
 
     error: str
     text: str
@@ -72,7 +72,7 @@ Decision = Commit | Abort | Holders | Manifest | Thaw | Fatal
 
 @dataclass
 class Cadence:
-    """When to upload: every so many iterations, or every so many seconds. Never two at once."""
+    """The rhythm of uploads: every few iterations, or every few seconds. Never two at once."""
 
     every_steps: int | None = None
     every_seconds: float | None = None
@@ -128,7 +128,7 @@ class Ledger:
     # -- reports
 
     def report(self, report: Report, now: float) -> list[Decision]:
-        """Take in what a host says, in the order in which it was said. Old news changes nothing."""
+        """Takes in a host's reports, in the order in which they were made. Old news changes nothing."""
         if self.committed is not None and report.version <= self.committed:
             return self._readmit(self._caught_up(report))
         if isinstance(report, Skipped):
@@ -146,7 +146,7 @@ class Ledger:
         return decisions + self._judge(report.version, current, now)
 
     def tick(self, now: float, absent: Collection[str] = ()) -> list[Decision]:
-        """Leave out holders that let everybody wait; the owner's own copy always counts.
+        """Leaves out holders that keep the others waiting; the owner's own copy always counts.
 
         Args:
             now: seconds of a monotonic clock.
@@ -165,7 +165,7 @@ class Ledger:
         return []
 
     def rejoin(self, committed: Version | None, now: float = 0.0, roots: Mapping[int, str] = NO_ROOTS) -> list[Decision]:
-        """A host speaks for the first time, or again: one of us may not have heard of the newest commit, or it of what was aborted.
+        """Takes in a host that connects for the first time, or again: either side may have missed the newest decisions.
 
         Comes before that host's repeated reports. ``roots``: of what is held there of ``committed`` (`protocol.Host.heard_roots`).
         """
@@ -183,7 +183,7 @@ class Ledger:
     # -- uploads
 
     def uploaded(self, owner: int, version: Version, record: str) -> list[Decision]:
-        """``owner``'s shard is in storage; ``record`` is what the manifest will say of it."""
+        """Takes note that ``owner``'s shard is in storage; ``record`` is the manifest's record of it."""
         if version != self.uploading:
             return []
         self._records[owner] = record
@@ -192,7 +192,7 @@ class Ledger:
         return [Manifest(version, dict(self._records))]
 
     def upload_over(self, version: Version, error: str = "") -> list[Decision]:
-        """The manifest is written, or a shard's upload has failed for good."""
+        """Takes note that the manifest is written, or a shard's upload has failed for good."""
         if version != self.uploading:
             return []
         self.uploading = None
@@ -200,7 +200,7 @@ class Ledger:
         return [Thaw(version, error)]
 
     def unobstructed(self, now: float) -> list[Decision]:
-        """Uploads may begin again: with what was due meanwhile, where nothing newer is committed."""
+        """Allows uploads again: with the version that was due meanwhile, where nothing newer is committed."""
         self.obstacle = ""
         version, self._held_back = self._held_back, None
         if version is None or version != self.committed or self.uploading is not None:
@@ -209,7 +209,7 @@ class Ledger:
         return [Commit(version, True, self._digest_at(version, now), self.roots)]
 
     def upload_last(self) -> list[Decision]:
-        """The job has finished and its last upload has failed: upload what is committed, once more."""
+        """Uploads the committed version once more, as the job has finished and its last upload has failed."""
         if self.committed is None or self.uploading is not None or not self.upload_error or self.obstacle:
             return []
         self.uploading, self._records = self.committed, {}
@@ -221,13 +221,13 @@ class Ledger:
         return {(owner, host) for owner, hosts in self.holders.items() for host in hosts} - self.excluded
 
     def _caught_up(self, report: Report) -> set[Pair]:
-        """The holder whose copy of the committed version this reports; a straggler's older one, or a damaged one, is not enough."""
+        """The holder whose copy of the committed version is reported; an older or a damaged copy is not enough."""
         if isinstance(report, Skipped) or report.version != self.committed:
             return set()
         return {(report.owner, report.host)} if self.roots.get(report.owner, report.root) == report.root else set()
 
     def _readmit(self, holders: Collection[Pair]) -> list[Decision]:
-        """Holders that were left out count again once they have what is committed, or will be."""
+        """Readmits holders that were left out, once they have the committed version, or will have it."""
         if not (back := self.excluded.intersection(holders)):
             return []
         self.excluded -= back
@@ -293,7 +293,7 @@ class Ledger:
         return report.host == self.holders[report.owner][0]
 
     def _overtaken(self, owner: int, version: Version) -> list[Decision]:
-        """An owner goes forward only: what it has not completed by now, it never will."""
+        """Aborts the versions that an owner has gone past: what it has not completed by now, it never will."""
         self._passed[owner] = max(version, self._passed.get(owner, version))
         return [d for older in sorted(self._rounds) if older < version for d in self._judge_passed(older)]
 
@@ -305,7 +305,7 @@ class Ledger:
         return []
 
     def _judge(self, version: Version, current: _Round, now: float) -> list[Decision]:
-        """Abort, wait or commit."""
+        """Aborts, waits or commits."""
         if gone := self._judge_passed(version):
             return gone
         if conflict := self._conflict(current):
@@ -321,7 +321,7 @@ class Ledger:
 
 
 def _agreeing(holders: Mapping[int, tuple[str, ...]], acks: Mapping[Pair, Completed]) -> set[Pair]:
-    """Holders whose copies have the root of the owner's own; a copy with another one is damaged, and counts for nothing."""
+    """The holders whose copies have the root of the owner's own; a copy with another one is damaged, and does not count."""
     own = {owner: acks[owner, hosts[0]].root for owner, hosts in holders.items() if (owner, hosts[0]) in acks}
     return {pair for pair, ack in acks.items() if ack.root == own.get(pair[0])}
 

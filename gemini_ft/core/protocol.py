@@ -1,4 +1,4 @@
-"""What one host does for one stream of snapshots, as a pure state machine.
+"""The part of one host in one stream of snapshots, as a pure state machine.
 
 Events come in as method calls, effects come out as a list; memory, sockets and clocks are elsewhere
 (``gemini_ft.agent``). The other half, which decides what is committed, is ``gemini_ft.core.ledger``.
@@ -31,7 +31,7 @@ NO_ROOTS: Mapping[int, str] = MappingProxyType({})
 
 @dataclass
 class Host:
-    """One host's part in one stream: the shards its ranks own, and the replicas it holds for others."""
+    """The part of one host in one stream: the shards its ranks own, and the replicas it holds for others."""
 
     name: str
     holders: dict[int, tuple[str, ...]] = field(default_factory=dict)  # owner -> hosts, the owner's own first
@@ -48,7 +48,7 @@ class Host:
     # -- incarnations
 
     def seal(self) -> None:
-        """Until ``open``, nothing here becomes complete, and nothing that is complete is overwritten or freed.
+        """Stops changes until ``open``: nothing here becomes complete, and nothing complete is overwritten or freed.
 
         Said before the inventory from which a new incarnation chooses its version. The former one may still be at
         work: a copy that became complete after the inventory could be what its ledger needs to commit, and that
@@ -57,7 +57,7 @@ class Host:
         self._set_sealed(True)
 
     def unseal(self) -> list[Effect]:
-        """The new incarnation has not come about: the present one goes on, and what was aborted meanwhile goes."""
+        """Ends a seal: the new incarnation has not come about, the present one goes on, and slots aborted meanwhile go."""
         self._set_sealed(False)
         for slots in self.shards.values():
             for version in self.aborted:
@@ -71,7 +71,7 @@ class Host:
         roots: Mapping[int, str] = NO_ROOTS,
         incarnation: Incarnation | None = None,
     ) -> list[Effect]:
-        """A new incarnation begins from ``resumed`` (None: from nothing). Versions above it will never be committed.
+        """Begins a new incarnation from ``resumed`` (None: from nothing). Versions above it will never be committed.
 
         They stay until somebody trains, as does what was committed before: this incarnation may never come about.
         The former incarnation's connections must be closed. Shards that are no longer held here stay readable
@@ -90,7 +90,7 @@ class Host:
         return self._discard_damaged()
 
     def reopen(self, holders: Mapping[int, Sequence[str]], committed: Version | None, incarnation: Incarnation) -> None:
-        """Go on with the present incarnation after this host's agent has lost its memory, but not the slots.
+        """Continues the present incarnation after this host's agent has lost its memory, but not the slots.
 
         ``committed``: the newest version known here, at least the one that was resumed. Complete versions above it
         stay: those of this incarnation may have been committed meanwhile, or still will be.
@@ -103,7 +103,7 @@ class Host:
         self._retire_strangers()
 
     def adopt(self, owner: int, index: int, version: Version | None, root: str = "") -> Slot:
-        """Take over a slot that was here before this host's agent was: COMPLETE with ``version``, or EMPTY.
+        """Takes over a slot that was here before this host's agent was: COMPLETE with ``version``, or EMPTY.
 
         Workers hand slots back one by one, so that it may come after ``reopen``, or when a new incarnation has been opened long since.
         """
@@ -125,7 +125,7 @@ class Host:
         return self.shards.setdefault(owner, SlotSet(self.committed, self.sealed))
 
     def renew(self, owner: int, count: int) -> tuple[list[Slot], list[Effect]]:
-        """Give the shard fresh slots (first use, another layout, or a former writer that may still live)."""
+        """Gives the shard new slots (first use, another layout, or a former writer that may still live)."""
         slots = self.slots(owner)
         slots.retire()
         fresh = slots.add(count)
@@ -134,7 +134,7 @@ class Host:
     # -- the owner's side
 
     def request(self, owner: int, version: Version) -> list[Effect]:
-        """The worker wants to write ``version``; the Grant comes now or when a slot becomes free.
+        """Takes the worker's wish to write ``version``; the Grant comes now or when a slot becomes free.
 
         A worker asks only after it has stopped writing whatever it wrote before.
         """
@@ -145,7 +145,7 @@ class Host:
         return self._grant(owner)
 
     def give_up(self, owner: int, version: Version, reason: str) -> list[Effect]:
-        """The worker will not finish ``version`` (late, torn, or it died), and has stopped writing it."""
+        """Takes note that the worker will not finish ``version`` (late, torn, or dead), and has stopped writing it."""
         if self.waiting.get(owner) == version:
             del self.waiting[owner]
         slots = self.slots(owner)
@@ -157,24 +157,24 @@ class Host:
         return [*effects, *self._reap(owner), *self._grant(owner), Tell(Skipped(owner, version, reason))]
 
     def worker_lost(self, owner: int) -> list[Effect]:
-        """The local worker that owns the shard is proven dead: what it was writing will never be whole."""
+        """Takes note that the local worker that owns the shard is dead: the version it was writing will never be whole."""
         self.waiting.pop(owner, None)
         self._settle_torn(owner)
         unfinished = [slot.version for slot in self._written_by_worker(owner) if slot.version is not None]
         return [effect for version in unfinished for effect in self.give_up(owner, version, "its worker died")]
 
     def copied(self, owner: int, version: Version, layout: str = "", digest: str = "", root: str = "") -> list[Effect]:
-        """The worker has laid down all bytes of its shard."""
+        """Takes note that the worker has laid down all bytes of its shard."""
         return self._completed(owner, version, layout, digest, root)
 
     def sent(self, owner: int, slot_index: int, peer: str) -> list[Effect]:
-        """The peer acknowledged all bytes, or the connection is closed: nothing refers to the slot any more."""
+        """Takes note that the peer acknowledged all bytes, or the connection is closed: nothing refers to the slot any more."""
         return self.release(owner, slot_index, f"send:{peer}")
 
     # -- the holder's side
 
     def receive(self, owner: int, version: Version, committed: Version | None) -> Slot | None:
-        """A peer is about to send its shard. None: no slot can be given right now, or it is complete already.
+        """Grants a slot for a peer's shard. None: none can be given right now, or the shard is complete already.
 
         The slot is the connection's until ``received`` or ``receive_failed``, one of which is due in any case.
         """
@@ -184,30 +184,30 @@ class Host:
         return None if version in self.aborted else slots.begin(version)
 
     def received(self, owner: int, version: Version, layout: str = "", digest: str = "", root: str = "") -> list[Effect]:
-        """Every byte of a peer's shard is here and verified."""
+        """Takes note that every byte of a peer's shard is here and verified."""
         return self._completed(owner, version, layout, digest, root)
 
     def receive_failed(self, owner: int, version: Version) -> list[Effect]:
-        """The sender is gone or gave up before its shard was whole; no more bytes of it will come."""
+        """Takes note that the sender is gone or gave up before its shard was whole; no more bytes of it will come."""
         self.slots(owner).let_go(version)
         return [*self._reap(owner), *self._grant(owner)]
 
     def rebuild(self, owner: int, version: Version) -> Slot | None:
-        """A lost copy of the resumed ``version`` is about to be fetched from a peer. None: it is here, or there is no room now.
+        """Grants a slot for a lost copy of the resumed ``version``. None: the copy is here, or there is no room now.
 
         The slot is the fetch's until ``rebuilt`` or ``receive_failed``.
         """
         return self.slots(owner).begin(version)
 
     def rebuilt(self, owner: int, version: Version, root: str = "") -> list[Effect]:
-        """Every byte of the lost copy is here again, verified: what was kept in its stead may be overwritten now."""
+        """Takes note that every byte of the lost copy is here again, verified: the copy kept in its stead may be overwritten."""
         self.slots(owner).complete(version, root)
         return [*self._reap(owner), *self._grant(owner)]
 
     # -- readers
 
     def hold(self, owner: int, version: Version, reader: str) -> Slot | None:
-        """Pin a complete version for a reader (recovery of a peer, upload)."""
+        """Pins a complete version for a reader (recovery of a peer, upload)."""
         slot = self.slots(owner).complete_version(version)
         if slot is not None:
             slot.readers.add(reader)
@@ -223,7 +223,7 @@ class Host:
     # -- decisions of the ledger
 
     def on_commit(self, version: Version, freeze: bool, roots: Mapping[int, str] = NO_ROOTS) -> list[Effect]:
-        """``version`` is complete everywhere. ``freeze``: it is also the one to upload, on all hosts alike.
+        """Takes note that ``version`` is complete everywhere. ``freeze``: it is also the one to upload, on all hosts alike.
 
         A send of an older version is of no more use to anybody; a peer that has hung must not keep its slot. ``roots``: of the shards
         that are held here; a copy that has another one was left out of this commit, and is damaged.
@@ -246,7 +246,7 @@ class Host:
         return effects
 
     def on_abort(self, version: Version) -> list[Effect]:
-        """``version`` will never be complete everywhere."""
+        """Takes note that ``version`` will never be complete everywhere."""
         if self.committed is not None and version <= self.committed:
             return []
         self.aborted.add(version)
@@ -262,14 +262,14 @@ class Host:
         return effects
 
     def on_exclude(self, owner: int, peer: str) -> list[Effect]:
-        """A peer has been left out of the commit; let go of the slots it still reads."""
+        """Releases the slots that a peer still reads, as it has been left out of the commit."""
         slots = self.shards.get(owner)
         if slots is None or not self.owns(owner):
             return []
         return [CancelSend(owner, s.version, peer) for s in slots.slots.values() if f"send:{peer}" in s.readers and s.version]
 
     def thawed(self, version: Version) -> list[Effect]:
-        """The upload of ``version`` is over, for better or worse."""
+        """Takes note that the upload of ``version`` is over, for better or worse."""
         effects: list[Effect] = []
         for owner, slots in self.shards.items():
             slot = slots.find(version)
@@ -279,7 +279,7 @@ class Host:
         return effects
 
     def finish(self) -> list[Effect]:
-        """The job is done: of every shard only the last committed version is still worth its memory."""
+        """Ends the job: only the last committed version of every shard still deserves its memory."""
         effects: list[Effect] = []
         for owner, slots in self.shards.items():
             still = [s for s in slots.slots.values() if s.state in (SlotState.EMPTY, SlotState.COMPLETE) and not s.readers and not s.frozen]
@@ -300,7 +300,7 @@ class Host:
         return {owner: self.roots.get(owner, "") for owner, hosts in self.holders.items() if self.name in hosts}
 
     def reports(self) -> list[Report]:
-        """Everything a ledger that lost its memory, or the way to us, needs to hear again.
+        """Everything that a ledger needs to hear again, because it or the way to it was lost.
 
         In the order of versions: a ledger takes what an owner says of a later version as the end of the earlier ones.
         """
@@ -318,7 +318,7 @@ class Host:
             slots.sealed = sealed
 
     def _retire_strangers(self) -> None:
-        """Shards that are not held here any more are on their way out."""
+        """Retires shards that are not held here any more."""
         for owner, slots in self.shards.items():
             if self.is_stranger(owner):
                 slots.retire()
@@ -332,7 +332,7 @@ class Host:
         return [Tell(Completed(owner, self.name, version, layout, digest, root))]
 
     def _discard_damaged(self) -> list[Effect]:
-        """Give up copies of the committed version whose roots are not the committed ones."""
+        """Discards copies of the committed version whose roots are not the committed ones."""
         effects: list[Effect] = []
         if (version := self.committed) is None:
             return effects
@@ -356,13 +356,13 @@ class Host:
         return [Grant(owner, slot.index, version), *(Send(owner, slot.index, version, peer) for peer in peers)]
 
     def _settle_torn(self, owner: int) -> None:
-        """The local worker writes into the slots of aborted versions no more."""
+        """Takes note that the local worker does not write into the slots of aborted versions any more."""
         for slot in self._written_by_worker(owner):
             if slot.state is SlotState.TORN:
                 slot.clear()
 
     def _written_by_worker(self, owner: int) -> list[Slot]:
-        """Its slots that are not complete. A committed version may be on its way here as well: a lost copy, rebuilt from a peer."""
+        """The worker's slots that are not complete. A committed version may be on its way here, too: a lost copy, rebuilt from a peer."""
         slots = self.slots(owner)
         incomplete = [slot for slot in slots.slots.values() if slot.state in (SlotState.WRITING, SlotState.TORN)]
         return [slot for slot in incomplete if slot.version and (slots.committed is None or slot.version > slots.committed)]

@@ -64,7 +64,7 @@ class Averager:
         self._lanes = Lanes(device, self._broken)
         self._failures = Failures(group, control, self.rank)
         self._completed = 0  # steps since the beginning of this object, whatever has been loaded since
-        self._arrived: dict[str, _Arrival | None] = {}  # None: nobody has it in this step
+        self._arrived: dict[str, _Arrival | None] = {}  # None: no rank has it in this step
         self._launched = 0  # groups of the plan
         self._awaited: set[str] | None = None  # of the next one; None: nothing of the step has come
         self._jobs: list[tuple[Group, Job]] = []
@@ -88,7 +88,7 @@ class Averager:
     # -- gradients one by one
 
     def ready(self, name: str, gradient: Tensor, take: Take) -> None:
-        """A gradient is final; ``take`` is called with its average.
+        """Takes a gradient that is final; ``take`` is called with its average.
 
         Raises:
             StateError: it came before, and the step is not over yet.
@@ -110,7 +110,7 @@ class Averager:
             self.on_begin()
 
     def absent(self, name: str) -> None:
-        """No rank has this gradient in this step: nothing travels for it, and what is kept for it stays."""
+        """Takes note that no rank has this gradient in this step: nothing travels for it, and its memory stays as it is."""
         self._arrive(name, None)
 
     def _arrive(self, name: str, arrival: _Arrival | None) -> None:
@@ -136,12 +136,12 @@ class Averager:
         return [tensor.name for tensor in self.tensors if tensor.name not in self._arrived]
 
     def wait(self) -> None:
-        """Return when everything that is under way has been averaged; raise what went wrong, here or on another rank."""
+        """Returns when everything that is under way has been averaged; raises any error, of this rank or of another one."""
         for _, job in self._jobs:
             self._lanes.wait(job, self._anxious)
 
     def failed(self, error: BaseException) -> BaseException:
-        """Tell the other ranks of an error of the training thread, after which they would wait for this one's gradients.
+        """Tells the other ranks of an error of the training thread, after which they would wait for this one's gradients.
 
         Returns:
             What is to be raised: another rank's error, where this one only follows from it.
@@ -170,7 +170,7 @@ class Averager:
         return bool(self._arrived) and self._launched == len(self.plan.groups)
 
     def step_over(self, begun: float | None = None) -> None:
-        """All gradients of a step have been averaged.
+        """Ends a step, all gradients of which have been averaged.
 
         Args:
             begun: when the step's forward pass began (``time.perf_counter()``); None: nobody knows.
@@ -184,7 +184,7 @@ class Averager:
         self._rounds += 1
 
     def drop(self) -> None:
-        """Wait for what is under way, and begin the step anew, as if none of its gradients had come."""
+        """Waits for averages under way, and begins the step anew, as if none of its gradients had come."""
         self.wait()
         self._forget_step()
 
@@ -193,10 +193,10 @@ class Averager:
         self._completed += 1
 
     def beside(self, gradients: Gradients, take: Callable[[dict[str, Tensor]], None]) -> None:
-        """Average gradients that are not part of the plan, by all-reduce; the same ones, at the same point, on all ranks."""
+        """Averages gradients that are not part of the plan, by all-reduce; the same ones, at the same point, on all ranks."""
         self._jobs.append(self._submitted(Group(NO_RULE, tuple(gradients), "plain"), gradients, take))
 
-    # -- all that somebody has gathered
+    # -- gradients that a host has gathered
 
     def average(self, gradients: Gradients) -> dict[str, Tensor]:
         """The averages of some gradients, in the groups of the plan as far as they are there. Collective.
@@ -234,7 +234,7 @@ class Averager:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. Collective.
+        """Restores a `state_dict`. Collective.
 
         Raises:
             StateError: it is of other parameters or rules.
@@ -260,7 +260,7 @@ class Averager:
         self.routes.load_state_dict(state["routes"])
 
     def _problem(self, state: Mapping[str, Any]) -> str | None:
-        """Why a state cannot be loaded."""
+        """The reason why a state cannot be loaded, or None."""
         if (rules := [rule.pack() for rule in self.rules]) != state["rules"]:
             return (
                 f"the gradient pipeline's state is of other rules: it has {state['rules']}, this job {rules}; go on with those, or leave "
@@ -275,7 +275,7 @@ class Averager:
         return {"steps": self.step, "rounds": self._rounds, "plan": self._plan_digest, "choices": self.routes.choices()}
 
     def close(self) -> None:
-        """End the threads."""
+        """Ends the threads."""
         self._lanes.close()
 
     # -- inside
@@ -303,7 +303,7 @@ class Averager:
         return group, job
 
     def _agree(self) -> None:
-        """Compare what all ranks were given.
+        """Compares the options of all ranks.
 
         Raises:
             ConfigError: they differ; the first difference is named. On all ranks.

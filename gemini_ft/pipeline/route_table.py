@@ -45,7 +45,7 @@ class Routes:
         return self._routes[key]
 
     def fresh(self, rule: int, way: str) -> Route:
-        """One without any memory."""
+        """A route without any memory."""
         match way:
             case "rule":
                 return route_of(rule_at(self._rules, rule), self._scheme_maker(rule))
@@ -64,14 +64,14 @@ class Routes:
         return self._schemes[rule]
 
     def all_plain(self, groups: Sequence[Group]) -> bool:
-        """Whether all that these groups need is one all-reduce each."""
+        """Whether one all-reduce each is all that these groups need."""
         return all(
             group.way in ("plain", "bf16") or (group.way == "rule" and rule_at(self._rules, group.rule).is_plain) for group in groups
         )
 
     @cached_property
     def topology(self) -> Topology:
-        """Machines and the ranks of each. Collective."""
+        """The machines and the ranks of each. Collective."""
         return topology_of(self._group)
 
     @cached_property
@@ -80,12 +80,12 @@ class Routes:
         return None if self.topology.flat_only else Groups.of(self.topology.ranks, self._group, time_limit(self._group))
 
     def keep(self, groups: Sequence[Group]) -> None:
-        """Forget the ways that none of these groups takes, with all that they remember."""
+        """Forgets the ways that none of these groups takes, with all that they remember."""
         used = {(group.rule, group.way) for group in groups}
         self._routes = {key: route for key, route in self._routes.items() if key in used}
 
     def forget(self, names: Collection[str]) -> None:
-        """Forget what is kept of the gradients of these parameters."""
+        """Forgets all that is kept of these parameters' gradients."""
         for route in self._routes.values():
             route.forget(names)
 
@@ -95,14 +95,14 @@ class Routes:
         return {key: choices for key, choices in found.items() if choices}
 
     def hold_still(self) -> None:
-        """From now on tensors that are kept stay where they are, for who copies them."""
+        """Keeps tensors of the state where they are from now on, for the sake of copies."""
         if not self._still:
             self._still = True
             for route in self._routes.values():
                 route.hold_still()
 
     def state_dict(self) -> dict[str, Any]:
-        """By "rule/way"; rules without state are left out."""
+        """The state by "rule/way"; rules without state are left out."""
         states = {f"{rule}/{way}": route.state_dict() for (rule, way), route in sorted(self._routes.items())}
         return {key: state for key, state in states.items() if state}
 
@@ -114,6 +114,6 @@ class Routes:
 
 
 def time_limit(group: Any) -> timedelta:
-    """How long collectives of a group wait for a peer."""
+    """The time for which collectives of a group wait for a peer."""
     limit: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return limit

@@ -1,4 +1,4 @@
-"""Finds out, while training, which gradients had better travel together, and whether compressing them pays.
+"""Finds out, while training, which gradients should travel together, and whether compressing them pays.
 
 A rule with a planned fusion begins with buckets. After some steps the ready times of the gradients are known; then costs are
 measured, the planners choose, and what is predicted to be close to the best is tried in real steps. The fastest stays. With ``auto``
@@ -42,12 +42,12 @@ class _RuleTrial:
         return self.candidates[self.trial.current]
 
     def pack(self) -> dict[str, Any]:
-        """As plain data."""
+        """The trial as plain data."""
         return {"rule": self.rule, "candidates": [each.pack() for each in self.candidates], **asdict(self.trial)}
 
     @classmethod
     def unpack(cls, packed: Mapping[str, Any]) -> _RuleTrial:
-        """The inverse of `pack`."""
+        """Makes a trial of the plain data that `pack` gave."""
         given = deepcopy(dict(packed))
         rule, candidates = given.pop("rule"), [Candidate.unpack(each) for each in given.pop("candidates")]
         return cls(rule, candidates, Trial(**given))
@@ -76,7 +76,7 @@ class Tuner:
         self.settled = not self._rules
 
     def step_over(self) -> None:
-        """A step is over, and nothing is under way. Collective at some steps."""
+        """Takes note that a step is over, and nothing is under way. Collective at some steps."""
         seconds = time.perf_counter() - self._last if self._last is not None else None
         if not self.settled:
             self._count += 1
@@ -87,16 +87,16 @@ class Tuner:
         self._last = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
-        """Candidates that were tried, how long they took here, and those that are left."""
+        """The candidates that were tried, their times here, and those that are left."""
         return {"settled": self.settled, "count": self._count, "trials": [each.pack() for each in self._trials]}
 
     def common(self) -> dict[str, Any]:
-        """The same, without what differs between ranks: their times."""
+        """The same state without the times, which differ between ranks."""
         trials = [{**each.pack(), "candidates": [one.label for one in each.candidates], "seconds": None} for each in self._trials]
         return {"settled": self.settled, "count": self._count, "trials": trials}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. The step that is under way is not timed: it began before the state was loaded, or in another process."""
+        """Restores a `state_dict`. The present step is not timed: it began before, or in another process."""
         self.settled, self._count = state["settled"], state["count"]
         self._trials = [_RuleTrial.unpack(each) for each in state["trials"]]
         self._last = None
@@ -118,7 +118,7 @@ class Tuner:
         self._begin_trial()
 
     def _order(self) -> tuple[list[Tensor], float, dict[str, float]]:
-        """Tensors in the order in which their gradients become ready, as all ranks have seen it; when they do."""
+        """The tensors in the order in which their gradients become ready, as all ranks have seen it; and when they do."""
         names = [tensor.name for tensor in self._averager.tensors]
         forward, *at = slowest(self._watch.typical(names), self._averager.group)
         known = max((time for time in at if time != float("inf")), default=0.0)

@@ -1,4 +1,4 @@
-"""Which state to resume: inventories -> plan, pure.
+"""Decides which state to resume: inventories -> plan, pure.
 
 The newest version of which every shard has a complete copy wins; versions are never mixed. Where none is left
 in memory, the newest whole checkpoint in storage.
@@ -17,7 +17,7 @@ from gemini_ft.wire.worker_messages import SlotInfo
 
 @dataclass(frozen=True)
 class Holding:
-    """What one host's agent says it has."""
+    """The copies that one host's agent reports."""
 
     host: str
     slots: Sequence[SlotInfo]
@@ -25,7 +25,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to resume.
+    """The version to resume, and its sources.
 
     Attributes:
         kind: where from.
@@ -56,7 +56,7 @@ def plan_recovery(
     refused: Sequence[Version] = (),
     resizable: bool = False,
 ) -> Plan:
-    """Choose the newest version that is whole: in memory, else in storage.
+    """Chooses the newest version that is whole: in memory, else in storage.
 
     Args:
         holdings: what every host's agent has, each host once.
@@ -110,7 +110,7 @@ def _copies(holdings: Sequence[Holding], refused: Sequence[Version]) -> dict[Ver
 
 
 def genuine(held: Sequence[tuple[str, SlotInfo]]) -> list[tuple[str, SlotInfo]]:
-    """The copies of one version, by host, that are what was committed.
+    """The genuine copies of one version, by host: those that were committed.
 
     Where no host has heard of the commit, all copies of a shard must have one root: which of two is damaged cannot be told then.
     """
@@ -152,7 +152,7 @@ def describe(plan: Plan) -> str:
 
 
 def require(plan: Plan) -> None:
-    """For ``resume="require"``.
+    """Enforces ``resume="require"``.
 
     Raises:
         RecoveryError: there is nothing to resume.

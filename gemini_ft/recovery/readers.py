@@ -1,4 +1,4 @@
-"""Shards of the resumed version, read and verified from wherever the plan finds them."""
+"""Decides which state to resume, and from where (pure, from inventories), and reads it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KEPT = 16  # shards that a reader keeps open: each is a connection, and in a la
 
 
 class ShardReader(Protocol):
-    """One owner's shard of the resumed version, wherever it is."""
+    """A reader of one owner's shard of the resumed version, wherever it is."""
 
     @property
     def where(self) -> str:
@@ -43,7 +43,7 @@ class ShardReader(Protocol):
 
 
 class LocalShard:
-    """From this host's agent, by mapping its memory.
+    """A shard in this host's agent, read by mapping its memory.
 
     Args:
         client: connection to the agent.
@@ -92,7 +92,7 @@ class LocalShard:
 
 
 class PeerShard:
-    """From another host's agent, over the network. ``root``: which copy it must be; None: nobody knows.
+    """A shard in another host's agent, read over the network. ``root``: the root that it must have; None: unknown.
 
     Raises:
         CorruptDataError: it is another one.
@@ -132,7 +132,7 @@ class PeerShard:
         return about
 
     def _check_root(self, root: str | None) -> None:
-        """Form the root of what was described: layout and checksums can be wrong as well as the bytes."""
+        """Forms the root of the description: layout and checksums can be wrong as well as the bytes."""
         about = self._about
         sizes = about.data_bytes, about.extras_bytes, about.chunk_bytes
         found = shard_root(self._owner, self._version, layout_digest(about.layout), sizes, about.digests)
@@ -140,7 +140,7 @@ class PeerShard:
             raise _wrong_root(f"rank {self._owner}'s shard of {self._version} from {self.where}", found, root or about.root)
 
     def _answer(self, asked: Describe | Fetch) -> PeerMessage:
-        """The next message that answers this call; whatever is left of the answer to an earlier one is dropped."""
+        """The next message that answers this call; leftovers of the answer to an earlier one are dropped."""
         while True:
             message = self._wire.receive()
             if not isinstance(message, Description | Data | Failed) or message.call >= asked.call:
@@ -151,11 +151,11 @@ class PeerShard:
 
     @property
     def root(self) -> str:
-        """Of the copy, as described and checked."""
+        """The root of the copy, as described and checked."""
         return self._about.root
 
     def renew(self) -> None:
-        """Keep the slot although nothing is read just now; from any thread."""
+        """Keeps the slot although nothing is read just now; from any thread."""
         with self._sending:
             if not self._reading:
                 self._wire.send(Heartbeat())
@@ -204,7 +204,7 @@ class PeerShard:
 def committed_roots(
     host: str, address: tuple[str, int], claims: Claims, secret: bytes, version: Version, timeout: float
 ) -> Mapping[int, str]:
-    """Owner -> root of its shard, as another host's agent knows what was committed; the leader's knows all of them.
+    """Owner -> root of its committed shard, as another host's agent knows it; the leader's knows all of them.
 
     Raises:
         GeminiError: it does not answer, or is another one.
@@ -249,7 +249,7 @@ class Sources:
         return sorted(hosts[turn:] + hosts[:turn], key=lambda host: (host in self._silent, host != self.host))
 
     def open(self, owner: int, host: str) -> LocalShard | PeerShard:
-        """Open one copy. Raises GeminiError when it cannot be had."""
+        """Opens one copy. Raises GeminiError when it cannot be had."""
         assert self.plan.version is not None
         version, root = self.plan.version, self.plan.roots.get(owner)
         if host == self.host:
@@ -257,7 +257,7 @@ class Sources:
         return PeerShard(host, self.addresses[host], self.claims, self.secret, owner, version, self.timeout, root)
 
     def read(self, owner: int, reader: int, use: Callable[[LocalShard | PeerShard], T], keep: bool = False) -> T:
-        """Let ``use`` read one shard; when that fails, let it start over with the next copy.
+        """Lets ``use`` read one shard; when that fails, lets it start over with the next copy.
 
         ``keep``: the next reading follows at once. It finds the shard open, if not too many are, so that a peer is dialled and says the
         layout only once.
@@ -287,6 +287,6 @@ class Sources:
         raise RecoveryError(f"no copy of rank {owner}'s shard of {self.plan.version} could be read: {'; '.join(failures)}")
 
     def close(self) -> None:
-        """Let go of what is kept open."""
+        """Closes all that is kept open."""
         while self._kept:
             self._kept.popitem()[1][1].close()

@@ -1,4 +1,4 @@
-"""How messages are written, and those that travel on more than one channel.
+"""The form of messages, and those that travel on more than one channel.
 
 Agents and workers exchange msgpack maps that are checked against models, and never pickle. A channel is what one side may say to another
 (gemini_ft.wire.worker_messages, gemini_ft.wire.peer_messages): a message of another kind, with an unknown field, or that does not fit its
@@ -28,7 +28,7 @@ _adapters: dict[type[Any], TypeAdapter[Any]] = {}  # made when a kind is met fir
 
 
 class Message(BaseModel):
-    """A map with checked fields."""
+    """A message with checked fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -40,7 +40,7 @@ class Call(Message):
 
 
 class Answer(Message):
-    """A message that is only said when asked for."""
+    """A message that is only sent as the answer to a call."""
 
     call: int = 0  # number of the call that is answered
 
@@ -53,14 +53,14 @@ class ShardCall(Call):
 
 
 class ShardAnswer(Answer):
-    """Its answer, about the same one."""
+    """The answer to a `ShardCall`, about the same shard."""
 
     owner: int
     version: Version
 
 
 class ShardLayout(Message):
-    """Layout and sizes of a shard: what a slot for it is made for."""
+    """The layout and sizes of a shard, by which a slot for it is made."""
 
     layout: bytes
     layout_hash: str
@@ -69,7 +69,7 @@ class ShardLayout(Message):
 
 
 class Chunk(Message):
-    """A chunk is in the slot (worker to agent), or follows on the wire (agent to agent)."""
+    """A chunk that is in the slot (worker to agent), or follows on the wire (agent to agent)."""
 
     owner: int
     iteration: int
@@ -80,7 +80,7 @@ class Chunk(Message):
 
 
 class Failed(Answer):
-    """A request was refused, or (``fatal``) the job must not go on. ``error`` names a class of gemini_ft.errors."""
+    """The refusal of a request, or (``fatal``) the end of the job. ``error`` names a class of gemini_ft.errors."""
 
     error: str
     text: str
@@ -88,13 +88,13 @@ class Failed(Answer):
 
 
 class Notice(Message):
-    """Something the user should read once."""
+    """A text that the user should read once."""
 
     text: str
 
 
 class Paced(Message):
-    """From iteration ``start`` on, snapshots are ``interval`` steps apart."""
+    """The number of steps between snapshots, ``interval``, from iteration ``start`` on."""
 
     start: int
     interval: int
@@ -112,7 +112,7 @@ class Channel(Generic[M]):
         self._kinds: dict[str, type[M]] = {kind_of(kind): kind for kind in get_args(kinds)}
 
     def unpack(self, body: bytes | bytearray | memoryview) -> M:
-        """Check one frame's body.
+        """Checks the body of one frame.
 
         Raises:
             PeerError: it is not a message of this channel.
@@ -149,7 +149,7 @@ def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
 
 
 def check_answer(asked: object, answer: object) -> None:
-    """Compare an answer with its call: the number, and the shard both speak of.
+    """Compares an answer with its call: the number, and the shard that both are about.
 
     Raises:
         PeerError: it answers another call, or speaks of another shard.

@@ -1,4 +1,4 @@
-"""Everything that agents of different hosts say to each other (TCP), and workers that read from an agent of another host.
+"""The messages between agents of different hosts (TCP), and to workers that read from an agent of another host.
 
 Reports and decisions of the commit protocol travel as gemini_ft.core has them.
 """
@@ -27,7 +27,7 @@ from gemini_ft.wire.messages import (
 
 
 class Claims(Message):
-    """First words of the dialling side; role ``replicate`` brings shards, ``report`` talks to the leader, ``fetch`` reads.
+    """The first message of the dialling side; role ``replicate`` brings shards, ``report`` talks to the leader, ``fetch`` reads.
 
     TLS has proved by then that both sides know the run secret.
     """
@@ -36,40 +36,40 @@ class Claims(Message):
     run: str
     stream: str
     host: str
-    to: str  # id of the host that is meant; nobody else accepts
+    to: str  # id of the host that is meant; no other accepts
     role: Literal["replicate", "report", "fetch"]
     incarnation: Incarnation | None
 
 
 class Accepted(Message):
-    """The listening side will do what the role needs. Payloads travel on a lane of their own, or, without one, encrypted like messages."""
+    """The listening side's consent. Payloads travel on a lane of their own, or, without one, encrypted like messages."""
 
     lane: bytes  # names the connection to which a lane belongs; empty: there is none
     key: bytes  # for the tags of the lane's payloads
 
 
 class Offer(ShardLayout, Call):
-    """A shard that will be sent: the holder makes room."""
+    """Announces a shard that will be sent: the holder makes room."""
 
     owner: int
 
 
 class Ready(Answer):
-    """There is room for the offered shard."""
+    """Reports that there is room for the offered shard."""
 
     owner: int
     rank: int | None = None  # of the worker that keeps the replica's memory, and can receive for it
 
 
 class Refused(Answer):
-    """There is no room, or the offer makes no sense."""
+    """Reports that there is no room, or that the offer makes no sense."""
 
     owner: int
     text: str
 
 
 class Begin(Message):
-    """Chunks of ``iteration`` follow."""
+    """Announces that chunks of ``iteration`` follow."""
 
     owner: int
     iteration: int
@@ -77,7 +77,7 @@ class Begin(Message):
 
 
 class End(Message):
-    """All chunks of ``iteration`` have been sent."""
+    """Reports that all chunks of ``iteration`` have been sent."""
 
     owner: int
     iteration: int
@@ -89,14 +89,14 @@ class End(Message):
 
 
 class Drop(Message):
-    """The sender gave ``iteration`` up."""
+    """Reports that the sender gave ``iteration`` up."""
 
     owner: int
     iteration: int
 
 
 class Ack(Message):
-    """Every byte up to End or Drop has arrived; after End (``ok``) all are verified and kept."""
+    """Acknowledges every byte up to End or Drop; after End (``ok``) all are verified and kept."""
 
     owner: int
     iteration: int
@@ -104,7 +104,7 @@ class Ack(Message):
 
 
 class Parcel(Message):
-    """A piece of a chunk is on its way from worker to worker."""
+    """Announces that a piece of a chunk is on its way from worker to worker."""
 
     chunk: Chunk
     start: int  # in the chunk
@@ -115,19 +115,19 @@ class Parcel(Message):
 
 
 class Astray(Message):
-    """What workers should have carried did not arrive: send it from agent to agent."""
+    """Reports that pieces did not arrive by way of workers: send them from agent to agent."""
 
     text: str
 
 
 class Unchanged(Message):
-    """In place of a chunk that is what the sender's slot held there before: the receiver's probably does too."""
+    """Stands for a chunk that equals the sender's former bytes in the same place: the receiver's probably do too."""
 
     chunk: Chunk
 
 
 class Resend(Message):
-    """These chunks did not match their digest, or are not here as they were before (or came while no slot was free: all of them)."""
+    """Asks for chunks that did not match their digest, or are not here as before (or came while no slot was free: all of them)."""
 
     owner: int
     iteration: int
@@ -136,7 +136,7 @@ class Resend(Message):
 
 
 class ReportUploaded(Message):
-    """A shard is in storage (``error`` empty), or could not be put there."""
+    """Reports that a shard is in storage (``error`` empty), or could not be put there."""
 
     owner: int
     version: Version
@@ -145,17 +145,17 @@ class ReportUploaded(Message):
 
 
 class ReportFinished(Message):
-    """A rank has finished its work."""
+    """Reports that a rank has finished its work."""
 
     rank: int
 
 
 class Heartbeat(Message):
-    """A host is there, though it has nothing to report."""
+    """A sign of life of a host that has nothing to report."""
 
 
 class ReportNeed(Message):
-    """How many steps the idle network of a host needs to carry one snapshot."""
+    """Reports how many steps the idle network of a host needs to carry one snapshot."""
 
     host: str
     steps: int
@@ -164,7 +164,7 @@ class ReportNeed(Message):
 
 
 class Rejoin(Message):
-    """A host speaks to the leader for the first time on this connection."""
+    """The first message of a host to the leader on this connection."""
 
     committed: Version | None
     uploading: Version | None
@@ -172,24 +172,24 @@ class Rejoin(Message):
 
 
 class AllFinished(Message):
-    """Every rank has finished, and the last upload is over: agents may go."""
+    """Tells agents that they may go: every rank has finished, and the last upload is over."""
 
     unstored: str = ""  # why the last upload failed for good
 
 
 class Fetch(ShardCall):
-    """Ask for a range of a complete shard (data and extras are one range)."""
+    """Asks for a range of a complete shard (data and extras are one range)."""
 
     offset: int
     nbytes: int
 
 
 class Describe(ShardCall):
-    """Ask for a shard's layout and sizes."""
+    """Asks for a shard's layout and sizes."""
 
 
 class Description(ShardLayout, ShardAnswer):
-    """Answer to Describe."""
+    """The answer to Describe."""
 
     extras_bytes: int
     chunk_bytes: int
@@ -198,20 +198,20 @@ class Description(ShardLayout, ShardAnswer):
 
 
 class GetRoots(Call):
-    """Ask the leader's host which roots were committed."""
+    """Asks the leader's host which roots were committed."""
 
     version: Version
 
 
 class Roots(Answer):
-    """Answer to GetRoots."""
+    """The answer to GetRoots."""
 
     version: Version
     roots: dict[int, str]  # owner -> root of its shard, as far as this host knows
 
 
 class Data(ShardAnswer):
-    """``nbytes`` of a fetched shard follow on the wire."""
+    """Announces ``nbytes`` of a fetched shard, which follow on the wire."""
 
     offset: int
     nbytes: int

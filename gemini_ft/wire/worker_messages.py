@@ -28,7 +28,7 @@ from gemini_ft.wire.messages import (
 
 
 class SlotInfo(Message):
-    """One slot of an inventory."""
+    """A slot of an inventory."""
 
     owner: int
     version: Version
@@ -42,7 +42,7 @@ class SlotInfo(Message):
 
 
 class HostInfo(Message):
-    """What an agent says of its host."""
+    """An agent's account of its host."""
 
     host: str
     machine: str  # boot id: two hosts with the same one share a machine
@@ -72,7 +72,7 @@ class Launch(Message):
 
 
 class SessionSpec(Message):
-    """One incarnation of one stream, the same on all hosts."""
+    """An incarnation of one stream, the same on all hosts."""
 
     stream: str
     incarnation: Incarnation
@@ -82,10 +82,10 @@ class SessionSpec(Message):
     holders: dict[int, list[str]]
     leader: str
     resumed: Version | None
-    lineage: list[Version] = []  # what this incarnation descends from, oldest first; the last one is what it resumed
-    overtaken: list[Incarnation] = []  # those it knows of and does not descend from, or only in part
-    aside: list[Incarnation] = []  # of these, those that the user has left aside: what they have stored stays
-    sources: dict[int, list[str]] = {}  # who holds the resumed version of each shard
+    lineage: list[Version] = []  # versions that this incarnation descends from, oldest first; the last one is what it resumed
+    overtaken: list[Incarnation] = []  # incarnations that it knows of and does not descend from, or only in part
+    aside: list[Incarnation] = []  # of these, those that the user has left aside: their checkpoints stay
+    sources: dict[int, list[str]] = {}  # the hosts that hold the resumed version of each shard
     given_up: list[Version] = []  # versions that led to failure after failure
     damaged: list[str] = []  # folders of checkpoints in storage that turned out to be damaged
     replica_timeout: float = 30.0
@@ -101,7 +101,7 @@ class SessionSpec(Message):
 
 
 class Hello(Call):
-    """First words of a worker."""
+    """The first message of a worker."""
 
     protocol: int = PROTOCOL_VERSION
     run: str
@@ -121,11 +121,11 @@ class Hello(Call):
 
 
 class GetInventory(Call):
-    """Ask for all complete slots of the stream on this host."""
+    """Asks for all complete slots of the stream on this host."""
 
 
 class OpenSession(Call):
-    """Begin a new incarnation; every local worker says so, the first one counts."""
+    """Begins a new incarnation; every local worker sends it, the first one counts."""
 
     spec: SessionSpec
     secret: bytes  # the one all hosts agreed on
@@ -134,17 +134,17 @@ class OpenSession(Call):
 
 
 class Reserve(ShardLayout, Call):
-    """Ask for the memory of this rank's shard."""
+    """Asks for the memory of this rank's shard."""
 
 
 class Request(Message):
-    """Ask for a slot to write ``iteration`` into; a sign of life too."""
+    """Asks for a slot to write ``iteration`` into; a sign of life too."""
 
     iteration: int
 
 
 class Copied(Message):
-    """All chunks of the iteration are in the slot."""
+    """Reports that all chunks of the iteration are in the slot."""
 
     iteration: int
     extras_bytes: int
@@ -153,7 +153,7 @@ class Copied(Message):
 
 
 class GiveUp(Message):
-    """No snapshot of this iteration will come from this rank."""
+    """Reports that no snapshot of this iteration will come from this rank."""
 
     iteration: int
     reason: str
@@ -167,32 +167,32 @@ class Progress(Message):
 
 
 class Watch(Message):
-    """The worker's control page and bell come beside this (gemini_ft.wire.control_page)."""
+    """Brings the worker's control page and bell (gemini_ft.wire.control_page), as descriptors."""
 
     count: int = 2
 
 
 class Observed(Message):
-    """The worker's steps have a profile, or have none any more."""
+    """The profile of the worker's steps, or word that there is none any more."""
 
     profile: Profile | None
 
 
 class Figures(Message):
-    """What the gradients took in the last step, for ``gemini status``."""
+    """The costs of the gradients in the last step, for ``gemini status``."""
 
     figures: dict[str, dict[str, float]]  # rule or group -> figure -> value, see gemini_ft.state.gradients.GradientState
 
 
 class Dispatched(Message):
-    """A piece has left, or could not."""
+    """Reports that a piece has left, or could not."""
 
     tag: int
     error: str = ""
 
 
 class Collected(Message):
-    """A piece is in the agent's memory, or could not be received."""
+    """Reports that a piece is in the agent's memory, or could not be received."""
 
     source: int
     tag: int
@@ -200,28 +200,28 @@ class Collected(Message):
 
 
 class Excuse(Message):
-    """What was resumed does not fit this script: the failure that follows does not count against it."""
+    """Reports that the resumed state does not fit this script: the failure that follows does not count against it."""
 
 
 class Verify(Call):
-    """Ask for a check of every local copy of ``version`` against its checksums."""
+    """Asks for a check of every local copy of ``version`` against its checksums."""
 
     version: Version
 
 
 class Stage(ShardCall):
-    """Ask for a shard of a stored checkpoint to be laid down in this host's memory, as complete as if it had been replicated here."""
+    """Asks the agent to lay a shard of a stored checkpoint down in its memory, like a shard that was replicated here."""
 
     record: str  # gemini_ft.storage.shard.ShardRecord as JSON
     storage: dict[str, object]  # gemini_ft.config.StorageConfig
 
 
 class Map(ShardCall):
-    """Ask for a local slot's descriptor, to read it."""
+    """Asks for a local slot's descriptor, to read it."""
 
 
 class Adopt(Message):
-    """Hand slots back to an agent that was restarted; descriptors travel beside it."""
+    """Hands slots back to an agent that was restarted; descriptors travel beside it."""
 
     count: int
     shared: list[bool] = []  # of each, whether another process may still write to it; none: no other can
@@ -229,32 +229,32 @@ class Adopt(Message):
 
 
 class Ping(Message):
-    """Ask for a sign of life; allowed before Hello."""
+    """Asks for a sign of life; allowed before Hello."""
 
 
 class Goodbye(Message):
-    """The worker leaves: its work is finished, or it was interrupted by the user."""
+    """The worker's farewell: its work is finished, or it was interrupted by the user."""
 
     finished: bool
 
 
 class GetStatus(Call):
-    """Ask what the agent holds and does (``gemini status``)."""
+    """Asks for the agent's status (``gemini status``)."""
 
 
 class Visit(Call):
-    """A process that is no worker asks what can be read here (``gemini export``, ``gemini checkpoints``); changes nothing."""
+    """A question of a process that is no worker: what can be read here (``gemini export``, ``gemini checkpoints``)? Changes nothing."""
 
 
 class Leave(Message):
-    """Tell the agent of a run to go (the launcher, after the job)."""
+    """Tells the agent of a run to go (the launcher, after the job)."""
 
     run: str
-    finished: bool = False  # the job is, and its last upload is worth waiting for; answered when the agent leaves
+    finished: bool = False  # the job has finished, and its last upload is waited for; answered when the agent leaves
 
 
 class Inject(Message):
-    """Fault injection (gemini_ft.faults.inject): flip a bit in every copy of ``owner``'s shard on this host."""
+    """Injects a fault (gemini_ft.faults.inject): flips a bit in every copy of ``owner``'s shard on this host."""
 
     fault: Literal["corrupt"]
     owner: int
@@ -271,29 +271,29 @@ to_agent: Channel[ToAgent] = Channel(ToAgent)
 
 
 class Verified(Answer):
-    """Answer to Verify: owners whose copies are sound; damaged ones have been discarded."""
+    """The answer to Verify: owners whose copies are sound; damaged ones have been discarded."""
 
     version: Version
     sound: list[int]
 
 
 class Staged(ShardAnswer):
-    """Answer to Stage."""
+    """The answer to Stage."""
 
 
 class Left(Message):
-    """Answer to a Leave after a finished job."""
+    """The answer to a Leave after a finished job."""
 
     unstored: str = ""  # why the last upload failed for good
 
 
 class Welcome(Answer):
-    """Answer to Hello."""
+    """The answer to Hello."""
 
     info: HostInfo
     secret: bytes
     pid: int
-    resumed: Version | None  # what the last session resumed, if nothing has been committed since
+    resumed: Version | None  # the version that the last session resumed, if nothing has been committed since
     attempts: int  # sessions in a row that resumed it
     finished: bool  # this stream's work was already finished in this run
     launch: Launch | None = None  # that opened this stream last
@@ -304,18 +304,18 @@ class Welcome(Answer):
 
 
 class Inventory(Answer):
-    """Answer to GetInventory."""
+    """The answer to GetInventory."""
 
     slots: list[SlotInfo]
     given_up: list[Version] = []
 
 
 class Opened(Answer):
-    """The session is open."""
+    """The answer to OpenSession: the session is open."""
 
 
 class Reserved(Answer):
-    """The slots' descriptors travel beside this message, in the order of ``slots``."""
+    """The answer to Reserve; the slots' descriptors travel beside it, in the order of ``slots``."""
 
     layout_hash: str
     slots: list[int]
@@ -324,18 +324,18 @@ class Reserved(Answer):
 
 
 class Room(Message):
-    """There was no room for all slots of this rank, and there is now: reserve again."""
+    """Asks the worker to reserve again: there was no room for all slots of this rank, and there is now."""
 
 
 class Granted(Message):
-    """The worker may write ``iteration`` into ``slot``."""
+    """Allows the worker to write ``iteration`` into ``slot``."""
 
     iteration: int
     slot: int
 
 
 class SpanUse(Message):
-    """What a snapshot sent in one span of idle network."""
+    """The bytes that a snapshot sent in one span of idle network."""
 
     step: int  # steps that the worker had ended
     begun: int  # collectives that it had begun since
@@ -345,7 +345,7 @@ class SpanUse(Message):
 
 
 class Travelled(Message):
-    """How a snapshot got to one peer."""
+    """The course of a snapshot's way to one peer."""
 
     iteration: int
     peer: str
@@ -357,7 +357,7 @@ class Travelled(Message):
 
 
 class Dispatch(Message):
-    """Send a piece of a slot to another host's worker, in the process group of the replicas."""
+    """Orders a worker to send a piece of a slot to another host's worker, in the process group of the replicas."""
 
     tag: int
     target: int  # rank
@@ -367,7 +367,7 @@ class Dispatch(Message):
 
 
 class Collect(Message):
-    """Receive a piece of a replica from another host's worker."""
+    """Orders a worker to receive a piece of a replica from another host's worker."""
 
     tag: int
     source: int  # rank
@@ -377,7 +377,7 @@ class Collect(Message):
 
 
 class Mapped(ShardAnswer):
-    """Answer to Map; the descriptor travels beside it."""
+    """The answer to Map; the descriptor travels beside it."""
 
     data_offset: int
     data_bytes: int
@@ -385,7 +385,7 @@ class Mapped(ShardAnswer):
 
 
 class Pong(Message):
-    """Answer to Ping."""
+    """The answer to Ping."""
 
     agent_timeout: float  # seconds of silence after which an agent of this job hangs; 0: never
 
@@ -398,13 +398,13 @@ class Custody(Message):
 
 
 class Status(Answer):
-    """Answer to GetStatus: a JSON document."""
+    """The answer to GetStatus: a JSON document."""
 
     document: str
 
 
 class StreamInfo(Message):
-    """What an agent has of one stream."""
+    """The copies and facts that an agent has of one stream."""
 
     slots: list[SlotInfo]
     committed: Version | None
@@ -412,7 +412,7 @@ class StreamInfo(Message):
 
 
 class Visited(Answer):
-    """Answer to Visit: all a reader needs to fetch shards, here and from the other hosts."""
+    """The answer to Visit: all a reader needs to fetch shards, here and from the other hosts."""
 
     run: str
     host: str

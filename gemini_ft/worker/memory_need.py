@@ -11,14 +11,14 @@ from gemini_ft.worker.session import Session
 
 
 def slot_bytes(session: Session, layout: Layout, room: int) -> int:
-    """What one slot of this rank takes of an agent's budget."""
+    """Bytes that one slot of this rank takes of an agent's budget."""
     spec, blob = session.spec, layout.to_bytes()
     size, chunk = layout.nbytes, spec.chunk_bytes
     return SlotShape(session.run, spec.stream, session.rank, session.world_size, layout.logical_hash, blob, size, room, chunk).total
 
 
 def check_memory(session: Session, slot_bytes: Sequence[int]) -> None:
-    """Refuse before the first copy what would end in the middle of the training otherwise; all ranks alike."""
+    """Refuses, before the first copy and on all ranks alike, a state that would exceed the memory in the middle of the training."""
     need: dict[str, int] = {}
     for owner, holders in session.spec.holders.items():
         for place, host in enumerate(holders):

@@ -1,4 +1,4 @@
-"""A rank's side of recording: layout, slots, snapshots under way, and the agent's word on each of them.
+"""A rank's side of recording: layout, slots, snapshots under way, and the agent's messages about each of them.
 
 Below the public face (``gemini_ft.checkpointer``), above the copying (``gemini_ft.worker.snapshot``).
 """
@@ -86,9 +86,7 @@ class Recorder:
         self._courier: Courier | None = None
         self._has_room = False  # for slots that this rank could not get when it asked
         self._suspended = 0
-        self._slots_lock = (
-            threading.RLock()
-        )  # whoever replaces slots or submits a snapshot, which may be two threads when the agent has died
+        self._slots_lock = threading.RLock()  # held to replace slots or submit a snapshot, which two threads may do when the agent has died
         self._warned: dict[str, float] = {}  # reason -> when it was last said
         self._digest_at: int | None = None
         self._at_step = config.copy_when == "at_step"
@@ -124,7 +122,7 @@ class Recorder:
         return next(interval for start, interval in reversed(self._paces) if iteration >= start)
 
     def record(self, iteration: int, state: TrainingState, extras: Any, given: Any) -> None:
-        """Take a snapshot: what may change at any time is copied now, the rest in the background.
+        """Takes a snapshot: state that may change at any time is copied now, the rest in the background.
 
         Args:
             iteration: how often the optimizers have stepped.
@@ -166,8 +164,7 @@ class Recorder:
         snapshotter.submit(job)
 
     def _judge_writes(self) -> bool:
-        """After a snapshot that was given up because state was written during the copy: copy at the end of each step from now on, where
-        it was written in forward. Returns whether to look when the next one is written."""
+        """Switches to copies at the end of each step if a snapshot was given up because its state was written in forward."""
         written, self._copying.written = self._copying.written, []
         watch, self._writes = self._writes, None
         if watch is not None:
@@ -195,21 +192,21 @@ class Recorder:
         return False
 
     def marks(self) -> dict[str, list[tuple[int, int]]]:
-        """By which a write to what the last snapshot has is seen; empty before the first one."""
+        """Marks by which a write to the last snapshot's tensors is seen; empty before the first one."""
         return self._copying.plan.all_marks() if self._copying.plan is not None else {}
 
     def before_update(self) -> None:
-        """Return when the snapshot under way has read what the update will write."""
+        """Returns when the snapshot under way has read all that the update will write."""
         self.raise_fatal()
         with self._standing_still():
             self._copying.before_update()
 
     def settle(self) -> None:
-        """Return when no copy is under way."""
+        """Returns when no copy is under way."""
         self._copying.settle()
 
     def alive(self, iteration: int) -> None:
-        """A step is over that has no snapshot; a sign of life for the hang detection. ``record`` does both by itself."""
+        """Gives a sign of life for the hang detection after a step without a snapshot. ``record`` does so by itself."""
         self._step_over(iteration)
         self._sign_of_life(iteration)
 
@@ -218,13 +215,13 @@ class Recorder:
             self.client.tell(Progress(iteration=iteration, suspended=self._suspended > 0))
 
     def excuse(self) -> None:
-        """What was resumed is not to blame for the failure that follows."""
+        """Excuses the resumed state from the failure that follows."""
         with contextlib.suppress(AgentError):
             self.client.tell(Excuse())
 
     @contextlib.contextmanager
     def suspended(self, iteration: int) -> Any:
-        """No sign of life is due meanwhile."""
+        """Makes no sign of life due meanwhile."""
         self._suspended += 1
         self._sign_of_life(iteration)
         try:
@@ -234,7 +231,7 @@ class Recorder:
             self._sign_of_life(iteration)
 
     def close(self, finished: bool, interrupted: bool) -> None:
-        """Leave the run; the agent hears why, unless this is a failure."""
+        """Leaves the run; the agent hears why, unless this is a failure."""
         if finished:
             self.flush()
         self._copying.stop()
@@ -252,7 +249,7 @@ class Recorder:
         self.events.close()
 
     def flush(self) -> None:
-        """Return when the last snapshot is committed or given up: only then is it known whether it is due for storage."""
+        """Returns when the last snapshot is committed or given up: only then is it known whether it is due for storage."""
         self.settle()
         end = time.monotonic() + self._config.timeout
         with self._standing_still():
@@ -260,16 +257,16 @@ class Recorder:
                 time.sleep(_POLL)
 
     def _standing_still(self) -> contextlib.AbstractContextManager[None]:
-        """Replicas that travel meanwhile disturb nobody."""
+        """Lets replicas travel freely meanwhile, as the training stands still."""
         return self._observation.waiting() if self._observation is not None else contextlib.nullcontext()
 
     def raise_fatal(self) -> None:
-        """Raise what the agents found out in the background, if it must stop the job."""
+        """Raises an error that the agents found in the background, if it must stop the job."""
         if self._fatal is not None:
             raise self._fatal
 
     def _announce(self) -> None:
-        """Write down that this rank has joined, and make ready for the faults that were asked for."""
+        """Notes that this rank has joined, and prepares for the faults that were asked for."""
         session = self.session
         number, version = session.spec.incarnation.number, session.plan.version
         iteration = version.iteration if version is not None else 0
@@ -282,7 +279,7 @@ class Recorder:
             exchange_or_raise(lambda: faults.arm(session.orders, scene), self._config.timeout)
 
     def _observe(self) -> None:
-        """Let the agent see when the network is idle, where replicas travel at all."""
+        """Shows the agent when the network is idle, where replicas travel at all."""
         if self._travels and self._config.traffic.when == "idle":
             observation = Observation(lambda message, fds: self.client.tell(message, fds), self._config.traffic.profile_steps)
             try:
@@ -293,7 +290,7 @@ class Recorder:
             self._observation = observation
 
     def _employ(self) -> None:
-        """Let this worker carry replicas, where that is wanted. Collective."""
+        """Lets this worker carry replicas, where that is wanted. Collective."""
         if self._travels and self._config.traffic.transport == "collective":
             config = self._config
             self._courier = Courier(
@@ -322,7 +319,7 @@ class Recorder:
         return self._snapshotter
 
     def _plan(self, sources: list[Source], extras_bytes: int) -> None:
-        """Lay the state out; at the first time compare it across ranks and check that every host has room for its part."""
+        """Lays the state out; at the first time compares it across ranks and checks that every host has room for its part."""
         before = self._layout
         specs = [self._settled(source.spec) for source in sources]
         layout = build_layout(specs, self.session.rank, self.session.world_size)
@@ -341,11 +338,11 @@ class Recorder:
             self._reserve_or_mend(extras_bytes)
 
     def _settled(self, spec: TensorSpec) -> TensorSpec:
-        """Where a tensor lies is settled when it is first seen: training that freezes and unfreezes in turns moves nothing."""
+        """Fixes which tensors are frozen when they are first seen: training that freezes and unfreezes in turns moves nothing."""
         return replace(spec, frozen=self._frozen.setdefault(spec.name, spec.frozen))
 
     def _reserve_or_mend(self, extras_bytes: int) -> None:
-        """As `_reserve`, on the training thread, also if the agent dies over it: then another is started."""
+        """Does what `_reserve` does, on the training thread, and starts another agent if that dies over it."""
         try:
             self._reserve(extras_bytes)
         except AgentError:
@@ -355,7 +352,7 @@ class Recorder:
             self._reconnect()
 
     def _reserve(self, extras_bytes: int) -> None:
-        """Get slots for the present layout and so much small state from the agent, and map them."""
+        """Gets slots from the agent for the present layout and this much small state, and maps them."""
         layout, snapshotter = self._layout, self._copying
         self._has_room = False
         assert layout is not None
@@ -386,7 +383,7 @@ class Recorder:
     # -- other threads
 
     def _on_event(self, message: ToWorker) -> None:
-        """From the agent, on the client's thread."""
+        """Takes a message of the agent, on the client's thread."""
         match message:
             case Room():
                 self._has_room = True
@@ -422,13 +419,13 @@ class Recorder:
                 _log.warning("%s", text)
 
     def _given_up(self, iteration: int) -> None:
-        """A snapshot will never be committed. Every rank that gives one up says so, and all hear it."""
+        """Takes note that a snapshot will never be committed. Every rank that gives one up says so, and all hear it."""
         if self._ended.pop(iteration, None) is not None:
             self._stats.skipped += 1
             self.events.write("skipped", iteration=iteration)
 
     def _on_discard(self, iteration: int, reason: str) -> None:
-        """This rank has no snapshot of an iteration; say why, each reason once a minute."""
+        """Logs why this rank has no snapshot of an iteration, each reason once a minute."""
         now = time.monotonic()
         if now - self._warned.get(reason, -_SILENCE) >= _SILENCE:
             self._warned = {other: at for other, at in self._warned.items() if now - at < _SILENCE} | {reason: now}
@@ -437,7 +434,9 @@ class Recorder:
             _log.warning(text, iteration, reason, committed)
 
     def _reconnect(self) -> None:
-        """The agent died: start another and hand it the slots that we hold too. On the snapshot thread, or instead of it."""
+        """Starts another agent in place of a dead one and hands it the slots that this worker holds. On the snapshot thread, or instead of
+        it.
+        """
         with self._slots_lock:
             if self.client.lost:
                 self._start_another()
@@ -466,7 +465,7 @@ class Recorder:
             self._courier.forget()
         if self._observation is not None:
             self._observation.introduce()
-        self._sign_of_life(self._at)  # what the training thread has said meanwhile went to the old one
+        self._sign_of_life(self._at)  # messages of the training thread meanwhile went to the old one
 
     @property
     def _committed(self) -> Version | None:
@@ -477,7 +476,7 @@ class Recorder:
 
 
 def _first_digest(session: Session) -> int | None:
-    """The first iteration that may be uploaded: from there on, ranks digest their replicated state."""
+    """The first iteration that may be uploaded: from it on, ranks digest their replicated state."""
     settings, start = session.spec.storage, session.plan.version.iteration if session.plan.version is not None else 0
     if settings is None:
         return None

@@ -26,19 +26,19 @@ class Stats:
     KEPT: ClassVar[int] = 1_000  # steps; a job makes millions
 
     def note_blocked(self, seconds: float) -> None:
-        """A step is over."""
+        """Counts a step that is over."""
         self.blocked.append(seconds)
         if len(self.blocked) >= 2 * self.KEPT:
             del self.blocked[: -self.KEPT]
 
     def note_commit(self, iteration: int, seconds: float, lag: int) -> None:
-        """A snapshot of this rank is committed."""
+        """Counts a committed snapshot of this rank."""
         self.commit_seconds[iteration], self.lag[iteration] = seconds, lag
         _forget_oldest(self.commit_seconds, self.KEPT)
         _forget_oldest(self.lag, self.KEPT)
 
     def note_travelled(self, message: Travelled) -> None:
-        """A replica of this rank's has arrived."""
+        """Counts a replica of this rank that has arrived."""
         self.traffic.setdefault(message.iteration, []).append(message)
         _forget_oldest(self.traffic, self.KEPT)
 

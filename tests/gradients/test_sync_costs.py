@@ -1,0 +1,167 @@
+"""The formulas give the numbers of the paper, and Auto does what they say."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import sync_case
+import torch
+from agent_kit import preload
+from test_sync_schemes import on_ranks
+
+from gemini_ft.sync import costs
+from gemini_ft.sync.auto import candidates
+from gemini_ft.sync.costs import FORMULAS, Link, Traffic
+from gemini_ft.sync.profiling import describe, overlap
+from gemini_ft.sync.schemes import SCHEMES, dimensions_table
+
+preload("sync_case")
+ELEMENTS = 10**9
+
+
+def spread(ranks: int, density: float, densification: dict[int, float], skew: float = 1.0) -> Traffic:
+    """Elements of float32, in units of M: one byte is 1 / M."""
+    densities = {count: density * gamma for count, gamma in densification.items()}
+    return Traffic(ranks, ELEMENTS, 4, densities, push_skew=skew, pull_skew=skew)
+
+
+def cost(scheme: str, traffic: Traffic) -> float:
+    return costs.seconds(scheme, traffic, Link(0.0, 1 / ELEMENTS))
+
+
+def independent(ranks: int) -> dict[int, float]:
+    """Densification where every rank's indices are drawn evenly, at low density: no overlap."""
+    return {1 << power: float(1 << power) for power in range(ranks.bit_length())}
+
+
+def test_every_scheme_has_a_formula() -> None:
+    assert set(FORMULAS) == set(SCHEMES)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 16, 128])
+def test_dense_and_agsparse(ranks: int) -> None:
+    traffic = spread(ranks, 0.01, {1: 1.0, ranks: 2.0})
+    assert cost("dense", traffic) == pytest.approx(2 * (ranks - 1) / ranks)
+    assert cost("agsparse", traffic) == pytest.approx(2 * (ranks - 1) * 0.01)
+
+
+def test_equation_1_and_2() -> None:
+    """Full overlap: log2(n) against less than 2; no overlap: hierarchical centralization wins by 1/n."""
+    for ranks in (4, 8, 16):
+        full = spread(ranks, 1e-4, dict.fromkeys(independent(ranks), 1.0))
+        assert cost("ssar-recursive-doubling", full) == pytest.approx(2e-4 * math.log2(ranks))
+        equation_1 = costs.balanced_parallelism_coo(full)[1] / ELEMENTS
+        assert equation_1 == pytest.approx(2e-4 * 2 * (ranks - 1) / ranks)
+        none = spread(ranks, 1e-4, independent(ranks))
+        assert cost("ssar-recursive-doubling", none) == pytest.approx(2e-4 * (ranks - 1))
+        assert costs.balanced_parallelism_coo(none)[1] / ELEMENTS == pytest.approx(2e-4 * (ranks - 1) * (1 + 1 / ranks))
+
+
+def test_parameter_servers_suffer_from_skew() -> None:
+    """Appendix B: 2 (n - 1) (d + d^n) s^n M / n. A part is never more than dense."""
+    traffic = spread(8, 0.005, {1: 1.0, 8: 4.0}, skew=5.0)
+    assert cost("sparse-ps", traffic) == pytest.approx(2 * 7 / 8 * (0.005 + 0.02) * 5)
+    assert cost("sparse-ps", spread(8, 0.1, {1: 1.0, 8: 4.0}, skew=6.0)) == pytest.approx(2 * 7 / 8)
+    push = 2 * 7 / 8 * 0.005 * 5
+    assert cost("ssar-split-allgather", traffic) == pytest.approx(push + 2 * 7 / 8 * 0.02)
+    assert cost("dsar-split-allgather", traffic) == pytest.approx(push + 7 / 8)
+
+
+def test_zen_saves_the_pulls_indices() -> None:
+    """(n - 1)/n (2 d + gamma d + 1/32); a bitmap for the push too from a density of 1/32 on."""
+    assert cost("zen", spread(16, 0.01, {1: 1.0, 16: 8.0})) == pytest.approx(15 / 16 * (0.02 + 0.08 + 1 / 32))
+    assert cost("zen", spread(16, 0.05, {1: 1.0, 16: 8.0})) == pytest.approx(15 / 16 * (0.05 + 0.4 + 2 / 32))
+
+
+def test_the_example_of_128_ranks() -> None:
+    """NMT at 128: balanced parallelism is 36 % below all-reduce where the sum's density is .615 (section 2.4)."""
+    traffic = spread(128, 0.0247, {1: 1.0, 128: 24.9})
+    assert costs.balanced_parallelism_coo(traffic)[1] / costs.dense(traffic)[1] == pytest.approx(0.64, abs=0.01)
+
+
+def test_lstm_rows() -> None:
+    """Row-sparse gradients, calibrated to the LSTM profile, 8 and 16 ranks: what a row's single index saves."""
+    row = {"unit": 1024, "nbytes": ELEMENTS}
+    densities = {1: 0.0113, 2: 0.0189, 4: 0.0312, 8: 0.0535, 16: 0.088}
+    at_8 = Traffic(8, densities=densities, **row)
+    at_16 = Traffic(16, densities=densities, push_skew=11.5, pull_skew=11.5, **row)
+    assert [round(cost(name, at_8), 2) for name in ("agsparse", "ssar-recursive-doubling", "zen")] == [0.08, 0.06, 0.06]
+    assert cost("dense", at_16) == pytest.approx(1.875)
+    assert cost("agsparse", at_16) == pytest.approx(0.17, abs=0.005)
+    assert cost("zen", at_16) == pytest.approx(0.094, abs=0.003)
+    assert cost("sparse-ps", at_16) > 0.9
+
+
+def test_worlds_that_are_no_power_of_two_send_twice_more() -> None:
+    traffic = spread(6, 0.01, {1: 1.0, 2: 1.5, 4: 2.0, 6: 2.5})
+    assert costs.ssar_recursive_doubling(traffic) == (4, pytest.approx(ELEMENTS * 0.02 * (1 + 1.5 + 1 + 2.5)))
+
+
+def test_latency_and_names() -> None:
+    traffic = spread(8, 0.01, {1: 1.0, 2: 1.5, 4: 2.0, 8: 3.0})
+    assert costs.seconds("dense", traffic, Link(1.0, 1e-30)) == pytest.approx(14)
+    assert costs.seconds("ssar-recursive-doubling", traffic, Link(1.0, 1e-30)) == pytest.approx(3)
+    with pytest.raises(ValueError, match="'ring': there are formulas for dense, agsparse"):
+        costs.seconds("ring", traffic, Link(0.0, 1.0))
+    with pytest.raises(ValueError, match="must be finite"):
+        Link(-1.0, 1.0)
+
+
+# -- the profile
+
+
+def test_a_gradient_described_by_hand() -> None:
+    sets = [torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 9]), torch.tensor([2, 15]), torch.tensor([3])]
+    traffic = describe(sets, 16, 512, 4)
+    assert traffic.densities == {1: 4 / 16, 2: 5 / 16, 4: 6 / 16}
+    assert (traffic.ranks, traffic.nbytes, traffic.unit, traffic.index, traffic.block) == (4, 16 * 2048, 2048, 4, 1024)
+    assert traffic.densification == 1.5
+    assert traffic.push_skew == 8 / 4  # the first of four parts is sent 4, 2, 1 and 1 units; were it even, the fullest rank would send 1
+    assert traffic.pull_skew == 4 * 4 / 6
+    assert (traffic.push_blocks, traffic.pull_blocks) == (1.0, 1.0)
+    assert overlap(sets[0], sets[1]) == 2 / 3
+
+
+def test_blocks_of_elements() -> None:
+    traffic = describe([torch.tensor([0, 255, 256]), torch.tensor([1023, 512])], 1024, 1, 4)
+    assert (traffic.push_blocks, traffic.pull_blocks) == (1.0, 1.0)
+    traffic = describe([torch.tensor([3]), torch.tensor([4])], 4096, 1, 4)
+    assert (traffic.push_blocks, traffic.pull_blocks) == (1 / 8, 1 / 8)
+
+
+def test_all_ranks_see_the_same_profile(tmp_path: Path) -> None:
+    first, *others = on_ranks(tmp_path, 3, sync_case.profile)
+    assert others == [first, first]
+    traffic, link = first
+    assert sorted(traffic.densities) == [1, 2, 3]
+    assert traffic.densities[1] < traffic.densities[2] < traffic.densities[3]
+    assert traffic.pull_skew > 1.5
+    assert 0 < link.alpha < 1
+    assert 0 < link.beta < 1e-3
+
+
+def test_auto_agrees_and_begins_anew_when_the_gradient_changes(tmp_path: Path) -> None:
+    first, *others = on_ranks(tmp_path, 3, sync_case.auto_plans)
+    assert others == [first, first]
+    found = next(number for number, chosen in enumerate(first) if chosen is not None)
+    before, after = first[found], first[-1]
+    assert found >= 4
+    assert {before, after} <= set(SCHEMES)
+    assert first[found : found + 5] == [before] * 4 + [None]  # the third call of another regime ends the plan
+    assert set(first[found + 5 : -1]) == {None}
+
+
+def test_latency_keeps_nobody_from_being_tried() -> None:
+    densities = {1: 0.0113, 2: 0.0189, 4: 0.0312, 8: 0.0535, 16: 0.088}
+    traffic = Traffic(16, ELEMENTS, 1024, densities, push_skew=11.5, pull_skew=11.5)
+    assert candidates(FORMULAS, traffic, Link(0.0, 1e-9)) == ["ssar-recursive-doubling", "zen"]
+    slow = Link(1.0, 1e-9)
+    assert costs.seconds("zen", traffic, slow) > 5 * costs.seconds("ssar-recursive-doubling", traffic, slow)
+    assert candidates(FORMULAS, traffic, slow) == ["ssar-recursive-doubling", "zen"]
+
+
+def test_the_page_has_the_table_of_dimensions() -> None:
+    page = Path(__file__).parents[2] / "docs" / "sync.md"
+    assert dimensions_table() in page.read_text(), "paste what gemini_ft.sync.schemes.dimensions_table() returns"

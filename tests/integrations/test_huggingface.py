@@ -1,0 +1,147 @@
+"""accelerate and transformers' Trainer under DeepSpeed: protected by the configuration alone, and exact with the callback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="needs deepspeed")
+pytest.importorskip("transformers", reason="needs transformers")
+pytest.importorskip("accelerate", reason="needs accelerate")
+
+CASE = Path(__file__).parents[1] / "kit" / "huggingface_case.py"
+FAULTS = "step=8:rank=1:sigkill; step=12:rank=0:sigkill:moment=in_copy"
+# Six steps in an epoch, the last of them with one batch; three epochs.
+TRAINER = {"kind": "trainer", "accumulate": 2, "arguments": {"save_strategy": "steps", "save_steps": 8}}
+
+pytestmark = [pytest.mark.timeout(300)]
+
+
+class Run:
+    """A job of two ranks, restarted until it is done."""
+
+    def __init__(self, folder: Path, run: dict[str, Any], *options: str, faults: str, **environ: str) -> None:
+        command = [sys.executable, "-m", "gemini_ft.cli.main", "run", *options, "--nproc-per-node=2", "--max-restarts=4", str(CASE)]
+        command.append(json.dumps(run | {"out": str(folder)}))
+        env = os.environ | {"OMP_NUM_THREADS": "1", "GEMINI_RUN_ID": folder.name, "GEMINI_LINGER": "300", "GEMINI_LOG_DIR": str(folder)}
+        env |= {"GEMINI_FAULTS": faults, "GEMINI_FAULTS_DIR": str(folder / "faults"), "DS_ACCELERATOR": "cpu", **environ}
+        with open(folder / "output", "w") as output:
+            done = subprocess.run(command, cwd=folder, env=env, stdout=output, stderr=output, timeout=200)
+        self.folder, self.output = folder, (folder / "output").read_text()
+        assert done.returncode == 0, self.output[-6000:]
+        lines = [[json.loads(line) for line in (folder / f"rank-{rank}").read_text().splitlines()] for rank in range(2)]
+        self.engines = [[(line["engine"], line["steps"]) for line in of if "engine" in line] for of in lines]  # of every attempt
+        self.ends = [[line for line in of if "end" in line] for of in lines]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(tmp_path_factory.mktemp("undisturbed"), TRAINER, faults=FAULTS)
+
+
+def test_without_the_section_nothing_happens(undisturbed: Run) -> None:
+    # DeepSpeed by itself sometimes ends in an abort, and torch's launcher begins anew.
+    assert {engine for of in undisturbed.engines for engine in of} == {("DeepSpeedEngine", 0)}
+    assert "[gemini" not in undisturbed.output
+
+
+def test_a_trainer_with_the_callback_ends_with_the_very_bits(undisturbed: Run, tmp_path: Path) -> None:
+    """Every loss, norm of gradients, learning rate, evaluation and weight, though it is killed in and between two epochs."""
+    run = Run(tmp_path, TRAINER | {"section": True, "callback": True}, faults=FAULTS)
+    first, killed, killed_in_copy = run.engines[0]
+    assert run.engines == [[first, killed, killed_in_copy]] * 2
+    assert (first[1], killed[1]) == (0, 7)
+    assert killed_in_copy[1] in (11, 12)  # whichever was complete
+    assert [len(ends) for ends in run.ends] == [1, 1]
+    for rank in range(2):
+        assert run.ends[rank][0] == undisturbed.ends[rank][-1]
+    assert run.ends[0][0]["end"] == 18
+
+
+@pytest.mark.soak
+def test_what_is_newer_than_a_checkpoint_wins(undisturbed: Run, tmp_path: Path) -> None:
+    """The first start follows ``resume_from_checkpoint``, as without gemini-ft; the restart goes on from memory."""
+    checkpoint = str(undisturbed.folder / "checkpoints" / "checkpoint-8")
+    run = Run(tmp_path, TRAINER | {"section": True, "callback": True, "checkpoint": checkpoint}, faults="step=12:rank=0:sigkill")
+    assert run.engines == [[("GeminiDeepSpeedEngine", steps) for steps in (8, 11)]] * 2
+    for rank in range(2):
+        end, expected = run.ends[rank][0], undisturbed.ends[rank][-1]
+        assert end["bits"] == expected["bits"]
+        assert end["history"][:-1] == expected["history"][:-1]  # the last entry is of what was trained after the checkpoint
+
+
+def test_a_loop_that_is_not_changed_goes_on_with_the_resumed_engine(tmp_path: Path) -> None:
+    """ZeRO 3 under accelerate, in workers that are started cold; the loop begins again: eleven steps more."""
+    run = Run(tmp_path, {"kind": "loop", "stage": 3, "section": True}, "--cold", faults="step=6:rank=1:sigkill", GEMINI_INTERVAL="1")
+    (first, again) = run.engines[0]
+    assert run.engines == [[first, again]] * 2
+    assert {engine for engine, _ in (first, again)} == {"GeminiDeepSpeedEngine"}
+    assert (first[1], again[1]) in ((0, 5), (0, 4))  # whichever was complete
+    assert [[end["end"] for end in ends] for ends in run.ends] == [[11 + again[1]]] * 2
+    assert run.ends[0][0]["bits"] == run.ends[1][0]["bits"]
+    told = f"THE LOOP HAS BEGUN AGAIN, and the engine was resumed at step {again[1]}: nothing has read engine.global_steps"
+    assert run.output.count(told) == run.output.count("Write `for step in range(engine.global_steps, N)`") == 1
+
+
+def test_a_trainer_on_ddp_ends_with_the_very_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Loss, evaluation, learning rate, order of the data, random numbers, state of the Trainer and weights."""
+    arguments = {"save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "cosine", "warmup_steps": 3}
+    case = {"kind": "trainer", "plain": True, "accumulate": 2, "arguments": arguments}
+    undisturbed = Run(tmp_path_factory.mktemp("plain"), case, faults="")
+    run = Run(tmp_path_factory.mktemp("killed"), case | {"callback": True}, faults="step=4:rank=1:sigkill; step=7:rank=0:sigkill")
+    assert [len(engines) for engines in run.engines] == [3, 3]
+    for rank in range(2):
+        assert run.ends[rank] == undisturbed.ends[rank]
+
+
+def test_a_loop_of_accelerate_ends_with_the_very_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
+    undisturbed = Run(tmp_path_factory.mktemp("plain"), {"kind": "loop on ddp"}, faults="")
+    run = Run(tmp_path_factory.mktemp("killed"), {"kind": "loop on ddp"}, faults="step=4:rank=1:sigkill; step=9:rank=0:sigkill")
+    assert run.output.count("resumed at iteration") == 2
+    assert undisturbed.ends[0][0]["processes"] == 2
+    assert run.ends == undisturbed.ends
+
+
+@pytest.mark.parametrize("callback", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["section alone", "callback"])
+def test_a_gradient_pipeline_needs_a_section_only(tmp_path: Path, callback: bool) -> None:
+    """In a script that is not changed; a callback sees to it where deepspeed is not wrapped."""
+    rules = [{"params": "*", "compress": {"method": "topk", "ratio": 0.1}}]
+    run = TRAINER | {"config": {"gradient_pipeline": rules}, "arguments": {"num_train_epochs": 1}, "callback": callback}
+    done = Run(tmp_path, run, faults="", **({"GEMINI_WRAP": "0"} if callback else {}))
+    assert "gradient_pipeline: rule 1 (params='*', sync=dense, compress=topk) keeps a memory of the whole gradients" in done.output
+    assert {engine for of in done.engines for engine in of} == {("DeepSpeedEngine", 0)}
+    assert done.ends[0][-1]["bits"] == done.ends[1][-1]["bits"]
+    assert done.ends[0][-1]["end"] == 6
+
+
+REFUSALS = """
+import warnings
+warnings.simplefilter("ignore")
+from transformers import Trainer
+from gemini_ft.errors import ConfigError
+from gemini_ft.huggingface import GeminiCallback
+
+try:
+    GeminiCallback(replcas=2)
+except ConfigError as error:
+    print(error)
+Trainer._run_epoch = lambda self, epoch: None
+try:
+    GeminiCallback()
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_what_the_callback_refuses(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", REFUSALS], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    option, other_version = done.stdout.splitlines()
+    assert "replcas" in option
+    assert "Trainer._run_epoch is missing or takes other arguments" in other_version

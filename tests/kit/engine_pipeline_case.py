@@ -1,0 +1,194 @@
+"""What the ranks of test_pipeline_deepspeed.py run: engines with gradient pipelines, many in one process."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+WORDS = 60
+BF16 = {"bf16": {"enabled": True}}
+BF16_OPTIMIZER = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+
+Rules = Sequence[Mapping[str, Any]] | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training; ``config`` and ``zero`` are merged into DeepSpeed's configuration.
+
+    Attributes:
+        through: who gives the engine its pipeline: our "initialize", "attach", or DeepSpeed's own initialize, as "wrapped" by `gemini run`.
+        stray: after the second step a backward pass is made that no step follows, and the pipeline's state from before it is loaded.
+    """
+
+    stage: int
+    rules: Rules = None
+    accumulate: int = 1
+    steps: int = 4
+    sparse: bool = False  # the embedding makes sparse tensors
+    idle: bool = False  # one rank does without the embedding
+    scale: float = 1.0  # of the loss, every other step
+    through: str = "initialize"
+    stray: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
+    zero: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Net(nn.Module):
+    """Few of the embedding's rows are used at a time."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, 8, sparse=sparse)
+        self.body = nn.Linear(8, 40)
+        self.last = nn.Linear(40, 1)
+
+    def forward(self, words: torch.Tensor, use_words: bool = True) -> torch.Tensor:
+        hidden = self.embed(words) if use_words else torch.ones(len(words), 8, dtype=self.last.weight.dtype)
+        out: torch.Tensor = self.last(torch.tanh(self.body(hidden)))
+        return out
+
+
+def configuration(case: Case) -> dict[str, Any]:
+    zero = {"stage": case.stage, "reduce_bucket_size": 300, "allgather_bucket_size": 100_000, "stage3_param_persistence_threshold": 64}
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": case.accumulate,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 0.0 if case.sparse else 1.0,
+        "zero_optimization": {**zero, **case.zero},
+        "zero_allow_untested_optimizer": True,
+        **case.config,
+    }
+    return config if case.rules is None else config | {"gradient_pipeline": [dict(rule) for rule in case.rules]}
+
+
+def start(case: Case) -> Any:
+    import deepspeed
+
+    import gemini_ft.deepspeed
+    from gemini_ft.launch import deepspeed_hook as wrapping
+
+    torch.manual_seed(0)
+    net = Net(case.sparse)
+    params = list(net.parameters())
+    optimizer = torch.optim.SGD(params, 0.05) if case.sparse else torch.optim.AdamW(params, 1e-2)
+    theirs = deepspeed.initialize
+    if case.through == "wrapped":
+        wrapping.install()
+    initialize = gemini_ft.deepspeed.initialize if case.through == "initialize" else deepspeed.initialize
+    engine, *_ = initialize(model=net, optimizer=optimizer, config=configuration(case))
+    deepspeed.initialize = theirs
+    return gemini_ft.deepspeed.attach(engine) if case.through == "attach" else engine
+
+
+def steps(case: Case, engine: Any, last: int) -> list[float]:
+    """Losses of this rank, of every micro-batch up to a step."""
+    rank, losses = dist.get_rank(), list[float]()
+    for step in range(engine.global_steps, last):
+        if case.scale != 1.0:
+            engine.optimizer.loss_scaler.cur_scale = case.scale if step % 2 else 1.0
+        for micro in range(case.accumulate):
+            words = torch.randint(0, 12, (8,), generator=torch.Generator().manual_seed(1000 * step + 10 * micro + rank))
+            out = engine(words, use_words=not (case.idle and rank == 1))
+            loss = (out.float().squeeze(1) - (words % 3)).square().mean()
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+    return losses
+
+
+def roll_back(engine: Any) -> None:
+    """A backward pass that no step follows, and back to where the gradient pipeline was before it."""
+    state = copy.deepcopy(engine.gradients.state_dict())
+    words = torch.randint(0, 12, (8,), generator=torch.Generator().manual_seed(dist.get_rank()))
+    engine.backward(engine(words).float().square().mean())
+    engine.gradients.load_state_dict(state)
+    engine.zero_grad()
+    if hasattr(engine.optimizer, "zero_grad"):
+        engine.optimizer.zero_grad()
+
+
+def end(engine: Any) -> None:
+    """Threads and hooks have gone before the next engine comes."""
+    engine.destroy()
+    gc.collect()
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Train to the end."""
+    from deepspeed_case import whole_weights
+
+    from gemini_ft.deepspeed.engine import bound_collectives
+    from gemini_ft.pipeline.route_table import time_limit
+
+    engine = start(case)
+    losses, limits = list[float](), list[float]()
+    if case.stray:
+        losses = steps(case, engine, 2)
+        roll_back(engine)
+        bound_collectives(engine, 77.0)
+        limits = [time_limit(group).total_seconds() for group in engine.gradients.groups]
+    losses += steps(case, engine, case.steps)
+    weights = {name: tensor.float().numpy() for name, tensor in whole_weights(engine).items()}
+    gradients = vars(engine).get("gradients")
+    found = {"losses": losses, "weights": weights, "summary": gradients.summary() if gradients else {}, "limits": limits}
+    if gradients:
+        found["step"] = gradients.averager.step
+        found["plan"] = gradients.averager.plan.fusion
+    end(engine)
+    found["threads"] = [thread.name for thread in threading.enumerate() if thread.name.startswith("gradients-")]
+    return found
+
+
+def every(cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
+    """`run` for each."""
+    import gemini_ft
+
+    gemini_ft.init_process_group("gloo")
+    start(Case(0)).destroy()
+    gc.collect()
+    gc.freeze()  # what is there from now on is looked through in milliseconds
+    return {name: run(case) for name, case in cases.items()}
+
+
+def refusals(cases: Mapping[str, Case]) -> dict[str, str]:
+    """What each is refused with, on one rank; empty: it is accepted."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    import gemini_ft
+    import gemini_ft.deepspeed
+
+    gemini_ft.init_process_group("gloo")
+    found = {}
+    for name, case in cases.items():
+        try:
+            if name == "pipeline":
+                net = PipelineModule(layers=[nn.Linear(8, 1)], num_stages=1, loss_fn=nn.functional.mse_loss)
+                optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+                gemini_ft.deepspeed.initialize(model=net, optimizer=optimizer, config=configuration(case))
+            elif name == "complex":
+                net = Net()
+                net.register_parameter("turn", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
+                gemini_ft.deepspeed.initialize(model=net, optimizer=torch.optim.SGD(net.parameters()), config=configuration(case))
+            elif name == "no optimizer":
+                engine, *_ = deepspeed.initialize(model=Net(), config=configuration(case))
+                gemini_ft.deepspeed.attach(engine)
+            else:
+                start(case)
+            found[name] = ""
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found

@@ -1,0 +1,191 @@
+"""What the ranks of test_huggingface.py run; never imported. No word of gemini-ft but the callback that a run asks for.
+
+Usage: huggingface_case.py '{"out": FOLDER, "kind": "trainer" | "loop", ...}'. Each rank writes FOLDER/rank-R: one JSON line
+when its engine is there, one at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+SAMPLES, LENGTH, VOCABULARY, BATCH = 22, 12, 48, 2
+
+
+class Texts(Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, samples: int) -> None:
+        self._ids = torch.randint(VOCABULARY, (samples, LENGTH), generator=torch.Generator().manual_seed(samples))
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self._ids[index], "labels": self._ids[index]}
+
+
+class ToldTexts(Texts):
+    """Other texts in each epoch, of which a loader tells it."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = (self._ids[index] + self.epoch) % VOCABULARY
+        return {"input_ids": ids, "labels": ids}
+
+
+def model() -> GPT2LMHeadModel:
+    torch.manual_seed(1)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))  # with dropout
+
+
+def configuration(run: dict[str, Any]) -> dict[str, Any]:
+    zero = {"stage": run.get("stage", 2), "reduce_bucket_size": 5000, "allgather_bucket_size": 100000}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": run.get("accumulate", 1),
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    if run.get("section"):
+        config["gemini"] = {"on_late": "wait"}
+    return config | run.get("config", {})
+
+
+class Diary:
+    def __init__(self, run: dict[str, Any]) -> None:
+        self._path = Path(run["out"]) / f"rank-{os.environ['RANK']}"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+
+    def note(self, **values: Any) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def engine(self, engine: Any) -> None:
+        steps = vars(engine).get("global_steps", 0)  # so that the engine does not take this for a script that follows it
+        self.note(engine=type(engine).__name__, steps=steps, restart=int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+
+
+def bits(model: Any) -> str:
+    found = hashlib.sha256()
+    for name, param in sorted(model.module.named_parameters()):
+        with gathered([param]):
+            found.update(name.encode() + param.detach().float().numpy().tobytes())
+    return found.hexdigest()
+
+
+def gathered(params: list[Any]) -> Any:
+    if "deepspeed" not in sys.modules:
+        return contextlib.nullcontext()
+    return sys.modules["deepspeed"].zero.GatheredParameters(params)
+
+
+def train(run: dict[str, Any], diary: Diary) -> None:
+    class Tell(TrainerCallback):
+        def on_train_begin(self, *_: Any, **named: Any) -> None:
+            diary.engine(trainer.model_wrapped)
+
+    callbacks: list[TrainerCallback] = [Tell()]
+    if run.get("callback"):
+        import gemini_ft.huggingface
+
+        callbacks.append(gemini_ft.huggingface.GeminiCallback())
+    arguments = TrainingArguments(
+        output_dir=f"{run['out']}/checkpoints",
+        **({"use_cpu": True, "ddp_backend": "gloo"} if run.get("plain") else {"deepspeed": configuration(run)}),
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=run.get("accumulate", 1),
+        max_grad_norm=1.0,
+        learning_rate=1e-2,
+        logging_steps=2,
+        eval_strategy="epoch",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **{"num_train_epochs": 3, "seed": 5, "save_strategy": "no"} | run.get("arguments", {}),
+    )
+
+    class Evaluating(Trainer):
+        """accelerate's own gathering of results fails on the CPU under DeepSpeed: each rank takes itself for the only one."""
+
+        def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+            metrics = {"eval_loss": torch.rand(()).item()}
+            self.log(metrics)
+            return metrics
+
+    texts = ToldTexts(SAMPLES)
+    kind = Trainer if run.get("plain") else Evaluating
+    trainer = kind(model=model(), args=arguments, train_dataset=texts, eval_dataset=Texts(4), callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=run.get("checkpoint"))
+    clock = ("runtime", "per_second")
+    history = [{key: value for key, value in entry.items() if not key.endswith(clock)} for entry in trainer.state.log_history]
+    diary.note(end=trainer.state.global_step, history=history, bits=bits(trainer.model_wrapped))
+
+
+def loop(run: dict[str, Any], diary: Diary) -> None:
+    """As plain as accelerate's own examples; it knows nothing of resuming."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from torch.utils.data import DataLoader
+
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=configuration(run)))
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    engine, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(Texts(SAMPLES), BATCH, shuffle=True))
+    diary.engine(engine)
+    diary.note(processes=accelerator.num_processes, index=accelerator.process_index)
+    for batch in loader:
+        accelerator.backward(engine(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    diary.note(end=engine.global_steps, bits=bits(engine))
+
+
+def loop_on_ddp(run: dict[str, Any], diary: Diary) -> None:
+    """As docs/huggingface.md has it."""
+    from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
+    from torch.utils.data import DataLoader
+
+    import gemini_ft
+
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    net = model()
+    data = DataLoader(ToldTexts(SAMPLES), BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
+    net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2), data)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 4, 0.5)
+    checkpointer = gemini_ft.Checkpointer(net, optimizer.optimizer, state={"scheduler": scheduler})
+    done = checkpointer.resume()
+    losses = checkpointer.scalars.get("losses", [])
+    for epoch in range(done // len(loader), 3):
+        loader.set_epoch(epoch)
+        skipped = done % len(loader) if epoch == done // len(loader) else 0
+        for batch in skip_first_batches(loader, skipped) if skipped else loader:
+            loss = net(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            losses = [*losses, [loss.item().hex(), scheduler.get_last_lr()[0].hex(), batch["input_ids"].sum().item()]]
+            checkpointer.step(losses=losses)
+    checkpointer.close()
+    diary.note(end=len(losses), losses=losses, bits=bits(net), drawn=torch.rand(()).item().hex(), processes=accelerator.num_processes)
+
+
+if __name__ == "__main__":
+    job = json.loads(sys.argv[1])
+    {"trainer": train, "loop": loop, "loop on ddp": loop_on_ddp}[job["kind"]](job, Diary(job))

@@ -1,0 +1,279 @@
+"""What the ranks of test_session_errors.py run: jobs that must be refused, or go on in a defined way."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from plain_case import start_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gemini_ft
+from gemini_ft.agent import lifecycle
+from gemini_ft.worker import rendezvous
+from gemini_ft.worker.snapshot import JobState
+
+
+class Recorded(logging.Handler):
+    """What the user is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        logging.getLogger("gemini_ft").addHandler(self)
+        logging.getLogger("gemini_ft").setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def loop(
+    steps: int,
+    width: int = 8,
+    state: tuple[str, ...] = (),
+    during: Hook | None = None,
+    drifted: bool = False,
+    pause: float = 0.0,
+    crash_at: int | None = None,
+    odd: bool = False,
+    close: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """``steps`` iterations from wherever the run is; what the ranks were told, and where they began."""
+    told = Recorded()
+    rank, world = start_ranks()
+    torch.manual_seed(0)
+    net: nn.Module = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 1))
+    model = DistributedDataParallel(net) if world > 1 else net
+    if drifted and rank == 1:
+        next(net.parameters()).data.add_(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedulers: dict[str, Any] = {name: torch.optim.lr_scheduler.StepLR(optimizer, 5) for name in state}
+    schedulers |= {"odd": Odd()} if odd else {}
+    options = {"on_late": "wait", "timeout": 10.0} | options
+    checkpointer = gemini_ft.Checkpointer(model, optimizer, state=schedulers, **options)
+    start = checkpointer.resume()
+    if crash_at is not None and start >= crash_at:
+        raise RuntimeError("the script crashes")
+    for iteration in range(start, start + steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        checkpointer.step(iteration=iteration)
+        if during is not None:
+            during(iteration, net, optimizer, checkpointer)
+        time.sleep(pause)
+    settle(checkpointer)
+    if close:
+        checkpointer.close()
+    stats = checkpointer.stats
+    return {
+        "start": start,
+        "told": told.texts,
+        "committed": stats.committed,
+        "scalars": dict(checkpointer.scalars),
+        "restored": stats.restored,
+        "memfds": memfds(),
+        "longest": max(stats.blocked),
+    }
+
+
+class Odd:
+    """State that only pickle can encode."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"how": {"deep": Odd()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert isinstance(state["how"]["deep"], Odd)
+
+
+def memfds() -> int:
+    """Distinct slots that this process keeps alive."""
+    found = set()
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "memfd:gemini:" in os.readlink(entry.path):
+                found.add(os.stat(entry.path).st_ino)
+    return len(found)
+
+
+def settle(checkpointer: gemini_ft.Checkpointer) -> None:
+    """Until the last snapshot is committed, or given up."""
+    recorder = checkpointer._recorder
+    assert recorder is not None
+    end = time.monotonic() + 20
+    while recorder._ended and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+Hook = Callable[[int, nn.Module, torch.optim.Optimizer, gemini_ft.Checkpointer], None]
+
+
+def agent_of(checkpointer: gemini_ft.Checkpointer) -> int:
+    recorder = checkpointer._recorder
+    assert recorder is not None
+    return recorder.client.welcome.pid
+
+
+def write_during_the_copy(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    """Hold the agent back, so that the snapshot of iteration 2 cannot begin; then write a parameter."""
+    if iteration == 1:
+        settle(checkpointer)
+        os.kill(agent_of(checkpointer), signal.SIGSTOP)
+    elif iteration == 2:
+        with torch.no_grad():
+            next(net.parameters()).add_(1)
+        os.kill(agent_of(checkpointer), signal.SIGCONT)
+
+
+def write_unseen(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    """Write a parameter in a way that its version counter does not show."""
+    if iteration == 2:
+        wait_for_copy(checkpointer)
+        next(net.parameters()).data.add_(1)
+
+
+def write_with_permission(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    with checkpointer.mutate(), torch.no_grad():
+        next(net.parameters()).mul_(0.5)
+
+
+def drift(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    """Rank 1 goes its own way after iteration 2."""
+    if iteration == 2 and os.environ["RANK"] == "1":
+        with checkpointer.mutate(), torch.no_grad():
+            next(net.parameters()).add_(1)
+
+
+def add_buffer(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    """A buffer that the script had not built, after iteration 2."""
+    if iteration == 2:
+        net.register_buffer("extra", torch.ones(1000))
+
+
+def add_parameters(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    """A new group of parameters after iteration 2."""
+    if iteration == 2:
+        extra = nn.Parameter(torch.ones(1000))
+        extra.grad = torch.ones(1000)
+        optimizer.add_param_group({"params": [extra], "lr": 0.1})
+
+
+def kill_the_agent(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    """That of one host, after iteration 2."""
+    if iteration == 2 and os.environ["RANK"] == os.environ["VICTIM"]:
+        settle(checkpointer)
+        os.kill(agent_of(checkpointer), signal.SIGKILL)
+
+
+def stop_the_agent(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    """That of one host hangs for 20 iterations."""
+    if os.environ["RANK"] == os.environ["VICTIM"]:
+        if iteration == 2:
+            settle(checkpointer)
+            os.kill(agent_of(checkpointer), signal.SIGSTOP)
+        elif iteration == 22:
+            os.kill(agent_of(checkpointer), signal.SIGCONT)
+
+
+def stop_the_agent_for_good(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    """That of one host hangs, and nobody wakes it up."""
+    if os.environ["RANK"] == os.environ["VICTIM"] and iteration == 2:
+        settle(checkpointer)
+        os.kill(agent_of(checkpointer), signal.SIGSTOP)
+
+
+def wait_for_copy(checkpointer: gemini_ft.Checkpointer) -> None:
+    """Until the snapshot thread has nothing to do."""
+    recorder = checkpointer._recorder
+    assert recorder is not None
+    end = time.monotonic() + 20
+    while (job := recorder._copying._job) is not None and job.state is not JobState.DONE and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def wait_for_upload(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    """Every upload is over before the next step, so that none is left out."""
+    settle(checkpointer)
+    recorder = checkpointer._recorder
+    assert recorder is not None
+    run, hosts = recorder.session.run, set(recorder.session.spec.hosts)
+    end = time.monotonic() + 20
+    leader = recorder.session.spec.leader
+    while not (_stream(run, leader)["storage"] or {"looked_through": True})["looked_through"] and time.monotonic() < end:
+        time.sleep(0.01)
+    while any((_stream(run, host)["storage"] or {}).get("uploading") for host in hosts) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def _stream(run: str, host: str) -> Any:
+    status = lifecycle.status(run, host)
+    assert status is not None
+    return json.loads(status)["streams"]["main"]
+
+
+def growth(numel: int, steps: int) -> dict[str, int]:
+    """By how many bytes, slots apart, the highest of a few steps with snapshots is above that of steps without; the agent's too."""
+    start_ranks()
+    net = nn.Linear(numel // 1000, 1000, bias=False)  # every rank for itself: gloo has temporaries of its own
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    inputs = torch.ones(1, numel // 1000)
+
+    def train(after: Callable[[], None]) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            net(inputs).sum().backward()
+            optimizer.step()
+            after()
+
+    def highest(pid: int, after: Callable[[], None]) -> int:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # forget the highest so far
+        train(after)
+        return memory_of(pid, "VmHWM")
+
+    train(lambda: None)
+    without = highest(os.getpid(), lambda: None)
+    checkpointer = gemini_ft.Checkpointer(net, optimizer, on_late="wait", chunk_bytes=2**20)
+    checkpointer.resume()
+    train(checkpointer.step)
+    agent = agent_of(checkpointer)
+    settled = memory_of(agent, "VmRSS")
+    with_snapshots = highest(os.getpid(), checkpointer.step) - memory_of(os.getpid(), "RssShmem")
+    return {
+        "worker": with_snapshots - without,
+        "agent": highest(agent, checkpointer.step) - settled,
+        "shard": checkpointer.stats.shard_bytes,
+    }
+
+
+def memory_of(pid: int, what: str) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{what}:"))
+
+
+def overheard() -> dict[str, Any]:
+    """Whether the run's secret was in anything that this rank told the others through the network."""
+    said: list[bytes] = []
+    tell = rendezvous._exchange_bytes
+
+    def listen(blob: bytes, timeout: float) -> list[bytes]:
+        said.append(blob)
+        return tell(blob, timeout)
+
+    rendezvous._exchange_bytes = listen
+    start_ranks()
+    model = nn.Linear(2, 2)
+    checkpointer = gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    checkpointer.resume()
+    secret = checkpointer._joined.session.secret
+    return {"said": len(said), "length": len(secret), "overheard": any(secret in blob for blob in said), "secret": secret}

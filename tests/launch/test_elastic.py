@@ -1,0 +1,240 @@
+"""Hosts come together again: the job's own first, spares when somebody is missing."""
+
+from __future__ import annotations
+
+import pickle
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_rendezvous
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout, _Action, _NodeDesc, _RendezvousState
+
+from gemini_ft.launch.spares import Host, PatientJoin, better_rendezvous, pause
+from gemini_ft.testing import EmulatedHosts
+
+HOSTS = [_NodeDesc(f"host{number}", 1, 0) for number in range(3)]
+SPARE = _NodeDesc("spare", 1, 0)
+PLAIN_LOOP = str(Path(__file__).parents[2] / "examples" / "plain_loop.py")
+
+
+class Scene:
+    """A host's view of a job of three hosts, on a clock of the test's own. By default it is a spare, and all is well."""
+
+    def __init__(self) -> None:
+        self.now, self.least = 0.0, 3
+        self.state = _RendezvousState()
+        self.state.complete, self.state.round = True, 1
+        self.state.participants = dict(zip(HOSTS, range(3), strict=True))
+        self.state.redundancy_list = {SPARE}
+        self.heard: timedelta = timedelta(0)  # since the last sign of life
+        self.host = Host(patience=1.5)
+        self.join = PatientJoin(torch_rendezvous._RendezvousJoinOp(), self.host, lambda: self.now)
+
+    def action(self, node: _NodeDesc = SPARE) -> _Action:
+        self.state.last_heartbeats[node] = datetime.now(UTC) - self.heard
+        timeout, interval = RendezvousTimeout(), timedelta(seconds=5)
+        settings = SimpleNamespace(run_id="r", min_nodes=self.least, max_nodes=3, keep_alive_interval=interval, timeout=timeout)
+        found: _Action = self.join(SimpleNamespace(node=node, state=self.state, settings=settings), 1e18)
+        return found
+
+    def open_round(self, *participants: _NodeDesc) -> None:
+        self.state.participants = dict.fromkeys(participants, 0)
+        self.state.complete = False
+        self.state.round += 1
+
+    def actions(self, seconds: int, node: _NodeDesc = SPARE) -> list[_Action]:
+        """What it does at every half second from now on."""
+        begin, found = self.now, []
+        for halves in range(2 * seconds):
+            self.now = begin + halves / 2
+            found.append(self.action(node))
+        return found
+
+
+def test_a_spare_waits_while_the_job_is_complete() -> None:
+    assert set(Scene().actions(100)) == {_Action.SYNC}
+
+
+def test_a_waiting_spare_shows_that_it_lives() -> None:
+    scene = Scene()
+    scene.heard = timedelta(seconds=6)
+    assert scene.action() is _Action.KEEP_ALIVE
+    scene.open_round()
+    assert scene.action() is _Action.KEEP_ALIVE
+
+
+def test_a_spare_leaves_an_open_round_to_the_others_first() -> None:
+    scene = Scene()
+    scene.open_round(HOSTS[1])
+    assert scene.actions(3) == [_Action.SYNC] * 3 + [_Action.REMOVE_FROM_REDUNDANCY_LIST] * 3
+
+
+def test_so_does_a_host_that_comes_while_the_job_restarts() -> None:
+    scene = Scene()
+    scene.state.redundancy_list.clear()
+    scene.open_round(HOSTS[1])
+    assert scene.actions(3) == [_Action.SYNC] * 3 + [_Action.ADD_TO_PARTICIPANTS] * 3
+
+
+def test_its_patience_starts_anew_with_every_round() -> None:
+    scene = Scene()
+    for _ in range(3):
+        scene.open_round()
+        assert scene.actions(1) == [_Action.SYNC] * 2
+
+
+def test_hosts_of_the_job_take_their_places_at_once() -> None:
+    scene = Scene()
+    assert scene.action(HOSTS[0]) is _Action.FINISH
+    scene.open_round()
+    assert scene.action(HOSTS[0]) is _Action.ADD_TO_PARTICIPANTS
+
+
+def test_at_a_first_start_nobody_waits() -> None:
+    scene = Scene()
+    scene.state.redundancy_list.clear()
+    scene.open_round()
+    scene.state.round = 0
+    assert scene.action() is _Action.ADD_TO_PARTICIPANTS
+
+
+def test_hosts_may_take_their_time_to_leave_a_round() -> None:
+    scene = Scene()
+    del scene.state.participants[HOSTS[0]]
+    assert set(scene.actions(9)) == {_Action.SYNC}
+
+
+def test_hosts_that_go_on_without_a_lost_one_are_called_together_in_the_end() -> None:
+    scene = Scene()
+    del scene.state.participants[HOSTS[0]]
+    assert scene.actions(11)[-1] is _Action.REMOVE_FROM_REDUNDANCY_LIST
+    scene.state.redundancy_list.clear()  # as torch does then
+    assert scene.action() is _Action.ADD_TO_WAIT_LIST
+
+
+def test_a_host_that_is_left_over_steps_back() -> None:
+    """Torch would take it for a new one and restart the job for it."""
+    scene = Scene()
+    scene.state.redundancy_list.clear()
+    scene.state.wait_list = {SPARE}
+    assert scene.action() is _Action.REMOVE_FROM_WAIT_LIST
+    scene.state.wait_list.clear()
+    assert scene.action() is _Action.ADD_TO_REDUNDANCY_LIST
+
+
+class TestFixedSize:
+    """A job of one to three hosts whose state is made for two."""
+
+    @pytest.fixture
+    def scene(self) -> Scene:
+        scene = Scene()
+        scene.least = 1
+        scene.state.redundancy_list.clear()
+        scene.state.participants = dict(zip(HOSTS[:2], range(2), strict=True))
+        scene.state.gemini_hosts = 2  # type: ignore[attr-defined]
+        return scene
+
+    def test_one_more_host_waits_as_a_spare(self, scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+        assert scene.action() is _Action.ADD_TO_REDUNDANCY_LIST
+        assert caplog.messages == ["the job's state is made for 2 hosts: this one waits as a spare"]
+
+    def test_one_more_host_that_was_quicker_than_the_state_steps_back(self, scene: Scene) -> None:
+        scene.state.wait_list = {SPARE}
+        assert scene.action() is _Action.REMOVE_FROM_WAIT_LIST
+        scene.open_round(*HOSTS[:2], SPARE)
+        assert scene.action() is _Action.REMOVE_FROM_PARTICIPANTS
+
+    def test_its_own_hosts_wait_for_nobody_else(self, scene: Scene) -> None:
+        """Torch's wait half a minute at every restart: somebody might come."""
+        scene.open_round(*HOSTS[:2])
+        assert scene.action(HOSTS[0]) is _Action.MARK_RENDEZVOUS_COMPLETE
+
+    def test_fewer_hosts_do_not_begin(self, scene: Scene) -> None:
+        scene.open_round(HOSTS[0])
+        assert set(scene.actions(60, HOSTS[0])) == {_Action.SYNC}
+
+    def test_a_spare_takes_the_place_of_a_lost_host(self, scene: Scene) -> None:
+        scene.state.redundancy_list = {SPARE}
+        scene.open_round(HOSTS[0])
+        assert scene.actions(3)[-1] is _Action.REMOVE_FROM_REDUNDANCY_LIST
+
+    def test_without_such_state_a_job_grows_as_ever(self, scene: Scene) -> None:
+        del scene.state.gemini_hosts  # type: ignore[attr-defined]
+        assert scene.action() is _Action.ADD_TO_WAIT_LIST
+
+
+def test_large_jobs_keep_torchs_pace() -> None:
+    assert pause(2) < 0.2
+    assert pause(1000) == 1.0
+
+
+NAMES = ("_RendezvousJoinOp", "_delay", "_BackendRendezvousStateHolder", "_should_keep_alive")
+
+
+def test_torch_waits_and_remembers_for_less_than_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[object] = []
+    monkeypatch.setattr(torch_rendezvous, "_delay", slept.append)
+    with better_rendezvous(3):
+        torch_rendezvous._delay(seconds=1)
+        torch_rendezvous._delay(seconds=(0, 0.3))
+        holder = torch_rendezvous._BackendRendezvousStateHolder(SimpleNamespace(name="none"), SimpleNamespace())
+    assert slept == [pause(3), (0, 0.3)]
+    assert holder._cache_duration < pause(3)
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_host_with_another_clock_lives_as_long_as_it_gives_signs_of_life(hours: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = HOSTS[:2]
+    state = _RendezvousState()
+    state.participants = {own: 0, other: 1}
+    now = [100.0]
+    monkeypatch.setattr("gemini_ft.launch.spares.time", SimpleNamespace(monotonic=lambda: now[0]))
+    interval = timedelta(seconds=1)
+    settings = SimpleNamespace(run_id="r", keep_alive_interval=interval, keep_alive_max_attempt=3, min_nodes=2)
+    backend = SimpleNamespace(name="none", get_state=lambda: (pickle.dumps(state), None))
+    with better_rendezvous(3):
+        holder = torch_rendezvous._BackendRendezvousStateHolder(backend, settings)
+        holder._cache_duration = 0
+        begin = datetime.now(UTC) + timedelta(hours=hours)
+        for seconds in range(10):
+            now[0] = 100.0 + seconds
+            said = begin + timedelta(seconds=min(seconds, 5))  # then it dies
+            state.last_heartbeats = {own: datetime.now(UTC), other: said}
+            holder.sync()
+            assert (other in holder.state.participants) == (seconds < 8)
+            assert holder.state.last_heartbeats.get(other, said) == said  # as the others must read it
+        state.last_heartbeats[own] = datetime.now(UTC) + timedelta(hours=hours)  # and this host's own clock was set
+        assert torch_rendezvous._should_keep_alive(SimpleNamespace(node=own, state=state, settings=settings))
+
+
+def test_torch_is_left_as_it_was() -> None:
+    before = [getattr(torch_rendezvous, name) for name in NAMES]
+    with better_rendezvous(3):
+        assert isinstance(torch_rendezvous._RendezvousJoinOp(), PatientJoin)
+    assert [getattr(torch_rendezvous, name) for name in NAMES] == before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_torch_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delattr(torch_rendezvous, name)
+    others = [getattr(torch_rendezvous, other) for other in NAMES if other != name]
+    with better_rendezvous(3):
+        assert not hasattr(torch_rendezvous, name)
+        assert [getattr(torch_rendezvous, other) for other in NAMES if other != name] == others
+    assert "spares may displace hosts" in caplog.text
+
+
+@pytest.mark.timeout(300)
+def test_a_spare_replaces_a_lost_host_and_never_a_living_one(tmp_path: Path) -> None:
+    faults = "step=20:rank=1:sigkill; step=40:rank=0:sigkill; step=60:host=1:kill; step=80:rank=1:sigkill"
+    env = {"GEMINI_FAULTS": faults, "GEMINI_ON_LATE": "wait"}
+    with EmulatedHosts(3, [PLAIN_LOOP, "--steps=100"], tmp_path, env=env) as hosts:
+        hosts.wait_for(lambda: hosts.events("joined"))
+        hosts.add()
+        hosts.finish(250)
+        worlds = [event["hosts"] for event in hosts.events("joined") if event["rank"] == 0]
+        iterations = [event["iteration"] for event in hosts.events("joined") if event["rank"] == 0]
+    assert worlds == [["host0", "host1", "host2"]] * 3 + [["host0", "host2", "host3"]] * 2
+    assert iterations in ([0, 19, 39, 59, 79], [0, 19, 39, 58, 79])  # the host may have died before its last commit

@@ -1,0 +1,123 @@
+"""``gemini run`` beside torchrun: a table of scripts, and every difference in the documented table."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from parity_kit import BEGIN, DIFFERENCES, END, LAUNCHERS, PAGE, Outcome, differences, run, table
+
+FOLDER = Path(__file__).parents[1] / "kit" / "parity"
+SAY = """
+import json, os, sys
+said = [os.environ["RANK"], 0, {"argv": sys.argv, "path": sys.path[0], "name": __name__}, {}]
+sys.stdout.write(json.dumps(said) + "\\n")
+"""
+
+
+def compared(tmp_path: Path, script: str, launcher: str, *arguments: str, workers: int) -> dict[str, object]:
+    """What is different from torchrun; both jobs run in a folder of the same name."""
+    outcomes: dict[str, Outcome] = {}
+    for each in ("torchrun", launcher):
+        folder = tmp_path / "job"
+        folder.mkdir()
+        shutil.copy(FOLDER / script, folder)
+        outcomes[each] = run(each, [*arguments, script, "--lr", "a b", ""], folder, workers)
+        folder.rename(tmp_path / each)
+    expected = outcomes["torchrun"]
+    assert expected.lines, expected.err
+    assert {outcome.status for outcome in outcomes.values()} == {0}, [outcome.err for outcome in outcomes.values()]
+    return dict(differences(expected, outcomes[launcher]))
+
+
+OURS = pytest.mark.parametrize("launcher", ["gemini run", pytest.param("gemini run --cold", marks=pytest.mark.soak)])
+
+
+@OURS
+def test_what_a_process_sees_of_itself(launcher: str, tmp_path: Path) -> None:
+    """In two ranks and two attempts; the differences are those of the table, no more and no less."""
+    differing = compared(tmp_path, "report.py", launcher, "--max-restarts", "1", workers=2)
+    documented = {name for name, (launchers, _) in DIFFERENCES.items() if launcher in launchers}
+    assert differing.keys() == documented, str({name: differing.get(name) for name in differing.keys() ^ documented})
+
+
+@pytest.mark.soak
+@OURS
+def test_what_scripts_do_with_further_processes(launcher: str, tmp_path: Path) -> None:
+    """Pools, executors and loaders of each start method, with classes of __main__."""
+    assert compared(tmp_path, "work.py", launcher, workers=1) == {}
+
+
+def test_the_documented_table_is_the_one_that_is_checked() -> None:
+    assert BEGIN + table() + END in PAGE.read_text(), "run: python tests/kit/parity_kit.py"
+
+
+@pytest.mark.parametrize(
+    "launcher", ["gemini run", *(pytest.param(name, marks=pytest.mark.soak) for name in ("torchrun", "gemini run --cold"))]
+)
+@pytest.mark.parametrize("through", ["-", *(pytest.param(name, marks=pytest.mark.soak) for name in ("/dev/stdin", "fifo"))])
+def test_a_script_through_a_pipe(through: str, launcher: str, tmp_path: Path) -> None:
+    """Two ranks run it under gemini run; under torchrun they would race for its text."""
+    workers, stdin = (1 if launcher == "torchrun" else 2), "" if through == "fifo" else SAY
+    writer = None
+    if through == "fifo":
+        os.mkfifo(tmp_path / "fifo")
+        (tmp_path / "text").write_text(SAY)
+        writer = subprocess.Popen(["cp", str(tmp_path / "text"), str(tmp_path / "fifo")])
+    outcome = run(launcher, [through, "--lr", "1"], tmp_path, workers, stdin)
+    assert outcome.status == 0, outcome.err
+    assert writer is None or writer.wait(30) == 0
+    path = {"-": "", "fifo": str(tmp_path)}.get(through, "")
+    for line in outcome.lines if through == "/dev/stdin" else ():
+        line[2]["path"] = ""  # as Python has it: a folder of this process in /proc
+    expected = {"argv": [through, "--lr", "1"], "path": path, "name": "__main__"}
+    assert outcome.lines == [[str(rank), 0, expected, {}] for rank in range(workers)]
+
+
+CASES = {
+    "exit 3": "import sys; sys.exit(3)",
+    "text at exit": "import sys; sys.exit('said at the end')",
+    "exception": "raise ValueError('the reason')",
+    "exception whose text fails": "class Odd(Exception):\n    def __str__(self): 1 / 0\nraise Odd",
+    "five megabytes of exception": "raise ValueError('x' * 5_000_000)",
+    "killed": "import os; os.kill(os.getpid(), 9)",
+    "os._exit": "import os; os._exit(0)",
+    "exit in a thread": "import sys, threading; threading.Thread(target=sys.exit, args=(3,)).start()",
+    "syntax": "this is not Python",
+    "warnings are errors": "import warnings; warnings.simplefilter('error'); import json",
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", CASES)
+def test_endings(case: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(CASES[case])
+    outcomes = {launcher: run(launcher, ["--max-restarts", "0", "script.py"], tmp_path) for launcher in LAUNCHERS}
+    assert len({outcome.status for outcome in outcomes.values()}) == 1
+    assert len({"exitcode  : " in outcome.err and outcome.err.split("exitcode  : ")[1].split()[0] for outcome in outcomes.values()}) == 1
+    for outcome in outcomes.values():
+        assert len(outcome.err) < 5_020_000  # not twice
+
+
+ODD = ["a b/ü'$x.py", "link.py", "-m module", "-m package", "-m cProfile -s calls script.py"]
+ENVIRONMENTS = [{"PYTHONDEVMODE": "1"}, {"PYTHONWARNINGS": "error::ResourceWarning"}, {"PYTHONHASHSEED": "7"}, {"PYTHONSAFEPATH": "1"}]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("odd", "environ"), [*((odd, {}) for odd in ODD), *(("script.py", environ) for environ in ENVIRONMENTS)])
+def test_odd_names_and_environments(odd: str, environ: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "a b").mkdir()
+    for path in ("script.py", "a b/ü'$x.py", "module.py", "package/__main__.py", "package/__init__.py"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("" if "__init__" in path else SAY)
+    (tmp_path / "link.py").symlink_to("a b/ü'$x.py")
+    arguments = odd.split() if odd.startswith("-m") else [odd]
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(tmp_path)]))
+    outcomes = {launcher: run(launcher, arguments, tmp_path, PYTHONPATH=path, **environ) for launcher in LAUNCHERS}
+    assert {outcome.status for outcome in outcomes.values()} == {0}, [outcome.err for outcome in outcomes.values()]
+    assert outcomes["gemini run"].lines == outcomes["gemini run --cold"].lines == outcomes["torchrun"].lines
+    assert len(outcomes["torchrun"].lines) == 1
+    assert "unclosed" not in outcomes["gemini run"].err

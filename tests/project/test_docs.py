@@ -1,0 +1,111 @@
+"""The pages say what is so: links, commands, variables and code in them exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import options_page
+import pytest
+
+from gemini_ft import errors
+from gemini_ft.cli.main import COMMANDS
+from gemini_ft.config import GeminiConfig, load_config, unknown_variables
+from gemini_ft.core.placement import place, survival_probability
+from gemini_ft.launch import endings
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def _blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def _anchors(page: Path) -> Iterator[str]:
+    for heading in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE):
+        yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pages
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        other = (page.parent / file).resolve() if file else page
+        assert other.exists(), target
+        assert not anchor or anchor in _anchors(other), target
+
+
+@pages
+def test_python_is_python(page: Path) -> None:
+    for block in _blocks(page, "python"):
+        ast.parse(block)
+
+
+@pages
+def test_variables_are_read_somewhere(page: Path) -> None:
+    options = {f"GEMINI_{name.upper()}" for name in GeminiConfig.model_fields}
+    source = "".join(file.read_text() for folder in ("gemini_ft", "benchmarks/gpu") for file in (ROOT / folder).rglob("*.py"))
+    for variable in set(re.findall(r"GEMINI_[A-Z_]*[A-Z]", page.read_text())):
+        assert variable.partition("__")[0] in options or f'"{variable}"' in source, variable
+
+
+@pages
+def test_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = re.findall(r"^make ([a-z-]+)", "\n".join(_blocks(page, "console")), re.MULTILINE)
+    named += re.findall(r"`make ([a-z-]+)`", page.read_text())
+    assert set(named) <= targets
+
+
+@pages
+def test_commands_exist(page: Path) -> None:
+    fenced = "".join(_blocks(page, r"\w+"))
+    assert set(re.findall(r"(?:^|bin/|[ \[])gemini,? ([a-z]+)", fenced, re.MULTILINE)) <= set(COMMANDS)
+
+
+def test_the_table_of_options_is_current() -> None:
+    assert (ROOT / "docs" / "options.md").read_text() == options_page.page(), "python tests/kit/options_page.py writes it anew"
+
+
+def test_every_variable_that_is_read_is_known() -> None:
+    """Any other is warned of, with the nearest name."""
+    source = "".join(file.read_text() for file in (ROOT / "gemini_ft").rglob("*.py"))
+    read = set(re.findall(r'"(GEMINI_[A-Z_]*[A-Z])"', source))
+    assert unknown_variables(dict.fromkeys(read, "")) == []
+
+
+def test_every_status_is_in_the_table() -> None:
+    """That of the launcher, and those of errors."""
+    stated = {value for value in vars(endings).values() if isinstance(value, int) and not isinstance(value, bool)}
+    stated |= {kind.exit_status for kind in vars(errors).values() if hasattr(kind, "exit_status")}
+    table = (ROOT / "docs" / "launcher.md").read_text()
+    assert {number for number in stated if not re.search(rf"^\| {number} \|", table, re.MULTILINE)} == set()
+
+
+def test_survival_table_of_the_failure_model() -> None:
+    """GEMINI, Corollary 1, gives bounds; the page has the exact values."""
+    hosts = [f"host{index:02}" for index in range(16)]
+    rows = re.findall(r"^\| (\d) \| ([\d.]+) % \| ([\d.]+) % \|$", (ROOT / "docs" / "failure_model.md").read_text(), re.MULTILINE)
+    assert [int(row[0]) for row in rows] == [1, 2, 3, 4]
+    for lost, *cells in rows:
+        for copies, cell in zip((2, 4), cells, strict=True):
+            assert float(cell) == round(100 * float(survival_probability(place(hosts, copies), int(lost))), 1)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").iterdir()), ids=lambda file: file.name)
+def test_configs_are_accepted(file: Path) -> None:
+    assert load_config(environ={"GEMINI_CONFIG": str(file)}) != GeminiConfig()
+
+
+@pytest.mark.parametrize("page", ["docs/walkthrough.md", "docs/design.md", "CONTRIBUTING.md"])
+def test_files_that_are_named_exist(page: str) -> None:
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", (ROOT / page).read_text()))
+    assert named
+    assert [name for name in sorted(named) if not any((ROOT / base / name).is_file() for base in ("", "gemini_ft"))] == []

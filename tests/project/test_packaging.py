@@ -1,0 +1,89 @@
+"""The checkout: what pyproject.toml says about the folders is what the folders are."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+import gemini_ft
+
+ROOT = Path(__file__).parents[2]
+BESIDE = ("compression", "sync")  # packages of gemini_ft that lie beside its folder
+
+
+@pytest.fixture(scope="module")
+def pyproject() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def _python_folders(top: Path) -> set[Path]:
+    return {file.parent.relative_to(ROOT) for file in top.rglob("*.py")}
+
+
+def test_packages_are_the_folders(pyproject: dict[str, Any]) -> None:
+    folders = {".".join(folder.parts) for folder in _python_folders(ROOT / "gemini_ft")}
+    assert pyproject["tool"]["setuptools"]["packages"] == sorted(folders | {f"gemini_ft.{name}" for name in BESIDE})
+
+
+def test_package_dir_maps_what_lies_beside(pyproject: dict[str, Any]) -> None:
+    mapping = {"gemini_ft": "gemini_ft"} | {f"gemini_ft.{name}": name for name in BESIDE}
+    assert pyproject["tool"]["setuptools"]["package-dir"] == mapping
+
+
+@pytest.mark.parametrize("folder", sorted(_python_folders(ROOT / "gemini_ft")), ids=str)
+def test_folders_of_gemini_ft_are_packages(folder: Path) -> None:
+    assert (ROOT / folder / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_folders_beside_are_not(name: str) -> None:
+    """With an ``__init__.py``, ``compression/`` would hide the standard library's from Python 3.14 on."""
+    assert _python_folders(ROOT / name) == {Path(name)}, "subfolders are not in the packages list"
+    assert not (ROOT / name / "__init__.py").exists()
+    assert not (ROOT / "tests" / name).exists(), "pytest would put tests/ on sys.path and the bare name would resolve"
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_siblings_are_imported_relatively(name: str) -> None:
+    for file in (ROOT / name).glob("*.py"):
+        assert not re.search(rf"^\s*(from|import) (gemini_ft\.)?{name}\b", file.read_text(), re.MULTILINE), file
+
+
+def test_version_is_said_once(pyproject: dict[str, Any]) -> None:
+    assert pyproject["project"]["version"] == gemini_ft.__version__ == metadata.version("gemini-ft")
+
+
+def test_constraints_pin_every_dependency(pyproject: dict[str, Any]) -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    assert all("==" in line for line in lines)
+    pinned = {_normal(line.split("==")[0]): line.split("==")[1] for line in lines}
+    optional = pyproject["project"]["optional-dependencies"]
+    for text in [*pyproject["project"]["dependencies"], *optional["lightning"], *optional["s3"], *optional["dev"], *optional["docs"]]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(pinned[_normal(requirement.name)]), text
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_map_in_the_design_is_the_tree() -> None:
+    """A folder, and below it the names of its modules, each said once."""
+    page = (ROOT / "docs" / "design.md").read_text()
+    lines = page.split("```\ngemini_ft/\n")[1].split("sync/ compression/")[0].splitlines()
+    told: dict[str, list[str]] = {"": []}
+    for line in lines:
+        if not line.startswith(" " * 24):
+            name = line.split()[0]
+            told |= {name: []} if name.endswith("/") else {"": [*told[""], name.removesuffix(".py")]}
+        else:
+            told[list(told)[-1]] += line.split()
+    tree = {"": ROOT / "gemini_ft"} | {f"{folder.name}/": folder for folder in (ROOT / "gemini_ft").iterdir() if folder.is_dir()}
+    there = {name: sorted(file.stem for file in folder.glob("*.py") if file.stem != "__init__") for name, folder in tree.items()}
+    assert {name: sorted(modules) for name, modules in told.items()} == {name: modules for name, modules in there.items() if modules}

@@ -1,0 +1,289 @@
+"""The waits between host and device, and between streams, against a fake accelerator; and each of them, removed on purpose, is missed.
+
+Every scenario says how the real code is used and what must be seen, whatever the order in which the device does its work.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from agent_kit import eventually
+from capture_kit import slot_of
+from fake_accelerator import DEVICE, FakeAccelerator, installed
+
+import gemini_ft
+from gemini_ft.config import TrafficConfig
+from gemini_ft.core.layout import TensorSpec, build_layout
+from gemini_ft.core.roots import checksum
+from gemini_ft.errors import AgentError
+from gemini_ft.state.copy_plan import CopyPlan, Slot
+from gemini_ft.state.tensors import Source
+from gemini_ft.wire.messages import Chunk
+from gemini_ft.wire.worker_messages import Collect, Copied, Dispatch, GiveUp
+
+SEEDS = range(12)
+COUNT, CHUNK = 256, 256  # elements, and bytes of a chunk: four of them
+PIECE = 4096  # bytes that travel at a time; the smallest there are
+
+Scenario = Callable[[Any, FakeAccelerator], None]
+
+
+def _plan(fake: FakeAccelerator) -> tuple[torch.Tensor, CopyPlan, Any]:
+    weights = fake.tensor(torch.zeros(COUNT))
+    source = Source(TensorSpec("weights", "float32", (COUNT,), (0,)), weights, False)
+    layout = build_layout([source.spec], 0, 1)
+    return weights, CopyPlan([source], layout, CHUNK), layout
+
+
+def snapshot(module: Any, fake: FakeAccelerator) -> None:
+    """The snapshot has the values of its own step, although the next update is queued while the copy is; nothing is published early."""
+    weights, plan, layout = _plan(fake)
+    told: list[Any] = []
+    with slot_of(layout) as slot:
+        snapshotter = module.Snapshotter(
+            0, lambda job: "", told.append, lambda: False, lambda: None, lambda *_: None, verify=False, waits=True, timeout=60.0
+        )
+        snapshotter.plan, snapshotter.slots = plan, {0: slot}
+        with fake.held():
+            weights.fill_(1.0)
+            snapshotter.submit(module.Job(1, b"", None, plan.marks(), ready=fake.current_stream().record_event()))
+            snapshotter.granted(1, 0)
+            snapshotter.before_update()
+            weights.fill_(2.0)
+        snapshotter.settle()
+        snapshotter.slots = {}
+        snapshotter.stop()
+        fake.synchronize()
+        assert not [message for message in told if isinstance(message, GiveUp)]
+        expected = torch.ones(COUNT).view(torch.uint8)
+        chunks = [message for message in told if isinstance(message, Chunk)]
+        assert [each.digest for each in chunks] == [checksum(memoryview(part.numpy())) for part in expected.split(CHUNK)]
+        assert isinstance(told[-1], Copied)
+        assert torch.equal(slot.tensor, expected)
+    assert weights.cpu().tolist() == [2.0] * COUNT
+
+
+def agent_dies(module: Any, fake: FakeAccelerator) -> None:
+    """Slots go when another agent comes: not while copies into them are in the queue."""
+    weights, plan, layout = _plan(fake)
+    at_recovery: list[bool] = []
+
+    def tell(message: Any) -> None:
+        if isinstance(message, Chunk):
+            raise AgentError("the agent ended")
+
+    with slot_of(layout) as slot:
+        snapshotter = module.Snapshotter(
+            0,
+            lambda job: "",
+            tell,
+            lambda: False,
+            lambda: at_recovery.append(all(stream.query() for stream in fake.streams[1:])),
+            lambda *_: None,
+            verify=False,
+            waits=True,
+            timeout=60.0,
+        )
+        snapshotter.plan, snapshotter.slots = plan, {0: slot}
+        weights.fill_(1.0)
+        snapshotter.submit(module.Job(1, b"", None, plan.marks(), ready=fake.current_stream().record_event()))
+        snapshotter.granted(1, 0)
+        eventually(lambda: bool(at_recovery))
+        snapshotter.slots = {}
+        snapshotter.stop()
+        fake.synchronize()
+    assert at_recovery == [True]
+
+
+def lanes(module: Any, fake: FakeAccelerator) -> None:
+    """Gradients that the backward pass has queued are averaged, and what reads the averages comes after them."""
+    gradient, taken = fake.tensor(torch.zeros(COUNT)), {}
+
+    def work() -> Any:
+        sent = gradient * 2
+        answer = yield module.Call(lambda: sent + 1, sent.nbytes)
+        return {"weight": answer * 10}
+
+    both = module.Lanes(DEVICE, lambda error, _: error)
+    job = module.Job(work(), True, taken.update)
+    with fake.held():
+        gradient.fill_(3.0)
+        both.submit(job)
+        both.wait(job, lambda: None)
+        total = fake.tensor(torch.zeros(COUNT)).add_(taken["weight"])
+    both.close()
+    assert total.cpu().tolist() == [70.0] * COUNT
+
+
+def turns(module: Any, fake: FakeAccelerator) -> None:
+    """What was put in the background comes after what its caller's stream has queued, and is there when its future is."""
+    line, stream = module._Line(), fake.Stream()
+    tensor = fake.tensor(torch.zeros(COUNT))
+    with fake.stream(stream):
+        tensor.fill_(3.0)
+        result = line.later(lambda: tensor * 2).wait()
+    line.end()
+    assert result.elem.tolist() == [6.0] * COUNT
+
+
+def measuring(module: Any, fake: FakeAccelerator) -> None:
+    """A time is taken when all that was queued is done."""
+    tensor = fake.tensor(torch.zeros(COUNT)).fill_(3.0)
+    module._now(DEVICE)
+    assert tensor.elem.tolist() == [3.0] * COUNT
+
+
+class _Wire:
+    """Stands for `torch.distributed` on NCCL: transfers on a stream of their own, which a finished `wait` orders and does not await."""
+
+    def __init__(self, fake: FakeAccelerator) -> None:
+        self._fake, self._stream = fake, fake.Stream()
+        self.sent: list[torch.Tensor] = []
+        self.coming = torch.arange(PIECE).to(torch.uint8)
+
+    def get_backend(self) -> str:
+        return "nccl"
+
+    def get_rank(self) -> int:
+        return 0
+
+    def new_group(self, **_: Any) -> None:
+        return None
+
+    def isend(self, piece: Any, *_: Any) -> Any:
+        return self._begin(lambda: self.sent.append(piece.elem.clone()))
+
+    def irecv(self, place: Any, *_: Any) -> Any:
+        return self._begin(lambda: place.elem.copy_(self.coming))
+
+    def _begin(self, transfer: Callable[[], Any]) -> Any:
+        self._stream.wait_stream(self._fake.current_stream())
+        self._stream.put(transfer)
+        return types.SimpleNamespace(wait=lambda *_: self._fake.current_stream().wait_stream(self._stream))
+
+
+def courier(module: Any, fake: FakeAccelerator) -> None:
+    """A slot is free again when the agent hears that its piece has gone; a replica is whole when the agent hears that it came."""
+    wire, told = _Wire(fake), []
+    fd = os.memfd_create("replica")
+    os.ftruncate(fd, PIECE)
+    slot = Slot(os.dup(fd), 0, PIECE, None)
+    traffic = TrafficConfig.model_validate({"transport": "collective", "buffer_bytes": 4 * PIECE, "sub_buffers": 4})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "dist", wire)
+        patch.setattr(torch, "empty", lambda size, dtype, device: fake.tensor(torch.zeros(size, dtype=dtype)))
+        carrying = module.Courier(traffic, 10.0, told.append, lambda: {0: slot}, lambda: {"replica": fd})
+    slot.tensor.fill_(7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "dist", wire)
+        carrying.dispatch(Dispatch(tag=1, target=1, slot=0, offset=0, nbytes=PIECE))
+        eventually(lambda: len(told) == 1)
+        slot.tensor.fill_(9)
+        fake.synchronize()
+        assert not told[0].error
+        assert [part.tolist() for part in wire.sent] == [[7] * PIECE]
+        carrying.collect(Collect(tag=2, source=1, key="replica", position=0, nbytes=PIECE))
+        eventually(lambda: len(told) == 2)
+        assert slot.tensor.tolist() == wire.coming.tolist()
+    carrying.close()
+    assert not told[1].error
+    slot.close()
+    os.close(fd)
+
+
+SCENARIOS: dict[str, tuple[str, Scenario]] = {
+    "snapshot": ("gemini_ft.worker.snapshot", snapshot),
+    "agent dies": ("gemini_ft.worker.snapshot", agent_dies),
+    "lanes": ("gemini_ft.pipeline.lanes", lanes),
+    "turns": ("gemini_ft.sync.turns", turns),
+    "measuring": ("gemini_ft.pipeline.measuring", measuring),
+    "courier": ("gemini_ft.worker.courier", courier),
+}
+
+# A wait, as the source has it, what stands in its place in the mutant, and the scenario that must fail.
+_WAIT = re.compile(r"\.(?:wait_event|wait_stream|synchronize|record_event)\(")
+_STREAM_OF_PLAN = "accelerator.module_of(self.plan.device).current_stream(self.plan.device)"
+WAITS = [
+    ("snapshot", f"{_STREAM_OF_PLAN}.wait_event(job.copied)", "pass"),
+    (
+        "snapshot",
+        "            if job.copied is not None:\n                self._judge(job)\n",
+        "",
+    ),  # no wait, but asked when the wait is queued
+    ("snapshot", "self._stream.wait_event(job.ready)", "pass"),
+    ("snapshot", "events[number].synchronize()", "pass"),
+    ("snapshot", "events.append(self._stream.record_event())", "events.append(module.Event())"),
+    ("agent dies", "self._stream.synchronize()", "pass"),
+    ("lanes", "self._module.current_stream(self._device).record_event()", "self._module.Event()"),
+    ("lanes", "self._stream.wait_event(job.ready)", "pass"),
+    ("lanes", "self._stream.record_event()", "self._module.Event()"),
+    ("lanes", "self._module.current_stream(self._device).wait_event(job.finished)", "pass"),
+    ("turns", "stream.synchronize()", "pass"),
+    ("turns", "with module.stream(stream):", "if True:"),
+    ("measuring", "module.synchronize(device)", "pass"),
+    ("courier", "module.current_stream(self._device).synchronize()", "pass"),
+]
+
+
+def _module(name: str, wait: str = "", instead: str = "") -> Any:
+    """A module of the package, or a mutant of it that lacks one wait."""
+    real = importlib.import_module(name)
+    if not wait:
+        return real
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).read_text()
+    assert source.count(wait) == 1
+    mutant = types.ModuleType(name)
+    exec(compile(source.replace(wait, instead), spec.origin, "exec"), mutant.__dict__)
+    return mutant
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_whatever_the_order_of_the_device(name: str) -> None:
+    module, scenario = SCENARIOS[name]
+    for seed in SEEDS:
+        with installed(seed) as fake:
+            scenario(_module(module), fake)
+
+
+@pytest.mark.parametrize(("name", "wait", "instead"), WAITS, ids=[f"{name}: {wait.strip()}" for name, wait, _ in WAITS])
+def test_a_wait_that_is_missing_is_found(name: str, wait: str, instead: str) -> None:
+    module, scenario = SCENARIOS[name]
+    mutant = _module(module, wait, instead)
+    for seed in SEEDS:
+        with installed(seed) as fake:
+            try:
+                scenario(mutant, fake)
+            except (AssertionError, ValueError):
+                return
+    pytest.fail(f"without {wait} everything goes on as before: nothing needs it, or the fake accelerator is too kind")
+
+
+def test_every_wait_of_the_package_is_among_them() -> None:
+    """But for the recorder's event, which `tests/state/test_gpu.py` needs a whole job for; `synchronize` of gradients is another thing."""
+    found: dict[str, int] = {}
+    roots = [Path(path) for path in gemini_ft.__path__]
+    files = [
+        *roots[0].rglob("*.py"),
+        *(file for root in roots[1:] for folder in ("sync", "compression") for file in (root / folder).glob("*.py")),
+    ]
+    for file in files:
+        waits = _WAIT.findall(file.read_text())
+        if waits and file.name not in ("recorder.py", "synchronizer.py"):
+            found[file.stem] = len(waits)
+    told: dict[str, int] = {}
+    for name, wait, _ in WAITS:
+        if _WAIT.search(wait):
+            stem = SCENARIOS[name][0].rpartition(".")[2]
+            told[stem] = told.get(stem, 0) + 1
+    assert told == found
