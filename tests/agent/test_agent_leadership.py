@@ -12,8 +12,8 @@ from gemini_ft.core.effects import Completed
 from gemini_ft.core.ledger import Cadence, Commit, Ledger, Thaw
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError, StorageError
-from gemini_ft.wire.messages import Notice
-from gemini_ft.wire.peer_messages import AllFinished, PeerMessage, Rejoin, ReportFinished, ReportUploaded
+from gemini_ft.wire.messages import Notice, pack
+from gemini_ft.wire.peer_messages import AllFinished, PeerMessage, Rejoin, ReportFinished, ReportUploaded, peers
 from gemini_ft.wire.worker_messages import GetInventory
 
 INCARNATION = Incarnation(1, "a")
@@ -164,6 +164,24 @@ def test_an_agent_that_was_restarted_during_an_upload_ends_it() -> None:
         complete(leader, 2)
         leader.take(Rejoin(committed=version(2), uploading=None))
         assert await stream.until(Thaw) == Thaw(version=version(2), error="an agent was restarted during the upload")
+        leader.close()
+
+    asyncio.run(work())
+
+
+def test_a_commit_of_the_incarnation_before_is_repeated_as_one_of_that() -> None:
+    """A leader that lost its memory hears of the resumed version from a member. Taken for one of the present incarnation it would be
+    newer than the resumed one, whose copies could then be overwritten."""
+
+    async def work() -> None:
+        stream = Stream()
+        leader = new_leader(stream)
+        before = Version(Incarnation(INCARNATION.number - 1, "z"), 3)
+        leader.take(Rejoin(committed=before, uploading=None, roots={0: "r", 1: "r"}))
+        [commit] = stream.heard
+        arrived = peers.unpack(pack(commit)[4:])
+        assert isinstance(arrived, Commit)
+        assert (arrived.version, arrived.roots) == (before, {0: "r", 1: "r"})
         leader.close()
 
     asyncio.run(work())

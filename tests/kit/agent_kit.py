@@ -502,13 +502,13 @@ class Proxy:
 
     async def _end(self) -> None:
         self._listener.close()
-        for side in self._sides:
-            if side.connection is not None:
-                side.connection.abort("the end")
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:  # a connection may be accepted while others end
+            for side in self._sides:
+                if side.connection is not None:
+                    side.connection.abort("the end")
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
         for _ in range(3):
             await asyncio.sleep(0)  # connections hear that they are closed
 
