@@ -1,4 +1,4 @@
-"""The names of this host and of this machine. Standard library only."""
+"""The names of this host and of this machine, and the beginnings of its processes. Standard library only."""
 
 from __future__ import annotations
 
@@ -18,3 +18,12 @@ def machine_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return "unknown-machine"
+
+
+def began(pid: int) -> int | None:
+    """When a process began, in the kernel's clock ticks since boot; None: there is none, or it is dead and only waits to be collected."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -227,7 +227,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
 
 
 class _Protection:
-    """What the callback needs of the training's protection where no engine has one.
+    """The protection of a training that no DeepSpeed engine protects.
 
     Attributes:
         checkpointer: records and resumes.
@@ -259,7 +259,7 @@ class _Protection:
         set_rng_state(found.extras["rng"])
 
     def save(self) -> None:
-        """Take a snapshot, if there was a step since the last one and the interval says so."""
+        """Takes a snapshot if there was a step since the last one and the interval says so."""
         before, self._steps = self._steps, max(self._steps, self._trainer.state.global_step)
         if self.checkpointer.due(before, self._steps):
             extras = {

@@ -44,7 +44,7 @@ class Trial:
 
     @classmethod
     def of(cls, ways: int) -> Trial:
-        """Makes a trial of ``count`` ways."""
+        """Makes a trial of ways 0 to ``ways`` - 1."""
         return cls(list(range(ways)), [[] for _ in range(ways)])
 
     @property

@@ -35,7 +35,7 @@ def _gradients(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _averages(device: torch.device) -> list[torch.Tensor]:
-    """What a pipeline of both kinds of rules makes of this rank's gradients."""
+    """The averages that a pipeline with both kinds of rules makes of the ranks' gradients."""
     model = nn.Sequential(nn.Embedding(4096, 8), nn.Linear(64, 8, bias=False)).to(device)
     synchronizer = GradientSynchronizer(model, RULES)
     for parameter, gradient in zip(model.parameters(), _gradients(dist.get_rank()), strict=True):

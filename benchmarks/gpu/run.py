@@ -121,7 +121,7 @@ def _is_missing(package: str) -> bool:
 
 
 def _describe(environment: dict[str, str]) -> tuple[str, bool]:
-    """Whose report it is: device, versions, date; and whether there is a device."""
+    """The head of the report (device, date, versions), and whether there is a device."""
     ask = "import torch; d = torch.accelerator.is_available(); print(torch.get_device_module().get_device_name() if d else '')"
     name = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, check=True).stdout.strip()
     versions = [f"{package} {importlib.metadata.version(package)}" for package in PACKAGES if not _is_missing(package)]
@@ -131,7 +131,7 @@ def _describe(environment: dict[str, str]) -> tuple[str, bool]:
 
 
 def _run(result: Result, left: float, environment: dict[str, str], log: Path) -> None:
-    """Run one part in a session of its own, and end all of that when its time is up."""
+    """Runs one part in its own session, and ends all of that when its time is up."""
     if FAKE and result.part.needs_device:
         result.verdict = "left out (fake)"
         return

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from datetime import datetime
-from pathlib import Path
 
 from gemini_ft.errors import RunAliveError
+from gemini_ft.hosts import began
 from gemini_ft.wire.worker_messages import Launch
 
 PARTING_SECONDS = 3.0  # for processes that have been killed to end; until then they count as alive
-
-
-def began(pid: int) -> int | None:
-    """When a process began, in the kernel's clock ticks since boot; None: there is none, or it is dead and only waits to be collected."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 class Launches:

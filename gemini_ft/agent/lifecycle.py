@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from gemini_ft.errors import AgentError, AgentTimeoutError
+from gemini_ft.errors import AgentError, AgentTimeoutError, GeminiError
 from gemini_ft.hosts import host_id
 from gemini_ft.wire.frames import frame_length
 from gemini_ft.wire.messages import kind_of, pack
-from gemini_ft.wire.private import check_listener, open_log, runtime_folder
+from gemini_ft.wire.private import check_listener, newest_first, open_log, runtime_folder
 from gemini_ft.wire.worker_messages import GetStatus, Leave, Left, Status, ToAgent, ToWorker, to_worker
 
 _log = logging.getLogger("gemini_ft")
@@ -48,19 +48,14 @@ def log_path(run: str, host: str) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     else:
         folder = runtime_folder()
-        _remove_old_logs(folder)
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in f"{run}-{host}")
     return folder / f"agent-{safe}.log"
 
 
 def _remove_old_logs(folder: Path) -> None:
     """Keeps the newest, and those that have been written to in the last day."""
-    times: dict[Path, float] = {}
-    for path in folder.glob("agent-*.log"):
-        with contextlib.suppress(OSError):
-            times[path] = path.stat().st_mtime
-    for path in sorted(times, key=times.__getitem__, reverse=True)[_LOGS:]:
-        if times[path] < time.time() - _LOG_SECONDS:
+    for written, path in newest_first(folder.glob("agent-*.log"))[_LOGS:]:
+        if written < time.time() - _LOG_SECONDS:
             path.unlink(missing_ok=True)
 
 
@@ -129,7 +124,10 @@ def spawn(run: str, host: str, fds: Sequence[int] = (), arguments: Sequence[str]
 def _open_log(run: str, host: str) -> IO[bytes]:
     """The open log of an agent; a null file if the disk is full, as without an agent there would be no snapshots either."""
     try:
-        return open(open_log(log_path(run, host)), "ab")
+        path = log_path(run, host)
+        if not os.environ.get("GEMINI_LOG_DIR"):  # a folder that the user has chosen is the user's to clear
+            _remove_old_logs(path.parent)
+        return open(open_log(path), "ab")
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -207,6 +205,16 @@ def addresses() -> list[bytes]:
     """The addresses at which agents of this user listen on this machine, whatever their runs."""
     mark = rb" @(gemini-ft-%d-[0-9a-f]{24})$" % os.getuid()  # other users choose other names, of any bytes
     return sorted({b"\0" + name for name in re.findall(mark, Path("/proc/net/unix").read_bytes(), re.MULTILINE)})
+
+
+def ask_all(message: ToAgent) -> list[ToWorker]:
+    """Asks every agent of this user on this machine; those that do not answer are left out."""
+    answers = []
+    for address in addresses():
+        with contextlib.suppress(GeminiError, OSError):
+            if (answer := ask_at(address, message)) is not None:
+                answers.append(answer)
+    return answers
 
 
 def _exactly(sock: socket.socket, count: int) -> bytes:

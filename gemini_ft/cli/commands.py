@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import time
@@ -17,7 +16,7 @@ from gemini_ft.cli.table import table
 from gemini_ft.config import load_config
 from gemini_ft.core.versions import Version
 from gemini_ft.core.words import in_words
-from gemini_ft.errors import ConfigError, CorruptDataError, GeminiError, StorageError
+from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
 from gemini_ft.hosts import host_id
 from gemini_ft.recovery.agent_memory import Remembered, remembered
 from gemini_ft.storage.base import Storage
@@ -74,12 +73,7 @@ def ps(arguments: Sequence[str]) -> int:
 
 def _documents(host: str | None) -> list[dict[str, Any]]:
     """The accounts of this user's agents on a host, or on all of this machine, that answer; by run and host."""
-    found = []
-    for address in lifecycle.addresses():
-        with contextlib.suppress(GeminiError, OSError):
-            answer = lifecycle.ask_at(address, GetStatus())
-            if isinstance(answer, Status):
-                found.append(json.loads(answer.document))
+    found = [json.loads(answer.document) for answer in lifecycle.ask_all(GetStatus()) if isinstance(answer, Status)]
     wanted = [document for document in found if host in (None, document["host"])]
     return sorted(wanted, key=lambda document: (document["run"], document["host"]))
 

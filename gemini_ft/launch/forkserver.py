@@ -40,6 +40,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from gemini_ft.hosts import began
 from gemini_ft.launch.renewal import Renewal
 from gemini_ft.launch.script import die_with, import_root, run
 from gemini_ft.wire import channel as messages
@@ -245,16 +246,8 @@ def _kill_session(pid: int, worker: int) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        if not (_ended(worker) and _lives(pid)):  # an older kernel
+        if not (_ended(worker) and began(pid) is not None):  # an older kernel
             os.killpg(pid, signal.SIGKILL)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def _become_worker(environ: Mapping[str, str]) -> None:

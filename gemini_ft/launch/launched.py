@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from gemini_ft.agent.launches import began
+from gemini_ft.hosts import began
 from gemini_ft.launch.run_id import own_command
 from gemini_ft.wire.worker_messages import Launch
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
 
-from gemini_ft.agent.launches import began
-from gemini_ft.wire.private import runtime_folder
+from gemini_ft.hosts import began
+from gemini_ft.wire.private import newest_first, runtime_folder
 
 _NAME = "launch-"
 _KEPT = 20  # folders of jobs that have failed
@@ -35,12 +35,5 @@ def own_log_dir(options: argparse.Namespace) -> Iterator[None]:
 
 def _sweep(folder: Path) -> None:
     left = [path for path in folder.glob(f"{_NAME}*") if began(int(path.name.split("-")[1])) is None]
-    for path in sorted(left, key=_modified, reverse=True)[_KEPT:]:
+    for _, path in newest_first(left)[_KEPT:]:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:  # another launcher sweeps too
-        return 0.0

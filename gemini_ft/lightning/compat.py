@@ -111,31 +111,33 @@ def withdraw_checkpoint(trainer: Any) -> None:
 def hyper_parameters(trainer: Any) -> dict[str, Any]:
     """The hyperparameters of module and datamodule, under the keys a checkpoint has them."""
     found = {}
-    for holder in (trainer.lightning_module, trainer.datamodule):
-        if holder is not None and holder.hparams:
+    for holder in _with_hparams(trainer):
+        if holder.hparams:
             found[holder.CHECKPOINT_HYPER_PARAMS_KEY] = dict(holder.hparams)
     return found
 
 
 def given(trainer: Any) -> tuple[Given, Given]:
-    """What the script has given beside the optimizers: what a resume puts back as it was, and what it leaves as it is."""
+    """Hyperparameters that the script gives beside the optimizers': those that a resume puts back, and those that it leaves."""
     snapshots = of_mapping("the Trainer", {"accumulate_grad_batches": trainer.accumulate_grad_batches})
     for index, config in enumerate(trainer.lr_scheduler_configs):
         snapshots |= of_scheduler(f"scheduler {index} ({type(config.scheduler).__name__})", config.scheduler)
     scripts: Given = {}
-    for holder in (trainer.lightning_module, trainer.datamodule):
-        if holder is not None:
-            scripts |= of_mapping(type(holder).__name__, holder.hparams)
+    for holder in _with_hparams(trainer):
+        scripts |= of_mapping(type(holder).__name__, holder.hparams)
     return snapshots, scripts
 
 
 def without_hyper_parameters(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint without hyperparameters: they may hold whole modules, and the script makes them anew anyway."""
     keys: set[str] = set()
-    for holder in (trainer.lightning_module, trainer.datamodule):
-        if holder is not None:
-            keys |= {holder.CHECKPOINT_HYPER_PARAMS_KEY, holder.CHECKPOINT_HYPER_PARAMS_NAME, holder.CHECKPOINT_HYPER_PARAMS_TYPE}
+    for holder in _with_hparams(trainer):
+        keys |= {holder.CHECKPOINT_HYPER_PARAMS_KEY, holder.CHECKPOINT_HYPER_PARAMS_NAME, holder.CHECKPOINT_HYPER_PARAMS_TYPE}
     return {key: value for key, value in checkpoint.items() if key not in keys}
+
+
+def _with_hparams(trainer: Any) -> list[Any]:
+    return [holder for holder in (trainer.lightning_module, trainer.datamodule) if holder is not None]
 
 
 def pin_checkpoint_folders(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
@@ -203,7 +205,7 @@ def ddp_hook(strategy: Any) -> tuple[Any, Any] | None:
 
 
 def name_our_strategy(exception: BaseException) -> None:
-    """Where Lightning's DDPStrategy advises to take another DDP strategy, let it name the one that protects the training."""
+    """Replaces, in the advice of Lightning's DDPStrategy, another DDP strategy by the one that protects the training."""
     advice = {"strategy='ddp_find_unused": "strategy='gemini_find_unused", "strategy=DDPStrategy(": "strategy=GeminiStrategy("}
     for theirs, ours in advice.items():
         exception.args = tuple(text.replace(theirs, ours) if isinstance(text, str) else text for text in exception.args)

@@ -108,12 +108,10 @@ class Remembered:
 def remembered(run: str | None = None) -> list[Remembered]:
     """Every stream that agents of this user hold on this machine, of one run or of all. Agents that do not answer are left out."""
     streams: dict[tuple[str, str], dict[str, Visited]] = {}
-    for address in lifecycle.addresses():
-        with contextlib.suppress(GeminiError, OSError):
-            answer = lifecycle.ask_at(address, Visit())
-            if isinstance(answer, Visited) and run in (None, answer.run):
-                for name in answer.streams:
-                    streams.setdefault((answer.run, name), {})[answer.host] = answer
+    for answer in lifecycle.ask_all(Visit()):
+        if isinstance(answer, Visited) and run in (None, answer.run):
+            for name in answer.streams:
+                streams.setdefault((answer.run, name), {})[answer.host] = answer
     return [Remembered(*key, hosts) for key, hosts in sorted(streams.items())]
 
 

@@ -54,7 +54,7 @@ class TrainingState(Protocol):
         ...
 
     def hyperparameters(self) -> Given:
-        """Those of optimizers and engines, as the script has given them."""
+        """The hyperparameters of optimizers and engines, as the script has given them."""
         ...
 
     def structure(self) -> object:

@@ -13,6 +13,7 @@ import socket
 import stat
 import struct
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from gemini_ft.errors import AgentError, ConfigError
@@ -32,6 +33,15 @@ def runtime_folder() -> Path:
     if home and os.access(home, os.W_OK):
         return own_folder(Path(home) / "gemini-ft")
     return own_folder(Path(tempfile.gettempdir()) / f"gemini-ft-{os.getuid()}")
+
+
+def newest_first(paths: Iterable[Path]) -> list[tuple[float, Path]]:
+    """The paths with the time of their last change, by it; those that are gone by now are left out."""
+    times = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            times.append((path.stat().st_mtime, path))
+    return sorted(times, reverse=True)
 
 
 def own_folder(path: Path) -> Path:

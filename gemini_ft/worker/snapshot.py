@@ -169,8 +169,8 @@ class Snapshotter:
         self._condition.notify_all()
 
     def _judge(self, job: Job) -> list[str]:
-        """What was written since the snapshot. Asked once: the update, which a device may make long after it was queued, counts as soon as
-        it is queued, and it is ordered behind the copy."""
+        """Names the tensors that were written since the snapshot. Looks once: an update counts from the moment it is queued, and a device
+        may make it long after, in order behind the copy."""
         assert self.plan is not None
         if job.written is None:
             job.written = self.plan.changed(job.marks)

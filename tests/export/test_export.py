@@ -111,6 +111,16 @@ def load_dcp(folder: Path, like: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def damaged_copy(ddp: Job, stored: Path) -> Path:
+    """A copy of the job's storage at ``stored``, with one bit of rank 1's shard flipped."""
+    subprocess.run(["cp", "-r", ddp.folder / "store", stored], check=True)
+    (shard,) = stored.glob("*/*/*/shard-00001.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 1
+    shard.write_bytes(content)
+    return stored
+
+
 class TestBits:
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("place", ["memory", "storage"])
@@ -326,12 +336,7 @@ class TestRefusals:
         assert "no agent on this machine holds anything of run 'nobody'; give --from URL" in refused(capsys)
 
     def test_damaged_bytes(self, ddp: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        stored = tmp_path / "store"
-        subprocess.run(["cp", "-r", ddp.folder / "store", stored], check=True)
-        (shard,) = stored.glob("*/*/*/shard-00001.safetensors")
-        content = bytearray(shard.read_bytes())
-        content[-100] ^= 1
-        shard.write_bytes(content)
+        stored = damaged_copy(ddp, tmp_path / "store")
         assert export(ddp, "dcp", tmp_path / "out", "--from", stored.as_uri()) == 1
         assert "shard-00001.safetensors: bytes 0 to" in refused(capsys)
         assert [path.name for path in tmp_path.iterdir()] == ["store"]
@@ -357,12 +362,7 @@ class TestCheckpoints:
         assert "damaged: shard-00000.safetensors is missing (1 in all)" in capsys.readouterr().out
 
     def test_damage_that_is_found_is_the_exit_status(self, ddp: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        stored = tmp_path / "store"
-        subprocess.run(["cp", "-r", ddp.folder / "store", stored], check=True)
-        (shard,) = stored.glob("*/*/*/shard-00001.safetensors")
-        content = bytearray(shard.read_bytes())
-        content[-100] ^= 1
-        shard.write_bytes(content)
+        stored = damaged_copy(ddp, tmp_path / "store")
         assert cli.main(["checkpoints", stored.as_uri()]) == 0
         assert cli.main(["checkpoints", stored.as_uri(), "--verify"]) == 1
         assert "damaged: shard-00001.safetensors does not match its checksum" in capsys.readouterr().out
