@@ -27,7 +27,8 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
 
 # Options of the developer's own shell must not reach the tests, nor the processes they start.
-for _name in [name for name in os.environ if name.startswith("GEMINI_")]:
+_OURS = ("GEMINI_", "TORCHELASTIC_")
+for _name in [name for name in os.environ if name.startswith(_OURS)]:
     del os.environ[_name]
 
 # What hosts remember of runs belongs to this run of the tests alone.
@@ -42,6 +43,14 @@ def _no_agent_is_left_behind() -> Iterator[None]:
     gc.collect()
     left = [thread for thread in threading.enumerate() if thread.name == "gemini-agent-client"]
     assert not left, f"{len(left)} connections of this process to agents have not been closed"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _the_environment_is_left_as_it_was() -> Iterator[None]:
+    """A job that a later test starts would inherit what an earlier one has left in it, the name of a launch for one."""
+    before = {name: value for name, value in os.environ.items() if name.startswith(_OURS)}
+    yield
+    assert {name: value for name, value in os.environ.items() if name.startswith(_OURS)} == before
 
 
 @pytest.fixture

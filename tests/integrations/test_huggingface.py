@@ -29,8 +29,14 @@ class Run:
     def __init__(self, folder: Path, run: dict[str, Any], *options: str, faults: str, **environ: str) -> None:
         command = [sys.executable, "-m", "gemini_ft.cli.main", "run", *options, "--nproc-per-node=2", "--max-restarts=4", str(CASE)]
         command.append(json.dumps(run | {"out": str(folder)}))
-        env = os.environ | {"OMP_NUM_THREADS": "1", "GEMINI_RUN_ID": folder.name, "GEMINI_LINGER": "300", "GEMINI_LOG_DIR": str(folder)}
-        env |= {"GEMINI_FAULTS": faults, "GEMINI_FAULTS_DIR": str(folder / "faults"), "DS_ACCELERATOR": "cpu", **environ}
+        env = os.environ | {"OMP_NUM_THREADS": "1", "GEMINI_RUN_ID": f"{os.getpid()}-{folder.name}", "GEMINI_LINGER": "300"}
+        env |= {
+            "GEMINI_LOG_DIR": str(folder),
+            "GEMINI_FAULTS": faults,
+            "GEMINI_FAULTS_DIR": str(folder / "faults"),
+            "DS_ACCELERATOR": "cpu",
+            **environ,
+        }
         with open(folder / "output", "w") as output:
             done = subprocess.run(command, cwd=folder, env=env, stdout=output, stderr=output, timeout=200)
         self.folder, self.output = folder, (folder / "output").read_text()

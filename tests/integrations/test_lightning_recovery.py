@@ -140,7 +140,7 @@ def launch(folder: Path, job: Job, runs: list[dict[str, Any]]) -> None:
     command += [str(CASE), json.dumps({"out": str(folder), "runs": runs})]
     # Steps take milliseconds here, less than a commit does: wait for it. The fits that are over are resumed, and over,
     # again after every kill of a later one; that is no crash loop.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GEMINI_RUN_ID": folder.name, "GEMINI_LINGER": "120"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GEMINI_RUN_ID": f"{os.getpid()}-{folder.name}", "GEMINI_LINGER": "120"}
     environment |= {"GEMINI_ON_LATE": "wait", "GEMINI_MAX_RETRIES": "20"}
     with open(folder / "output", "w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=folder)

@@ -43,7 +43,7 @@ class Command:
     """One command, started as often as a test likes; what is left of it is killed at the end."""
 
     def __init__(self, folder: Path, *command: str) -> None:
-        self.run, self.is_gemini = f"ending-{folder.name}", "gemini_ft.cli.main" in command
+        self.run, self.is_gemini = f"ending-{os.getpid()}-{folder.name}", "gemini_ft.cli.main" in command
         self._folder, self._command = folder, command
         self._processes: list[subprocess.Popen[bytes]] = []
         (folder / "train.py").write_text(SCRIPT)
@@ -58,12 +58,30 @@ class Command:
             "GEMINI_EVENTS": str(self._folder / "events"),
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",
         }
         with open(self._folder / "output", "ab") as output:
             command = [*self._command, str(self._folder / "train.py"), str(steps)]
-            process = subprocess.Popen(command, env=environ, cwd=self._folder, stdout=output, stderr=output, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                env=environ,
+                cwd=self._folder,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=_heed_interrupts,
+            )
         self._processes.append(process)
         return process
+
+    def status(self, process: subprocess.Popen[bytes]) -> int:
+        """The exit status; of a process that does not end, its stacks are shown."""
+        try:
+            return process.wait(120)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)
+            process.wait(30)
+            pytest.fail(f"{process.args} did not end:\n{self.output[-8000:]}")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in read_events(self._folder / "events") if event["event"] == kind]
@@ -101,6 +119,11 @@ class Command:
         end_agent(self.run, "here")
 
 
+def _heed_interrupts() -> None:
+    """What a shell starts in the background ignores them, and so do all its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def commands() -> dict[str, Sequence[str]]:
     gemini = [sys.executable, "-m", "gemini_ft.cli.main", "run", "--standalone", "--nproc-per-node", "2"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -122,7 +145,7 @@ def test_a_job_that_was_killed_as_a_whole_goes_on_and_its_end_is_the_agents(comm
     command.wait_for_commit(3)
     agent = command.agent()
     again = command.start(100_000)
-    assert again.wait(60) == (RunAliveError.exit_status if command.is_gemini else 1)
+    assert command.status(again) == (RunAliveError.exit_status if command.is_gemini else 1)
     assert f"is alive on host here: process {first.pid} has run it since" in command.output
     assert "GEMINI_RUN_ID=NAME" in command.output
     assert first.poll() is None
@@ -138,11 +161,11 @@ def test_a_job_that_was_killed_as_a_whole_goes_on_and_its_end_is_the_agents(comm
     assert "LR was '0.1' and is '0.5'" in command.output
     assert "train.py is another than it was" in command.output
     second.send_signal(signal.SIGINT)
-    assert second.wait(60) == (130 if command.is_gemini else -signal.SIGINT)
+    assert command.status(second) == (130 if command.is_gemini else -signal.SIGINT)
     eventually(lambda: command.agent() is None, "the leaving of the agent after Ctrl-C")
 
 
 def test_a_finished_job_leaves_nothing_behind(command: Command) -> None:
-    assert command.start(5).wait(120) == 0
+    assert command.status(command.start(5)) == 0
     eventually(lambda: command.agent() is None, "the leaving of the agent")
     assert [event["finished"] for event in command.events("left")] == [True] * len(command.workers())

@@ -465,7 +465,7 @@ for iteration in range(checkpointer.resume(), 9):
 
 def test_an_error_that_comes_again_at_its_step_ends_the_job_and_says_what_is_kept(tmp_path: Path, launch: Callable[..., Job]) -> None:
     (tmp_path / "repeats.py").write_text(REPEATS)
-    run = f"repeats-{tmp_path.name}"
+    run = f"repeats-{os.getpid()}-{tmp_path.name}"
     job = launch("--run-id", run, "repeats.py", GEMINI_HOST_ID="this-host", GEMINI_LINGER="600")
     try:
         assert job.wait() == 70

@@ -18,8 +18,15 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_ren
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 
+from gemini_ft.launch.launched import LAUNCH
 from gemini_ft.launch.muster import whole_rounds
 from gemini_ft.launch.spares import better_rendezvous
+
+
+@pytest.fixture(autouse=True)
+def _launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agreed name is for the workers of this process, which are other tests' jobs here."""
+    monkeypatch.setenv(LAUNCH, "this test's")
 
 
 @pytest.fixture
