@@ -73,8 +73,9 @@ class Endings:
             self._has_warned = True
             if not self._notes.have(PROTECTED):
                 _log.warning(
-                    "nothing in this job is protected%s: no worker has joined a run, so a restart begins at the beginning. It needs a "
-                    'gemini_ft.Checkpointer, strategy="gemini", or one of the other integrations of the README',
+                    "nothing in this job is protected%s: no worker has joined a run, so a restart begins at the beginning. A loop needs a "
+                    'gemini_ft.Checkpointer, Lightning strategy="gemini", transformers\' Trainer a gemini_ft.huggingface.GeminiCallback, '
+                    'and DeepSpeed a "gemini" section in its configuration; see the README',
                     "" if has_failed else f" after {_UNPROTECTED_SECONDS:g} s",
                 )
 

@@ -42,7 +42,7 @@ def is_passing(command: Sequence[str] | None = None) -> bool:
     Args:
         command: as of `default_run_id`.
     """
-    if command is None and (hasattr(sys, "ps1") or "ipykernel" in sys.modules):
+    if command is None and hasattr(sys, "ps1"):  # the prompt of Python's shell; IPython and the kernels of notebooks set it, too
         return True
     what = (own_command() if command is None else command)[0]
     if what in ("", "-", "-c"):

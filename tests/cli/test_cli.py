@@ -217,6 +217,13 @@ class TestRunId:
         assert is_passing(program)
         assert not is_passing(["train.py"])
 
+    def test_a_shell_has_none_either_and_a_script_that_imports_a_kernels_package_has_its_own(self) -> None:
+        shell: dict[str, Any] = {"args": [sys.executable, "-i"], "input": TELL, "capture_output": True, "text": True, "timeout": 60}
+        assert subprocess.run(**shell).stdout != subprocess.run(**shell).stdout
+        Path("ipykernel.py").touch()
+        Path("train.py").write_text(f"import ipykernel\n{TELL}")
+        assert self.told("train.py") == default_run_id(["train.py"])
+
     def test_arguments_do_not_run_together(self) -> None:
         commands = [["train.py", "a b"], ["train.py", "a", "b"], ["train.py", json.dumps(["a", "b"])]]
         assert len(set(map(default_run_id, commands))) == 3

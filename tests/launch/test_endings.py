@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from gemini_ft.launch import endings as module
 from gemini_ft.launch.endings import REPEATED, Endings
 from gemini_ft.launch.notes import PROTECTED, notes_of_workers, say
 
@@ -75,3 +76,27 @@ def test_what_hosts_and_networks_do_never_is(kinds: list[str], text: str, ending
 def test_a_worker_may_say_so_itself(status: int, endings: Any, tmp_path: Path) -> None:
     assert endings.judge([failure(tmp_path), failure(tmp_path, status=status)])
     assert endings.status == status
+
+
+class TestUnprotected:
+    @pytest.fixture(autouse=True)
+    def soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "_UNPROTECTED_SECONDS", -1.0)
+
+    def said(self, caplog: pytest.LogCaptureFixture) -> list[str]:
+        return [text for record in caplog.records if "nothing in this job is protected" in (text := record.getMessage())]
+
+    def test_a_job_that_no_worker_protects_is_told_so_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        with notes_of_workers() as notes:
+            endings = Endings(notes, "no such run")
+            for _ in range(3):
+                endings.look()
+            endings.judge([failure(tmp_path, "ValueError")])
+        (text,) = self.said(caplog)
+        for way in ("a gemini_ft.Checkpointer", 'strategy="gemini"', "a gemini_ft.huggingface.GeminiCallback", 'a "gemini" section'):
+            assert way in text
+
+    def test_a_job_that_one_worker_protects_is_not(self, endings: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        endings.look()
+        endings.judge([failure(tmp_path, "ValueError")])
+        assert self.said(caplog) == []
