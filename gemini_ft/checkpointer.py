@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,12 +45,11 @@ from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.state.tensors import every_optimizer
 from gemini_ft.storage.base import WORD
 from gemini_ft.worker.recorder import Recorder
-from gemini_ft.worker.rendezvous import exchange_or_raise
+from gemini_ft.worker.rendezvous import on_all_ranks
 from gemini_ft.worker.stats import Stats
 
 EXPLAIN = "GEMINI_EXPLAIN"  # in the environment: print the census
 
-T = TypeVar("T")
 GIVEN = declare("objects given as `state=`, or in the state of fabric.save", Fate.CAPTURED, "by their state_dict and load_state_dict")
 declare("random generators of Python, numpy and torch", Fate.CAPTURED, "with the small state of each rank")
 _log = logging.getLogger("gemini_ft")
@@ -234,7 +233,7 @@ class Checkpointer:
             return None
         self._iteration = self.stats.committed = plan.version.iteration
         with self._script_to_blame():
-            extras = _on_all_ranks(lambda: self._read_extras(recorder))
+            extras = on_all_ranks(lambda: self._read_extras(recorder))
         self._state_extras = {owner: value["tensors"] for owner, value in extras.items()}
         self._given_then = extras[recorder.session.rank % plan.world_size].get("given", {})  # snapshots in storage may be older
         return Snapshot(self._iteration, extras[recorder.session.rank % plan.world_size]["extras"], plan.kind, plan.world_size)
@@ -353,9 +352,9 @@ class Checkpointer:
         everything = (self._state, self._state_extras, session.rank, session.world_size)
         with self._script_to_blame():
             if self._gradients is None:
-                _on_all_ranks(lambda: check_presence(self._state_extras[session.rank % session.plan.world_size], attached=False))
-            self.stats.restored, own = _on_all_ranks(lambda: fill(session.sources, *everything), self.config.timeout + 600)
-            _on_all_ranks(lambda: self._state.apply_extras(own), self.config.timeout + 600)
+                on_all_ranks(lambda: check_presence(self._state_extras[session.rank % session.plan.world_size], attached=False))
+            self.stats.restored, own = on_all_ranks(lambda: fill(session.sources, *everything), self.config.timeout + 600)
+            on_all_ranks(lambda: self._state.apply_extras(own), self.config.timeout + 600)
         seconds = self.stats.restore_seconds = time.perf_counter() - begin
         self._joined.events.write("resumed", iteration=self._iteration, sources=self.stats.restored, seconds=seconds)
         self._state_extras = {}
@@ -561,13 +560,6 @@ class Checkpointer:
                 "so its state is in no snapshot; where an optimizer is replaced, call checkpointer.bind(model, optimizers) with the new one"
             )
         self._hook(stranger)
-
-
-def _on_all_ranks(work: Callable[[], T], timeout: float = 60.0) -> T:
-    """Runs ``work`` on every rank, raises everywhere if it fails anywhere, and returns this rank's own result."""
-    mine: list[T] = []
-    exchange_or_raise(lambda: mine.append(work()), timeout)
-    return mine[0]
 
 
 def _log_to_stderr() -> None:
