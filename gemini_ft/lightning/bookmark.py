@@ -11,17 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from gemini_ft.errors import StateError, UnsupportedStateError
-from gemini_ft.lightning.loader_parts import (
-    DataResume,
-    LoaderParts,
-    Way,
-    facts,
-    is_sized,
-    is_stateful,
-    is_torchdata,
-    set_sampler_epoch,
-    way_of,
-)
+from gemini_ft.lightning.loader_parts import DataResume, LoaderParts, Way, facts, is_sized, is_stateful, is_torchdata
 from gemini_ft.lightning.workers import RestoringInit, StampingCollate, State, WorkerStates
 from gemini_ft.state.generators import generator_states, set_generator_states, unchanged_randomness
 from gemini_ft.state.remembered import Values
@@ -55,8 +45,8 @@ class Bookmark:
         self._loader, self._base, self._ahead, self._epoch, self._active = loader, base, ahead, epoch, active
         self._num_workers: int = getattr(loader, "num_workers", 0)
         self._workers = WorkerStates(self._num_workers, loader.persistent_workers) if self._num_workers else None
-        self._parts = LoaderParts(loader, epoch)
-        self._way = way_of(loader, base, method, self._parts.generators)
+        self._parts = LoaderParts(loader, base, epoch)
+        self._way: Way = self._parts.way(method)
         self._before_next = before_next
         self._insists = method == "skip"  # the user has declared that changes beside the generators do not matter
         self._remade = remade
@@ -134,7 +124,7 @@ class Bookmark:
             return start()
         position, self._resume = self._resume, None
         if self._epoch is None:
-            set_sampler_epoch(self._loader, self._iterations)
+            self._parts.tell_epoch(self._iterations)
         self._iterations += 1
         self._running = True
         if position is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -22,6 +22,7 @@ class LoaderParts:
 
     Args:
         loader: the loader.
+        base: its class as the user made it.
         epoch: the epoch, for samplers that do not tell theirs.
 
     Attributes:
@@ -30,8 +31,8 @@ class LoaderParts:
         data: attributes of the parts but samplers, compared with the iteration's start; changes of samplers are made again.
     """
 
-    def __init__(self, loader: Any, epoch: Callable[[], int] | None) -> None:
-        self._loader, self._epoch = loader, epoch
+    def __init__(self, loader: Any, base: Any, epoch: Callable[[], int] | None) -> None:
+        self._loader, self._base, self._epoch = loader, base, epoch
         parts = {
             "dataset": getattr(loader, "dataset", loader),
             "collate": getattr(loader, "collate_fn", None),
@@ -40,6 +41,32 @@ class LoaderParts:
         self.generators = private_generators(**parts, sampler=_samplers(loader))
         self.born = Attributes({**parts, "sampler": _samplers(loader)}, lambda _: _OURS)
         self.data = Attributes(parts, lambda _: _OURS)
+
+    def way(self, method: DataResume) -> Way:
+        """The way that the loader gets to a position, where the user has chosen ``method``; see `gemini_ft.lightning.loader`."""
+        loader = self._loader
+        if method == "replay":
+            return "replay"
+        if is_stateful(self._base) and not is_torchdata(self._base):
+            return "own"
+        if not isinstance(loader, DataLoader):
+            return "replay"
+        if is_torchdata(self._base) and is_stateful(loader.dataset):
+            # With rarer snapshots it takes the workers back to the last one, whose random states are not known.
+            return "own" if not loader.num_workers or getattr(loader, "snapshot_every_n_steps", 0) == 1 else "replay"
+        if isinstance(loader.dataset, IterableDataset):
+            return "replay"
+        theirs = next(kind for kind in self._base.__mro__ if "__iter__" in vars(kind))
+        if theirs is not DataLoader and not theirs.__module__.startswith("torchdata."):
+            return "replay"  # the sampler's state after that iteration is unknown
+        in_workers = loader.num_workers > 0 and any(path.startswith(("dataset", "collate")) for path in self.generators)
+        return "skip" if method == "skip" or (loader.in_order and not in_workers) else "replay"
+
+    def tell_epoch(self, epoch: int) -> None:
+        """Tells the epoch to all samplers that want to know it."""
+        for sampler in _samplers(self._loader):
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(epoch)
 
     def moment(self) -> dict[str, Any]:
         """The present state, to be gone back to; it becomes part of snapshots."""
@@ -58,7 +85,7 @@ class LoaderParts:
         set_randomness(moment["random"])
         set_generator_states(self.generators, moment["generators"])
         if moment["epoch"] is not None:
-            set_sampler_epoch(self._loader, moment["epoch"])
+            self.tell_epoch(moment["epoch"])
         self.born.give_back(moment["attributes"], "sampler" if samplers_only else "")
 
 
@@ -95,33 +122,6 @@ def is_torchdata(base: Any) -> bool:
     return any(kind.__module__.startswith("torchdata.") and kind.__name__ == "StatefulDataLoader" for kind in base.__mro__)
 
 
-def way_of(loader: Any, base: Any, method: DataResume, generators: Iterable[str]) -> Way:
-    """The way that a loader gets to a position; see `gemini_ft.lightning.loader`.
-
-    Args:
-        loader: the loader.
-        base: its class as the user made it.
-        method: the user's choice.
-        generators: paths of its private generators.
-    """
-    if method == "replay":
-        return "replay"
-    if is_stateful(base) and not is_torchdata(base):
-        return "own"
-    if not isinstance(loader, DataLoader):
-        return "replay"
-    if is_torchdata(base) and is_stateful(loader.dataset):
-        # With rarer snapshots it takes the workers back to the last one, whose random states are not known.
-        return "own" if not loader.num_workers or getattr(loader, "snapshot_every_n_steps", 0) == 1 else "replay"
-    if isinstance(loader.dataset, IterableDataset):
-        return "replay"
-    theirs = next(kind for kind in base.__mro__ if "__iter__" in vars(kind))
-    if theirs is not DataLoader and not theirs.__module__.startswith("torchdata."):
-        return "replay"  # the sampler's state after that iteration is unknown
-    in_workers = loader.num_workers > 0 and any(path.startswith(("dataset", "collate")) for path in generators)
-    return "skip" if method == "skip" or (loader.in_order and not in_workers) else "replay"
-
-
 def _samplers(loader: Any) -> list[Any]:
     """The objects that take part in drawing indices."""
     batch_sampler = getattr(loader, "batch_sampler", None)
@@ -134,10 +134,3 @@ def _sampler_epoch(loader: Any) -> int | None:
         if hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int):
             return int(sampler.epoch)
     return None
-
-
-def set_sampler_epoch(loader: Any, epoch: int) -> None:
-    """Tells the epoch to all samplers that ask for it."""
-    for sampler in _samplers(loader):
-        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-            set_epoch(epoch)

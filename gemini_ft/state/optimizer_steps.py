@@ -30,13 +30,7 @@ class OptimizerSteps:
         self._stepped = False
 
     def follow(self, state: PlainState, others: Iterable[Optimizer], hooks: bool) -> None:
-        """Follows the optimizers of ``state`` and the others.
-
-        Args:
-            state: models and optimizers.
-            others: optimizers that are captured otherwise.
-            hooks: False: the caller knows itself when they step; only the gradients that wait for a step are looked at.
-        """
+        """Follows the optimizers of ``state`` and the others; without ``hooks`` only gradients that wait for a step are looked at."""
         self._state = state
         self._handles += state.watch()
         if not hooks:

@@ -36,12 +36,7 @@ class CopyWhen:
         self._watch: _Watch | None = None
 
     def judge(self, written: list[str], iteration: int) -> bool:
-        """Whether the state is copied at once from this iteration on, because the last copy was given up for writes in forward.
-
-        Args:
-            written: names of the tensors whose writes made the last copy be given up.
-            iteration: the one that ends.
-        """
+        """Whether the state is copied at once from ``iteration`` on, because writes in forward to ``written`` spoilt the last copy."""
         watch, self._watch, self._suspicious = self._watch, None, False
         if watch is not None:
             watch.end()

@@ -45,14 +45,7 @@ class Reservation:
         self._extras_bytes = 0  # as it was when slots were reserved
 
     def fit(self, state: TrainingState, live: Sequence[Live], extras_bytes: int, at_step: bool) -> CopyPlan:
-        """Makes layout, plan and slots fit the state as it is now.
-
-        Args:
-            state: what is captured.
-            live: its tensors, as just surveyed.
-            extras_bytes: size of the small state.
-            at_step: whether all of it is copied at once when the step ends.
-        """
+        """Makes layout, plan and slots fit ``state``, whose tensors are ``live``; ``at_step``: it is copied at once when the step ends."""
         if (now := (fingerprint(live), at_step)) != self._fitted:
             self._plan(state.describe(live, self._session.rank, self._session.world_size), extras_bytes, at_step)
             self._fitted = now

@@ -63,15 +63,7 @@ class Session:
     def sources(self) -> Sources:
         """The places where the resumed version can be read."""
         claims = Claims(run=self.run, stream=self.spec.stream, host=self.host, to="", role="fetch", incarnation=None)
-        return Sources(
-            self.client,
-            self.host,
-            self.plan,
-            self.spec.addresses,
-            claims,
-            self.secret,
-            self.config.timeout,
-        )
+        return Sources(self.client, self.host, self.plan, self.spec.addresses, claims, self.secret, self.config.timeout)
 
 
 def rank_and_world() -> tuple[int, int]:

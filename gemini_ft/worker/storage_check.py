@@ -42,13 +42,6 @@ def storage_opener(config: GeminiConfig) -> Callable[[], Storage] | None:
 def check_storage(config: GeminiConfig, reopen: Callable[[], Storage], choice: Choice, hello: Hello, hosts: Sequence[str]) -> None:
     """Makes sure that every host can write to storage, and that all of them write to the same.
 
-    Args:
-        config: options.
-        reopen: opens the storage.
-        choice: what the job resumes.
-        hello: run, stream and rank.
-        hosts: the host of each rank.
-
     Raises:
         ConfigError: hosts do not share the storage.
         StorageError: it cannot be written, it is required, and the job does not resume from memory.
