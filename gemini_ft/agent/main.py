@@ -19,7 +19,8 @@ import time
 import traceback
 from collections.abc import Coroutine, Sequence
 
-from gemini_ft.agent.hangs import HangDetector
+from gemini_ft.agent.departure import Departure
+from gemini_ft.agent.hangs import HangWatch
 from gemini_ft.agent.identity import Identity, Past
 from gemini_ft.agent.launches import Launches
 from gemini_ft.agent.lifecycle import raise_descriptor_limit, set_oom_score, socket_name, yield_to_training
@@ -28,7 +29,7 @@ from gemini_ft.agent.sparing import Sparing
 from gemini_ft.agent.stream import Stream
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.vault import Giver
-from gemini_ft.agent.workers import STACKS_SECONDS, Desk, WorkerConnection
+from gemini_ft.agent.workers import Desk, WorkerConnection
 from gemini_ft.core.versions import Incarnation
 from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, SecretError, SupersededError
 from gemini_ft.hosts import machine_id
@@ -55,7 +56,6 @@ from gemini_ft.wire.worker_messages import (
     Inventory,
     Launch,
     Leave,
-    Left,
     Map,
     Mapped,
     Observed,
@@ -79,9 +79,7 @@ from gemini_ft.wire.worker_messages import (
     Welcome,
 )
 
-_PARTING = 5.0  # seconds for the leader's word that all have finished
 _TICK = 0.2  # seconds between looks at hangs and at whether to leave
-_VERDICT = 20.0  # seconds for which a launcher may ask what was not stored, after the last worker has gone
 
 
 class Agent:
@@ -94,17 +92,12 @@ class Agent:
         self.streams: dict[str, Stream] = {}
         self._workers: set[WorkerConnection] = set()
         self._launches = Launches()
-        self._hangs: dict[WorkerConnection, HangDetector] = {}
+        self._hangs = HangWatch(self.log)
+        self._departure = Departure(self.streams, self._workers)
         self._domain = ""
-        self._linger = 1800.0
         self._agent_timeout = 0.0  # as the job has it; this agent only repeats it to its watchmen
         self._identity = Identity()
-        self._idle_since = time.monotonic()
         self._leaving = asyncio.Event()
-        self._asked_to_leave = False
-        self._interrupted: set[WorkerConnection] = set()  # by Ctrl-C: the other workers will follow, and the job does not come back
-        self._askers: list[WorkerConnection] = []  # launchers that wait for the end
-        self._waits_until = 0.0  # for the last upload, on the monotonic clock
         self._server: Listener | None = None
         self._listening: asyncio.Task[None] | None = None
         self._known: Incarnation | None = None
@@ -123,59 +116,22 @@ class Agent:
         while not self._leaving.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._leaving.wait(), _TICK)
-            self._kill_hanging()
-            if self._may_leave():
+            self._hangs.kill_hanging()
+            if self._departure.is_due():
                 break
-        for asker in self._askers:
-            asker.send(Left(unstored="; ".join(stream.unstored for stream in self.streams.values() if stream.unstored)))
+        self._departure.tell_askers()
         desk.close()
         await asyncio.sleep(_TICK)  # the last messages, such as that all have finished, must get out before connections close
         for stream in self.streams.values():
             stream.close_session()
         self.log("leaving")
 
-    def _may_leave(self) -> bool:
-        now = time.monotonic()
-        if any(worker.alive and worker.rank >= 0 for worker in self._workers - self._interrupted):
-            self._idle_since = now
-            return self._asked_to_leave and not self._uploading()
-        if now - self._idle_since > self._linger:
-            return True
-        finished = bool(self.streams) and all(stream.finished for stream in self.streams.values())
-        if any(stream.finishing for stream in self.streams.values()) and now < self._waits_until:
-            return False  # the leader's word on the last upload is still to come
-        if any(stream.unstored for stream in self.streams.values()) and not self._asked_to_leave and now - self._idle_since < _VERDICT:
-            return False  # a launcher, if there is one, will ask how it has ended
-        return (self._asked_to_leave or bool(self._interrupted) or finished) and not self._uploading()
-
-    def _uploading(self) -> bool:
-        return any(stream.uploading for stream in self.streams.values())
-
-    def _kill_hanging(self) -> None:
-        now = time.monotonic()
-        for worker, detector in list(self._hangs.items()):
-            silent = detector.hangs(now)
-            if silent is not None and worker.alive and not (detector.starting and self._trains(worker.pid)):
-                self.log(f"rank {worker.rank} (pid {worker.pid}) made no progress for {silent:.1f} s ({detector.reason}): killing it")
-                del self._hangs[worker]
-                self._tasks.spawn(self._end(worker))
-
-    def _trains(self, pid: int) -> bool:
-        """Whether a stream of this process is watched step by step: others may have joined long before they begin."""
-        return any(worker.pid == pid and not detector.starting for worker, detector in self._hangs.items())
-
-    async def _end(self, worker: WorkerConnection) -> None:
-        """Makes a worker write its threads' stacks, and kills it."""
-        worker.ask_for_stacks()
-        await asyncio.sleep(STACKS_SECONDS)
-        worker.kill()
-
     # -- Office
 
     def on_worker_message(self, worker: WorkerConnection, message: ToAgent, fds: list[int]) -> None:
         """Handles one message from a worker, in order."""
-        if worker in self._hangs and not isinstance(message, Ping):  # which a thread sends that never hangs
-            self._hangs[worker].heard(time.monotonic())
+        if not isinstance(message, Ping):  # which a thread sends that never hangs
+            self._hangs.heard(worker)
         match message:
             case Hello():
                 self._hello(worker, message)
@@ -184,12 +140,7 @@ class Agent:
             case Visit():
                 worker.send(self._visited(message))
             case Leave(finished=finished):
-                self._asked_to_leave = True
-                if finished:
-                    self._askers.append(worker)
-                    self._waits_until = (
-                        time.monotonic() + _PARTING + max((stream.patience for stream in self.streams.values()), default=0.0)
-                    )
+                self._departure.ask(worker, finished)
             case Ping():
                 worker.send(Pong(agent_timeout=self._agent_timeout))
                 return
@@ -235,7 +186,7 @@ class Agent:
             case Reserve():
                 stream.reserve(worker, message)
             case Request():
-                self._sign_of_life(worker, None)
+                self._hangs.progress(worker)
                 stream.on_request(worker, message)
             case Chunk(iteration=iteration, index=index, offset=offset, nbytes=nbytes, digest=digest):
                 stream.on_chunk(worker, iteration, index, offset, nbytes, digest)
@@ -244,7 +195,7 @@ class Agent:
             case GiveUp():
                 stream.on_give_up(worker, message)
             case Progress(suspended=suspended):
-                self._sign_of_life(worker, suspended)
+                self._hangs.progress(worker, suspended)
             case Observed(profile=profile):
                 stream.outbound.pacing.observed(worker.rank, profile)
             case Figures(figures=figures):
@@ -260,20 +211,16 @@ class Agent:
             case _:
                 raise AgentError(f"{kind_of(message)!r} is not for an agent")
 
-    def _sign_of_life(self, worker: WorkerConnection, suspended: bool | None) -> None:
-        if worker in self._hangs:
-            self._hangs[worker].progress(time.monotonic(), suspended)
-
     def on_worker_dead(self, worker: WorkerConnection) -> None:
         self._workers.discard(worker)
-        self._hangs.pop(worker, None)
+        self._hangs.end(worker)
         if worker.stream:
             self.log(f"rank {worker.rank} (pid {worker.pid}) is gone")
             self._stream(worker).worker_lost(worker)
             self._stream(worker).unseal(worker)
 
     def on_worker_hung_up(self, worker: WorkerConnection) -> None:
-        self._hangs.pop(worker, None)
+        self._hangs.end(worker)
         if worker.stream:
             self._stream(worker).unseal(worker)
         else:  # a process that only asked for the status
@@ -294,9 +241,7 @@ class Agent:
         self._stream(worker).open(message.spec, message.readopt, message.committed)
         self._stream(worker).launch = worker.launch
         self._remember()
-        self._hangs.setdefault(worker, HangDetector()).limit = message.spec.hang_timeout
-        if message.readopt:
-            self._hangs[worker].take_over(time.monotonic())
+        self._hangs.open(worker, message.spec.hang_timeout, message.readopt)
         worker.send(Opened(call=message.call))
 
     def _remember(self) -> None:
@@ -338,15 +283,14 @@ class Agent:
             self._launches.refuse_second(self.run, self.host, hello.launch, self._at_work())
             self._launches.note(hello.launch)
         self.secret = hello.secret or self.secret or secrets.token_bytes(32)
-        self._domain, self._linger, self._agent_timeout = hello.domain, hello.linger, hello.agent_timeout
+        self._domain, self._agent_timeout = hello.domain, hello.agent_timeout
         self._remember()
         if hello.memory_limit is not None:
             self.budget.limit, self.budget.stated = hello.memory_limit, True
         worker.rank, worker.stream, worker.launch = hello.rank, hello.stream, hello.launch
         self._workers.add(worker)
-        self._hangs[worker] = HangDetector(start_limit=hello.start_timeout, last=time.monotonic())
-        self._asked_to_leave = False
-        self._interrupted.clear()
+        self._hangs.begin(worker, hello.start_timeout)
+        self._departure.stay(hello.linger)
         self.streams.setdefault(hello.stream, Stream(hello.stream, self)).encrypt = hello.encrypt
         self._tasks.spawn(self._welcome(worker, hello))
 
@@ -445,11 +389,11 @@ class Agent:
         raise AgentError(f"host {self.host} has no copy of rank {message.owner}'s shard of {message.version} any more")
 
     def _goodbye(self, worker: WorkerConnection, finished: bool) -> None:
-        self._hangs.pop(worker, None)
+        self._hangs.end(worker)
         if finished:
             self._stream(worker).on_finished(worker.rank)
         else:
-            self._interrupted.add(worker)
+            self._departure.interrupt(worker)
 
     def _visited(self, visit: Visit) -> Visited:
         streams = {
@@ -469,8 +413,8 @@ class Agent:
             "pid": os.getpid(),
             "launches": [launch.model_dump(exclude={"environ"}) for launch in self._launches.alive(self._at_work())],
             "memory": {"limit": self.budget.limit, "used": self.budget.used},
-            "linger": self._linger,
-            "idle": time.monotonic() - self._idle_since,
+            "linger": self._departure.linger,
+            "idle": time.monotonic() - self._departure.idle_since,
             "workers": {w.rank: w.pid for w in self._workers if w.alive and w.rank >= 0},
             "streams": {name: stream.status() for name, stream in self.streams.items()},
         }

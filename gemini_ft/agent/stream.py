@@ -26,6 +26,7 @@ from gemini_ft.core.ledger import Abort, Cadence, Commit, Fatal, Holders, Ledger
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, PeerError, RecoveryError, SupersededError
+from gemini_ft.wire.handshake import dial
 from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of
 from gemini_ft.wire.peer_messages import AllFinished, Claims, End, PeerMessage, Rejoin, ReportFinished
 from gemini_ft.wire.tcp import Connection, Handler
@@ -188,9 +189,12 @@ class Stream:
             book = Ledger(self.host.holders, self.host.committed, spec.replica_timeout, cadence)
             if spec.storage is not None:
                 book.obstacle = "storage has not been looked through yet"
-            self._leader = Leader(self, book, spec.world_size, self.patience)
+            self._leader = Leader(book, spec.world_size, self.storing, self.on_decision, self.patience)
         else:
-            self._member = MemberLink(self, spec.addresses[spec.leader], self.claims("report", spec.leader), lambda: self._agent.secret)
+            address, claims = spec.addresses[spec.leader], self.claims("report", spec.leader)
+            self._member = MemberLink(
+                lambda handler: dial(address, claims, self._agent.secret, handler), self.on_decision, self.rejoin_reports, self.log
+            )
 
     def _repeat_reports(self) -> None:
         """Reports again what was complete here and not committed yet: the ledger may have forgotten it, or never heard of it."""
