@@ -163,6 +163,15 @@ class Host:
         unfinished = [slot.version for slot in self._written_by_worker(owner) if slot.version is not None]
         return [effect for version in unfinished for effect in self.give_up(owner, version, "its worker died")]
 
+    def arrived(self, owner: int, version: Version) -> list[Effect]:
+        """Takes note how far a local worker came with the agent before this one: it does not write ``version`` any more.
+
+        What it said of it may have died with that agent. Unless the copy is whole it counts as given up; otherwise an earlier version
+        that the worker has given up, too, would be waited for in vain.
+        """
+        decided = self.committed is not None and version <= self.committed
+        return [] if decided else self.give_up(owner, version, "the agent of its host was restarted")
+
     def copied(self, owner: int, version: Version, layout: str = "", digest: str = "", root: str = "") -> list[Effect]:
         """Takes note that the worker has laid down all bytes of its shard."""
         return self._completed(owner, version, layout, digest, root)
