@@ -37,7 +37,7 @@ class Host:
     holders: dict[int, tuple[str, ...]] = field(default_factory=dict)  # owner -> hosts, the owner's own first
     shards: dict[int, SlotSet] = field(default_factory=dict)
     waiting: dict[int, Version] = field(default_factory=dict)  # requests of local owners not granted yet
-    skipped: dict[int, Version] = field(default_factory=dict)  # newest version each local owner gave up
+    skipped: dict[int, Version] = field(default_factory=dict)  # newest version each local owner gave up, or had to
     details: dict[tuple[int, Version], tuple[str, str]] = field(default_factory=dict)  # layout and digest as reported
     aborted: set[Version] = field(default_factory=set)  # above the committed one
     committed: Version | None = None  # the newest version this host knows to be complete everywhere
@@ -265,6 +265,7 @@ class Host:
             if asked:
                 del self.waiting[owner]
             if self.owns(owner) and (asked or slots.find(version) is not None):
+                self.skipped[owner] = max(version, self.skipped.get(owner, version))  # another ledger must hear of it, too
                 effects += [*self._cancel_sends(owner, version), Withdraw(owner, version)]
             slots.abort(version)
             effects += [*self._reap(owner), *self._grant(owner)]
