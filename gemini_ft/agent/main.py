@@ -30,7 +30,7 @@ from gemini_ft.agent.stream import Stream
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.vault import Giver
 from gemini_ft.agent.workers import Desk, WorkerConnection
-from gemini_ft.core.versions import Incarnation
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, SecretError, SupersededError
 from gemini_ft.hosts import machine_id
 from gemini_ft.wire.control_page import ControlPage
@@ -238,8 +238,11 @@ class Agent:
         worker.incarnation = incarnation
         self._known = incarnation if self._known is None else max(self._known, incarnation)
         self.secret = message.secret
-        self._stream(worker).open(message.spec, message.readopt, message.committed)
-        self._stream(worker).launch = worker.launch
+        stream = self._stream(worker)
+        stream.open(message.spec, message.readopt, message.committed)
+        stream.launch = worker.launch
+        if message.reached is not None:
+            stream.perform(stream.host.arrived(worker.rank, Version(incarnation, message.reached)))
         self._remember()
         self._hangs.open(worker, message.spec.hang_timeout, message.readopt)
         worker.send(Opened(call=message.call))
