@@ -21,10 +21,11 @@ from collections.abc import Coroutine, Sequence
 
 from gemini_ft.agent.departure import Departure
 from gemini_ft.agent.hangs import HangWatch
+from gemini_ft.agent.home import HostRun
 from gemini_ft.agent.identity import Identity, Past
 from gemini_ft.agent.launches import Launches
 from gemini_ft.agent.lifecycle import raise_descriptor_limit, set_oom_score, socket_name, yield_to_training
-from gemini_ft.agent.memory import Budget, SlotMemory
+from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.agent.sparing import Sparing
 from gemini_ft.agent.stream import Stream
 from gemini_ft.agent.tasks import Tasks
@@ -35,37 +36,28 @@ from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, SecretEr
 from gemini_ft.hosts import machine_id
 from gemini_ft.wire.control_page import ControlPage
 from gemini_ft.wire.handshake import Listener, listen
-from gemini_ft.wire.messages import PROTOCOL_VERSION, Chunk, kind_of
+from gemini_ft.wire.messages import PROTOCOL_VERSION, kind_of
 from gemini_ft.wire.peer_messages import Claims
 from gemini_ft.wire.tcp import Connection, Handler
 from gemini_ft.wire.trust import fingerprint
 from gemini_ft.wire.worker_messages import (
     Adopt,
-    Collected,
-    Copied,
-    Dispatched,
-    Excuse,
-    Figures,
     GetInventory,
     GetStatus,
-    GiveUp,
     Goodbye,
     Hello,
     HostInfo,
-    Inject,
     Inventory,
     Launch,
     Leave,
     Map,
     Mapped,
-    Observed,
     Opened,
     OpenSession,
     Ping,
     Pong,
     Progress,
     Request,
-    Reserve,
     Stage,
     Staged,
     Status,
@@ -82,13 +74,11 @@ from gemini_ft.wire.worker_messages import (
 _TICK = 0.2  # seconds between looks at hangs and at whether to leave
 
 
-class Agent:
+class Agent(HostRun):
     """Everything that one host keeps for one run."""
 
     def __init__(self, run: str, host: str) -> None:
-        self.run, self.host = run, host
-        self.secret = b""
-        self.budget = Budget(None)
+        super().__init__(run, host)
         self.streams: dict[str, Stream] = {}
         self._workers: set[WorkerConnection] = set()
         self._launches = Launches()
@@ -103,14 +93,10 @@ class Agent:
         self._known: Incarnation | None = None
         self._tasks = Tasks()
 
-    def log(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk costs the log, and nothing else
-            print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
-
     async def serve(self, listener: socket.socket) -> None:
         """Serves until it is time to leave."""
         desk = Desk(self, listener)
-        self.log(f"agent {os.getpid()} of run {self.run!r} on host {self.host!r}; may hold {self.budget.limit:,} bytes")
+        self.log(f"agent {os.getpid()} of run {self.run_id!r} on host {self.host!r}; may hold {self.budget.limit:,} bytes")
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._leaving.set)
         while not self._leaving.is_set():
@@ -151,7 +137,7 @@ class Agent:
             case GetInventory():
                 stream = self._stream(worker)
                 stream.seal(worker)
-                worker.send(Inventory(call=message.call, slots=stream.vault.inventory(), given_up=sorted(stream.given_up)))
+                worker.send(Inventory(call=message.call, slots=stream.home.vault.inventory(), given_up=sorted(stream.given_up)))
             case OpenSession():
                 self._open_session(worker, message)
             case Verify():
@@ -165,51 +151,26 @@ class Agent:
             case Watch():
                 page = ControlPage.take(*fds)
                 try:
-                    self._current(worker).outbound.gate.watch(worker.rank, page)
+                    self._current(worker).session.outbound.gate.watch(worker.rank, page)
                 except SupersededError:
                     page.close()
                     raise
+            case Progress(suspended=suspended):
+                self._current(worker)
+                self._hangs.progress(worker, suspended)
             case _:
-                self._session_message(worker, message)
+                stream = self._current(worker)
+                if isinstance(message, Request):
+                    self._hangs.progress(worker)
+                stream.on_worker_message(worker, message)
 
     def _current(self, worker: WorkerConnection) -> Stream:
         """The worker's stream, if the worker is of its present incarnation."""
         stream = self._stream(worker)
-        if stream.spec is None or worker.incarnation != stream.spec.incarnation:
-            current = stream.spec.incarnation if stream.spec is not None else "none"
+        if not stream.home.is_present(worker):
+            current = stream.home.spec.incarnation if stream.home.spec is not None else "none"
             raise SupersededError(f"incarnation {worker.incarnation} is over, {current} has taken over; this process must stop")
         return stream
-
-    def _session_message(self, worker: WorkerConnection, message: ToAgent) -> None:
-        stream = self._current(worker)
-        match message:
-            case Reserve():
-                stream.reserve(worker, message)
-            case Request():
-                self._hangs.progress(worker)
-                stream.on_request(worker, message)
-            case Chunk(iteration=iteration, index=index, offset=offset, nbytes=nbytes, digest=digest):
-                stream.on_chunk(worker, iteration, index, offset, nbytes, digest)
-            case Copied():
-                stream.on_copied(worker, message)
-            case GiveUp():
-                stream.on_give_up(worker, message)
-            case Progress(suspended=suspended):
-                self._hangs.progress(worker, suspended)
-            case Observed(profile=profile):
-                stream.outbound.pacing.observed(worker.rank, profile)
-            case Figures(figures=figures):
-                stream.figures[worker.rank] = figures
-            case Dispatched():
-                stream.outbound.dispatched(message)
-            case Collected():
-                stream.inbound.collected(message)
-            case Excuse():
-                stream.excuse()
-            case Inject():
-                stream.inject(message)
-            case _:
-                raise AgentError(f"{kind_of(message)!r} is not for an agent")
 
     def on_worker_dead(self, worker: WorkerConnection) -> None:
         self._workers.discard(worker)
@@ -250,7 +211,7 @@ class Agent:
         self._identity.write(Past(self.secret, self._known, origins))
 
     async def _verify(self, worker: WorkerConnection, asked: Verify) -> None:
-        sound = await self._stream(worker).vault.verify(asked.version)
+        sound = await self._stream(worker).home.vault.verify(asked.version)
         worker.send(Verified(call=asked.call, version=asked.version, sound=sound))
 
     async def _stage(self, worker: WorkerConnection, order: Stage) -> None:
@@ -271,16 +232,16 @@ class Agent:
         if hello.protocol != PROTOCOL_VERSION:
             raise AgentError(
                 f"this agent speaks protocol {PROTOCOL_VERSION}, the worker {hello.protocol}: another gemini-ft started it; "
-                f"end it with `gemini leave --run-id {self.run}` or wait until it has gone"
+                f"end it with `gemini leave --run-id {self.run_id}` or wait until it has gone"
             )
         if self.secret and hello.secret and hello.secret != self.secret and any(w.alive and w.stream for w in self._workers):
             mine, theirs = fingerprint(self.secret), fingerprint(hello.secret)
             raise SecretError(
-                f"the agent of run {self.run!r} has secret {mine}, rank {hello.rank} brings {theirs}; "
+                f"the agent of run {self.run_id!r} has secret {mine}, rank {hello.rank} brings {theirs}; "
                 "give all workers of a run the same GEMINI_SECRET_FILE"
             )
         if hello.launch is not None:
-            self._launches.refuse_second(self.run, self.host, hello.launch, self._at_work())
+            self._launches.refuse_second(self.run_id, self.host, hello.launch, self._at_work())
             self._launches.note(hello.launch)
         self.secret = hello.secret or self.secret or secrets.token_bytes(32)
         self._domain, self._agent_timeout = hello.domain, hello.agent_timeout
@@ -341,11 +302,11 @@ class Agent:
     def _accept(self, connection: Connection, claims: Claims) -> Handler:
         if claims.to != self.host:
             raise AgentError(f"host {claims.host!r} takes this host for {claims.to!r}, but it is {self.host!r}; two hosts share an address")
-        if claims.run != self.run or claims.stream not in self.streams:
+        if claims.run != self.run_id or claims.stream not in self.streams:
             raise AgentError(
-                f"host {claims.host!r} asks for stream {claims.stream!r} of run {claims.run!r}; this agent serves {self.run!r}"
+                f"host {claims.host!r} asks for stream {claims.stream!r} of run {claims.run!r}; this agent serves {self.run_id!r}"
             )
-        return self.streams[claims.stream].accept(connection, claims)
+        return self.streams[claims.stream].incoming.accept(connection, claims)
 
     def adopt(self, fds: Sequence[int], shared: Sequence[bool] = (), giver: Giver | None = None) -> None:
         """Takes over slots that another agent has made; ``shared``: those that a process other than the giver may still write to."""
@@ -373,7 +334,7 @@ class Agent:
 
     def _map(self, worker: WorkerConnection, message: Map) -> None:
         stream = self._stream(worker)
-        for (owner, _), memory in stream.vault.memory.items():
+        for (owner, _), memory in stream.home.vault.memory.items():
             if owner == message.owner and memory.version == message.version:
                 shape = memory.shape
                 mapped = Mapped(
@@ -397,18 +358,18 @@ class Agent:
 
     def _visited(self, visit: Visit) -> Visited:
         streams = {
-            name: StreamInfo(slots=stream.vault.inventory(), committed=stream.host.committed, spec=stream.spec)
+            name: StreamInfo(slots=stream.home.vault.inventory(), committed=stream.home.host.committed, spec=stream.home.spec)
             for name, stream in self.streams.items()
         }
         address = self._server.address if self._server is not None else None
-        return Visited(call=visit.call, run=self.run, host=self.host, address=address, secret=self.secret, streams=streams)
+        return Visited(call=visit.call, run=self.run_id, host=self.host, address=address, secret=self.secret, streams=streams)
 
     def _at_work(self) -> list[tuple[int, Launch]]:
         return [(worker.pid, worker.launch) for worker in self._workers if worker.alive and worker.launch is not None]
 
     def _status(self) -> str:
         document = {
-            "run": self.run,
+            "run": self.run_id,
             "host": self.host,
             "pid": os.getpid(),
             "launches": [launch.model_dump(exclude={"environ"}) for launch in self._launches.alive(self._at_work())],
