@@ -93,7 +93,7 @@ class Requests:
             case _ if not worker.stream:
                 raise AgentError(f"{kind_of(message)!r} before hello")
             case GetInventory():
-                stream = self._streams.by_name[worker.stream]
+                stream = self._stream(worker)
                 stream.seal(worker)
                 worker.send(Inventory(call=message.call, slots=stream.home.vault.inventory(), given_up=sorted(stream.given_up)))
             case OpenSession():
@@ -122,7 +122,7 @@ class Requests:
 
     def _current(self, worker: WorkerConnection) -> Stream:
         """The worker's stream, if the worker is of its present incarnation."""
-        stream = self._streams.by_name[worker.stream]
+        stream = self._stream(worker)
         if not stream.home.is_present(worker):
             current = stream.home.spec.incarnation if stream.home.spec is not None else "none"
             raise SupersededError(f"incarnation {worker.incarnation} is over, {current} has taken over; this process must stop")
@@ -133,21 +133,24 @@ class Requests:
         self.hangs.end(worker)
         if worker.stream:
             self._run.log(f"rank {worker.rank} (pid {worker.pid}) is gone")
-            self._streams.by_name[worker.stream].worker_lost(worker)
-            self._streams.by_name[worker.stream].unseal(worker)
+            self._stream(worker).worker_lost(worker)
+            self._stream(worker).unseal(worker)
 
     def on_worker_hung_up(self, worker: WorkerConnection) -> None:
         self.hangs.end(worker)
         if worker.stream:
-            self._streams.by_name[worker.stream].unseal(worker)
+            self._stream(worker).unseal(worker)
         else:  # a process that only asked for the status
             self._workers.discard(worker)
             worker.close()
 
     # -- answers
 
+    def _stream(self, worker: WorkerConnection) -> Stream:
+        return self._streams.by_name[worker.stream]
+
     def _open_session(self, worker: WorkerConnection, message: OpenSession) -> None:
-        stream = self._streams.by_name[worker.stream]
+        stream = self._stream(worker)
         stream.check_inventory(worker)
         worker.incarnation = message.spec.incarnation
         self._streams.note(worker.incarnation)
@@ -160,7 +163,7 @@ class Requests:
 
     async def _answer(self, worker: WorkerConnection, message: Verify | Stage) -> None:
         """Gives an answer that takes time; an error meanwhile becomes the answer."""
-        stream = self._streams.by_name[worker.stream]
+        stream = self._stream(worker)
         try:
             if isinstance(message, Verify):
                 sound = await stream.home.vault.verify(message.version)
@@ -218,7 +221,7 @@ class Requests:
             memory_used=self._run.budget.used,
             domain=self._domain,
         )
-        stream = self._streams.by_name[worker.stream]
+        stream = self._stream(worker)
         worker.send(
             Welcome(
                 call=hello.call,
@@ -234,7 +237,7 @@ class Requests:
         )
 
     def _map(self, worker: WorkerConnection, message: Map) -> None:
-        stream = self._streams.by_name[worker.stream]
+        stream = self._stream(worker)
         for (owner, _), memory in stream.home.vault.memory.items():
             if owner == message.owner and memory.version == message.version:
                 shape = memory.shape
@@ -253,7 +256,7 @@ class Requests:
     def _goodbye(self, worker: WorkerConnection, finished: bool) -> None:
         self.hangs.end(worker)
         if finished:
-            self._streams.by_name[worker.stream].on_finished(worker.rank)
+            self._stream(worker).on_finished(worker.rank)
         else:
             self.departure.interrupt(worker)
 
