@@ -157,6 +157,8 @@ class Requests:
         self._run.secret = message.secret
         stream.open(message.spec, message.readopt, message.committed)
         stream.launch = worker.launch
+        if message.reached is not None:
+            stream.perform(stream.home.host.arrived(worker.rank, stream.home.version(message.reached)))
         self._streams.remember()
         self.hangs.open(worker, message.spec.hang_timeout, message.readopt)
         worker.send(Opened(call=message.call))

@@ -453,7 +453,8 @@ class Recorder:
             for start in range(0, len(fds), 100):
                 part = fds[start : start + 100]
                 client.tell(Adopt(count=len(part), incarnation=spec.incarnation), part)
-            client.call(OpenSession(spec=spec, secret=session.secret, readopt=True, committed=self._committed), Opened)
+            reopening = OpenSession(spec=spec, secret=session.secret, readopt=True, committed=self._committed, reached=self._copying.newest)
+            client.call(reopening, Opened)
         except GeminiError:
             client.close()
             raise
