@@ -1,4 +1,4 @@
-"""What keeping every optimizer step costs: gemini-ft beside its peers and beside the physical floor, in one run.
+"""Measures what keeping every optimizer step costs: gemini-ft beside its peers and beside the physical floor, in one run.
 
 Two ranks, one torch thread each, the same bytes for all rows. Every trial is one row in two fresh processes; rounds over all
 rows follow each other, so that a slow minute of the machine hits all rows alike. See benchmarks/README.md.

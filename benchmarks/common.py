@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine's description, clean starts of ranks, the noise guard, the report.
+"""The parts that all benchmarks share: the machine's description, clean starts of ranks, the noise guard, the report.
 
 Nothing here imports torch: the parent process of a benchmark only starts others, reads clocks and writes files.
 """

@@ -1,4 +1,4 @@
-"""What compressing gradients costs on a CPU, and on which networks it pays.
+"""Measures what compressing gradients costs on a CPU, and on which networks it pays.
 
 1. Codecs alone, one thread: encode and decode of 1, 16 and 128 MB in 1, 30 and 300 tensors, fused and layer by layer; encoders beside
    the same methods in the textbook's few lines of torch (compression_textbook.py), PowerSGD beside torch's hook.

@@ -1,4 +1,4 @@
-"""What compression costs in accuracy: a byte-level language model, four workers, each method with and without its error feedback.
+"""Measures what compression costs in accuracy: a byte-level language model, four workers, each method with and without its error feedback.
 
 Every worker has its own batches of the Python standard library's source text; all four run beside each other in one process, by
 the code that runs on a process group. `python benchmarks/compression_convergence.py --write` renews the table in docs/compression.md.
@@ -167,7 +167,7 @@ class Workers:
 
 
 def gradients(model: Model, source: torch.Generator) -> dict[str, Tensor]:
-    """Of one worker's next batch."""
+    """The gradients of one worker's next batch."""
     text, _ = texts()
     context, following = batch(text, torch.randint(len(text) - CONTEXT, (BATCH,), generator=source))
     loss = F.cross_entropy(model(context), following)

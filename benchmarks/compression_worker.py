@@ -49,7 +49,7 @@ def settle(name: str) -> int:
 
 
 class Bucket:
-    """What torch's hooks need of a DDP bucket; theirs cannot be made outside of DDP."""
+    """A stand-in for a DDP bucket, as far as torch's hooks use one; real buckets cannot be made outside of DDP."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._shapes = [tensor.shape for tensor in tensors]

@@ -1,4 +1,4 @@
-"""What keeping every step of a DeepSpeed engine costs: gemini-ft beside DeepSpeed's own writers and lm-resiliency, in one run.
+"""Measures what keeping every step of a DeepSpeed engine costs: gemini-ft beside DeepSpeed's own writers and lm-resiliency, in one run.
 
 Two ranks, one torch thread each, ZeRO-1 and ZeRO-3 in bf16 with fp32 masters. Every trial is one row in two fresh processes; see
 benchmarks/README.md.

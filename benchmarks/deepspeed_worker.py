@@ -49,7 +49,7 @@ class EngineLoad:
 
 
 def trial(row: str, plan: Plan, folder: Path) -> list[Block]:
-    """Of deepspeed_overhead.py."""
+    """Runs one trial of deepspeed_overhead.py."""
     peer: Any = build(row, ROWS)
     return Trial(EngineLoad(plan, peer.config), peer, plan, folder).run()
 

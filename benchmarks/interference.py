@@ -1,4 +1,4 @@
-"""What replication costs a training job whose network is slow: nothing, if it waits for the network to be idle.
+"""Measures what replication costs a training job whose network is slow: nothing, if it waits for the network to be idle.
 
 Hosts are network namespaces whose links are shaped in both directions; the job's communication is real. One job alternates between
 blocks of steps without checkpoints and with them, in every way that is compared. See benchmarks/README.md.
@@ -123,7 +123,7 @@ def mode_summary(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], figur
 
 
 def ratios(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
-    """Of every mode the worst of all cases whose compute is a sleep; the prediction's median."""
+    """The worst ratio of each mode over all cases whose compute is a sleep, and the median of the predictions' ratios."""
     cases = [result for name, result in results.items() if "real compute" not in name]
     out = {f"{mode}_vs_none": _worst(each["modes"][mode]["vs_none"] for each in cases if mode in each["modes"]) for mode in MODES}
     predicted = [case["modes"]["scheduled"]["predicted_vs_measured"] for case in cases if "scheduled" in case["modes"]]

@@ -37,7 +37,7 @@ _SETTLE = 6  # steps until the order of collectives has settled, and a change of
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to run. Seconds are of computation, per layer; bytes are of 32-bit weights, per layer."""
+    """The job to run. Seconds are of computation, per layer; bytes are of 32-bit weights, per layer."""
 
     job: str  # ddp or zero3
     layers: int
@@ -58,7 +58,7 @@ class Plan:
 
 
 def busy(plan: Plan) -> Callable[[float], None]:
-    """What takes so many seconds: a sleep, or as many products of matrices as were measured to take as long alone."""
+    """A function that keeps its caller busy for some seconds, by a sleep or by as many products of matrices as take that long alone."""
     if plan.compute == "sleep":
         return time.sleep
     factor = torch.randn(192, 192)
@@ -241,7 +241,7 @@ class Trial:
         return {"pairs": pairs, "bare": bare, "cpu": busy_share, "figures": figures, "timeline": timeline}
 
     def figures(self, checkpointer: gemini_ft.Checkpointer, first: int) -> dict[str, Any]:
-        """What the checkpointer counted since iteration ``first``."""
+        """The figures that the checkpointer has counted since iteration ``first``."""
         stats = checkpointer.stats
         travels = [travel for iteration, each in stats.traffic.items() if iteration > first for travel in each]
         return {

@@ -1,4 +1,4 @@
-"""What one trial is asked for and what it hands back. Imports no torch: the parent reads it too."""
+"""The plan of one trial, and the measurements that it hands back. Imports no torch, because the parent process reads it too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Plan:
-    """How many blocks of how many timed iterations; the same for all rows of one size."""
+    """The numbers of blocks and of timed iterations in each; the same for all rows of one size."""
 
     megabytes: int  # of state per rank
     tokens: int  # rows of input per iteration

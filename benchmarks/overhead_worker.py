@@ -107,7 +107,7 @@ def main(rows: Collection[str], measure: Callable[[str, Plan, Path], list[Block]
 
 
 def trial(row: str, plan: Plan, folder: Path) -> list[Block]:
-    """Of checkpoint_overhead.py."""
+    """Runs one trial of checkpoint_overhead.py."""
     if peers.ROWS[row].own_loop:
         from lightning_trial import run
 

@@ -53,7 +53,7 @@ def _row(name: str, params: str, rule: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run(hosts: int, rate: str | None, job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What `pipelines_worker` measures on one network, by row."""
+    """Runs `pipelines_worker` on one network and returns its measurements, by row."""
     with Network(hosts, rate=rate) as network, tempfile.TemporaryDirectory() as folder:
         run_hosts(network, [str(HERE / "pipelines_worker.py"), json.dumps({**job, "folder": folder})], Path(folder), TIMEOUT)
         return {row["name"]: row for row in json.loads(Path(folder, "result.json").read_text())}
@@ -63,7 +63,7 @@ Instance = tuple[str, int, str]  # model, hosts, rate
 
 
 def ratios(found: Mapping[Instance, Mapping[str, Mapping[str, Any]]], methods: Sequence[str]) -> dict[str, float | None]:
-    """Above 1: better than what it is compared with. What has not been measured is left out."""
+    """The ratios that the report shows; above 1 the row is better than its rival. Pairs that were not measured are left out."""
     out: dict[str, float | None] = {}
     kinds: dict[str, list[float]] = {"cupcake_vs_layerwise": [], "cupcake_vs_best_bucket": [], "auto_vs_bf16": []}
     for (model, hosts, rate), rows in found.items():
@@ -80,7 +80,7 @@ def ratios(found: Mapping[Instance, Mapping[str, Mapping[str, Any]]], methods: S
 
 
 def compared(rows: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, float]:
-    """Of one method on one network."""
+    """The ratios of one method on one network."""
     layerwise, cupcake, auto, bf16 = (
         rows.get(row) for row in (f"{name}, layer-wise", f"{name}, cupcake", f"{name}, auto", "DDP bf16 hook")
     )

@@ -1,4 +1,4 @@
-"""How well each configuration of configs/ learns a small task under DistributedDataParallel, beside DDP alone: seeds and their spread.
+"""Measures how well each configuration of configs/ learns a small task under DDP, beside DDP alone: seeds and their spread.
 
     python benchmarks/pipelines_convergence.py --quick
 

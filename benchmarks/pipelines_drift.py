@@ -1,4 +1,4 @@
-"""What it costs per step that the ranks of a gradient pipeline compare where they are: pairs of blocks of steps, with and without.
+"""Measures what it costs per step that the ranks of a gradient pipeline are compared: pairs of blocks of steps, with and without.
 
 python benchmarks/pipelines_drift.py --quick
 """

@@ -35,7 +35,7 @@ PATIENCE = 180.0  # seconds until a job that makes no step counts as failed
 
 @dataclass(frozen=True)
 class Job:
-    """Who keeps the state, and around which loop."""
+    """A combination of a training loop and the program that keeps its state."""
 
     title: str
     launcher: tuple[str, ...]
@@ -171,7 +171,7 @@ class Attempt:
         return cls(pids, {rank: start["host"] for rank, start in starts.items()}, own)
 
     def times(self, event: str, key: str = "at") -> list[float]:
-        """When each rank first had ``event``; ranks that have not are missing."""
+        """The times at which each rank first had ``event``; ranks that never had it are left out."""
         first: dict[int, float] = {}
         for entry in self.events:
             if entry["event"] == event:

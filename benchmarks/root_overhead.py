@@ -43,12 +43,12 @@ def snapshot(slot: slots.SlotMemory, source: memoryview, version: Version, form:
 
 
 def without(*_: object) -> str:
-    """In place of a root."""
+    """Stands in for the root, and computes nothing."""
     return "none"
 
 
 def interval(values: Sequence[float], chance: random.Random, draws: int = 2000) -> tuple[float, float]:
-    """Where the median lies with 95 % certainty, by drawing the values anew."""
+    """The interval in which the median lies with 95 % certainty, found by drawing the values anew (bootstrap)."""
     medians = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(draws))
     return medians[draws // 40], medians[-draws // 40]
 

@@ -109,13 +109,13 @@ def _bits(rate: str) -> float:
 
 
 class Points:
-    """Those that were measured, to be asked for."""
+    """The measured points, to be looked up by scheme and conditions."""
 
     def __init__(self, points: Sequence[dict[str, Any]]) -> None:
         self.all = list(points)
 
     def of(self, scheme: str, **where: Any) -> list[dict[str, Any]]:
-        """Those of a scheme that are not CPU-bound."""
+        """The points of a scheme that are not CPU-bound."""
         return [
             point
             for point in self.all

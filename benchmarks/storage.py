@@ -138,7 +138,7 @@ def slowdown(plan: Plan, endpoint: str, uploader: str) -> dict[str, float | None
 
 
 def _uploads(steps: Mapping[int, Sequence[Mapping[str, Any]]]) -> int:
-    """How many uploads began."""
+    """The number of uploads that began."""
     flags = [flag for _, ranks in sorted(steps.items()) for flag in ranks[0]["uploading"]]
     return sum(not before and now for before, now in pairwise(flags))
 

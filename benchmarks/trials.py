@@ -217,7 +217,7 @@ def figure(summaries: Mapping[str, Mapping[str, Any]], row: str, key: str) -> fl
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """What every benchmark of this kind can be told."""
+    """Adds the options that every benchmark of this kind has."""
     parser.add_argument("--rounds", type=int, help="rounds over all rows; default: by size")
     parser.add_argument("--noise-limit", type=float, default=0.08, help="most that others may take of the machine in a block that counts")
     parser.add_argument("--patience", type=float, default=120.0, help="seconds to wait for a quiet machine before a trial")

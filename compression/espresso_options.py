@@ -97,7 +97,7 @@ class Option:
 
     @property
     def compressed(self) -> bool:
-        """Whether anything is compressed."""
+        """Whether the option compresses anything."""
         return any(isinstance(operation, Codec) for operation in self.operations)
 
     @property
@@ -107,7 +107,7 @@ class Option:
 
     @property
     def hierarchical(self) -> bool:
-        """Whether it goes within machines, between them, and within machines again."""
+        """Whether the option communicates within machines, then between them, then within machines again."""
         return any(isinstance(operation, Collective) and operation.scope is not Scope.FLAT for operation in self.operations)
 
     @property

@@ -18,39 +18,35 @@ import os
 import re
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gemini_ft.config import GeminiConfig, load_config
 from gemini_ft.core.census import Census, Fate, Finding, declare, table
 from gemini_ft.errors import ConfigError, RecoveryError, StateError
 from gemini_ft.faults import inject as faults
 from gemini_ft.launch import notes
-from gemini_ft.recovery.restore import fill
-from gemini_ft.state import codec
+from gemini_ft.recovery.restore import fill, read_extras
 from gemini_ft.state.base import PlainState, TrainingState
 from gemini_ft.state.ddp import ddp_state, findings, refuse_hooks, restore_buckets, restore_sync
 from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence
-from gemini_ft.state.hyperparameters import Given, differences, of_scheduler
+from gemini_ft.state.hyperparameters import Given, Hyperparameters
+from gemini_ft.state.optimizer_steps import OptimizerSteps
 from gemini_ft.state.rebuilding import Changes
 from gemini_ft.state.rng import rng_state, set_rng_state
-from gemini_ft.state.tensors import every_optimizer
 from gemini_ft.storage.base import WORD
 from gemini_ft.worker.recorder import Recorder
-from gemini_ft.worker.rendezvous import exchange_or_raise
+from gemini_ft.worker.rendezvous import on_all_ranks
 from gemini_ft.worker.stats import Stats
 
 EXPLAIN = "GEMINI_EXPLAIN"  # in the environment: print the census
 
-T = TypeVar("T")
 GIVEN = declare("objects given as `state=`, or in the state of fabric.save", Fate.CAPTURED, "by their state_dict and load_state_dict")
 declare("random generators of Python, numpy and torch", Fate.CAPTURED, "with the small state of each rank")
 _log = logging.getLogger("gemini_ft")
@@ -125,22 +121,10 @@ class Checkpointer:
         self._recorder: Recorder | None = None
         self._state_extras: dict[int, Any] = {}  # of the resumed snapshot, by rank, until load_tensors
         self._iteration = 0
-        self._stepped = False  # the optimizer, in this iteration
         self._updates = 0
         self._blocked = 0.0
-        self._handles: list[Any] = []
-        self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._stranger: torch.optim.Optimizer | None = None  # one that has stepped and was not given
-        self._given_beside = {
-            key: value
-            for name, item in self._stateful.items()
-            if isinstance(item, torch.optim.lr_scheduler.LRScheduler)
-            for key, value in of_scheduler(f"state[{name!r}]", item).items()
-        }
-        self._given_then: dict[str, Given] = {}
-        self._given: Given = {}  # hyperparameters as the script gave them when the training began
-        self._script_given: Given = {}  # those of which no snapshot holds the value, so that the script's is in force
-        self._knows_given = False  # they are as a snapshot has them
+        self._steps = OptimizerSteps(self.wait_before_update)
+        self._hyperparameters = Hyperparameters(self._stateful)
         if gradients is not None:
             self.attach_gradients(gradients)
         if model is not None:
@@ -193,10 +177,10 @@ class Checkpointer:
         """
         begin = time.perf_counter()
         self._iteration += 1
-        self._refuse_stranger()
+        self._steps.refuse_stranger()
         self._end_of_step()
         self.scalars.update(scalars)
-        before, self._updates, self._stepped = self._updates, self._updates + self._stepped, False
+        before, self._updates = self._updates, self._updates + self._steps.take()
         if self.due(before, self._updates):
             extras = {
                 "state": {name: value.state_dict() for name, value in self._stateful.items()},
@@ -222,32 +206,24 @@ class Checkpointer:
         _log_to_stderr()
         if isinstance(self._bound, PlainState):
             self._bound.remember()
-        self._note_given()
+        self._hyperparameters.note(self._bound.hyperparameters)
         atexit.register(self._leave_if_interrupted)
         self._recorder = recorder = Recorder(self.config, self.name, self.stats, self._resizable)
         notes.say(notes.PROTECTED)
         if not self._resizable:
             notes.say(notes.FIXED)
-        plan = recorder.session.plan
+        session, plan = recorder.session, recorder.session.plan
+        trust = bool(self.config.storage and self.config.storage.trust_pickle)  # the state in memory may have come from storage
         notes.step = 0 if plan.version is None else plan.version.iteration
         if plan.version is None:
             return None
         self._iteration = self.stats.committed = plan.version.iteration
         with self._script_to_blame():
-            extras = _on_all_ranks(lambda: self._read_extras(recorder))
+            extras = on_all_ranks(lambda: read_extras(session.sources, session.rank, session.world_size, session.secret, trust))
+        own = extras[session.rank % plan.world_size]
         self._state_extras = {owner: value["tensors"] for owner, value in extras.items()}
-        self._given_then = extras[recorder.session.rank % plan.world_size].get("given", {})  # snapshots in storage may be older
-        return Snapshot(self._iteration, extras[recorder.session.rank % plan.world_size]["extras"], plan.kind, plan.world_size)
-
-    def _read_extras(self, recorder: Recorder) -> dict[int, Any]:
-        """The extras of this rank; in a job of another size those of all ranks that made the snapshot."""
-        session, then = recorder.session, recorder.session.plan.world_size
-        trust = bool(self.config.storage and self.config.storage.trust_pickle)  # the state in memory may have come from storage
-        extras = {}
-        for owner in [session.rank] if then == session.world_size else range(then):
-            blob = session.sources.read(owner, session.rank, lambda shard: shard.extras())
-            extras[owner] = codec.decode(blob, session.secret, trust_pickle=trust)
-        return extras
+        self._hyperparameters.then = own.get("given", {})  # snapshots in storage may be older
+        return Snapshot(self._iteration, own["extras"], plan.kind, plan.world_size)
 
     def bind(self, models: nn.Module | Mapping[str, nn.Module], optimizers: Any = (), *, modes: bool = True) -> None:
         """Names the objects to capture; call it as early as they exist.
@@ -268,36 +244,25 @@ class Checkpointer:
             before=self._bound if is_begun and isinstance(self._bound, PlainState) else None,
         )
         self.bind_state(state)
-        self._handles += state.watch()
-        if self._hooks:
-            others = [value for value in self._stateful.values() if isinstance(value, torch.optim.Optimizer)]
-            for optimizer in [*every_optimizer(state.optimizers).values(), *others]:
-                self._hook(optimizer)
-            looking = weakref.WeakMethod(self._any_stepped)  # of all optimizers of the process: it must not keep this object alive
-            self._handles.append(
-                register_optimizer_step_post_hook(lambda optimizer, *_: look(optimizer) if (look := looking()) is not None else None)
-            )
+        others = [value for value in self._stateful.values() if isinstance(value, torch.optim.Optimizer)]
+        self._steps.follow(state, others, hooks=self._hooks)
 
     def bind_state(self, state: TrainingState) -> None:
         """Names a state to capture that is no plain module and optimizer; the caller calls ``wait_before_update`` and ``save``."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._hooked.clear()
+        self._steps.forget()
         self._bound = state
         self._state = state if self._gradients is None else WithGradients(state, self._gradients)
-        self._note_given()
+        self._hyperparameters.note(self._bound.hyperparameters)
 
     def script_gives(self, snapshots: Given, scripts: Given | None = None) -> None:
-        """Say which hyperparameters the script has given beside those of the optimizers, so that a resume tells what has changed.
+        """Says which hyperparameters the script has given beside those of the optimizers, so that a resume tells what has changed.
 
         Args:
             snapshots: those that a resume puts back as they were (of schedulers).
             scripts: those that stay as the script gives them.
         """
-        self._given_beside |= snapshots
-        self._script_given |= scripts or {}
-        self._note_given()
+        self._hyperparameters.add(snapshots, scripts or {})
+        self._hyperparameters.note(self._bound.hyperparameters)
 
     def attach_gradients(self, gradients: GradientState) -> None:
         """Captures and restores the state of a gradient synchronizer, too, and shows its figures in ``gemini status``.
@@ -340,7 +305,7 @@ class Checkpointer:
         if session.plan.version is None:
             raise RecoveryError("load_tensors() was called, but open() found nothing to resume")
         begin = time.perf_counter()
-        self._compare_given()
+        self._hyperparameters.compare(self._iteration, aloud=session.rank == 0)
         if isinstance(self._bound, PlainState):
             self._bound.remember()
         changes = self._state_extras[session.rank % session.plan.world_size].get("changes")
@@ -353,9 +318,9 @@ class Checkpointer:
         everything = (self._state, self._state_extras, session.rank, session.world_size)
         with self._script_to_blame():
             if self._gradients is None:
-                _on_all_ranks(lambda: check_presence(self._state_extras[session.rank % session.plan.world_size], attached=False))
-            self.stats.restored, own = _on_all_ranks(lambda: fill(session.sources, *everything), self.config.timeout + 600)
-            _on_all_ranks(lambda: self._state.apply_extras(own), self.config.timeout + 600)
+                on_all_ranks(lambda: check_presence(self._state_extras[session.rank % session.plan.world_size], attached=False))
+            self.stats.restored, own = on_all_ranks(lambda: fill(session.sources, *everything), self.config.timeout + 600)
+            on_all_ranks(lambda: self._state.apply_extras(own), self.config.timeout + 600)
         seconds = self.stats.restore_seconds = time.perf_counter() - begin
         self._joined.events.write("resumed", iteration=self._iteration, sources=self.stats.restored, seconds=seconds)
         self._state_extras = {}
@@ -427,9 +392,7 @@ class Checkpointer:
 
     def close(self, finished: bool = True, interrupted: bool = False) -> None:
         """Leaves the run. Only a finished or interrupted one lets its agents go; after a failure they keep the state."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._steps.forget()
         atexit.unregister(self._leave_if_interrupted)
         if self._recorder is not None:
             self._recorder.close(finished, interrupted)
@@ -442,28 +405,6 @@ class Checkpointer:
         self.close(finished=kind is None, interrupted=kind is not None and issubclass(kind, KeyboardInterrupt))
 
     # -- inside
-
-    def _note_given(self) -> None:
-        if not self._knows_given:
-            self._given = self._bound.hyperparameters() | self._given_beside
-
-    def _compare_given(self) -> None:
-        """Say loudly what the script has changed. What the snapshot says goes on being compared, until the script gives that again."""
-        then, self._given_then, self._knows_given = self._given_then, {}, True
-        if not then:
-            return
-        ours, theirs = (list(differences(then[of], now)) for of, now in (("snapshot", self._given), ("script", self._script_given)))
-        self._given, self._script_given = then["snapshot"], then["script"]
-        if self._joined.session.rank == 0 and (ours or theirs):
-            in_force = [f"the snapshot's stay in force ({'; '.join(ours)})"] if ours else []
-            in_force += [f"the script's are in force ({'; '.join(theirs)})"] if theirs else []
-            _log.warning(
-                "HYPERPARAMETERS HAVE CHANGED since the training that is resumed at iteration %d began (then -> now): %s. To train anew "
-                "with those of now, start with GEMINI_RESUME=never or another GEMINI_RUN_ID%s",
-                self._iteration,
-                "; ".join(in_force),
-                "; to go on with them, set them in the optimizer's param_groups after the resume" if ours else "",
-            )
 
     def _leave_if_interrupted(self) -> None:
         """Leaves the run at the end of the process: after Ctrl-C the agents' memory will not be needed."""
@@ -501,8 +442,7 @@ class Checkpointer:
     def _save(self, iteration: int, extras: Any) -> None:
         self._find_gradients()
         self._take_census()
-        self._knows_given = True
-        self._joined.record(iteration, self._state, extras, {"snapshot": self._given, "script": self._script_given})
+        self._joined.record(iteration, self._state, extras, self._hyperparameters.saved())
         self._report()
         faults.at_step(iteration, "in_copy")
 
@@ -533,41 +473,6 @@ class Checkpointer:
     @property
     def _is_replicated(self) -> bool:
         return isinstance(self._bound, PlainState) and self._bound.is_replicated
-
-    def _mark_stepped(self, *_: Any) -> None:
-        self._stepped = True
-
-    def _hook(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes an optimizer wait for the copy before each of its steps, and counts them."""
-        self._hooked.add(optimizer)
-        self._handles.append(optimizer.register_step_pre_hook(lambda *_: self.wait_before_update()))
-        self._handles.append(optimizer.register_step_post_hook(self._mark_stepped))
-
-    def _any_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Takes note that an optimizer of this process has stepped; an unknown one writes captured state while its own is not captured."""
-        if optimizer not in self._hooked and self._stranger is None:
-            ours = {id(param) for model in self._models.values() for param in model.parameters()}
-            if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
-                self._stranger = optimizer
-
-    def _refuse_stranger(self) -> None:
-        """Raises StateError if an unknown optimizer has stepped; one that another holds since then is taken in."""
-        stranger, self._stranger = self._stranger, None
-        if stranger is None:
-            return
-        if stranger not in set(every_optimizer(self._bound.optimizers if isinstance(self._bound, PlainState) else ()).values()):
-            raise StateError(
-                f"an optimizer that was not given has stepped, a {type(stranger).__qualname__} with parameters of a model that was, "
-                "so its state is in no snapshot; where an optimizer is replaced, call checkpointer.bind(model, optimizers) with the new one"
-            )
-        self._hook(stranger)
-
-
-def _on_all_ranks(work: Callable[[], T], timeout: float = 60.0) -> T:
-    """Runs ``work`` on every rank, raises everywhere if it fails anywhere, and returns this rank's own result."""
-    mine: list[T] = []
-    exchange_or_raise(lambda: mine.append(work()), timeout)
-    return mine[0]
 
 
 def _log_to_stderr() -> None:

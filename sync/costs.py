@@ -111,11 +111,6 @@ def omnireduce(t: Traffic) -> tuple[float, float]:
     return 2 * (t.ranks - 1), (t.ranks - 1) / t.ranks * t.nbytes * blocks * (1 + t.index / t.block)
 
 
-def balanced_parallelism_coo(t: Traffic) -> tuple[float, float]:
-    """Equation 1: what Zen would cost without its bitmap."""
-    return 2 * (t.ranks - 1), (t.ranks - 1) / t.ranks * (t.pairs(1) + t.pairs(t.ranks))
-
-
 def zen(t: Traffic) -> tuple[float, float]:
     """Equation 1 with the bitmap: one bit per unit in place of the pull's indices, and of the push's where that is shorter."""
     bitmap = t.nbytes / (8 * t.unit)

@@ -18,7 +18,7 @@ SCHEMES: Mapping[str, type[SparseScheme]] = {
     scheme.name: scheme
     for scheme in (Dense, AGsparse, SSARRecursiveDoubling, SSARSplitAllgather, DSARSplitAllgather, SparsePS, OmniReduce, Zen)
 }
-"""Those that need no arguments."""
+"""The schemes that can be made without arguments, by name."""
 
 
 def dimensions_table() -> str:

@@ -1,4 +1,4 @@
-"""What copying 1 to 16 GB of state to host memory at every step costs a transformer that trains on a GPU meanwhile.
+"""Measures what copying 1 to 16 GB of state to host memory at every step costs a transformer that trains on a GPU meanwhile.
 
 Needs a CUDA device. Two limits stand beside the figures: the same bytes copied to pinned memory with nothing else running (PCIe), and
 the step without snapshots. The state beyond the model's own is a table that the step writes to.

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 
 class Peer(Protocol):
-    """What the benchmark asks of every adapter. All calls come from the training thread."""
+    """The interface of every adapter. All calls come from the training thread."""
 
     completed: dict[int, float]
     """Step -> monotonic time at which its copies were complete; filled from any thread."""

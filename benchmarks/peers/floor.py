@@ -20,7 +20,7 @@ IN_FLIGHT = 2  # per direction
 
 
 class Floor(Adapter):
-    """What memory and network of this machine allow.
+    """The floor: as fast as memory and network of this machine allow.
 
     One buffer for the own state and one for the peer's, both touched beforehand; the training thread waits for the copy,
     the exchange runs beside the training. With ``verify`` every chunk is hashed by its sender and again by its receiver.

@@ -24,11 +24,11 @@ class Keeper(Protocol):
     completed: dict[int, float]
 
     def options(self, folder: Path) -> dict[str, Any]:
-        """What the Trainer needs for it."""
+        """The arguments that the Trainer needs for it."""
 
 
 class _Notes:
-    """Where a callback notes what it did at each step; a mixin."""
+    """A mixin for callbacks that notes what they do at each step."""
 
     blocked: dict[int, float]
     called: dict[int, float]

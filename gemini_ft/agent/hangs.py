@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
+
+from gemini_ft.agent.tasks import Tasks
+from gemini_ft.agent.workers import STACKS_SECONDS, WorkerConnection
 
 _FIRST_STEPS = 3  # compilation, caches and lazy state make the first steps slow
 _DEFAULT = 300.0  # seconds
@@ -67,3 +73,55 @@ class HangDetector:
             return None
         silent = now - self.last
         return silent if silent > self.patience else None
+
+
+class HangWatch:
+    """Judges all workers of this host, and kills those that hang."""
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log = log
+        self._detectors: dict[WorkerConnection, HangDetector] = {}
+        self._tasks = Tasks()
+
+    def begin(self, worker: WorkerConnection, start_timeout: float) -> None:
+        """Watches a worker that has just come."""
+        self._detectors[worker] = HangDetector(start_limit=start_timeout, last=time.monotonic())
+
+    def open(self, worker: WorkerConnection, hang_timeout: float | None, readopt: bool) -> None:
+        """Takes note of a worker's session; ``readopt``: it has gone on under another agent until now."""
+        detector = self._detectors.setdefault(worker, HangDetector())
+        detector.limit = hang_timeout
+        if readopt:
+            detector.take_over(time.monotonic())
+
+    def end(self, worker: WorkerConnection) -> None:
+        self._detectors.pop(worker, None)
+
+    def heard(self, worker: WorkerConnection) -> None:
+        if worker in self._detectors:
+            self._detectors[worker].heard(time.monotonic())
+
+    def progress(self, worker: WorkerConnection, suspended: bool | None = None) -> None:
+        if worker in self._detectors:
+            self._detectors[worker].progress(time.monotonic(), suspended)
+
+    def kill_hanging(self) -> None:
+        """Kills the workers that hang now."""
+        now = time.monotonic()
+        for worker, detector in list(self._detectors.items()):
+            silent = detector.hangs(now)
+            if silent is not None and worker.alive and not (detector.starting and self._trains(worker.pid)):
+                self._log(f"rank {worker.rank} (pid {worker.pid}) made no progress for {silent:.1f} s ({detector.reason}): killing it")
+                del self._detectors[worker]
+                self._tasks.spawn(_kill(worker))
+
+    def _trains(self, pid: int) -> bool:
+        """Whether a stream of this process is watched step by step: others may have joined long before they begin."""
+        return any(worker.pid == pid and not detector.starting for worker, detector in self._detectors.items())
+
+
+async def _kill(worker: WorkerConnection) -> None:
+    """Makes a worker write its threads' stacks, and kills it."""
+    worker.ask_for_stacks()
+    await asyncio.sleep(STACKS_SECONDS)
+    worker.kill()

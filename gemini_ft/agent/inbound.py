@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gemini_ft.agent.custody import Custodians
+from gemini_ft.agent.home import Home
 from gemini_ft.agent.memory import SlotMemory, SlotShape
-from gemini_ft.agent.ports import AgentServices, Home
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import PeerError
@@ -19,12 +18,12 @@ Landed = Callable[[int, int, str], None]
 """Hears that a worker has received a piece: source, tag, and the error if it could not."""
 
 
-def shape_of(home: Home, agent: AgentServices, owner: int, wanted: ShardLayout) -> SlotShape:
+def shape_of(home: Home, owner: int, wanted: ShardLayout) -> SlotShape:
     """The shape that a slot for a shard must have."""
     spec = home.spec
     assert spec is not None
     sizes = wanted.data_bytes, wanted.extras_capacity, spec.chunk_bytes
-    return SlotShape(agent.run, home.name, owner, spec.world_size, wanted.layout_hash, wanted.layout, *sizes)
+    return SlotShape(home.run.run_id, home.name, owner, spec.world_size, wanted.layout_hash, wanted.layout, *sizes)
 
 
 def may_be_written_by_another(home: Home, owner: int, worker: WorkerConnection | None = None) -> bool:
@@ -39,8 +38,8 @@ def may_be_written_by_another(home: Home, owner: int, worker: WorkerConnection |
 class Inbound:
     """Makes room for what receivers take in, for all sessions of a stream."""
 
-    def __init__(self, home: Home, agent: AgentServices, custodians: Custodians) -> None:
-        self._home, self._agent, self._custodians = home, agent, custodians
+    def __init__(self, home: Home) -> None:
+        self._home = home
         self._collecting: dict[tuple[int, int], tuple[Landed, int]] = {}  # (source, tag) of a piece -> who hears of it, and its rank
 
     def end_session(self) -> None:
@@ -51,7 +50,7 @@ class Inbound:
         """Lets a worker that has just come keep the replicas that no worker keeps."""
         for (held, _), memory in self._home.vault.memory.items():
             if not self._home.host.owns(held):
-                self._custodians.entrust(memory)
+                self._home.custodians.entrust(memory)
 
     def worker_lost(self, rank: int) -> None:
         """Ends what a lost worker was receiving: it will not arrive, and the worker writes nowhere any more."""
@@ -75,11 +74,11 @@ class Inbound:
         vault = self._home.vault
         before = {memory for (of, _), memory in vault.memory.items() if of == owner}
         reuse = not (may_be_written_by_another(self._home, owner) or self._is_kept_by_stranger(owner))
-        indices = vault.ensure(owner, shape_of(self._home, self._agent, owner, wanted), REPLICA_SLOTS, reuse)
+        indices = vault.ensure(owner, shape_of(self._home, owner, wanted), REPLICA_SLOTS, reuse)
         fresh = [index for index in indices if vault.memory[owner, index] not in before]  # a number may be that of a slot just freed
         await vault.prefault(owner, fresh)
         for index in fresh:
-            self._custodians.entrust(vault.memory[owner, index])
+            self._home.custodians.entrust(vault.memory[owner, index])
 
     def keeper(self, owner: int) -> int | None:
         return next((keeper.rank for keeper in self._keepers(owner)), None)
@@ -133,7 +132,7 @@ class Inbound:
 
     def _keepers(self, owner: int) -> list[WorkerConnection]:
         """Workers that keep memory of a replica, and live."""
-        kept = [self._custodians.keeper(memory) for (of, _), memory in self._home.vault.memory.items() if of == owner]
+        kept = [self._home.custodians.keeper(memory) for (of, _), memory in self._home.vault.memory.items() if of == owner]
         return [keeper for keeper in kept if keeper is not None]
 
     def _is_kept_by_stranger(self, owner: int) -> bool:

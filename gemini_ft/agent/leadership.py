@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from gemini_ft.agent.storing import Storing
 from gemini_ft.agent.tasks import Tasks
@@ -21,10 +20,9 @@ from gemini_ft.core.ledger import Commit, Decision, Ledger, Manifest, Thaw
 from gemini_ft.core.traffic import Pace
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError
-from gemini_ft.wire.handshake import dial
 from gemini_ft.wire.messages import Notice, Paced, kind_of
-from gemini_ft.wire.peer_messages import AllFinished, Claims, Heartbeat, PeerMessage, Rejoin, ReportFinished, ReportNeed, ReportUploaded
-from gemini_ft.wire.tcp import Address, Connection
+from gemini_ft.wire.peer_messages import AllFinished, Heartbeat, PeerMessage, Rejoin, ReportFinished, ReportNeed, ReportUploaded
+from gemini_ft.wire.tcp import Connection, Handler
 
 _REMEMBERED = 16  # commits whose roots are kept for readers: the job has moved on when they ask
 _TICK = 0.25  # seconds between looks for late holders
@@ -36,24 +34,21 @@ _TIDY_AGAIN = 2.0  # seconds between two attempts to delete old checkpoints
 _AHEAD = 8  # steps that a change of pace is announced before it counts; a rank that hears it later loses a snapshot
 
 
-class Stream(Protocol):
-    """The services that both sides ask of their stream."""
-
-    def on_decision(self, message: PeerMessage) -> None: ...
-
-    def rejoin_reports(self) -> list[PeerMessage]: ...
-
-    @property
-    def storing(self) -> Storing | None: ...
-
-    def log(self, text: str) -> None: ...
-
-
 class Leader:
-    """Keeps the ledger, and the connections of the other hosts."""
+    """Keeps the ledger, and the connections of the other hosts.
 
-    def __init__(self, stream: Stream, book: Ledger, world_size: int, patience: float = 0.0) -> None:
-        self._stream, self.book, self._world_size, self._patience = stream, book, world_size, patience
+    Args:
+        book: the ledger.
+        world_size: ranks of the job.
+        storing: writes manifests and deletes old checkpoints; None: nothing is stored.
+        on_decision: carries decisions out on this host.
+        patience: seconds for which the last upload is tried again.
+    """
+
+    def __init__(
+        self, book: Ledger, world_size: int, storing: Storing | None, on_decision: Callable[[PeerMessage], None], patience: float = 0.0
+    ) -> None:
+        self.book, self._world_size, self._storing, self._on_decision, self._patience = book, world_size, storing, on_decision, patience
         self._ends_by: float | None = None  # until when the last upload of a finished job is tried again
         self._again_at, self._ended = 0.0, False
         self._members: dict[Connection, str] = {}  # -> host
@@ -176,9 +171,9 @@ class Leader:
     async def _manifest(self, decision: Manifest) -> None:
         error = ""
         try:
-            assert self._stream.storing is not None
-            await self._stream.storing.uploader.write_manifest(decision.version, dict(decision.records))
-            if trouble := await self._stream.storing.tidy():
+            assert self._storing is not None
+            await self._storing.uploader.write_manifest(decision.version, dict(decision.records))
+            if trouble := await self._storing.tidy():
                 self.book.obstacle = trouble
                 self._tasks.spawn(self._tidy(_TIDY_AGAIN))
         except GeminiError as failure:
@@ -190,8 +185,8 @@ class Leader:
     async def _tidy(self, pause: float = 0.0) -> None:
         """Deletes old checkpoints; nothing is uploaded until that has succeeded."""
         await asyncio.sleep(pause)
-        assert self._stream.storing is not None
-        while trouble := await self._stream.storing.tidy():
+        assert self._storing is not None
+        while trouble := await self._storing.tidy():
             self.book.obstacle = trouble
             await asyncio.sleep(_TIDY_AGAIN)
         self._apply(self.book.unobstructed(time.monotonic()))
@@ -199,7 +194,7 @@ class Leader:
     def _tell(self, message: PeerMessage) -> None:
         for member, host in list(self._members.items()):
             member.send(self._for_host(host, message))
-        self._stream.on_decision(message)
+        self._on_decision(message)
 
     def _for_host(self, host: str, message: PeerMessage) -> PeerMessage:
         """The decision without roots of shards that the host does not hold, so that its size does not grow with the job."""
@@ -229,10 +224,23 @@ class MemberPort:
 
 
 class MemberLink:
-    """Another host's end: reports go out, decisions come in."""
+    """Another host's end: reports go out, decisions come in.
 
-    def __init__(self, stream: Stream, address: Address, claims: Claims, secret: Callable[[], bytes]) -> None:
-        self._stream, self._address, self._claims, self._secret = stream, address, claims, secret
+    Args:
+        dial: connects to the leader.
+        on_decision: carries decisions out on this host.
+        reports: everything undecided, which a leader that is reached anew must hear.
+        log: takes lines for the agent's log.
+    """
+
+    def __init__(
+        self,
+        dial: Callable[[Handler], Awaitable[Connection]],
+        on_decision: Callable[[PeerMessage], None],
+        reports: Callable[[], Sequence[PeerMessage]],
+        log: Callable[[str], None],
+    ) -> None:
+        self._dial, self._on_decision, self._reports, self._log = dial, on_decision, reports, log
         self._connection: Connection | None = None
         self._finished: set[int] = set()
         self._lost = asyncio.Event()
@@ -251,7 +259,7 @@ class MemberLink:
             self._connection.send(message)
 
     def on_message(self, message: PeerMessage) -> memoryview | None:
-        self._stream.on_decision(message)
+        self._on_decision(message)
         return None
 
     def on_bytes(self, message: PeerMessage) -> None:
@@ -266,15 +274,15 @@ class MemberLink:
         while True:
             self._lost.clear()
             try:
-                connection = self._connection = await dial(self._address, self._claims, self._secret(), self)
+                connection = self._connection = await self._dial(self)
             except GeminiError as error:
                 if delay == 0.05:
-                    self._stream.log(f"leader: {error}")
+                    self._log(f"leader: {error}")
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, 2.0)
                 continue
             delay = 0.05
-            for message in [*self._stream.rejoin_reports(), *(ReportFinished(rank=rank) for rank in self._finished)]:
+            for message in [*self._reports(), *(ReportFinished(rank=rank) for rank in self._finished)]:
                 connection.send(message)
             while not self._lost.is_set():
                 connection.send(Heartbeat())

@@ -9,472 +9,38 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
-import secrets
 import signal
 import socket
 import sys
-import time
-import traceback
-from collections.abc import Coroutine, Sequence
 
-from gemini_ft.agent.hangs import HangDetector
-from gemini_ft.agent.identity import Identity, Past
-from gemini_ft.agent.launches import Launches
+from gemini_ft.agent.home import HostRun
 from gemini_ft.agent.lifecycle import raise_descriptor_limit, set_oom_score, socket_name, yield_to_training
-from gemini_ft.agent.memory import Budget, SlotMemory
-from gemini_ft.agent.sparing import Sparing
-from gemini_ft.agent.stream import Stream
-from gemini_ft.agent.tasks import Tasks
-from gemini_ft.agent.vault import Giver
-from gemini_ft.agent.workers import STACKS_SECONDS, Desk, WorkerConnection
-from gemini_ft.core.versions import Incarnation
-from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, SecretError, SupersededError
-from gemini_ft.hosts import machine_id
-from gemini_ft.wire.control_page import ControlPage
-from gemini_ft.wire.handshake import Listener, listen
-from gemini_ft.wire.messages import PROTOCOL_VERSION, Chunk, kind_of
-from gemini_ft.wire.peer_messages import Claims
-from gemini_ft.wire.tcp import Connection, Handler
-from gemini_ft.wire.trust import fingerprint
-from gemini_ft.wire.worker_messages import (
-    Adopt,
-    Collected,
-    Copied,
-    Dispatched,
-    Excuse,
-    Figures,
-    GetInventory,
-    GetStatus,
-    GiveUp,
-    Goodbye,
-    Hello,
-    HostInfo,
-    Inject,
-    Inventory,
-    Launch,
-    Leave,
-    Left,
-    Map,
-    Mapped,
-    Observed,
-    Opened,
-    OpenSession,
-    Ping,
-    Pong,
-    Progress,
-    Request,
-    Reserve,
-    Stage,
-    Staged,
-    Status,
-    StreamInfo,
-    ToAgent,
-    Verified,
-    Verify,
-    Visit,
-    Visited,
-    Watch,
-    Welcome,
-)
+from gemini_ft.agent.requests import Requests
+from gemini_ft.agent.streams import Streams
+from gemini_ft.agent.workers import Desk
 
-_PARTING = 5.0  # seconds for the leader's word that all have finished
 _TICK = 0.2  # seconds between looks at hangs and at whether to leave
-_VERDICT = 20.0  # seconds for which a launcher may ask what was not stored, after the last worker has gone
 
 
-class Agent:
-    """Everything that one host keeps for one run."""
-
-    def __init__(self, run: str, host: str) -> None:
-        self.run, self.host = run, host
-        self.secret = b""
-        self.budget = Budget(None)
-        self.streams: dict[str, Stream] = {}
-        self._workers: set[WorkerConnection] = set()
-        self._launches = Launches()
-        self._hangs: dict[WorkerConnection, HangDetector] = {}
-        self._domain = ""
-        self._linger = 1800.0
-        self._agent_timeout = 0.0  # as the job has it; this agent only repeats it to its watchmen
-        self._identity = Identity()
-        self._idle_since = time.monotonic()
-        self._leaving = asyncio.Event()
-        self._asked_to_leave = False
-        self._interrupted: set[WorkerConnection] = set()  # by Ctrl-C: the other workers will follow, and the job does not come back
-        self._askers: list[WorkerConnection] = []  # launchers that wait for the end
-        self._waits_until = 0.0  # for the last upload, on the monotonic clock
-        self._server: Listener | None = None
-        self._listening: asyncio.Task[None] | None = None
-        self._known: Incarnation | None = None
-        self._tasks = Tasks()
-
-    def log(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk costs the log, and nothing else
-            print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
-
-    async def serve(self, listener: socket.socket) -> None:
-        """Serves until it is time to leave."""
-        desk = Desk(self, listener)
-        self.log(f"agent {os.getpid()} of run {self.run!r} on host {self.host!r}; may hold {self.budget.limit:,} bytes")
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._leaving.set)
-        while not self._leaving.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._leaving.wait(), _TICK)
-            self._kill_hanging()
-            if self._may_leave():
-                break
-        for asker in self._askers:
-            asker.send(Left(unstored="; ".join(stream.unstored for stream in self.streams.values() if stream.unstored)))
-        desk.close()
-        await asyncio.sleep(_TICK)  # the last messages, such as that all have finished, must get out before connections close
-        for stream in self.streams.values():
-            stream.close_session()
-        self.log("leaving")
-
-    def _may_leave(self) -> bool:
-        now = time.monotonic()
-        if any(worker.alive and worker.rank >= 0 for worker in self._workers - self._interrupted):
-            self._idle_since = now
-            return self._asked_to_leave and not self._uploading()
-        if now - self._idle_since > self._linger:
-            return True
-        finished = bool(self.streams) and all(stream.finished for stream in self.streams.values())
-        if any(stream.finishing for stream in self.streams.values()) and now < self._waits_until:
-            return False  # the leader's word on the last upload is still to come
-        if any(stream.unstored for stream in self.streams.values()) and not self._asked_to_leave and now - self._idle_since < _VERDICT:
-            return False  # a launcher, if there is one, will ask how it has ended
-        return (self._asked_to_leave or bool(self._interrupted) or finished) and not self._uploading()
-
-    def _uploading(self) -> bool:
-        return any(stream.uploading for stream in self.streams.values())
-
-    def _kill_hanging(self) -> None:
-        now = time.monotonic()
-        for worker, detector in list(self._hangs.items()):
-            silent = detector.hangs(now)
-            if silent is not None and worker.alive and not (detector.starting and self._trains(worker.pid)):
-                self.log(f"rank {worker.rank} (pid {worker.pid}) made no progress for {silent:.1f} s ({detector.reason}): killing it")
-                del self._hangs[worker]
-                self._tasks.spawn(self._end(worker))
-
-    def _trains(self, pid: int) -> bool:
-        """Whether a stream of this process is watched step by step: others may have joined long before they begin."""
-        return any(worker.pid == pid and not detector.starting for worker, detector in self._hangs.items())
-
-    async def _end(self, worker: WorkerConnection) -> None:
-        """Makes a worker write its threads' stacks, and kills it."""
-        worker.ask_for_stacks()
-        await asyncio.sleep(STACKS_SECONDS)
-        worker.kill()
-
-    # -- Office
-
-    def on_worker_message(self, worker: WorkerConnection, message: ToAgent, fds: list[int]) -> None:
-        """Handles one message from a worker, in order."""
-        if worker in self._hangs and not isinstance(message, Ping):  # which a thread sends that never hangs
-            self._hangs[worker].heard(time.monotonic())
-        match message:
-            case Hello():
-                self._hello(worker, message)
-            case GetStatus():
-                worker.send(Status(call=message.call, document=self._status()))
-            case Visit():
-                worker.send(self._visited(message))
-            case Leave(finished=finished):
-                self._asked_to_leave = True
-                if finished:
-                    self._askers.append(worker)
-                    self._waits_until = (
-                        time.monotonic() + _PARTING + max((stream.patience for stream in self.streams.values()), default=0.0)
-                    )
-            case Ping():
-                worker.send(Pong(agent_timeout=self._agent_timeout))
-                return
-            case Adopt(shared=shared):
-                self.adopt(fds, shared, Giver(worker, message.incarnation) if worker.stream else None)
-            case _ if not worker.stream:
-                raise AgentError(f"{kind_of(message)!r} before hello")
-            case GetInventory():
-                stream = self._stream(worker)
-                stream.seal(worker)
-                worker.send(Inventory(call=message.call, slots=stream.vault.inventory(), given_up=sorted(stream.given_up)))
-            case OpenSession():
-                self._open_session(worker, message)
-            case Verify():
-                self._tasks.spawn(self._answer(worker, message, self._verify(worker, message)))
-            case Stage():
-                self._tasks.spawn(self._answer(worker, message, self._stage(worker, message)))
-            case Map():
-                self._map(worker, message)
-            case Goodbye(finished=finished):
-                self._goodbye(worker, finished)
-            case Watch():
-                page = ControlPage.take(*fds)
-                try:
-                    self._current(worker).outbound.gate.watch(worker.rank, page)
-                except SupersededError:
-                    page.close()
-                    raise
-            case _:
-                self._session_message(worker, message)
-
-    def _current(self, worker: WorkerConnection) -> Stream:
-        """The worker's stream, if the worker is of its present incarnation."""
-        stream = self._stream(worker)
-        if stream.spec is None or worker.incarnation != stream.spec.incarnation:
-            current = stream.spec.incarnation if stream.spec is not None else "none"
-            raise SupersededError(f"incarnation {worker.incarnation} is over, {current} has taken over; this process must stop")
-        return stream
-
-    def _session_message(self, worker: WorkerConnection, message: ToAgent) -> None:
-        stream = self._current(worker)
-        match message:
-            case Reserve():
-                stream.reserve(worker, message)
-            case Request():
-                self._sign_of_life(worker, None)
-                stream.on_request(worker, message)
-            case Chunk(iteration=iteration, index=index, offset=offset, nbytes=nbytes, digest=digest):
-                stream.on_chunk(worker, iteration, index, offset, nbytes, digest)
-            case Copied():
-                stream.on_copied(worker, message)
-            case GiveUp():
-                stream.on_give_up(worker, message)
-            case Progress(suspended=suspended):
-                self._sign_of_life(worker, suspended)
-            case Observed(profile=profile):
-                stream.outbound.pacing.observed(worker.rank, profile)
-            case Figures(figures=figures):
-                stream.figures[worker.rank] = figures
-            case Dispatched():
-                stream.outbound.dispatched(message)
-            case Collected():
-                stream.inbound.collected(message)
-            case Excuse():
-                stream.excuse()
-            case Inject():
-                stream.inject(message)
-            case _:
-                raise AgentError(f"{kind_of(message)!r} is not for an agent")
-
-    def _sign_of_life(self, worker: WorkerConnection, suspended: bool | None) -> None:
-        if worker in self._hangs:
-            self._hangs[worker].progress(time.monotonic(), suspended)
-
-    def on_worker_dead(self, worker: WorkerConnection) -> None:
-        self._workers.discard(worker)
-        self._hangs.pop(worker, None)
-        if worker.stream:
-            self.log(f"rank {worker.rank} (pid {worker.pid}) is gone")
-            self._stream(worker).worker_lost(worker)
-            self._stream(worker).unseal(worker)
-
-    def on_worker_hung_up(self, worker: WorkerConnection) -> None:
-        self._hangs.pop(worker, None)
-        if worker.stream:
-            self._stream(worker).unseal(worker)
-        else:  # a process that only asked for the status
-            self._workers.discard(worker)
-            worker.close()
-
-    # -- answers
-
-    def _stream(self, worker: WorkerConnection) -> Stream:
-        return self.streams[worker.stream]
-
-    def _open_session(self, worker: WorkerConnection, message: OpenSession) -> None:
-        self._stream(worker).check_inventory(worker)
-        incarnation = message.spec.incarnation
-        worker.incarnation = incarnation
-        self._known = incarnation if self._known is None else max(self._known, incarnation)
-        self.secret = message.secret
-        self._stream(worker).open(message.spec, message.readopt, message.committed)
-        self._stream(worker).launch = worker.launch
-        self._remember()
-        self._hangs.setdefault(worker, HangDetector()).limit = message.spec.hang_timeout
-        if message.readopt:
-            self._hangs[worker].take_over(time.monotonic())
-        worker.send(Opened(call=message.call))
-
-    def _remember(self) -> None:
-        """Notes the secret and all sessions for a successor."""
-        origins = {name: stream.origin for name, stream in self.streams.items() if stream.origin is not None}
-        self._identity.write(Past(self.secret, self._known, origins))
-
-    async def _verify(self, worker: WorkerConnection, asked: Verify) -> None:
-        sound = await self._stream(worker).vault.verify(asked.version)
-        worker.send(Verified(call=asked.call, version=asked.version, sound=sound))
-
-    async def _stage(self, worker: WorkerConnection, order: Stage) -> None:
-        await self._stream(worker).stagings.stage(order)
-        worker.send(Staged(call=order.call, owner=order.owner, version=order.version))
-
-    async def _answer(self, worker: WorkerConnection, message: ToAgent, work: Coroutine[None, None, None]) -> None:
-        """Gives an answer that takes time; an error meanwhile becomes the answer."""
-        try:
-            await work
-        except GeminiError as error:
-            worker.refuse(message, error)
-        except Exception as error:
-            self.log(traceback.format_exc())
-            worker.refuse(message, AgentError(f"the agent failed at {kind_of(message)!r}: {type(error).__name__}: {error}"))
-
-    def _hello(self, worker: WorkerConnection, hello: Hello) -> None:
-        if hello.protocol != PROTOCOL_VERSION:
-            raise AgentError(
-                f"this agent speaks protocol {PROTOCOL_VERSION}, the worker {hello.protocol}: another gemini-ft started it; "
-                f"end it with `gemini leave --run-id {self.run}` or wait until it has gone"
-            )
-        if self.secret and hello.secret and hello.secret != self.secret and any(w.alive and w.stream for w in self._workers):
-            mine, theirs = fingerprint(self.secret), fingerprint(hello.secret)
-            raise SecretError(
-                f"the agent of run {self.run!r} has secret {mine}, rank {hello.rank} brings {theirs}; "
-                "give all workers of a run the same GEMINI_SECRET_FILE"
-            )
-        if hello.launch is not None:
-            self._launches.refuse_second(self.run, self.host, hello.launch, self._at_work())
-            self._launches.note(hello.launch)
-        self.secret = hello.secret or self.secret or secrets.token_bytes(32)
-        self._domain, self._linger, self._agent_timeout = hello.domain, hello.linger, hello.agent_timeout
-        self._remember()
-        if hello.memory_limit is not None:
-            self.budget.limit, self.budget.stated = hello.memory_limit, True
-        worker.rank, worker.stream, worker.launch = hello.rank, hello.stream, hello.launch
-        self._workers.add(worker)
-        self._hangs[worker] = HangDetector(start_limit=hello.start_timeout, last=time.monotonic())
-        self._asked_to_leave = False
-        self._interrupted.clear()
-        self.streams.setdefault(hello.stream, Stream(hello.stream, self)).encrypt = hello.encrypt
-        self._tasks.spawn(self._welcome(worker, hello))
-
-    async def _welcome(self, worker: WorkerConnection, hello: Hello) -> None:
-        if self._listening is None:
-            self._listening = asyncio.get_running_loop().create_task(self._listen(hello))
-        try:
-            await self._listening
-        except GeminiError as error:
-            self._listening = None
-            worker.refuse(hello, error)
-            return
-        assert self._server is not None
-        address = self._server.address
-        info = HostInfo(
-            host=self.host,
-            machine=machine_id(),
-            address=address,
-            known=self._known,
-            fingerprint=fingerprint(self.secret),
-            memory_limit=self.budget.limit,
-            memory_used=self.budget.used,
-            domain=self._domain,
-        )
-        stream = self._stream(worker)
-        worker.send(
-            Welcome(
-                call=hello.call,
-                info=info,
-                secret=self.secret,
-                pid=os.getpid(),
-                resumed=stream.stuck_at,
-                attempts=stream.attempts,
-                finished=stream.finished,
-                launch=stream.launch,
-                **(stream.origin._asdict() if stream.origin is not None else {}),
-            )
-        )
-
-    async def _listen(self, hello: Hello) -> None:
-        self._server = await listen(
-            hello.bind, hello.ports, lambda: self.secret, self._accept, Sparing(self.log), self._encrypts, hello.preferred_port
-        )
-
-    def _encrypts(self, stream: str) -> bool:
-        return self.streams[stream].encrypt
-
-    def _accept(self, connection: Connection, claims: Claims) -> Handler:
-        if claims.to != self.host:
-            raise AgentError(f"host {claims.host!r} takes this host for {claims.to!r}, but it is {self.host!r}; two hosts share an address")
-        if claims.run != self.run or claims.stream not in self.streams:
-            raise AgentError(
-                f"host {claims.host!r} asks for stream {claims.stream!r} of run {claims.run!r}; this agent serves {self.run!r}"
-            )
-        return self.streams[claims.stream].accept(connection, claims)
-
-    def adopt(self, fds: Sequence[int], shared: Sequence[bool] = (), giver: Giver | None = None) -> None:
-        """Takes over slots that another agent has made; ``shared``: those that a process other than the giver may still write to."""
-        for fd, is_shared in zip(fds, shared or [False] * len(fds), strict=True):
-            try:
-                memory = SlotMemory.adopt(fd)
-                self.streams.setdefault(memory.shape.stream, Stream(memory.shape.stream, self)).adopt(memory, is_shared, giver)
-            except (CorruptDataError, OSError, ValueError) as error:
-                self.log(f"a slot could not be adopted: {error}")
-                os.close(fd)
-
-    def inherit(self, slots: str, identity: int) -> None:
-        """Begins with a former agent's estate: ``5,6!`` are descriptors of its slots, ! those that others may still write to."""
-        entries = [entry for entry in slots.split(",") if entry]
-        fds = [int(entry.rstrip("!")) for entry in entries]
-        for fd in [*fds, *([identity] if identity >= 0 else [])]:
-            os.set_inheritable(fd, False)
-        self.adopt(fds, [entry.endswith("!") for entry in entries])
-        if identity >= 0:
-            past = self._identity.take_over(identity)
-            self.secret, self._known = past.secret, past.known
-            for name, origin in past.origins.items():
-                self.streams.setdefault(name, Stream(name, self)).inherited = origin
-        self.log(f"begins with {len(fds)} slots of an agent that hung")
-
-    def _map(self, worker: WorkerConnection, message: Map) -> None:
-        stream = self._stream(worker)
-        for (owner, _), memory in stream.vault.memory.items():
-            if owner == message.owner and memory.version == message.version:
-                shape = memory.shape
-                mapped = Mapped(
-                    call=message.call,
-                    owner=message.owner,
-                    version=message.version,
-                    data_offset=shape.data_offset,
-                    data_bytes=shape.data_bytes,
-                    extras_bytes=memory.extras_bytes,
-                )
-                worker.send(mapped, (memory.fd,))
-                return
-        raise AgentError(f"host {self.host} has no copy of rank {message.owner}'s shard of {message.version} any more")
-
-    def _goodbye(self, worker: WorkerConnection, finished: bool) -> None:
-        self._hangs.pop(worker, None)
-        if finished:
-            self._stream(worker).on_finished(worker.rank)
-        else:
-            self._interrupted.add(worker)
-
-    def _visited(self, visit: Visit) -> Visited:
-        streams = {
-            name: StreamInfo(slots=stream.vault.inventory(), committed=stream.host.committed, spec=stream.spec)
-            for name, stream in self.streams.items()
-        }
-        address = self._server.address if self._server is not None else None
-        return Visited(call=visit.call, run=self.run, host=self.host, address=address, secret=self.secret, streams=streams)
-
-    def _at_work(self) -> list[tuple[int, Launch]]:
-        return [(worker.pid, worker.launch) for worker in self._workers if worker.alive and worker.launch is not None]
-
-    def _status(self) -> str:
-        document = {
-            "run": self.run,
-            "host": self.host,
-            "pid": os.getpid(),
-            "launches": [launch.model_dump(exclude={"environ"}) for launch in self._launches.alive(self._at_work())],
-            "memory": {"limit": self.budget.limit, "used": self.budget.used},
-            "linger": self._linger,
-            "idle": time.monotonic() - self._idle_since,
-            "workers": {w.rank: w.pid for w in self._workers if w.alive and w.rank >= 0},
-            "streams": {name: stream.status() for name, stream in self.streams.items()},
-        }
-        return json.dumps(document)
+async def _serve(run: HostRun, streams: Streams, listener: socket.socket) -> None:
+    """Serves until it is time to leave."""
+    requests, leaving = Requests(run, streams), asyncio.Event()
+    desk = Desk(requests, listener)
+    run.log(f"agent {os.getpid()} of run {run.run_id!r} on host {run.host!r}; may hold {run.budget.limit:,} bytes")
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, leaving.set)
+    while not leaving.is_set():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(leaving.wait(), _TICK)
+        requests.hangs.kill_hanging()
+        if requests.departure.is_due():
+            break
+    requests.departure.tell_askers()
+    desk.close()
+    await asyncio.sleep(_TICK)  # the last messages, such as that all have finished, must get out before connections close
+    for stream in streams.by_name.values():
+        stream.close_session()
+    run.log("leaving")
 
 
 def _bind(run: str, host: str) -> socket.socket:
@@ -498,12 +64,12 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the workers; they say goodbye
 
     async def run() -> None:
-        agent = Agent(options.run, options.host)
+        host_run = HostRun(options.run, options.host)
+        streams = Streams(host_run)
         if options.inherit or options.identity >= 0:
-            agent.inherit(options.inherit, options.identity)
+            streams.inherit(options.inherit, options.identity)
         with contextlib.suppress(OSError):  # another agent is there already
-            listener = _bind(options.run, options.host)
-            await agent.serve(listener)
+            await _serve(host_run, streams, _bind(options.run, options.host))
         os._exit(0)  # asyncio would wait for a thread that hangs in storage, and the memory stay as long
 
     asyncio.run(run())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from gemini_ft.agent.gate import Gate
+from gemini_ft.agent.home import Home
 from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.agent.outgoing import Outgoing
 from gemini_ft.agent.pacing import Pacing
-from gemini_ft.agent.ports import AgentServices, Home
 from gemini_ft.agent.sending import Common, Link
 from gemini_ft.core.versions import Version
 from gemini_ft.wire.peer_messages import End
@@ -16,11 +16,11 @@ from gemini_ft.wire.worker_messages import Dispatched, SessionSpec
 class Outbound:
     """The links of one session."""
 
-    def __init__(self, home: Home, agent: AgentServices, spec: SessionSpec) -> None:
+    def __init__(self, home: Home, spec: SessionSpec) -> None:
         self._home, self._spec = home, spec
         self.gate = Gate(spec.traffic)
         self.pacing = Pacing(home.host.name, spec.traffic, self.gate, spec.interval, home.report, home.tell_workers)
-        self._common = Common(home, spec.traffic, self.gate, self.pacing, lambda: agent.secret)
+        self._common = Common(home, spec.traffic, self.gate, self.pacing, lambda: home.run.secret)
         self._links: dict[str, Link] = {}
 
     def close(self) -> None:

@@ -15,10 +15,10 @@ from functools import partial
 
 from gemini_ft.agent.carriers import ByAgents, ByWorkers, Way
 from gemini_ft.agent.gate import Gate
+from gemini_ft.agent.home import Home
 from gemini_ft.agent.memory import SlotShape
 from gemini_ft.agent.outgoing import Outgoing
 from gemini_ft.agent.pacing import Pacing
-from gemini_ft.agent.ports import Home
 from gemini_ft.agent.sparing import Sparing
 from gemini_ft.config import TrafficConfig
 from gemini_ft.core.versions import Version

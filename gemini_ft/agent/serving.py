@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Mapping
 
+from gemini_ft.agent.home import Home
 from gemini_ft.agent.inbound import Inbound
 from gemini_ft.agent.lease import Lease
 from gemini_ft.agent.memory import SlotMemory
-from gemini_ft.agent.ports import AgentServices, Home
 from gemini_ft.core.layout import Layout
 from gemini_ft.core.roots import checksum
 from gemini_ft.core.versions import Version
@@ -27,8 +28,8 @@ _REBUILD_PAUSE = 0.3  # seconds between two turns
 class Fetcher:
     """Serves one reader. The slot it reads is pinned until the reader hangs up, or gives no sign of life for its lease."""
 
-    def __init__(self, stream: Home, connection: Connection, host: str) -> None:
-        self._stream, self._connection, self._host = stream, connection, host
+    def __init__(self, stream: Home, connection: Connection, host: str, committed_roots: Callable[[Version], Mapping[int, str]]) -> None:
+        self._stream, self._connection, self._host, self._committed_roots = stream, connection, host, committed_roots
         self._held: dict[tuple[int, Version], int] = {}
         self._lease = Lease(connection, stream.spec.replica_timeout if stream.spec is not None else _LEASE, self._expired)
 
@@ -46,7 +47,7 @@ class Fetcher:
         if isinstance(message, Heartbeat):
             return None
         if isinstance(message, GetRoots):
-            roots = self._stream.committed_roots(message.version)
+            roots = self._committed_roots(message.version)
             self._connection.send(Roots(call=message.call, version=message.version, roots=dict(roots)))
             return None
         if not isinstance(message, Fetch | Describe):
@@ -129,7 +130,7 @@ class _Copier:
         self.inbox.put_nowait(reason)
 
 
-async def rebuild(stream: Home, inbound: Inbound, spec: SessionSpec, agent: AgentServices) -> None:
+async def rebuild(stream: Home, inbound: Inbound, spec: SessionSpec) -> None:
     """Copies from peers, after a recovery, every shard of the resumed version that this host should hold and does not.
 
     Until then a second failure would find one copy less. The next commit makes it moot, so a failure is only logged; but
@@ -144,7 +145,7 @@ async def rebuild(stream: Home, inbound: Inbound, spec: SessionSpec, agent: Agen
             if turn and turn % len(peers) == 0:
                 await asyncio.sleep(_REBUILD_PAUSE)
             try:
-                await _copy(stream, inbound, spec, agent, owner, source)
+                await _copy(stream, inbound, spec, owner, source)
                 stream.log(f"rebuilt rank {owner}'s replica of {spec.resumed} from host {source}")
                 break
             except (GeminiError, OSError) as error:
@@ -153,10 +154,10 @@ async def rebuild(stream: Home, inbound: Inbound, spec: SessionSpec, agent: Agen
                 break
 
 
-async def _copy(stream: Home, inbound: Inbound, spec: SessionSpec, agent: AgentServices, owner: int, source: str) -> None:
+async def _copy(stream: Home, inbound: Inbound, spec: SessionSpec, owner: int, source: str) -> None:
     assert spec.resumed is not None
     copier = _Copier()
-    connection = await dial(spec.addresses[source], stream.claims("fetch", source), agent.secret, copier)
+    connection = await dial(spec.addresses[source], stream.claims("fetch", source), stream.run.secret, copier)
     try:
         asked = Describe(owner=owner, version=spec.resumed)
         connection.send(asked)

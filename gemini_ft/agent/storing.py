@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from gemini_ft.agent.ports import Home
+from gemini_ft.agent.home import Home
 from gemini_ft.agent.staging import StoredCopy
 from gemini_ft.agent.uploads import Uploader
 from gemini_ft.core.versions import Version
@@ -18,9 +18,9 @@ from gemini_ft.wire.worker_messages import SessionSpec, Stage
 class Storing:
     """Pins slots while they are uploaded, and tells the leader and the user."""
 
-    def __init__(self, home: Home, spec: SessionSpec, run: str) -> None:
+    def __init__(self, home: Home, spec: SessionSpec) -> None:
         self._home = home
-        self.uploader = Uploader(spec, run, home.log)
+        self.uploader = Uploader(spec, home.run.run_id, home.log)
         self.said: list[ReportUploaded] = []  # until the upload is over, in case the leader has not heard
 
     def upload(self, owner: int, slot: int, version: Version) -> None:
@@ -72,12 +72,11 @@ class Stagings:
 
     Args:
         home: the stream.
-        run: id of the run.
         end_rebuilding: stops what would lay down other copies meanwhile.
     """
 
-    def __init__(self, home: Home, run: str, end_rebuilding: Callable[[], Awaitable[None]]) -> None:
-        self._home, self._run, self._end_rebuilding = home, run, end_rebuilding
+    def __init__(self, home: Home, end_rebuilding: Callable[[], Awaitable[None]]) -> None:
+        self._home, self._end_rebuilding = home, end_rebuilding
         self._tasks: dict[tuple[int, Version], asyncio.Task[None]] = {}  # (owner, version) -> its reading
 
     async def stage(self, order: Stage) -> None:
@@ -102,5 +101,5 @@ class Stagings:
                 await self._read(order, before)
 
     async def _read(self, order: Stage, before: SessionSpec | None) -> None:
-        copy = await asyncio.to_thread(StoredCopy, self._run, self._home.name, order, self._home.log)
+        copy = await asyncio.to_thread(StoredCopy, self._home.run.run_id, self._home.name, order, self._home.log)
         await self._home.vault.stage(copy, order.version, wanted=lambda: self._home.spec is before)

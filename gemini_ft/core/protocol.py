@@ -37,7 +37,7 @@ class Host:
     holders: dict[int, tuple[str, ...]] = field(default_factory=dict)  # owner -> hosts, the owner's own first
     shards: dict[int, SlotSet] = field(default_factory=dict)
     waiting: dict[int, Version] = field(default_factory=dict)  # requests of local owners not granted yet
-    skipped: dict[int, Version] = field(default_factory=dict)  # newest version each local owner gave up
+    skipped: dict[int, Version] = field(default_factory=dict)  # newest version each local owner gave up, or had to
     details: dict[tuple[int, Version], tuple[str, str]] = field(default_factory=dict)  # layout and digest as reported
     aborted: set[Version] = field(default_factory=set)  # above the committed one
     committed: Version | None = None  # the newest version this host knows to be complete everywhere
@@ -163,6 +163,15 @@ class Host:
         unfinished = [slot.version for slot in self._written_by_worker(owner) if slot.version is not None]
         return [effect for version in unfinished for effect in self.give_up(owner, version, "its worker died")]
 
+    def arrived(self, owner: int, version: Version) -> list[Effect]:
+        """Takes note how far a local worker came with the agent before this one: it does not write ``version`` any more.
+
+        What it said of it may have died with that agent. Unless the copy is whole it counts as given up; otherwise an earlier version
+        that the worker has given up, too, would be waited for in vain.
+        """
+        decided = self.committed is not None and version <= self.committed
+        return [] if decided else self.give_up(owner, version, "the agent of its host was restarted")
+
     def copied(self, owner: int, version: Version, layout: str = "", digest: str = "", root: str = "") -> list[Effect]:
         """Takes note that the worker has laid down all bytes of its shard."""
         return self._completed(owner, version, layout, digest, root)
@@ -256,6 +265,7 @@ class Host:
             if asked:
                 del self.waiting[owner]
             if self.owns(owner) and (asked or slots.find(version) is not None):
+                self.skipped[owner] = max(version, self.skipped.get(owner, version))  # another ledger must hear of it, too
                 effects += [*self._cancel_sends(owner, version), Withdraw(owner, version)]
             slots.abort(version)
             effects += [*self._reap(owner), *self._grant(owner)]

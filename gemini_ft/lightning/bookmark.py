@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from gemini_ft.errors import StateError, UnsupportedStateError
+from gemini_ft.lightning.loader_parts import DataResume, LoaderParts, Way, facts, is_sized, is_stateful, is_torchdata
 from gemini_ft.lightning.workers import RestoringInit, StampingCollate, State, WorkerStates
-from gemini_ft.state.generators import generator_states, private_generators, set_generator_states, unchanged_randomness
-from gemini_ft.state.remembered import Attributes, Values
+from gemini_ft.state.generators import generator_states, set_generator_states, unchanged_randomness
+from gemini_ft.state.remembered import Values
 from gemini_ft.state.rng import Randomness, randomness, set_randomness
 
 log = logging.getLogger(__name__)
-
-DataResume = Literal["auto", "skip", "replay"]
-Way = Literal["skip", "replay", "own"]
+_END = object()
 
 
 class Bookmark:
@@ -46,20 +45,13 @@ class Bookmark:
         self._loader, self._base, self._ahead, self._epoch, self._active = loader, base, ahead, epoch, active
         self._num_workers: int = getattr(loader, "num_workers", 0)
         self._workers = WorkerStates(self._num_workers, loader.persistent_workers) if self._num_workers else None
-        parts = {
-            "dataset": getattr(loader, "dataset", loader),
-            "collate": getattr(loader, "collate_fn", None),
-            "generator": getattr(loader, "generator", None),
-        }
-        self._generators = private_generators(**parts, sampler=_samplers(loader))
-        self._way = _way(loader, base, method, self._generators)
+        self._parts = LoaderParts(loader, base, epoch)
+        self._way: Way = self._parts.way(method)
         self._before_next = before_next
         self._insists = method == "skip"  # the user has declared that changes beside the generators do not matter
         self._remade = remade
-        self._born = Attributes({**parts, "sampler": _samplers(loader)}, lambda _: _OURS)
-        self._data = Attributes(parts, lambda _: _OURS)  # compared with the iteration's start; samplers' changes are made again
         # States before a batch that was taken in advance matter only where this process made that batch.
-        self._notes_randomness = ahead is not None and not self._num_workers and not _is_sized(loader)
+        self._notes_randomness = ahead is not None and not self._num_workers and not is_sized(loader)
         self._resume: dict[str, Any] | None = None
         self._iterations = 0
         # Of the iteration under way:
@@ -87,13 +79,14 @@ class Bookmark:
             return state
         ahead = self._ahead() if self._ahead else 0
         batches = self._taken - ahead
-        here = self._data.changes() if not self._num_workers else None
+        here = self._parts.data.changes() if not self._num_workers else None
         lost = sorted(self._workers.lost if self._workers else here.lost if here else ())
         if here and lost and self._draws and self._way == "skip" and not self._insists:
             raise self._about_lost(lost)
         replayed = self._is_replayed(lost)
         start = 0 if replayed else self._start_of(batches)
         own = None if self._way != "own" or replayed else self._own_before_last if ahead else self._own_state()
+        draws_here = self._way == "skip" and not replayed and not self._num_workers
         return state | {
             "batches": batches,
             "start": start,
@@ -103,7 +96,7 @@ class Bookmark:
             "sampler": self._sampler,
             "asks": self._asks,
             "forked": self._forked,
-            "generators": generator_states(self._generators) if self._way == "skip" and not replayed and not self._num_workers else {},
+            "generators": generator_states(self._parts.generators) if draws_here else {},
             "attributes": here.kept if here and not ahead and self._keeps_attributes else {},
             "lost": lost,
             "before_last": self._before_last if ahead else None,
@@ -131,7 +124,7 @@ class Bookmark:
             return start()
         position, self._resume = self._resume, None
         if self._epoch is None:
-            _set_sampler_epoch(self._loader, self._iterations)
+            self._parts.tell_epoch(self._iterations)
         self._iterations += 1
         self._running = True
         if position is None:
@@ -142,21 +135,21 @@ class Bookmark:
             batches = self._from_the_position(start, position)
             self._load_again(batches, position["batches"])
         if position["attributes"]:
-            self._data.give_back(position["attributes"])
+            self._parts.data.give_back(position["attributes"])
         return self._batches_after(position["before_last"], batches)
 
     def _from_the_beginning(self, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         if self._is_iterator and self._begin:  # it goes on where it was, so that all of its batches count
             return self._batches(self._started(start))
-        if self._begin and self._way != "own" and not self._insists and not self._remade and (lost := self._born.changes().lost):
+        if self._begin and self._way != "own" and not self._insists and not self._remade and (lost := self._parts.born.changes().lost):
             raise UnsupportedStateError(
                 f"the training data keeps what cannot be kept with a snapshot: {', '.join(lost[:5])} changed since the first epoch began, "
                 "and an epoch that is resumed would not find it. Keep it in small plain attributes (numbers, lists, small tensors), give "
                 "the loader state_dict and load_state_dict, or say with data_resume='skip' that batches do not depend on it"
             )
-        self._begin, self._first, self._sampler, self._taken = self._moment(), None, None, 0
+        self._begin, self._first, self._sampler, self._taken = self._parts.moment(), None, None, 0
         self._facts = facts(self._loader)
-        self._data.mark()
+        self._parts.data.mark()
         if self._workers and self._workers.persistent and self._forked is None:
             self._forked = self._begin["attributes"]
         if self._way == "own" and not self._num_workers:
@@ -164,21 +157,21 @@ class Bookmark:
         return self._batches(self._started(start))
 
     def _from_the_position(self, start: Callable[[], Iterator[Any]], position: dict[str, Any]) -> Iterator[Any]:
-        self._go_back_to(self._begin)
+        self._parts.go_back_to(self._begin)
         self._check(position)
         self._facts, self._forked = position["facts"], position["forked"]
-        self._data.mark()
+        self._parts.data.mark()
         if self._forked is not None:
-            self._born.give_back(self._forked)
+            self._parts.born.give_back(self._forked)
         own, self._own_begin = position["own"], position["own_begin"]
         if (own := self._own_begin if own is None else own) is not None and self._way == "own":
             self._base.load_state_dict(self._loader, copy.deepcopy(own))
         inner = self._started(start, position)
         if self._forked is not None:
-            self._born.give_back(self._begin["attributes"])
+            self._parts.born.give_back(self._begin["attributes"])
         self._drew = self._way == "own" and self._taken < position["batches"]
         if self._first is not None and (self._drew or self._way == "replay"):
-            self._go_back_to(self._first)
+            self._parts.go_back_to(self._first)
         return self._batches(inner)
 
     def _started(self, start: Callable[[], Iterator[Any]], position: dict[str, Any] | None = None) -> Iterator[Any]:
@@ -202,7 +195,7 @@ class Bookmark:
             before = randomness() if self._taken == 1 and self._way == "skip" and not self._num_workers else None
             is_first = self._first is None and self._way != "skip" and not self._num_workers
             if is_first:
-                self._first = self._moment()
+                self._first = self._parts.moment()
             if self._notes_randomness:
                 self._before_last = randomness()
                 if self._way == "own":
@@ -263,22 +256,22 @@ class Bookmark:
         if self._position is None or self._asks <= self._position["asks"]:
             return self._indices(iter(sampler))
         with unchanged_randomness():
-            self._go_back_to(self._begin, samplers_only=True)
+            self._parts.go_back_to(self._begin, samplers_only=True)
             return self._indices(iter(sampler))
 
     def _indices(self, inner: Iterator[Any]) -> Iterator[Any]:
         """The sampler's indices from the position on; remembers from which moment they can be drawn again."""
         position, self._position = self._position, None
         if position is None or position["sampler"] is None:
-            self._sampler = self._moment()
+            self._sampler = self._parts.moment()
             yield from inner
             return
         first = self._taken
         with unchanged_randomness():
-            self._go_back_to(position["sampler"], samplers_only=bool(first or self._workers))
+            self._parts.go_back_to(position["sampler"], samplers_only=bool(first or self._workers))
             drawn = [next(inner, None) for _ in range(max(first, 1))]
         if self._way == "skip":
-            set_generator_states(self._generators, position["generators"])
+            set_generator_states(self._parts.generators, position["generators"])
         if first == 0:
             yield from drawn  # nothing to skip, but the first index belongs to that moment
         yield from inner
@@ -303,7 +296,7 @@ class Bookmark:
 
     def changed(self) -> tuple[list[str], list[str]]:
         """Paths of attributes of the data that have changed since the first epoch began: those that are kept, and the others."""
-        kept, lost = self._born.changes()
+        kept, lost = self._parts.born.changes()
         lost += sorted(self._workers.lost) if self._workers else []
         return [f"{path}.{name}" for path, values in kept.items() for name in values], lost
 
@@ -315,7 +308,7 @@ class Bookmark:
     @property
     def own_position(self) -> Any:
         """The state that the loader itself gives, for files that are read without gemini-ft."""
-        return self._own_state() if _is_stateful(self._base) else None
+        return self._own_state() if is_stateful(self._base) else None
 
     @property
     def resting_workers(self) -> dict[int, State] | None:
@@ -346,7 +339,7 @@ class Bookmark:
         if self._way == "own":
             # What an iteration draws before its first batch (an order, say) cannot be told from what that batch draws, except
             # for torchdata's samplers, which have generators of their own.
-            keeps_order = _is_torchdata(self._base) and not isinstance(self._loader.dataset, IterableDataset)
+            keeps_order = is_torchdata(self._base) and not isinstance(self._loader.dataset, IterableDataset)
             return not keeps_order and (self._workers.drew if self._workers else self._drew)
         return self._way == "replay" or (bool(lost) and not self._insists)
 
@@ -373,99 +366,7 @@ class Bookmark:
         """Whether the loader can be iterated only once; then each epoch takes the batches that follow."""
         return self._way == "replay" and hasattr(self._base, "__next__")
 
-    def _moment(self) -> dict[str, Any]:
-        epoch = _sampler_epoch(self._loader)
-        if epoch is None and self._epoch is not None:
-            epoch = self._epoch()
-        return {
-            "random": randomness(),
-            "generators": generator_states(self._generators),
-            "epoch": epoch,
-            "attributes": self._born.changes().kept,
-        }
-
-    def _go_back_to(self, moment: dict[str, Any], samplers_only: bool = False) -> None:
-        set_randomness(moment["random"])
-        set_generator_states(self._generators, moment["generators"])
-        if moment["epoch"] is not None:
-            _set_sampler_epoch(self._loader, moment["epoch"])
-        self._born.give_back(moment["attributes"], "sampler" if samplers_only else "")
-
 
 def is_position(state: Any) -> bool:
     """Whether ``state`` comes from a loader that was made resumable here."""
     return isinstance(state, dict) and "gemini" in state
-
-
-def facts(loader: Any) -> dict[str, Any]:
-    """The data that a position refers to."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    return {
-        "batch_size": getattr(loader, "batch_size", None) or getattr(batch_sampler, "batch_size", None),
-        "the number of batches": _length(loader),
-        "the length of the dataset": _length(getattr(loader, "dataset", None)),
-        "num_workers": getattr(loader, "num_workers", 0),
-    }
-
-
-_END = object()
-_OURS = frozenset({"_gemini", "_iterator", "_index_sampler"})
-
-
-def _length(item: Any) -> int | None:
-    try:
-        return len(item)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def _is_sized(loader: Any) -> bool:
-    return _length(loader) is not None
-
-
-def _is_stateful(item: Any) -> bool:
-    """Whether ``item``, an object or a class, has a state of its own to save and to load."""
-    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
-
-
-def _is_torchdata(base: Any) -> bool:
-    return any(kind.__module__.startswith("torchdata.") and kind.__name__ == "StatefulDataLoader" for kind in base.__mro__)
-
-
-def _way(loader: Any, base: Any, method: DataResume, generators: Iterable[str]) -> Way:
-    if method == "replay":
-        return "replay"
-    if _is_stateful(base) and not _is_torchdata(base):
-        return "own"
-    if not isinstance(loader, DataLoader):
-        return "replay"
-    if _is_torchdata(base) and _is_stateful(loader.dataset):
-        # With rarer snapshots it takes the workers back to the last one, whose random states are not known.
-        return "own" if not loader.num_workers or getattr(loader, "snapshot_every_n_steps", 0) == 1 else "replay"
-    if isinstance(loader.dataset, IterableDataset):
-        return "replay"
-    theirs = next(kind for kind in base.__mro__ if "__iter__" in vars(kind))
-    if theirs is not DataLoader and not theirs.__module__.startswith("torchdata."):
-        return "replay"  # the sampler's state after that iteration is unknown
-    in_workers = loader.num_workers > 0 and any(path.startswith(("dataset", "collate")) for path in generators)
-    return "skip" if method == "skip" or (loader.in_order and not in_workers) else "replay"
-
-
-def _samplers(loader: Any) -> list[Any]:
-    """The objects that take part in drawing indices."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    candidates = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    return [sampler for sampler in candidates if sampler is not None]
-
-
-def _sampler_epoch(loader: Any) -> int | None:
-    for sampler in _samplers(loader):
-        if hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int):
-            return int(sampler.epoch)
-    return None
-
-
-def _set_sampler_epoch(loader: Any, epoch: int) -> None:
-    for sampler in _samplers(loader):
-        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-            set_epoch(epoch)

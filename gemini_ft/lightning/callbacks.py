@@ -7,7 +7,7 @@ from typing import Any
 
 from gemini_ft.core.fates import CALLBACKS_REFUSED
 from gemini_ft.errors import UnsupportedStateError
-from gemini_ft.lightning import compat
+from gemini_ft.lightning import trainer_callbacks
 
 _REFUSED = {
     "BatchSizeFinder": "trains by itself when the fit starts, and would do so again at each restart",
@@ -19,5 +19,5 @@ _REFUSED = {
 def refuse_callbacks(callbacks: Sequence[Any]) -> None:
     """Raises UnsupportedStateError for the first callback that cannot be resumed; called before training begins."""
     for callback in callbacks:
-        for name in compat.shipped_names(callback) & _REFUSED.keys():
+        for name in trainer_callbacks.shipped_names(callback) & _REFUSED.keys():
             raise UnsupportedStateError(f"{name} {_REFUSED[name]}; {CALLBACKS_REFUSED.how}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gemini_ft.lightning import compat
+from gemini_ft.lightning import trainer_callbacks, trainer_checkpoints, trainer_loops, trainer_metrics
 from gemini_ft.state.rng import rng_state, set_rng_state
 
 _LIVE = "gemini.live"  # {_LIVE: name} stands for the model's tensor of that name
@@ -28,20 +28,20 @@ def capture(trainer: Any, live: Tensors) -> dict[str, Any]:
         trainer: the Trainer, about to fetch its next batch.
         live: the state dict that the strategy hands out while the checkpoint is made.
     """
-    checkpoint = compat.without_hyper_parameters(trainer, compat.dump_checkpoint(trainer))
+    checkpoint = trainer_checkpoints.without_hyper_parameters(trainer, trainer_checkpoints.dump_checkpoint(trainer))
     del checkpoint["optimizer_states"]
     if _is_untouched(checkpoint["state_dict"], live):
         del checkpoint["state_dict"]
-    metrics, collections = compat.metrics_of(trainer)
+    metrics, collections = trainer_metrics.metrics_of(trainer)
     return {
         "checkpoint": _name_live(checkpoint, {id(tensor): name for name, tensor in live.items()}),
-        "loops": compat.loop_extras(trainer),
-        "logging": compat.logging_state(trainer, {id(metric): name for name, metric in metrics.items()}),
-        "metrics": {name: compat.metric_state(metric) for name, metric in metrics.items()},
-        "trackers": compat.tracked(trainer),
-        "tickets": compat.tickets(trainer),
-        "averaging": compat.averaging_state(trainer),
-        "collections": {name: compat.metric_groups(collection) for name, collection in collections.items()},
+        "loops": trainer_loops.loop_extras(trainer),
+        "logging": trainer_metrics.logging_state(trainer, {id(metric): name for name, metric in metrics.items()}),
+        "metrics": {name: trainer_metrics.metric_state(metric) for name, metric in metrics.items()},
+        "trackers": trainer_metrics.tracked(trainer),
+        "tickets": trainer_callbacks.tickets(trainer),
+        "averaging": trainer_callbacks.averaging_state(trainer),
+        "collections": {name: trainer_metrics.metric_groups(collection) for name, collection in collections.items()},
         "rng": rng_state(),
     }
 
@@ -56,7 +56,7 @@ def complete(trainer: Any, checkpoint: dict[str, Any], live: Tensors) -> None:
     """Adds the entries that hooks expect: the model's tensors by reference, and the hyperparameters."""
     resolved = _resolve_live(checkpoint, live)
     checkpoint.clear()
-    checkpoint |= {"state_dict": dict(live), "optimizer_states": []} | compat.hyper_parameters(trainer) | resolved
+    checkpoint |= {"state_dict": dict(live), "optimizer_states": []} | trainer_checkpoints.hyper_parameters(trainer) | resolved
 
 
 def file_checkpoint(checkpoint: dict[str, Any], state_dict: Mapping[str, Any], optimizer_states: Sequence[Any]) -> dict[str, Any]:
@@ -67,8 +67,8 @@ def file_checkpoint(checkpoint: dict[str, Any], state_dict: Mapping[str, Any], o
         state_dict: of the module, whole.
         optimizer_states: state dict of each optimizer, whole.
     """
-    compat.drop_positions(checkpoint)
-    compat.as_if_saved_by_callback(checkpoint)
+    trainer_checkpoints.drop_positions(checkpoint)
+    trainer_checkpoints.as_if_saved_by_callback(checkpoint)
     resolved: dict[str, Any] = _resolve_live(checkpoint, state_dict)
     return {"state_dict": dict(state_dict), "optimizer_states": list(optimizer_states)} | resolved
 
@@ -78,19 +78,19 @@ def restore(trainer: Any, package: str, extras: Mapping[str, Any]) -> None:
 
     That late, because all that happens on the way draws random numbers, resets metrics, or counts.
     """
-    compat.track(trainer, extras["trackers"])
-    metrics, collections = compat.metrics_of(trainer)
+    trainer_metrics.track(trainer, extras["trackers"])
+    metrics, collections = trainer_metrics.metrics_of(trainer)
     for name, state in extras["metrics"].items():
         if name in metrics:
-            compat.set_metric_state(metrics[name], state)
+            trainer_metrics.set_metric_state(metrics[name], state)
     for name, state in extras["collections"].items():
         if name in collections:
-            compat.set_metric_groups(collections[name], state)
-    compat.set_tickets(trainer, extras.get("tickets", {}))
-    compat.set_loops(trainer, extras["checkpoint"]["loops"]["fit_loop"])
-    compat.set_loop_extras(trainer, extras["loops"])
-    compat.set_averaging(trainer, package, extras["averaging"])
-    compat.set_logging_state(trainer, package, extras["logging"], metrics)
+            trainer_metrics.set_metric_groups(collections[name], state)
+    trainer_callbacks.set_tickets(trainer, extras.get("tickets", {}))
+    trainer_loops.set_loops(trainer, extras["checkpoint"]["loops"]["fit_loop"])
+    trainer_loops.set_loop_extras(trainer, extras["loops"])
+    trainer_callbacks.set_averaging(trainer, package, extras["averaging"])
+    trainer_metrics.set_logging_state(trainer, package, extras["logging"], metrics)
     set_rng_state(extras["rng"])
 
 

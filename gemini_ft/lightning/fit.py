@@ -22,13 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 from gemini_ft.checkpointer import Checkpointer
 from gemini_ft.config import GeminiConfig
 from gemini_ft.errors import UnsupportedStateError
-from gemini_ft.lightning import compat
+from gemini_ft.lightning import trainer_callbacks, trainer_checkpoints, trainer_loops
 from gemini_ft.lightning.callbacks import refuse_callbacks
 from gemini_ft.lightning.capture import capture, checkpoint_of, complete, restore
 from gemini_ft.lightning.fault_hooks import watch
 from gemini_ft.lightning.inventory import findings, fingerprint
-from gemini_ft.lightning.loggers import Logs
 from gemini_ft.lightning.options import EpochHooks
+from gemini_ft.lightning.trainer_loggers import Logs
 from gemini_ft.state.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.rebuilding import ModuleTree
@@ -64,7 +64,7 @@ class Fit:
         self._iteration = 0  # of what is being resumed
         self._last_step: int | None = None  # optimizer steps at the last look
         self._pauses = contextlib.ExitStack()
-        self._hooks: list[Callable[[], None]] = [compat.before_each_batch(trainer, self._before_batch)]  # what ends each
+        self._hooks: list[Callable[[], None]] = [trainer_loops.before_each_batch(trainer, self._before_batch)]  # what ends each
         watch(trainer, package)
 
     @property
@@ -85,9 +85,9 @@ class Fit:
         if found is None:
             return
         self._found, self._iteration = found.extras, found.iteration
-        compat.offer_checkpoint(self._trainer, self.checkpoint)
-        self._logs.go_on(found.extras["loggers"], compat.logged_steps(self.checkpoint))
-        compat.pin_checkpoint_folders(self._trainer, self.checkpoint)
+        trainer_checkpoints.offer_checkpoint(self._trainer, self.checkpoint)
+        self._logs.go_on(found.extras["loggers"], trainer_checkpoints.logged_steps(self.checkpoint))
+        trainer_checkpoints.pin_checkpoint_folders(self._trainer, self.checkpoint)
 
     def wrapped(self, model: Any) -> None:
         """Takes the module that Lightning has wrapped, before anything else is attached to the wrapper."""
@@ -101,19 +101,19 @@ class Fit:
         if (gradients := getattr(self._trainer.strategy, "gradients", None)) is not None:
             self.checkpointer.attach_gradients(gradients)
         self._bind_state()
-        self.checkpointer.script_gives(*compat.given(self._trainer))
+        self.checkpointer.script_gives(*trainer_checkpoints.given(self._trainer))
         self._optimizers = list(self._trainer.strategy.optimizers)
         self._tree = tree = ModuleTree({"module": self._trainer.lightning_module})
-        self._modes = modes = compat.modes_of(self._trainer, self._package, tree.modules())
+        self._modes = modes = trainer_callbacks.modes_of(self._trainer, self._package, tree.modules())
         self.checkpointer.census.register(
             "the Trainer", lambda: [*findings(self._trainer), *modes.findings(tree.modules())], lambda: fingerprint(self._trainer)
         )
-        self._hooks.append(compat.before_loading(self._trainer, self._before_loading))
+        self._hooks.append(trainer_loops.before_loading(self._trainer, self._before_loading))
         if self._found is not None:
-            compat.drop_replaced_schedulers(self._trainer, self.checkpoint)
+            trainer_callbacks.drop_replaced_schedulers(self._trainer, self.checkpoint)
             complete(self._trainer, self.checkpoint, self._trainer.lightning_module.state_dict())
             if self._epoch_hooks == "rerun":
-                compat.rerun_epoch_start(self._trainer, self._package)
+                trainer_loops.rerun_epoch_start(self._trainer, self._package)
 
     def load(self) -> None:
         """Fills model and optimizers. Collective."""
@@ -132,7 +132,7 @@ class Fit:
             if checkpoint.get("global_step", 0) > self.checkpoint["global_step"]:
                 log.info("%s is at step %d: not resuming step %d of this run", path, checkpoint["global_step"], self._iteration)
                 self._found = None
-                compat.withdraw_checkpoint(self._trainer)
+                trainer_checkpoints.withdraw_checkpoint(self._trainer)
                 return checkpoint
         log.info("resuming step %d of this run, which is newer than %s", self._iteration, path)
         return self.checkpoint
@@ -170,7 +170,7 @@ class Fit:
     @property
     def _is_accumulating(self) -> bool:
         """Whether there are gradients that the next update needs; no snapshot has them."""
-        return compat.is_accumulating(self._trainer)
+        return trainer_loops.is_accumulating(self._trainer)
 
     def _before_loading(self) -> None:
         """Restores what the user's ``train_dataloader`` found when it made the loaders of the resumed epoch."""
@@ -221,7 +221,7 @@ class Fit:
             self.checkpointer.alive(step)
 
     def _extras(self) -> dict[str, Any]:
-        self.live = self._trainer.lightning_module.state_dict() if compat.is_checkpoint_seen(self._trainer) else {}
+        self.live = self._trainer.lightning_module.state_dict() if trainer_checkpoints.is_checkpoint_seen(self._trainer) else {}
         try:
             ours = {
                 "ckpt_path": str(self._trainer.ckpt_path),

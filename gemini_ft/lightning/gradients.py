@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gemini_ft.errors import ConfigError
-from gemini_ft.lightning import compat
+from gemini_ft.lightning import trainer_loops
 from gemini_ft.pipeline.rules import Rules
 from gemini_ft.pipeline.synchronizer import GradientSynchronizer
 from gemini_ft.state.gradients import GradientState
@@ -53,7 +53,7 @@ class FiguresLog:
         if (step := summary.get("step", {}).get("number")) == self._step:
             return  # it has only accumulated
         self._step = step
-        number = compat.step_to_log(self._trainer)
+        number = trainer_loops.step_to_log(self._trainer)
         if number is None or number == self._logged:
             return  # of several optimizers the first one's
         self._logged = number

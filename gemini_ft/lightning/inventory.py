@@ -7,15 +7,15 @@ from typing import Any
 
 from gemini_ft.core.census import Finding
 from gemini_ft.core.fates import CALLBACKS, CALLBACKS_MADE, DATA, LOADERS, LOADERS_AGAIN, LOGGERS, LOGS, LOOPS, METRICS, TICKETS
-from gemini_ft.lightning import compat
+from gemini_ft.lightning import trainer_callbacks, trainer_loops, trainer_metrics
 from gemini_ft.lightning.loader import bookmark_of, facts
-from gemini_ft.lightning.loggers import is_followed
+from gemini_ft.lightning.trainer_loggers import is_followed
 
 
 def findings(trainer: Any) -> Iterator[Finding]:
     """Everything in a Trainer but flags and attributes that hooks set (`gemini_ft.state.modes`)."""
     yield LOOPS.found("trainer", note=f"{len(trainer.lr_scheduler_configs)} schedulers")
-    for index, loader in enumerate(compat.training_loaders(trainer)):
+    for index, loader in enumerate(trainer_loops.training_loaders(trainer)):
         if (mark := bookmark_of(loader)) is not None:
             where = f"train_dataloader[{index}]"
             rule = LOADERS_AGAIN if mark.way == "replay" else LOADERS
@@ -23,12 +23,12 @@ def findings(trainer: Any) -> Iterator[Finding]:
             yield rule.found(where, note=f"{type(loader).__name__}, by {mark.way}")
             yield from (DATA.found(f"{where}.{path}") for path in kept)
             yield from (LOADERS_AGAIN.found(f"{where}.{path}") for path in lost)
-    for name, metric in compat.metrics_of(trainer)[0].items():
+    for name, metric in trainer_metrics.metrics_of(trainer)[0].items():
         yield METRICS.found(name, note=type(metric).__name__)
-    for name, first in compat.tickets(trainer).items():
+    for name, first in trainer_callbacks.tickets(trainer).items():
         yield TICKETS.found(name, 0 if first is None else first.nbytes)
     for index, callback in enumerate(trainer.callbacks):
-        rule = CALLBACKS if compat.has_state(callback) else CALLBACKS_MADE
+        rule = CALLBACKS if trainer_callbacks.has_state(callback) else CALLBACKS_MADE
         yield rule.found(f"callback.{index}", note=type(callback).__name__)
     for index, logger in enumerate(trainer.loggers):
         rule = LOGS if is_followed(logger) else LOGGERS
@@ -37,5 +37,5 @@ def findings(trainer: Any) -> Iterator[Finding]:
 
 def fingerprint(trainer: Any) -> object:
     """A value that changes when the census has to be taken again; cheap enough for every step."""
-    loaders = [(id(loader), tuple(facts(loader).values())) for loader in compat.training_loaders(trainer)]
+    loaders = [(id(loader), tuple(facts(loader).values())) for loader in trainer_loops.training_loaders(trainer)]
     return loaders, [id(callback) for callback in trainer.callbacks]

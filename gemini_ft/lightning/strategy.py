@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gemini_ft.lightning import compat
+from gemini_ft.lightning import compat, trainer_callbacks, trainer_checkpoints, trainer_loops
 from gemini_ft.lightning.base import Gemini, join_group
 from gemini_ft.lightning.fit import Fit
 from gemini_ft.lightning.gradients import FiguresLog, synchronizer_of
@@ -50,7 +50,7 @@ class GeminiMixin(Gemini, _Strategy):
     def setup_environment(self) -> None:
         join_group(self)
         super().setup_environment()
-        if self._gemini_trainer.state.fn == "fit" and not compat.is_searching(self._gemini_trainer):
+        if self._gemini_trainer.state.fn == "fit" and not trainer_callbacks.is_searching(self._gemini_trainer):
             arguments = (self._gemini_trainer, self._gemini_package, self.gemini_config, self._gemini_replicated, self._gemini_epoch_hooks)
             self._gemini_fit = self._gemini_fit_kind(*arguments)
             self._gemini_fit.open()
@@ -111,7 +111,7 @@ class GeminiMixin(Gemini, _Strategy):
             fit, self._gemini_fit = self._gemini_fit, None
             fit.close(finished=True)
             self._gemini_close_gradients()
-        elif compat.is_searching(self._gemini_trainer):
+        elif trainer_callbacks.is_searching(self._gemini_trainer):
             self._gemini_close_gradients()
         super().teardown()
 
@@ -159,7 +159,7 @@ class GeminiMixin(Gemini, _Strategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Saves a file that another strategy must be able to load, so without the positions of our loaders."""
-        compat.drop_positions(checkpoint, compat.training_loaders(self._gemini_trainer))
+        trainer_checkpoints.drop_positions(checkpoint, trainer_loops.training_loaders(self._gemini_trainer))
         if self._gemini_fit is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -177,8 +177,8 @@ class GeminiMixin(Gemini, _Strategy):
         return make_resumable(
             loader,
             self._gemini_data_resume,
-            ahead=functools.partial(compat.batches_taken_in_advance, trainer) if training else None,
-            epoch=functools.partial(compat.epoch, trainer),
+            ahead=functools.partial(trainer_loops.batches_taken_in_advance, trainer) if training else None,
+            epoch=functools.partial(trainer_loops.epoch, trainer),
             active=lambda: bool(trainer.training) == training,
             remade=self._gemini_epoch_hooks == "rerun",
         )

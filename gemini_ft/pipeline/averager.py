@@ -28,7 +28,7 @@ from gemini_ft.pipeline.rules import Rules
 from gemini_ft.pipeline.telemetry import Telemetry
 
 Take: TypeAlias = Callable[[Tensor], None]
-"""What is done with an average, on another thread, as soon as it is there."""
+"""A callback that takes an average as soon as it has been computed, on another thread."""
 
 
 @dataclass

@@ -180,7 +180,7 @@ class Rule(_Model):
 
 Rules = tuple[Rule, ...]
 PLAIN = Rule.model_validate({"params": "*"})
-"""What holds where no rule matches: dense all-reduce in buckets."""
+"""The rule for parameters that no other rule matches: dense all-reduce in buckets."""
 _ADAPTER = TypeAdapter(tuple[Rule, ...])
 
 

@@ -11,10 +11,20 @@ import torch
 
 from gemini_ft.core.layout import Layout, Read, plan_reads, stored_specs
 from gemini_ft.recovery.readers import ShardReader, Sources
+from gemini_ft.state import codec
 from gemini_ft.state.base import TrainingState
 from gemini_ft.state.copies import copy_into
 
 _READERS = 4  # shards read at a time
+
+
+def read_extras(sources: Sources, rank: int, world_size: int, secret: bytes, trust_pickle: bool) -> dict[int, Any]:
+    """The small state of this rank, by rank; in a job of another size that of all ranks that made the snapshot."""
+    then, extras = sources.plan.world_size, {}
+    for owner in [rank] if then == world_size else range(then):
+        blob = sources.read(owner, rank, lambda shard: shard.extras())
+        extras[owner] = codec.decode(blob, secret, trust_pickle=trust_pickle)
+    return extras
 
 
 def fill(sources: Sources, state: TrainingState, extras: Mapping[int, Any], rank: int, world_size: int) -> tuple[dict[str, int], Any]:

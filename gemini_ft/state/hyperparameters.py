@@ -6,15 +6,71 @@ what the script had given when it began.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 Given = dict[str, Any]  # label, as a message shows it -> number, text, or a list of these
 
+_log = logging.getLogger("gemini_ft")
 _ABSENT = "nothing"
 _COUNTS = frozenset({"last_epoch", "last_batch_iteration", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step"})
+
+
+class Hyperparameters:
+    """The hyperparameters that the script has given, to be compared with those of the snapshot that is resumed.
+
+    Args:
+        stateful: name -> object given to the Checkpointer; of schedulers among them the values are known.
+
+    Attributes:
+        then: those of the snapshot, until they are compared.
+    """
+
+    def __init__(self, stateful: Mapping[str, Any]) -> None:
+        self._beside: Given = {}  # those that are no optimizer's
+        for name, item in stateful.items():
+            if isinstance(item, torch.optim.lr_scheduler.LRScheduler):
+                self._beside |= of_scheduler(f"state[{name!r}]", item)
+        self.then: Mapping[str, Given] = {}
+        self._given: Given = {}  # as the script gave them when the training began
+        self._script: Given = {}  # those of which no snapshot holds the value, so that the script's is in force
+        self._is_known = False  # they are as a snapshot has them
+
+    def add(self, snapshots: Given, scripts: Given) -> None:
+        """Adds some: those that a resume puts back as they were, and those that stay as the script gives them."""
+        self._beside |= snapshots
+        self._script |= scripts
+
+    def note(self, of_optimizers: Callable[[], Given]) -> None:
+        """Takes note of what the script gives; until the first snapshot is made or resumed."""
+        if not self._is_known:
+            self._given = of_optimizers() | self._beside
+
+    def saved(self) -> dict[str, Given]:
+        """What a snapshot says of them."""
+        self._is_known = True
+        return {"snapshot": self._given, "script": self._script}
+
+    def compare(self, iteration: int, aloud: bool) -> None:
+        """Warns of what the script has changed. What the snapshot says goes on being compared, until the script gives that again."""
+        then, self.then, self._is_known = self.then, {}, True
+        if not then:
+            return
+        ours, theirs = list(differences(then["snapshot"], self._given)), list(differences(then["script"], self._script))
+        self._given, self._script = then["snapshot"], then["script"]
+        if aloud and (ours or theirs):
+            in_force = [f"the snapshot's stay in force ({'; '.join(ours)})"] if ours else []
+            in_force += [f"the script's are in force ({'; '.join(theirs)})"] if theirs else []
+            _log.warning(
+                "HYPERPARAMETERS HAVE CHANGED since the training that is resumed at iteration %d began (then -> now): %s. To train anew "
+                "with those of now, start with GEMINI_RESUME=never or another GEMINI_RUN_ID%s",
+                iteration,
+                "; ".join(in_force),
+                "; to go on with them, set them in the optimizer's param_groups after the resume" if ours else "",
+            )
 
 
 def of_groups(label: str, groups: Iterable[Mapping[str, Any]]) -> Given:

@@ -148,9 +148,9 @@ class Attributes:
             now.update({name: _copy(value) for name, value in given.items()})
 
     def _is_unwritten(self, path: str, name: str, value: torch.Tensor) -> bool:
-        """Whether it is the same tensor of an accelerator, and torch has counted no write to it.
+        """Whether ``value`` is the accelerator's tensor that was remembered under this name, and torch has counted no write to it since.
 
-        To compare such a tensor, the training would wait for its device. Writes through ``.data`` are not counted.
+        Comparing its elements would make the training wait for the device. Writes through ``.data`` are not counted.
         """
         same, version = self._elsewhere.get((path, name), (None, -1))
         return value is same and value._version == version

@@ -7,25 +7,78 @@ from one at the beginning of the next, so the user is asked.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gemini_ft.state.copy_plan import CopyPlan
 
+_log = logging.getLogger("gemini_ft")
 
-class WriteWatch:
+
+class CopyWhen:
+    """Decides when the state is copied: beside the next forward and backward, or at once when the step ends.
+
+    Args:
+        choice: the user's, ``copy_when``.
+        warn: called with the reason why the last snapshot is worth nothing, where the user has to do something about it.
+
+    Attributes:
+        at_step: whether it is copied at once.
+    """
+
+    def __init__(self, choice: str, warn: Callable[[str], None]) -> None:
+        self.at_step = choice == "at_step"
+        self._is_auto, self._warn = choice == "auto", warn
+        self._suspicious = False  # state was written during the last copy, and it is not known whether in forward
+        self._watch: _Watch | None = None
+
+    def judge(self, written: list[str], iteration: int) -> bool:
+        """Whether the state is copied at once from ``iteration`` on, because writes in forward to ``written`` spoilt the last copy."""
+        watch, self._watch, self._suspicious = self._watch, None, False
+        if watch is not None:
+            watch.end()
+        if not written or self.at_step or not self._is_auto:
+            return False
+        if watch is None or watch.early is None:
+            self._suspicious = True
+        elif watch.early:
+            self._suspicious = True
+            self._warn(
+                f"{', '.join(watch.early[:5])} written between the snapshot and the next forward; if that is the end of an iteration, take "
+                "the snapshot after it (checkpointer.step() is the last statement), if it is the beginning of one, set copy_when='at_step'"
+            )
+        else:
+            self.at_step = True
+            _log.warning(
+                "%s written in forward or backward, while the state is copied: from iteration %d on it is copied at once at the end of "
+                "each step, which makes the step longer by that copy and takes %s bytes more of this worker's memory (copy_when='at_step')",
+                ", ".join(written[:5]),
+                iteration,
+                f"{watch.plan.nbytes:,}",
+            )
+        return self.at_step
+
+    def follow(self, plan: CopyPlan, marks: list[tuple[int, int]]) -> None:
+        """Watches for writes to the snapshot that is being made, if there were some to the one before."""
+        if self._suspicious:
+            self._watch = _Watch(plan, marks)
+
+
+class _Watch:
     """Looks at the tensors of one snapshot when the first module's forward begins."""
 
     def __init__(self, plan: CopyPlan, marks: list[tuple[int, int]]) -> None:
-        self._plan, self._marks = plan, marks
+        self.plan, self._marks = plan, marks
         self.early: list[str] | None = None  # names of the tensors written by then; None: no forward has begun
         self._handle: Any = register_module_forward_pre_hook(self._look)
 
     def _look(self, *_: Any) -> None:
         self.end()
         if self.early is None:
-            self.early = self._plan.changed(self._marks)
+            self.early = self.plan.changed(self._marks)
 
     def end(self) -> None:
         """Stops looking."""

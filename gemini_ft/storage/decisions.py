@@ -60,7 +60,7 @@ class Sighting:
 
     @property
     def readable(self) -> bool:
-        """Whether it may be resumed, as far as is known."""
+        """Whether the checkpoint may be resumed, as far as is known."""
         return self.condition in ("whole", "listed")
 
     def knows(self, incarnation: Incarnation) -> bool:
@@ -82,7 +82,7 @@ class Sighting:
         return any(v.incarnation == version.incarnation and version.iteration <= v.iteration for v in lineage)
 
     def supersedes(self, version: Version) -> bool:
-        """Whether it is newer, in the order of descent."""
+        """Whether the sighting is newer than ``version``, in the order of descent."""
         if version.incarnation == self.version.incarnation:
             return version.iteration < self.version.iteration
         return self.knows(version.incarnation)

@@ -131,6 +131,7 @@ class OpenSession(Call):
     secret: bytes  # the one all hosts agreed on
     readopt: bool = False  # the agent was restarted within this incarnation: keep what was adopted
     committed: Version | None = None  # the newest commit this worker knows of
+    reached: int | None = None  # with readopt: the newest iteration that this worker has asked a slot for; it does not write it any more
 
 
 class Reserve(ShardLayout, Call):

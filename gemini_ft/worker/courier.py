@@ -70,11 +70,6 @@ class Courier:
         self._era = 0  # of the agent; orders of an earlier one must not be written
         self._closed = False
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes reserved on the device, whatever the size of the state."""
-        return self._buffer.nbytes
-
     def dispatch(self, order: Dispatch) -> None:
         """Sends a piece of a slot; the agent is told when it has gone."""
         with self._lock:

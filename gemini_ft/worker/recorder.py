@@ -1,6 +1,7 @@
-"""A rank's side of recording: layout, slots, snapshots under way, and the agent's messages about each of them.
+"""A rank's side of recording: begins snapshots, takes the agent's messages about them, and starts another agent when that one dies.
 
-Below the public face (``gemini_ft.checkpointer``), above the copying (``gemini_ft.worker.snapshot``).
+Below the public face (``gemini_ft.checkpointer``), above the slots (``reservation``), the copying (``snapshot``) and what becomes of
+each snapshot (``outcomes``).
 """
 
 from __future__ import annotations
@@ -9,18 +10,13 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from gemini_ft import accelerator
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient, as_error
-from gemini_ft.agent.memory import extras_room
 from gemini_ft.config import GeminiConfig
-from gemini_ft.core.layout import Layout, TensorSpec, build_layout
 from gemini_ft.core.ledger import Abort, Commit
-from gemini_ft.core.roots import layout_digest, shard_root
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, GeminiError
 from gemini_ft.events import EventLog
@@ -28,10 +24,7 @@ from gemini_ft.faults import inject as faults
 from gemini_ft.faults.plan import World
 from gemini_ft.state import codec
 from gemini_ft.state.base import TrainingState
-from gemini_ft.state.copy_plan import CopyPlan, Slot, map_slots
-from gemini_ft.state.divergence import check_replicas, replicated_digest
-from gemini_ft.state.tensors import Source, fingerprint
-from gemini_ft.state.writes import WriteWatch
+from gemini_ft.state.writes import CopyWhen
 from gemini_ft.wire.messages import Failed, Notice, Paced
 from gemini_ft.wire.worker_messages import (
     Adopt,
@@ -43,23 +36,21 @@ from gemini_ft.wire.worker_messages import (
     Opened,
     OpenSession,
     Progress,
-    Reserve,
-    Reserved,
     Room,
     ToWorker,
     Travelled,
 )
 from gemini_ft.worker.courier import Courier
-from gemini_ft.worker.memory_need import check_memory, slot_bytes
 from gemini_ft.worker.observation import Observation
-from gemini_ft.worker.rendezvous import exchange, exchange_or_raise
+from gemini_ft.worker.outcomes import Outcomes
+from gemini_ft.worker.rendezvous import exchange_or_raise
+from gemini_ft.worker.reservation import Reservation
 from gemini_ft.worker.session import Session, join
 from gemini_ft.worker.snapshot import Job, Snapshotter
 from gemini_ft.worker.stats import Stats
 
 _log = logging.getLogger("gemini_ft")
 _POLL = 0.001  # seconds
-_SILENCE = 60.0  # seconds before the same warning is given again
 
 
 class Recorder:
@@ -72,39 +63,30 @@ class Recorder:
     def __init__(self, config: GeminiConfig, name: str, stats: Stats, resizable: bool) -> None:
         self._config, self._stats = config, stats
         self._fatal: GeminiError | None = None
-        self._layout: Layout | None = None
-        self._layout_digest = b""
-        self._sources: list[Source] = []
-        self._fingerprint: tuple[Any, ...] = ()
-        self._frozen: dict[str, bool] = {}
-        self._extras_bytes = 0  # as it was when slots were reserved
-        self._ended: dict[int, float] = {}  # iteration -> when it ended, until its fate is known
-        self._newest = 0  # iteration of the last snapshot
         self._at = 0  # iteration that ended last
         self._paces = [(0, config.fixed_interval or 1)]  # (from iteration, steps between snapshots)
         self._observation: Observation | None = None
         self._courier: Courier | None = None
-        self._has_room = False  # for slots that this rank could not get when it asked
         self._suspended = 0
         self._slots_lock = threading.RLock()  # held to replace slots or submit a snapshot, which two threads may do when the agent has died
-        self._warned: dict[str, float] = {}  # reason -> when it was last said
         self._digest_at: int | None = None
-        self._at_step = config.copy_when == "at_step"
-        self._writes: WriteWatch | None = None
-        self._snapshotter: Snapshotter | None = None  # events may come before it exists
+        self._room = threading.Event()  # the agent has room for slots that this rank could not get when it asked
+        self._outcomes = Outcomes(stats, lambda event, **facts: self.events.write(event, **facts))
+        self._copy_when = CopyWhen(config.copy_when, lambda reason: self._outcomes.discarded(self._outcomes.newest, reason))
         self.session: Session = join(config, name, self._on_event, resizable)
-        self._snapshotter = Snapshotter(
+        self._copying = Snapshotter(
             self.session.rank,
-            self._root,
+            lambda job: self._reservation.root(job),
             lambda message: self.client.tell(message),
             lambda: self.client.lost,
             self._reconnect,
-            self._on_discard,
+            self._outcomes.discarded,
             config.verify,
             config.waits,
             config.timeout,
             config.agent_timeout + config.replica_timeout if config.agent_timeout else None,
         )
+        self._reservation = Reservation(self.session, self._copying, self._room, self._reconnect)
         self._observe()
         self._employ()
         self._digest_at = _first_digest(self.session)
@@ -135,61 +117,26 @@ class Recorder:
         """
         self.raise_fatal()
         self._step_over(iteration)
-        snapshotter = self._copying
-        snapshotter.settle()
-        suspicious = self._judge_writes()
+        self._copying.settle()
+        written, self._copying.written = self._copying.written, []
+        if self._copy_when.judge(written, iteration):
+            self.events.write("copied at step", iteration=iteration, tensors=written[:5])
         with self._slots_lock:
-            self._submit(iteration, state, {"extras": extras, "given": given}, suspicious)
+            self._submit(iteration, state, {"extras": extras, "given": given})
         self._stats.snapshots += 1
 
-    def _submit(self, iteration: int, state: TrainingState, beside: dict[str, Any], suspicious: bool) -> None:
-        snapshotter = self._copying
+    def _submit(self, iteration: int, state: TrainingState, beside: dict[str, Any]) -> None:
         live = state.survey()
         blob = codec.encode({"tensors": state.extras(live)} | beside, self.session.secret)
-        if (now := fingerprint(live)) != self._fingerprint:
-            self._plan(state.describe(live, self.session.rank, self.session.world_size), len(blob))
-            self._fingerprint = now
-        if len(blob) > extras_room(self._extras_bytes) or self._has_room:
-            self._reserve_or_mend(max(len(blob), self._extras_bytes))
-        plan = snapshotter.plan
-        assert plan is not None
+        plan = self._reservation.fit(state, live, len(blob), self._copy_when.at_step)
+        self._stats.shard_bytes = plan.nbytes
         plan.stage()
         digest_due = self._digest_at is not None and iteration >= self._digest_at
-        self._newest = iteration
-        self._ended[iteration] = time.perf_counter()
+        self._outcomes.begin(iteration)
         ready = accelerator.module_of(plan.device).current_stream(plan.device).record_event() if plan.device is not None else None
-        job = Job(iteration, blob, self._digest if digest_due else None, plan.marks(), ready)
-        if suspicious:
-            self._writes = WriteWatch(plan, job.marks)
-        snapshotter.submit(job)
-
-    def _judge_writes(self) -> bool:
-        """Switches to copies at the end of each step if a snapshot was given up because its state was written in forward."""
-        written, self._copying.written = self._copying.written, []
-        watch, self._writes = self._writes, None
-        if watch is not None:
-            watch.end()
-        if not written or self._at_step or self._config.copy_when != "auto":
-            return False
-        if watch is None or watch.early is None:
-            return True
-        if watch.early:
-            self._on_discard(
-                self._newest,
-                f"{', '.join(watch.early[:5])} written between the snapshot and the next forward; if that is the end of an iteration, take "
-                "the snapshot after it (checkpointer.step() is the last statement), if it is the beginning of one, set copy_when='at_step'",
-            )
-            return True
-        self._at_step, self._fingerprint = True, ()
-        _log.warning(
-            "%s written in forward or backward, while the state is copied: from iteration %d on it is copied at once at the end of each "
-            "step, which makes the step longer by that copy and takes %s bytes more of this worker's memory (copy_when='at_step')",
-            ", ".join(written[:5]),
-            self._at,
-            f"{self._stats.shard_bytes:,}",
-        )
-        self.events.write("copied at step", iteration=self._at, tensors=written[:5])
-        return False
+        job = Job(iteration, blob, self._reservation.digest if digest_due else None, plan.marks(), ready)
+        self._copy_when.follow(plan, job.marks)
+        self._copying.submit(job)
 
     def marks(self) -> dict[str, list[tuple[int, int]]]:
         """Marks by which a write to the last snapshot's tensors is seen; empty before the first one."""
@@ -253,7 +200,7 @@ class Recorder:
         self.settle()
         end = time.monotonic() + self._config.timeout
         with self._standing_still():
-            while self._newest in self._ended and not self.client.lost and time.monotonic() < end:
+            while self._outcomes.is_open and not self.client.lost and time.monotonic() < end:
                 time.sleep(_POLL)
 
     def _standing_still(self) -> contextlib.AbstractContextManager[None]:
@@ -311,92 +258,19 @@ class Recorder:
             with contextlib.suppress(AgentError):  # its death is noticed, and mended, by the snapshot thread
                 self._observation.step_over()
 
-    # -- layout and slots
-
-    @property
-    def _copying(self) -> Snapshotter:
-        assert self._snapshotter is not None
-        return self._snapshotter
-
-    def _plan(self, sources: list[Source], extras_bytes: int) -> None:
-        """Lays the state out; at the first time compares it across ranks and checks that every host has room for its part."""
-        before = self._layout
-        specs = [self._settled(source.spec) for source in sources]
-        layout = build_layout(specs, self.session.rank, self.session.world_size)
-        self._sources, self._layout = sources, layout
-        self._stats.shard_bytes = layout.nbytes
-        self._copying.plan = CopyPlan(sources, layout, self.session.spec.chunk_bytes, self._at_step)
-        if layout == before:  # the same tensors at other addresses (LBFGS makes new ones every step)
-            for slot in self._copying.slots.values():
-                slot.forget()
-        elif before is None:
-            check_replicas(sources, exchange)
-            need = slot_bytes(self.session, layout, extras_room(extras_bytes))
-            check_memory(self.session, exchange(need, self._config.timeout))
-            exchange_or_raise(lambda: self._reserve_or_mend(extras_bytes), self._config.timeout + 10)
-        else:
-            self._reserve_or_mend(extras_bytes)
-
-    def _settled(self, spec: TensorSpec) -> TensorSpec:
-        """Fixes which tensors are frozen when they are first seen: training that freezes and unfreezes in turns moves nothing."""
-        return replace(spec, frozen=self._frozen.setdefault(spec.name, spec.frozen))
-
-    def _reserve_or_mend(self, extras_bytes: int) -> None:
-        """Does what `_reserve` does, on the training thread, and starts another agent if that dies over it."""
-        try:
-            self._reserve(extras_bytes)
-        except AgentError:
-            if not self.client.lost:
-                raise
-            self._extras_bytes = extras_bytes
-            self._reconnect()
-
-    def _reserve(self, extras_bytes: int) -> None:
-        """Gets slots from the agent for the present layout and this much small state, and maps them."""
-        layout, snapshotter = self._layout, self._copying
-        self._has_room = False
-        assert layout is not None
-        assert snapshotter.plan is not None
-        blob = layout.to_bytes()
-        self._layout_digest = layout_digest(blob)
-        message = Reserve(layout=blob, layout_hash=layout.logical_hash, data_bytes=layout.nbytes, extras_capacity=extras_room(extras_bytes))
-        reserved, fds = self.client.call(message, Reserved)
-        before, snapshotter.slots = snapshotter.slots, {}
-        for slot in before.values():
-            slot.close()
-        self._extras_bytes = extras_bytes
-        snapshotter.slots = dict(zip(reserved.slots, map_slots(fds, reserved, snapshotter.plan.device), strict=True))
-        with contextlib.suppress(RuntimeError):  # no thread can be started: the pages come with the first copy
-            threading.Thread(target=_prefault, args=(list(snapshotter.slots.values()),), name="gemini-prefault", daemon=True).start()
-
-    def _root(self, job: Job) -> str:
-        """The root of a copy of this rank's shard."""
-        session, layout = self.session, self._layout
-        assert layout is not None
-        version = Version(session.spec.incarnation, job.iteration)
-        sizes = layout.nbytes, len(job.extras), session.spec.chunk_bytes
-        return shard_root(session.rank, version, self._layout_digest, sizes, job.checksums)
-
-    def _digest(self) -> str:
-        return replicated_digest(self._sources) or "none"
-
     # -- other threads
 
     def _on_event(self, message: ToWorker) -> None:
         """Takes a message of the agent, on the client's thread."""
         match message:
             case Room():
-                self._has_room = True
+                self._room.set()
             case Granted(iteration=iteration, slot=slot):
                 self._copying.granted(iteration, slot)
             case Commit(Version(iteration=iteration), digest_at=digest_at):
                 self._stats.committed = iteration
                 self._digest_at = digest_at
-                self.events.write("committed", iteration=iteration)
-                if (ended := self._ended.pop(iteration, None)) is not None:
-                    self._stats.note_commit(iteration, time.perf_counter() - ended, self._at - iteration)
-                for older in [other for other in list(self._ended) if other < iteration]:
-                    self._given_up(older)  # its abort may have been lost with an agent
+                self._outcomes.committed(iteration, self._at)
             case Dispatch() if self._courier is not None:
                 self._courier.dispatch(message)
             case Collect() if self._courier is not None:
@@ -411,27 +285,12 @@ class Recorder:
                     self.events.write("paced", iteration=start, interval=interval)
                     _log.warning("from iteration %d on, a snapshot every %d steps: %s", start, interval, why)
             case Abort(Version(iteration=iteration)):
-                self._given_up(iteration)
+                self._outcomes.given_up(iteration)
                 self._copying.aborted(iteration)
             case Failed():
                 self._fatal = as_error(message)
             case Notice(text=text):
                 _log.warning("%s", text)
-
-    def _given_up(self, iteration: int) -> None:
-        """Takes note that a snapshot will never be committed. Every rank that gives one up says so, and all hear it."""
-        if self._ended.pop(iteration, None) is not None:
-            self._stats.skipped += 1
-            self.events.write("skipped", iteration=iteration)
-
-    def _on_discard(self, iteration: int, reason: str) -> None:
-        """Logs why this rank has no snapshot of an iteration, each reason once a minute."""
-        now = time.monotonic()
-        if now - self._warned.get(reason, -_SILENCE) >= _SILENCE:
-            self._warned = {other: at for other, at in self._warned.items() if now - at < _SILENCE} | {reason: now}
-            committed = "none yet" if self._stats.committed is None else f"that of iteration {self._stats.committed}"
-            text = "iteration %d has no snapshot: %s. Training goes on unharmed, and a later one is tried (newest that is committed: %s)"
-            _log.warning(text, iteration, reason, committed)
 
     def _reconnect(self) -> None:
         """Starts another agent in place of a dead one and hands it the slots that this worker holds. On the snapshot thread, or instead of
@@ -440,7 +299,7 @@ class Recorder:
         with self._slots_lock:
             if self.client.lost:
                 self._start_another()
-            self._reserve(self._extras_bytes)
+            self._reservation.renew()
 
     def _start_another(self) -> None:
         session, spec = self.session, self.session.spec
@@ -453,7 +312,8 @@ class Recorder:
             for start in range(0, len(fds), 100):
                 part = fds[start : start + 100]
                 client.tell(Adopt(count=len(part), incarnation=spec.incarnation), part)
-            client.call(OpenSession(spec=spec, secret=session.secret, readopt=True, committed=self._committed), Opened)
+            reopening = OpenSession(spec=spec, secret=session.secret, readopt=True, committed=self._committed, reached=self._copying.newest)
+            client.call(reopening, Opened)
         except GeminiError:
             client.close()
             raise
@@ -482,9 +342,3 @@ def _first_digest(session: Session) -> int | None:
         return None
     every = settings.get("every_steps")
     return (start // every + 1) * every if isinstance(every, int) else start + 1
-
-
-def _prefault(slots: Sequence[Slot]) -> None:
-    lifecycle.yield_to_training()
-    for slot in slots:
-        slot.prefault()

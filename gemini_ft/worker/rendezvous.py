@@ -278,3 +278,10 @@ def exchange_or_raise(fn: Callable[[], T], timeout: float = 60.0) -> list[T]:
     if failures:
         raise _common_error(failures) from cause
     return [outcome.value for outcome in outcomes if isinstance(outcome, _Result)]
+
+
+def on_all_ranks(fn: Callable[[], T], timeout: float = 60.0) -> T:
+    """Calls ``fn`` on every rank, raises as :func:`exchange_or_raise` if it fails anywhere, and returns this rank's own result."""
+    mine: list[T] = []
+    exchange_or_raise(lambda: mine.append(fn()), timeout)  # the result is for this rank alone
+    return mine[0]

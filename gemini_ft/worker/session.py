@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
-import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -22,31 +20,26 @@ from gemini_ft.agent.client import AgentClient
 from gemini_ft.agent.launches import PARTING_SECONDS
 from gemini_ft.config import GeminiConfig, unknown_variables
 from gemini_ft.core import placement
-from gemini_ft.core.versions import Incarnation, Version
+from gemini_ft.core.versions import Incarnation
 from gemini_ft.core.words import in_words
-from gemini_ft.errors import ConfigError, RunAliveError, StorageError
+from gemini_ft.errors import ConfigError, RunAliveError
 from gemini_ft.faults.inject import Orders
 from gemini_ft.hosts import host_id
 from gemini_ft.launch.launched import changes, launch_id, this_launch
 from gemini_ft.launch.run_id import default_run_id, is_passing
 from gemini_ft.recovery.plan import Plan, describe
 from gemini_ft.recovery.readers import Sources
-from gemini_ft.storage.base import Storage, find_sign
-from gemini_ft.storage.decisions import Sighting
-from gemini_ft.storage.lookout import within
 from gemini_ft.storage.marks import recall_on_host
-from gemini_ft.storage.opening import open_storage
-from gemini_ft.storage.retention import Retention
 from gemini_ft.wire.network import bind_address, is_loopback
 from gemini_ft.wire.peer_messages import Claims
 from gemini_ft.wire.trust import fingerprint
 from gemini_ft.wire.worker_messages import GetInventory, Hello, HostInfo, Inventory, Launch, Opened, OpenSession, SessionSpec, ToWorker
 from gemini_ft.worker.choice import Choice, Chooser, Introduction
-from gemini_ft.worker.rendezvous import exchange, exchange_or_raise
+from gemini_ft.worker.rendezvous import exchange, exchange_or_raise, on_all_ranks
 from gemini_ft.worker.secret import agree_on_secret, read_secret
+from gemini_ft.worker.storage_check import check_storage, storage_opener
 
 _log = logging.getLogger("gemini_ft")
-_CHECK_SECONDS = 20.0  # for one small object to be written, read and deleted
 
 
 @dataclass
@@ -70,15 +63,7 @@ class Session:
     def sources(self) -> Sources:
         """The places where the resumed version can be read."""
         claims = Claims(run=self.run, stream=self.spec.stream, host=self.host, to="", role="fetch", incarnation=None)
-        return Sources(
-            self.client,
-            self.host,
-            self.plan,
-            self.spec.addresses,
-            claims,
-            self.secret,
-            self.config.timeout,
-        )
+        return Sources(self.client, self.host, self.plan, self.spec.addresses, claims, self.secret, self.config.timeout)
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -111,9 +96,7 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None]
     """
     rank, _ = rank_and_world()
     run, launch = exchange((config.run_id or default_run_id(), launch_id()), config.timeout)[0]
-    given: list[bytes] = []
-    exchange_or_raise(lambda: given.append(read_secret(config)), config.timeout)  # only that it can be read is for all
-    secret = given[0]
+    secret = on_all_ranks(lambda: read_secret(config), config.timeout)  # it does not leave this rank
     now = this_launch(launch)
     hello = _hello(config, run, stream, rank, secret, now)
     clients: list[AgentClient] = []
@@ -176,8 +159,8 @@ def _agree(config: GeminiConfig, client: AgentClient, hello: Hello, everyone: li
     orders = Orders.agree([about.orders for about in everyone])
     reopen = storage_opener(config)
     choice = Chooser(config, client, everyone, stream, reopen, rank, resizable).choose()
-    if reopen is not None and _check_storage(config, reopen, choice, partial(_make_room, config, reopen, run, stream, rank, choice)):
-        _check_shared(config, reopen, everyone, rank)
+    if reopen is not None:
+        check_storage(config, reopen, choice, hello, [about.welcome.info.host for about in everyone])
     make_spec = partial(_make_spec, config, stream, everyone, choice)
     spec = exchange_or_raise(lambda: make_spec() if rank == 0 else None, config.timeout)[0]
     assert spec is not None
@@ -209,109 +192,6 @@ def _agree_on_config(everyone: list[Introduction]) -> None:
     for rank, about in enumerate(everyone):
         if about.config != everyone[0].config:
             raise ConfigError(f"rank {rank} has other gemini options than rank 0: {about.config} instead of {everyone[0].config}")
-
-
-def storage_opener(config: GeminiConfig) -> Callable[[], Storage] | None:
-    """Opens the storage that was configured; nothing is touched before it is used.
-
-    Raises:
-        ConfigError: there is none that this version can open.
-    """
-    settings = config.storage
-    if settings is None:
-        return None
-    reopen = partial(open_storage, settings.url, settings.endpoint_url, settings.max_bandwidth, settings.kept is not None)
-    reopen()
-    return reopen
-
-
-def _check_storage(config: GeminiConfig, reopen: Callable[[], Storage], choice: Choice, make_room: Callable[[], None]) -> bool:
-    """Finds out on every host whether storage can be written; if not, returns False, and the job goes on without it.
-
-    Where it cannot, ``make_room`` is called before that is believed: storage may be full of what uploads of the past have left.
-
-    Raises:
-        StorageError: it cannot, it is required, and the job does not resume from memory.
-    """
-    settings = config.storage
-    assert settings is not None
-    seconds = min(config.timeout, _CHECK_SECONDS)
-
-    def check() -> str:
-        try:
-            within(seconds, settings.url, lambda: reopen().check())
-        except StorageError as error:
-            return str(error)
-        return ""
-
-    room_made = False
-    pause, end = 1.0, time.monotonic() + (settings.patience if choice.plan.kind == "storage" and settings.required else 0.0)
-    while failed := {rank: text for rank, text in enumerate(exchange_or_raise(check, seconds + config.timeout)) if text}:
-        text = "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {said}" for said, ranks in _by_text(failed).items())
-        if choice.plan.kind == "memory" or not settings.required:
-            why = "the job resumes from memory" if settings.required else "it is not required"
-            _log.warning("storage cannot be used now, and %s: training goes on, uploads are tried when they are due (%s)", why, text)
-            return False
-        if not room_made:
-            room_made = True
-            exchange_or_raise(make_room, seconds + config.timeout)
-            continue
-        if exchange(end - time.monotonic(), config.timeout)[0] <= 0:
-            raise StorageError(text)
-        time.sleep(pause)
-    return True
-
-
-def _make_room(config: GeminiConfig, reopen: Callable[[], Storage], run: str, stream: str, rank: int, choice: Choice) -> None:
-    """Deletes from storage, on rank 0, old checkpoints and leftovers of earlier uploads."""
-    if rank != 0:
-        return
-    settings = config.storage
-    assert settings is not None
-    this = Sighting("", Version(Incarnation(sys.maxsize, ""), 0), "torn", choice.descent)
-    retention = Retention(reopen, run, stream, settings.kept, settings.keep_every, choice.damaged)
-    try:
-        within(min(config.timeout, _CHECK_SECONDS), settings.url, lambda: retention.tidy(this))
-    except StorageError as error:
-        _log.warning("%s", error)
-
-
-def _check_shared(config: GeminiConfig, reopen: Callable[[], Storage], everyone: list[Introduction], rank: int) -> None:
-    """Makes every rank read what the one before has written: a folder of the same name may differ between hosts.
-
-    Raises:
-        ConfigError: it is; both hosts are named.
-    """
-    hosts = [about.welcome.info.host for about in everyone]
-    if len({*hosts}) == 1:
-        return
-    storage, seconds = reopen(), min(config.timeout, _CHECK_SECONDS)
-    own = f"gemini-check-{secrets.token_hex(8)}"
-
-    def attempt(work: Callable[[], None]) -> None:
-        try:
-            within(seconds, storage.url, work)
-        except StorageError as error:  # it was well a moment ago: that is no proof of anything
-            _log.warning("whether all hosts share the storage could not be looked at: %s", error)
-
-    def leave() -> str:
-        attempt(lambda: storage.put(own, [own.encode()]))
-        return own
-
-    signs = exchange_or_raise(leave, seconds + config.timeout)
-    before = rank - 1
-    try:
-        find = partial(find_sign, storage, signs[before], hosts[before], hosts[rank])
-        exchange_or_raise(lambda: attempt(find), seconds + config.timeout)
-    finally:
-        attempt(lambda: storage.delete(own))
-
-
-def _by_text(said: Mapping[int, str]) -> dict[str, list[int]]:
-    out: dict[str, list[int]] = {}
-    for rank, text in said.items():
-        out.setdefault(text, []).append(rank)
-    return out
 
 
 def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], choice: Choice) -> SessionSpec:

@@ -92,6 +92,7 @@ class Snapshotter:
         self._verify, self._waits, self._timeout = verify, waits, timeout
         self.plan: CopyPlan | None = None
         self.slots: dict[int, Slot] = {}
+        self.newest: int | None = None  # iteration of the newest snapshot that the thread has taken up
         self.written: list[str] = []  # names of the tensors whose writes made the last copy be given up
         self._job: Job | None = None
         # Given up before the thread came to them; all the same the agent hears of each. While an agent is being replaced training goes on,
@@ -268,6 +269,7 @@ class Snapshotter:
         self._next_try = 0.0
 
     def _take(self, job: Job) -> None:
+        self.newest = job.iteration
         self._tell(Request(iteration=job.iteration))
         with self._condition:
             while not self._condition.wait_for(lambda: job.slot is not None or job.cancelled or self._stop, _GRANT_POLL):

@@ -21,20 +21,17 @@ HOLDERS = {0: ("a", "b"), 1: ("b", "a")}
 
 
 class Stream:
-    """What the leader needs of its stream."""
+    """The storage of a stream, and its ear for decisions."""
 
     def __init__(self, fault: str = "") -> None:
         self.heard: list[PeerMessage] = []
         self.manifests: list[dict[int, str]] = []
         self.clutter = ""
         self._fault = fault
-        self.storing = self.uploader = self
+        self.uploader = self
 
     def on_decision(self, message: PeerMessage) -> None:
         self.heard.append(message)
-
-    def rejoin_reports(self) -> list[PeerMessage]:
-        return []
 
     async def write_manifest(self, version: Version, records: dict[int, str]) -> None:
         if self._fault:
@@ -43,9 +40,6 @@ class Stream:
 
     async def tidy(self) -> str:
         return self.clutter
-
-    def log(self, text: str) -> None:
-        pass
 
     async def until(self, kind: type[PeerMessage]) -> PeerMessage:
         async with asyncio.timeout(30):
@@ -66,7 +60,7 @@ def complete(leader: Leader, iteration: int) -> None:
 
 
 def new_leader(stream: Stream) -> Leader:
-    return Leader(stream, Ledger(HOLDERS, None, 30.0, Cadence(every_steps=2)), 2)
+    return Leader(Ledger(HOLDERS, None, 30.0, Cadence(every_steps=2)), 2, stream, stream.on_decision)  # type: ignore[arg-type]
 
 
 def test_a_commit_that_is_due_is_uploaded_and_its_manifest_written() -> None:

@@ -345,7 +345,7 @@ class TestReaders:
         home = SimpleNamespace(spec=None, host=place._host, vault=place, log=print, perform=lambda effects: None)
 
         async def serve() -> None:
-            fetcher = Fetcher(home, connection, "b")  # type: ignore[arg-type]
+            fetcher = Fetcher(home, connection, "b", pytest.fail)  # type: ignore[arg-type]
             monkeypatch.setattr("gemini_ft.agent.serving.checksum", no_thread)
             monkeypatch.setattr("gemini_ft.agent.memory.checksum", no_thread)
             fetcher.on_message(Fetch(owner=0, version=version, offset=0, nbytes=2**16))

@@ -167,7 +167,7 @@ def test_an_aborted_iteration_goes_from_every_host() -> None:
     host.request(0, version(1))
     assert host.on_abort(version(1)) == [CancelSend(0, version(1), "b"), Withdraw(0, version(1))]
     assert host.copied(0, version(1)) == []
-    assert host.reports() == []
+    assert host.reports() == [Skipped(0, version(1), "repeated")]  # to a ledger that is restarted: earlier ones will not come either
     assert host.receive(1, version(1), None) is None
     assert host.request(0, version(1)) == [Withdraw(0, version(1))]
 

@@ -184,6 +184,26 @@ def test_a_choice_that_lacks_what_a_worker_hands_back_meanwhile_is_made_anew() -
     job.drain(rng, hang=False)
 
 
+def test_what_a_worker_told_an_agent_that_hung_is_not_waited_for() -> None:
+    """Rank 1 gives its first snapshot up, and its agent is replaced before it has read that; the other's copy is not committed for ever."""
+    rng = Random(1)
+    job = Job(hosts=2, ranks_per_host=1, replicas=2, every=None)
+    job.restart(rng)
+    job.settle(rng)
+    first, second = sorted(job.workers(), key=lambda worker: worker.rank)
+    first.train()
+    second.train()
+    job.stopped.add(second.node)
+    job.settle(rng)
+    second.skip()
+    job.stopped.clear()
+    second.node.restart_agent()
+    job.settle(rng)
+    first.train()
+    job.settle(rng)
+    assert first.state == "ready", "its second snapshot waits for the end of its first"
+
+
 @pytest.mark.timeout(1200)  # what has been found is made as short as can be, which takes minutes
 def test_random_interleavings() -> None:
     run_state_machine_as_test(Machine, settings=settings(max_examples=120, stateful_step_count=40))

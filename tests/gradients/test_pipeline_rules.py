@@ -17,7 +17,7 @@ from gemini_ft.compression.methods import COMPRESSORS, METHODS, REDUCERS
 from gemini_ft.compression.options import METHOD_OPTIONS
 from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.assignment import assign, trained
-from gemini_ft.pipeline.options import SCHEME_OPTIONS, options_table
+from gemini_ft.pipeline.options import SCHEME_OPTIONS
 from gemini_ft.pipeline.plan import NO_RULE
 from gemini_ft.pipeline.rules import SYNCS, Buckets, Groups, check_world, load_rules
 from gemini_ft.sync.auto import Auto
@@ -335,10 +335,6 @@ def test_the_options_are_those_that_methods_and_schemes_take(name: str) -> None:
     fields = {**METHOD_OPTIONS, **SCHEME_OPTIONS}[name].model_fields
     given = {key: inspect.Parameter.empty if field.is_required() else field.default for key, field in fields.items()}
     assert given == taken | ({"inter": "zen"} if name == "hierarchical" else {})
-
-
-def test_the_table_of_options_is_that_of_the_docs() -> None:
-    assert options_table() in (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text()
 
 
 def test_worlds_are_checked() -> None:

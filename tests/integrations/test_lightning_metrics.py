@@ -12,7 +12,7 @@ import torchmetrics
 from torch import nn
 from torchmetrics import MeanMetric, MeanSquaredError
 
-from gemini_ft.lightning import compat
+from gemini_ft.lightning import trainer_callbacks, trainer_metrics
 from gemini_ft.state import codec
 from gemini_ft.state.rebuilding import modules_of
 
@@ -107,7 +107,7 @@ class Holder(nn.Module):
         if name == "MetricTracker":
             self.metric.increment()
         self.trainer = SimpleNamespace(lightning_module=self, callbacks=[], datamodule=None)
-        self.modes = compat.modes_of(self.trainer, "lightning.pytorch", modules_of({"module": self}))
+        self.modes = trainer_callbacks.modes_of(self.trainer, "lightning.pytorch", modules_of({"module": self}))
 
     def update(self, seed: int, kind: int) -> Any:
         torch.manual_seed(seed)  # bootstrapping draws from it
@@ -116,25 +116,25 @@ class Holder(nn.Module):
         return self.metric(*inputs[:2], **indexes)
 
     def save(self) -> bytes:
-        metrics, collections = compat.metrics_of(self.trainer)
+        metrics, collections = trainer_metrics.metrics_of(self.trainer)
         return codec.encode(
             {
-                "metrics": {name: compat.metric_state(metric) for name, metric in metrics.items()},
-                "collections": {name: compat.metric_groups(collection) for name, collection in collections.items()},
-                "trackers": compat.tracked(self.trainer),
+                "metrics": {name: trainer_metrics.metric_state(metric) for name, metric in metrics.items()},
+                "collections": {name: trainer_metrics.metric_groups(collection) for name, collection in collections.items()},
+                "trackers": trainer_metrics.tracked(self.trainer),
                 "modes": self.modes.collect(modules_of({"module": self})),
             }
         )
 
     def load(self, saved: bytes) -> None:
         state = codec.decode(saved)
-        compat.track(self.trainer, state["trackers"])
+        trainer_metrics.track(self.trainer, state["trackers"])
         self.modes.restore(state["modes"], modules_of({"module": self}))
-        metrics, collections = compat.metrics_of(self.trainer)
+        metrics, collections = trainer_metrics.metrics_of(self.trainer)
         for name, value in state["metrics"].items():
-            compat.set_metric_state(metrics[name], value)
+            trainer_metrics.set_metric_state(metrics[name], value)
         for name, value in state["collections"].items():
-            compat.set_metric_groups(collections[name], value)
+            trainer_metrics.set_metric_groups(collections[name], value)
 
 
 def kind_of(name: str) -> int:

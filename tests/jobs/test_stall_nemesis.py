@@ -137,6 +137,22 @@ def test_a_pause_in_a_recovery_loses_nothing(job: Job, moment: str, victim: int,
     has_same_bytes(job, ranks, 4)
 
 
+def test_what_a_hung_agent_was_told_is_not_waited_for(job: Job) -> None:
+    """A snapshot that is given up meanwhile: nobody else can take another until the leader hears of it."""
+    ranks = job.start(hello=PATIENCE)
+    job.commit(ranks, 1)
+    for rank in ranks:
+        rank.request(2)
+    ranks[0].copy(2)
+    ranks[1].granted(2)
+    pause(job, "b", for_good=True)
+    ranks[1].give_up(2)
+    eventually(lambda: ranks[1].client.lost, "the end of the agent that hung")
+    ranks[1].reconnect(job.version(1))
+    job.commit(ranks, 3)
+    has_same_bytes(job, ranks, 3)
+
+
 @pytest.mark.parametrize("for_good", [pytest.param(False, marks=_SOAK), True], ids=["short", "for good"])
 def test_a_pause_of_a_peer_that_is_read_leads_to_the_next_copy(job: Job, for_good: bool) -> None:
     ranks = job.start(hello=PATIENCE)

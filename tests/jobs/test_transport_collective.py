@@ -51,8 +51,8 @@ def test_three_replicas_and_a_mixed_placement(tmp_path: Path) -> None:
         assert all(ranks.log(host).count("damaged") == 0 for host in ranks.hosts)
 
 
-def _held(megabytes: int, options: dict[str, Any]) -> tuple[int, int]:
-    """(bytes reserved, growth of this process's own memory while snapshots of so much state travel)."""
+def _held(megabytes: int, options: dict[str, Any]) -> int:
+    """The bytes by which this process's own memory grows while snapshots of so many megabytes travel."""
     gemini_ft.init_process_group("gloo")
     torch.manual_seed(0)
     model = torch.nn.Linear(1, megabytes * 250_000, bias=False)
@@ -70,9 +70,7 @@ def _held(megabytes: int, options: dict[str, Any]) -> tuple[int, int]:
         sent = sum(travel.nbytes for each in stats.traffic.values() for travel in each)
         if stats.committed != 5 or sent < 4 * megabytes * 10**6:  # the last may be committed before this rank hears how it got there
             raise RuntimeError(str(stats))
-        recorder = checkpointer._joined
-        assert recorder._courier is not None
-        return recorder._courier.device_bytes, _private() - before
+        return _private() - before
 
 
 def _private() -> int:
@@ -86,7 +84,4 @@ def test_memory_is_the_buffer_whatever_the_size_of_the_state(tmp_path: Path, meg
     options = {"transport": "collective", "buffer_bytes": 2**20, "sub_buffers": 4}
     with World(tmp_path, 2) as ranks:
         results = ranks.outcome(_held, megabytes, options)
-        assert all(isinstance(result, tuple) for result in results), results
-        for reserved, grown in results:
-            assert reserved == 2**20
-            assert grown < 4 * 2**20
+        assert all(isinstance(grown, int) and grown < 4 * 2**20 for grown in results), results

@@ -125,6 +125,7 @@ class Rank:
         self.layout: Layout | None = None
         self.maps: dict[int, memoryview] = {}
         self.fds: list[int] = []
+        self.reached: int | None = None  # the newest iteration that a slot was asked for
         self.frozen = 0  # bytes at the beginning of the shard that never change
 
     def _hear(self, message: ToWorker) -> None:
@@ -173,6 +174,7 @@ class Rank:
         self.maps = {s: memoryview(mmap.mmap(fd, size))[reserved.data_offset :] for s, fd in zip(reserved.slots, self.fds, strict=True)}
 
     def request(self, iteration: int) -> None:
+        self.reached = iteration
         self.client.tell(Request(iteration=iteration))
 
     def granted(self, iteration: int) -> memoryview:
@@ -211,7 +213,7 @@ class Rank:
         hello = self.hello.model_copy(update={"preferred_port": self.spec.addresses[self.host][1]})
         self.client = AgentClient(self.run, self.host, hello, self._hear, 10.0)
         self.client.tell(Adopt(count=len(kept), incarnation=self.spec.incarnation), kept)
-        self.open(self.spec, readopt=True, committed=committed)
+        self.open(self.spec, readopt=True, committed=committed, reached=self.reached)
         old.close()
         for fd in self.fds:
             os.close(fd)

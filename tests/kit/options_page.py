@@ -1,4 +1,4 @@
-"""docs/options.md as the configuration has it; ``python tests/kit/options_page.py`` writes it."""
+"""docs/options.md as the configuration has it (``python tests/kit/options_page.py`` writes it), and the table of docs/pipelines.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from gemini_ft.compression.options import METHOD_OPTIONS
 from gemini_ft.config import SET_BY_LAUNCHER, VARIABLES, GeminiConfig, StorageConfig, TrafficConfig
+from gemini_ft.pipeline.options import SCHEME_OPTIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 _HEAD = """# Options
@@ -39,6 +41,17 @@ def page() -> str:
     return "\n".join(parts)
 
 
+def pipeline_table() -> str:
+    """The options of every method and scheme, as docs/pipelines.md lists them."""
+    lines = ["| of | option | default | |", "|---|---|---|---|"]
+    for title, models in (("compress", METHOD_OPTIONS), ("sync", SCHEME_OPTIONS)):
+        for name, model in models.items():
+            for option, field in model.model_fields.items():
+                default = "needed" if field.is_required() else f"`{_plain(field.default)}`"
+                lines.append(f"| {title} `{name}` | `{option}` | {default} | {field.description} |")
+    return "\n".join(lines)
+
+
 def _row(prefix: str, name: str, field: FieldInfo) -> str:
     variable = "GEMINI_" + f"{prefix}{name}".upper().replace(".", "__")
     return f"| `{prefix}{name}` | `{variable}` | {_values(field.annotation)} | {_default(field)} | {field.description} |"
@@ -64,6 +77,11 @@ def _default(field: FieldInfo) -> str:
     if value is None or value == () or isinstance(value, BaseModel):
         return "-"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _plain(value: Any) -> str:
+    """The value as YAML writes it."""
+    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if value is None or isinstance(value, bool) else str(value)
 
 
 if __name__ == "__main__":

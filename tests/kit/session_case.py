@@ -112,7 +112,7 @@ def settle(checkpointer: gemini_ft.Checkpointer) -> None:
     recorder = checkpointer._recorder
     assert recorder is not None
     end = time.monotonic() + 20
-    while recorder._ended and time.monotonic() < end:
+    while recorder._outcomes._ended and time.monotonic() < end:
         time.sleep(0.01)
 
 

@@ -74,6 +74,10 @@ def test_the_table_of_options_is_current() -> None:
     assert (ROOT / "docs" / "options.md").read_text() == options_page.page(), "python tests/kit/options_page.py writes it anew"
 
 
+def test_the_table_of_pipeline_options_is_current() -> None:
+    assert options_page.pipeline_table() in (ROOT / "docs" / "pipelines.md").read_text()
+
+
 def test_every_variable_that_is_read_is_known() -> None:
     """Any other is warned of, with the nearest name."""
     source = "".join(file.read_text() for file in (ROOT / "gemini_ft").rglob("*.py"))

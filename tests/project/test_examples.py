@@ -51,8 +51,8 @@ def test_a_plain_loop_survives_under_either_launcher(tmp_path: Path, launcher: s
         str(EXAMPLES / "plain_loop.py"),
         "--steps=60",
     ]
-    run = f"plain-{os.getpid()}-{tmp_path.name}"
-    env = {"GEMINI_RUN_ID": run, "GEMINI_LOG_DIR": str(tmp_path), "GEMINI_FAULTS_DIR": str(tmp_path / "faults")}
+    run_id = f"plain-{os.getpid()}-{tmp_path.name}"
+    env = {"GEMINI_RUN_ID": run_id, "GEMINI_LOG_DIR": str(tmp_path), "GEMINI_FAULTS_DIR": str(tmp_path / "faults")}
     env |= {"GEMINI_FAULTS": "step=30:rank=1:sigkill", "GEMINI_LINGER": "60", "GEMINI_ON_LATE": "wait"}
     output = run(*command, timeout=250, **env)
     assert "resuming at iteration 29 from memory" in output
@@ -86,8 +86,8 @@ def test_the_same_training_under_other_stages(tmp_path: Path, config: str) -> No
     pytest.importorskip("deepspeed", reason="needs deepspeed")
     script = [str(EXAMPLES / "deepspeed_zero3.py"), "--train", "--steps=12", "--width=32", "--layers=1"]
     script += [f"--config={EXAMPLES.parent / 'configs' / config}.json"]
-    run = f"zero-{os.getpid()}-{tmp_path.name}"
-    env = {"GEMINI_RUN_ID": run, "GEMINI_LOG_DIR": str(tmp_path), "GEMINI_FAULTS_DIR": str(tmp_path / "faults")}
+    run_id = f"zero-{os.getpid()}-{tmp_path.name}"
+    env = {"GEMINI_RUN_ID": run_id, "GEMINI_LOG_DIR": str(tmp_path), "GEMINI_FAULTS_DIR": str(tmp_path / "faults")}
     env |= {"GEMINI_FAULTS": "step=6:rank=1:sigkill", "GEMINI_LINGER": "60", "OMP_NUM_THREADS": "1"}
     states = []
     for plain in (["--plain"], []):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import pkgutil
@@ -76,6 +77,16 @@ def test_sync_and_compression_are_found_and_hide_nothing(tmp_path: Path) -> None
     code = "import gzip, gemini_ft.compression.base, gemini_ft.sync.base; print(gzip.decompress(gzip.compress(b'same')))"
     for folder in (tmp_path, Path(gemini_ft.__file__).parent.parent):  # the second: a checkout's root, first on sys.path
         assert _run(code, cwd=folder) == "b'same'\n"
+
+
+def test_lightnings_private_names_are_used_in_few_modules() -> None:
+    """Methods that our strategies and loaders override are another matter: they are called by ``super()``."""
+    files = [*Path(gemini_ft.__file__).with_name("lightning").glob("*.py")]
+    nodes = [(file.stem, node) for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)]
+    used = {(name, node.attr) for name, node in nodes if ast.unparse(node.value) not in ("self", "cls", "super()")}
+    private = {use for use in used if use[1].startswith("_") and not use[1].startswith(("__", "_gemini"))}
+    elsewhere = {use for use in private if use[0] != "compat" and not use[0].startswith("trainer_")}
+    assert elsewhere == {("bookmark", "_iterator")}  # of torch's DataLoader
 
 
 def test_types_are_shipped() -> None:

@@ -215,5 +215,5 @@ def test_a_courier_takes_its_buffer_of_the_device_and_nothing_else(alone: None) 
     before = torch.cuda.memory_allocated()
     traffic = TrafficConfig.model_validate({"transport": "collective", "buffer_bytes": 2**22, "sub_buffers": 4})
     courier = Courier(traffic, 10, lambda message: None, dict, dict)
-    assert courier.device_bytes == torch.cuda.memory_allocated() - before == 2**22
+    assert torch.cuda.memory_allocated() - before == 2**22
     courier.close()

@@ -118,7 +118,7 @@ class Node:
             keepers = [worker for worker in writers if worker in mates] or writers or mates[owner % len(mates) :]
             keepers[0].held.append((owner, each))
 
-    def _take_back(self, worker: Worker) -> None:
+    def _take_back(self, worker: Worker, reached: int) -> None:
         """What a worker holds is this agent's again; the first worker of the interrupted session lets it go on."""
         brought, past = False, self.session is not None and worker.session is not self.session
         for owner, memory in worker.held:
@@ -136,6 +136,8 @@ class Node:
         if worker.session is self.session:
             for report in self.host.reports():
                 self.say("report", report)  # the agent's duty: a new ledger hears its own host too
+            if reached > (worker.session.resumed.iteration if worker.session.resumed else 0):
+                self.perform(self.host.arrived(worker.rank, Version(worker.session.incarnation, reached)))
         self.job.returned(self, brought)
 
     # -- memory
@@ -201,7 +203,7 @@ class Node:
 
     def on_worker(self, worker: Worker, kind: str, iteration: int, *args: Any) -> None:
         if kind == "adopt":
-            self._take_back(worker)
+            self._take_back(worker, iteration)
         if worker.session is not self.session:
             return  # the agent's duty: superseded workers are told to stop, and not obeyed
         owner, version = worker.rank, Version(worker.session.incarnation, iteration)

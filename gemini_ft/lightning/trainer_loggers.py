@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from gemini_ft.lightning.compat import shipped_names
+from gemini_ft.lightning.trainer_callbacks import shipped_names
 
 _MOST_ROWS = 100  # that a snapshot holds because the logger has not written them to its file yet
 

@@ -1,0 +1,74 @@
+"""Decides when a host's agent may leave: its memory goes with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Set
+
+from gemini_ft.agent.stream import Stream
+from gemini_ft.agent.workers import WorkerConnection
+from gemini_ft.wire.worker_messages import Left
+
+_PARTING = 5.0  # seconds for the leader's word that all have finished
+_VERDICT = 20.0  # seconds for which a launcher may ask what was not stored, after the last worker has gone
+
+
+class Departure:
+    """The reasons to stay and to go, as workers and launchers have given them.
+
+    Args:
+        streams: all streams of this host.
+        workers: all workers of this host.
+
+    Attributes:
+        linger: seconds for which the agent stays without a worker.
+        idle_since: when the last worker was seen, on the monotonic clock.
+    """
+
+    def __init__(self, streams: Mapping[str, Stream], workers: Set[WorkerConnection]) -> None:
+        self._streams, self._workers = streams, workers
+        self.linger = 1800.0
+        self.idle_since = time.monotonic()
+        self._asked_to_leave = False
+        self._interrupted: set[WorkerConnection] = set()  # by Ctrl-C: the other workers will follow, and the job does not come back
+        self._askers: list[WorkerConnection] = []  # launchers that wait for the end
+        self._waits_until = 0.0  # for the last upload, on the monotonic clock
+
+    def stay(self, linger: float) -> None:
+        """Takes back every wish to leave: a worker has come."""
+        self.linger, self._asked_to_leave = linger, False
+        self._interrupted.clear()
+
+    def ask(self, asker: WorkerConnection, finished: bool) -> None:
+        """Takes the wish of a launcher, or of the user; ``finished``: the job has, and the asker waits for the last upload."""
+        self._asked_to_leave = True
+        if finished:
+            self._askers.append(asker)
+            patience = max((stream.patience for stream in self._streams.values()), default=0.0)
+            self._waits_until = time.monotonic() + _PARTING + patience
+
+    def interrupt(self, worker: WorkerConnection) -> None:
+        """Takes note of a worker that the user has interrupted."""
+        self._interrupted.add(worker)
+
+    def is_due(self) -> bool:
+        """Whether the agent may leave now."""
+        now, streams = time.monotonic(), self._streams.values()
+        uploading = any(stream.uploading for stream in streams)
+        if any(worker.alive and worker.rank >= 0 for worker in self._workers - self._interrupted):
+            self.idle_since = now
+            return self._asked_to_leave and not uploading
+        if now - self.idle_since > self.linger:
+            return True
+        finished = bool(streams) and all(stream.finished for stream in streams)
+        if any(stream.finishing for stream in streams) and now < self._waits_until:
+            return False  # the leader's word on the last upload is still to come
+        if any(stream.unstored for stream in streams) and not self._asked_to_leave and now - self.idle_since < _VERDICT:
+            return False  # a launcher, if there is one, will ask how it has ended
+        return (self._asked_to_leave or bool(self._interrupted) or finished) and not uploading
+
+    def tell_askers(self) -> None:
+        """Tells the launchers that wait what was not stored."""
+        unstored = "; ".join(stream.unstored for stream in self._streams.values() if stream.unstored)
+        for asker in self._askers:
+            asker.send(Left(unstored=unstored))

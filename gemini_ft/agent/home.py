@@ -1,0 +1,102 @@
+"""The knowledge that the parts of one stream on one host share, and their voice to its workers and peers."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+
+from gemini_ft.agent.custody import Custodians
+from gemini_ft.agent.memory import Budget
+from gemini_ft.agent.vault import Vault
+from gemini_ft.agent.workers import WorkerConnection
+from gemini_ft.core.effects import Effect
+from gemini_ft.core.protocol import Host
+from gemini_ft.core.versions import Version
+from gemini_ft.wire.messages import Notice
+from gemini_ft.wire.peer_messages import Claims, PeerMessage
+from gemini_ft.wire.worker_messages import SessionSpec, ToWorker
+
+_COUNTED = "committed", "aborted", "damaged", "replica_bytes", "uploads", "failed_uploads", "late_answers"
+
+
+class HostRun:
+    """One run on one host: what all its streams there have in common.
+
+    Attributes:
+        run_id: id of the run.
+        host: id of the host.
+        secret: known to all agents of the run; empty until a worker brings it.
+        budget: bytes that the slots of all streams may take.
+    """
+
+    def __init__(self, run_id: str, host: str) -> None:
+        self.run_id, self.host = run_id, host
+        self.secret = b""
+        self.budget = Budget(None)
+
+    def log(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk costs the log, and nothing else
+            print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+class Home:
+    """One stream on one host, as the parts that send, receive, serve and store its shards see it.
+
+    Args:
+        name: name of the stream.
+        run: the run that it belongs to.
+        perform: carries out the protocol's decisions.
+        report: tells the leader.
+
+    Attributes:
+        spec: the present session, or the last one; None: there has been none.
+        host: this host's part of the protocol.
+        workers: rank -> its worker, which may be one of the past.
+        vault: the memory of all slots.
+        custodians: the workers that keep replicas' memory safe.
+        counters: figures for ``gemini status``.
+    """
+
+    def __init__(self, name: str, run: HostRun, perform: Callable[[list[Effect]], None], report: Callable[[PeerMessage], None]) -> None:
+        self.name, self.run, self.perform, self.report = name, run, perform, report
+        self.spec: SessionSpec | None = None
+        self.host = Host(run.host)
+        self.workers: dict[int, WorkerConnection] = {}
+        self.custodians = Custodians(self.workers.values)
+        self.vault = Vault(self.host, run.budget, self.log, self.custodians.take_back)
+        self.counters = dict.fromkeys(_COUNTED, 0)
+
+    def log(self, text: str) -> None:
+        self.run.log(f"[{self.name}] {text}")
+
+    def version(self, iteration: int) -> Version:
+        """The version of an iteration in the present incarnation."""
+        assert self.spec is not None
+        return Version(self.spec.incarnation, iteration)
+
+    def claims(self, role: str, to: str) -> Claims:
+        """This host's introduction when it dials a peer."""
+        incarnation = self.spec.incarnation if self.spec is not None else None
+        return Claims(run=self.run.run_id, stream=self.name, host=self.host.name, to=to, role=role, incarnation=incarnation)  # type: ignore[arg-type]
+
+    def is_present(self, worker: WorkerConnection) -> bool:
+        """Whether a worker is of the present incarnation."""
+        return self.spec is not None and worker.incarnation == self.spec.incarnation
+
+    def tell_workers(self, message: ToWorker) -> None:
+        """Tells all workers of the present incarnation."""
+        for worker in self.workers.values():
+            if self.is_present(worker):
+                worker.send(message)
+
+    def notify(self, text: str) -> None:
+        """Tells the workers something for the user."""
+        self.log(text)
+        self.tell_workers(Notice(text=text))
+
+    def note_damage(self, owner: int, version: Version) -> None:
+        """Takes note of a copy here that had to be discarded."""
+        self.counters["damaged"] += 1
+        self.notify(f"host {self.host.name}'s copy of rank {owner}'s shard of {version} is not the one that its owner made: discarded")

@@ -1,0 +1,69 @@
+"""Takes in the peers that dial this host: readers at any time, senders and reporting hosts only in their own incarnation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from gemini_ft.agent.home import Home
+from gemini_ft.agent.inbound import Inbound
+from gemini_ft.agent.receiving import Receiver
+from gemini_ft.agent.serving import Fetcher
+from gemini_ft.agent.session import Session
+from gemini_ft.core.versions import Version
+from gemini_ft.errors import SupersededError
+from gemini_ft.wire.peer_messages import Claims
+from gemini_ft.wire.tcp import Connection, Handler
+
+
+class Incoming:
+    """The connections that peers have opened for one stream; ``session``: the present one, if there is one."""
+
+    def __init__(self, home: Home, inbound: Inbound, session: Callable[[], Session | None]) -> None:
+        self._home, self._inbound, self._session = home, inbound, session
+        self._connections: set[Connection] = set()  # that may hold slots
+
+    def close(self) -> None:
+        """Ends all connections that may hold slots."""
+        for connection in list(self._connections):
+            connection.abort("the session is over")
+
+    def accept(self, connection: Connection, claims: Claims) -> Handler:
+        """Takes in a peer that has proved to know the secret."""
+        spec, session = self._home.spec, self._session()
+        if claims.role == "fetch":
+            return self._tracked(connection, Fetcher(self._home, connection, claims.host, self._committed_roots))
+        if spec is None or session is None or claims.incarnation != spec.incarnation:
+            mine = spec.incarnation if spec is not None else "none"
+            raise SupersededError(f"host {claims.host!r} speaks for incarnation {claims.incarnation}, this host is at {mine}")
+        if claims.role == "report":
+            return session.join(connection, claims.host)
+        return self._tracked(connection, Receiver(self._inbound, connection, claims.host))
+
+    def _committed_roots(self, version: Version) -> Mapping[int, str]:
+        session, host = self._session(), self._home.host
+        if session is not None:
+            return session.committed_roots(version)
+        return host.roots if host.committed == version else {}
+
+    def _tracked(self, connection: Connection, handler: Handler) -> Handler:
+        """Keeps a handler's connection, to end it with the session."""
+        self._connections.add(connection)
+
+        def gone(reason: str) -> None:
+            self._connections.discard(connection)
+            if connection.refused:
+                self._home.log(f"{connection.peer}: {reason}")
+
+        return _Tracked(handler, gone)
+
+
+class _Tracked:
+    """A handler whose end is noticed."""
+
+    def __init__(self, inner: Handler, gone: Callable[[str], None]) -> None:
+        self._inner, self._gone = inner, gone
+        self.on_message, self.on_bytes = inner.on_message, inner.on_bytes
+
+    def on_lost(self, reason: str) -> None:
+        self._gone(reason)
+        self._inner.on_lost(reason)

@@ -1,0 +1,98 @@
+"""Takes in the shards of this host's own ranks: gives them memory, follows their chunks, and has each snapshot's end reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gemini_ft.agent.home import Home
+from gemini_ft.agent.inbound import REPLICA_SLOTS, Inbound, may_be_written_by_another, shape_of
+from gemini_ft.agent.outbound import Outbound
+from gemini_ft.agent.workers import WorkerConnection
+from gemini_ft.errors import AgentError
+from gemini_ft.wire.messages import Chunk, kind_of
+from gemini_ft.wire.peer_messages import End
+from gemini_ft.wire.worker_messages import Copied, GiveUp, Request, Reserve, Reserved, ToAgent
+
+
+class OwnShards:
+    """The shards that workers of this host copy into their slots.
+
+    Args:
+        home: the stream.
+        inbound: has replicas that a worker can keep, as soon as one comes.
+        outbound: the sending side of the present session.
+    """
+
+    def __init__(self, home: Home, inbound: Inbound, outbound: Callable[[], Outbound]) -> None:
+        self._home, self._inbound, self._outbound = home, inbound, outbound
+
+    def on_message(self, worker: WorkerConnection, message: ToAgent) -> None:
+        """Handles a worker's message about its own shard."""
+        home, owner = self._home, worker.rank
+        match message:
+            case Reserve():
+                self._reserve(worker, message)
+            case Request(iteration=iteration):
+                home.perform(home.host.request(owner, home.version(iteration)))
+            case Chunk():
+                self._chunk(owner, message)
+            case Copied():
+                self._copied(owner, message)
+            case GiveUp(iteration=iteration, reason=reason):
+                home.perform(home.host.give_up(owner, home.version(iteration), reason))
+            case _:
+                raise AgentError(f"{kind_of(message)!r} is not for an agent")
+
+    def _reserve(self, worker: WorkerConnection, message: Reserve) -> None:
+        """Gives a worker the memory of its shard: the slots it had, if no other process can still write to them."""
+        home, owner = self._home, worker.rank
+        assert home.spec is not None
+        shape = shape_of(home, owner, message)
+        count = REPLICA_SLOTS + (home.spec.storage is not None)
+        reuse = not may_be_written_by_another(home, owner, worker)
+        home.workers[owner] = worker
+        indices = home.vault.ensure(owner, shape, count, reuse)
+        fds = [home.vault.memory[owner, index].fd for index in indices]
+        reserved = Reserved(
+            call=message.call,
+            layout_hash=message.layout_hash,
+            slots=indices,
+            data_offset=shape.data_offset,
+            capacity=shape.capacity,
+        )
+        worker.send(reserved, fds)
+        self._inbound.entrust_all()
+
+    def _chunk(self, owner: int, chunk: Chunk) -> None:
+        """Takes note of a chunk that the worker has copied: it may travel."""
+        memory = self._home.vault.writing(owner, self._home.version(chunk.iteration))
+        if memory is not None:
+            if not memory.admits(chunk.index, chunk.offset, chunk.nbytes):
+                raise AgentError(f"rank {owner} copied chunk {chunk.index} to {chunk.offset}+{chunk.nbytes}, outside its slot")
+            memory.put_chunk(chunk.index, chunk.offset, chunk.nbytes, chunk.digest)
+            for link in self._outbound().links_of(owner):
+                link.chunk_ready()
+
+    def _copied(self, owner: int, message: Copied) -> None:
+        """Takes note that a worker has copied everything; a copy that is not what left the worker is given up."""
+        home, version = self._home, self._home.version(message.iteration)
+        memory = home.vault.writing(owner, version)
+        if memory is None:
+            return
+        if not memory.is_whole(message.extras_bytes):
+            raise AgentError(f"rank {owner} declared iteration {message.iteration} copied, but chunks are missing")
+        if not memory.finish(version, message.extras_bytes, message.root):
+            home.note_damage(owner, version)
+            home.perform(home.host.give_up(owner, version, "its checksums did not come here as they left the worker"))
+            return
+        end = End(
+            owner=owner,
+            iteration=message.iteration,
+            extras_bytes=message.extras_bytes,
+            chunks=len(memory.chunks),
+            layout=memory.shape.layout_hash,
+            digest=message.digest,
+            root=memory.root,
+        )
+        self._outbound().copied(owner, version, end)
+        home.perform(home.host.copied(owner, version, memory.shape.layout_hash, message.digest, memory.root))

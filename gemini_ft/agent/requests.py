@@ -1,0 +1,288 @@
+"""Answers the workers of a host, and whoever else asks its agent: launchers, `gemini status`, exports."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+import traceback
+
+from gemini_ft.agent.departure import Departure
+from gemini_ft.agent.hangs import HangWatch
+from gemini_ft.agent.home import HostRun
+from gemini_ft.agent.launches import Launches
+from gemini_ft.agent.stream import Stream
+from gemini_ft.agent.streams import Streams
+from gemini_ft.agent.tasks import Tasks
+from gemini_ft.agent.vault import Giver
+from gemini_ft.agent.workers import WorkerConnection
+from gemini_ft.errors import AgentError, GeminiError, SecretError, SupersededError
+from gemini_ft.hosts import machine_id
+from gemini_ft.wire.control_page import ControlPage
+from gemini_ft.wire.messages import PROTOCOL_VERSION, kind_of
+from gemini_ft.wire.trust import fingerprint
+from gemini_ft.wire.worker_messages import (
+    Adopt,
+    GetInventory,
+    GetStatus,
+    Goodbye,
+    Hello,
+    HostInfo,
+    Inventory,
+    Launch,
+    Leave,
+    Map,
+    Mapped,
+    Opened,
+    OpenSession,
+    Ping,
+    Pong,
+    Progress,
+    Request,
+    Stage,
+    Staged,
+    Status,
+    StreamInfo,
+    ToAgent,
+    Verified,
+    Verify,
+    Visit,
+    Visited,
+    Watch,
+    Welcome,
+)
+
+
+class Requests:
+    """The `Office` of this host's agent.
+
+    Attributes:
+        hangs: the watch over all workers.
+        departure: the reasons to stay and to go.
+    """
+
+    def __init__(self, run: HostRun, streams: Streams) -> None:
+        self._run, self._streams = run, streams
+        self._workers: set[WorkerConnection] = set()
+        self._launches = Launches()
+        self.hangs = HangWatch(run.log)
+        self.departure = Departure(streams.by_name, self._workers)
+        self._domain = ""
+        self._agent_timeout = 0.0  # as the job has it; this agent only repeats it to its watchmen
+        self._tasks = Tasks()
+        self.log = run.log
+
+    def on_worker_message(self, worker: WorkerConnection, message: ToAgent, fds: list[int]) -> None:
+        """Handles one message from a worker, in order."""
+        if not isinstance(message, Ping):  # which a thread sends that never hangs
+            self.hangs.heard(worker)
+        match message:
+            case Hello():
+                self._hello(worker, message)
+            case GetStatus():
+                worker.send(Status(call=message.call, document=self._status()))
+            case Visit():
+                worker.send(self._visited(message))
+            case Leave(finished=finished):
+                self.departure.ask(worker, finished)
+            case Ping():
+                worker.send(Pong(agent_timeout=self._agent_timeout))
+            case Adopt(shared=shared):
+                self._streams.adopt(fds, shared, Giver(worker, message.incarnation) if worker.stream else None)
+            case _ if not worker.stream:
+                raise AgentError(f"{kind_of(message)!r} before hello")
+            case GetInventory():
+                stream = self._stream(worker)
+                stream.seal(worker)
+                worker.send(Inventory(call=message.call, slots=stream.home.vault.inventory(), given_up=sorted(stream.given_up)))
+            case OpenSession():
+                self._open_session(worker, message)
+            case Verify() | Stage():
+                self._tasks.spawn(self._answer(worker, message))
+            case Map():
+                self._map(worker, message)
+            case Goodbye(finished=finished):
+                self._goodbye(worker, finished)
+            case Watch():
+                page = ControlPage.take(*fds)
+                try:
+                    self._current(worker).session.outbound.gate.watch(worker.rank, page)
+                except SupersededError:
+                    page.close()
+                    raise
+            case Progress(suspended=suspended):
+                self._current(worker)
+                self.hangs.progress(worker, suspended)
+            case _:
+                stream = self._current(worker)
+                if isinstance(message, Request):
+                    self.hangs.progress(worker)
+                stream.on_worker_message(worker, message)
+
+    def _current(self, worker: WorkerConnection) -> Stream:
+        """The worker's stream, if the worker is of its present incarnation."""
+        stream = self._stream(worker)
+        if not stream.home.is_present(worker):
+            current = stream.home.spec.incarnation if stream.home.spec is not None else "none"
+            raise SupersededError(f"incarnation {worker.incarnation} is over, {current} has taken over; this process must stop")
+        return stream
+
+    def on_worker_dead(self, worker: WorkerConnection) -> None:
+        self._workers.discard(worker)
+        self.hangs.end(worker)
+        if worker.stream:
+            self._run.log(f"rank {worker.rank} (pid {worker.pid}) is gone")
+            self._stream(worker).worker_lost(worker)
+            self._stream(worker).unseal(worker)
+
+    def on_worker_hung_up(self, worker: WorkerConnection) -> None:
+        self.hangs.end(worker)
+        if worker.stream:
+            self._stream(worker).unseal(worker)
+        else:  # a process that only asked for the status
+            self._workers.discard(worker)
+            worker.close()
+
+    # -- answers
+
+    def _stream(self, worker: WorkerConnection) -> Stream:
+        return self._streams.by_name[worker.stream]
+
+    def _open_session(self, worker: WorkerConnection, message: OpenSession) -> None:
+        stream = self._stream(worker)
+        stream.check_inventory(worker)
+        worker.incarnation = message.spec.incarnation
+        self._streams.note(worker.incarnation)
+        self._run.secret = message.secret
+        stream.open(message.spec, message.readopt, message.committed)
+        stream.launch = worker.launch
+        if message.reached is not None:
+            stream.perform(stream.home.host.arrived(worker.rank, stream.home.version(message.reached)))
+        self._streams.remember()
+        self.hangs.open(worker, message.spec.hang_timeout, message.readopt)
+        worker.send(Opened(call=message.call))
+
+    async def _answer(self, worker: WorkerConnection, message: Verify | Stage) -> None:
+        """Gives an answer that takes time; an error meanwhile becomes the answer."""
+        stream = self._stream(worker)
+        try:
+            if isinstance(message, Verify):
+                sound = await stream.home.vault.verify(message.version)
+                worker.send(Verified(call=message.call, version=message.version, sound=sound))
+            else:
+                await stream.stagings.stage(message)
+                worker.send(Staged(call=message.call, owner=message.owner, version=message.version))
+        except GeminiError as error:
+            worker.refuse(message, error)
+        except Exception as error:
+            self._run.log(traceback.format_exc())
+            worker.refuse(message, AgentError(f"the agent failed at {kind_of(message)!r}: {type(error).__name__}: {error}"))
+
+    def _hello(self, worker: WorkerConnection, hello: Hello) -> None:
+        if hello.protocol != PROTOCOL_VERSION:
+            raise AgentError(
+                f"this agent speaks protocol {PROTOCOL_VERSION}, the worker {hello.protocol}: another gemini-ft started it; "
+                f"end it with `gemini leave --run-id {self._run.run_id}` or wait until it has gone"
+            )
+        if self._run.secret and hello.secret and hello.secret != self._run.secret and any(w.alive and w.stream for w in self._workers):
+            mine, theirs = fingerprint(self._run.secret), fingerprint(hello.secret)
+            raise SecretError(
+                f"the agent of run {self._run.run_id!r} has secret {mine}, rank {hello.rank} brings {theirs}; "
+                "give all workers of a run the same GEMINI_SECRET_FILE"
+            )
+        if hello.launch is not None:
+            self._launches.refuse_second(self._run.run_id, self._run.host, hello.launch, self._at_work())
+            self._launches.note(hello.launch)
+        self._run.secret = hello.secret or self._run.secret or secrets.token_bytes(32)
+        self._domain, self._agent_timeout = hello.domain, hello.agent_timeout
+        self._streams.remember()
+        if hello.memory_limit is not None:
+            self._run.budget.limit, self._run.budget.stated = hello.memory_limit, True
+        worker.rank, worker.stream, worker.launch = hello.rank, hello.stream, hello.launch
+        self._workers.add(worker)
+        self.hangs.begin(worker, hello.start_timeout)
+        self.departure.stay(hello.linger)
+        self._streams.named(hello.stream).encrypt = hello.encrypt
+        self._tasks.spawn(self._welcome(worker, hello))
+
+    async def _welcome(self, worker: WorkerConnection, hello: Hello) -> None:
+        try:
+            await self._streams.listen(hello)
+        except GeminiError as error:
+            worker.refuse(hello, error)
+            return
+        assert self._streams.address is not None
+        info = HostInfo(
+            host=self._run.host,
+            machine=machine_id(),
+            address=self._streams.address,
+            known=self._streams.known,
+            fingerprint=fingerprint(self._run.secret),
+            memory_limit=self._run.budget.limit,
+            memory_used=self._run.budget.used,
+            domain=self._domain,
+        )
+        stream = self._stream(worker)
+        worker.send(
+            Welcome(
+                call=hello.call,
+                info=info,
+                secret=self._run.secret,
+                pid=os.getpid(),
+                resumed=stream.stuck_at,
+                attempts=stream.attempts,
+                finished=stream.finished,
+                launch=stream.launch,
+                **(stream.origin._asdict() if stream.origin is not None else {}),
+            )
+        )
+
+    def _map(self, worker: WorkerConnection, message: Map) -> None:
+        stream = self._stream(worker)
+        for (owner, _), memory in stream.home.vault.memory.items():
+            if owner == message.owner and memory.version == message.version:
+                shape = memory.shape
+                mapped = Mapped(
+                    call=message.call,
+                    owner=message.owner,
+                    version=message.version,
+                    data_offset=shape.data_offset,
+                    data_bytes=shape.data_bytes,
+                    extras_bytes=memory.extras_bytes,
+                )
+                worker.send(mapped, (memory.fd,))
+                return
+        raise AgentError(f"host {self._run.host} has no copy of rank {message.owner}'s shard of {message.version} any more")
+
+    def _goodbye(self, worker: WorkerConnection, finished: bool) -> None:
+        self.hangs.end(worker)
+        if finished:
+            self._stream(worker).on_finished(worker.rank)
+        else:
+            self.departure.interrupt(worker)
+
+    def _visited(self, visit: Visit) -> Visited:
+        streams = {
+            name: StreamInfo(slots=stream.home.vault.inventory(), committed=stream.home.host.committed, spec=stream.home.spec)
+            for name, stream in self._streams.by_name.items()
+        }
+        run, address = self._run, self._streams.address
+        return Visited(call=visit.call, run=run.run_id, host=run.host, address=address, secret=run.secret, streams=streams)
+
+    def _at_work(self) -> list[tuple[int, Launch]]:
+        return [(worker.pid, worker.launch) for worker in self._workers if worker.alive and worker.launch is not None]
+
+    def _status(self) -> str:
+        document = {
+            "run": self._run.run_id,
+            "host": self._run.host,
+            "pid": os.getpid(),
+            "launches": [launch.model_dump(exclude={"environ"}) for launch in self._launches.alive(self._at_work())],
+            "memory": {"limit": self._run.budget.limit, "used": self._run.budget.used},
+            "linger": self.departure.linger,
+            "idle": time.monotonic() - self.departure.idle_since,
+            "workers": {w.rank: w.pid for w in self._workers if w.alive and w.rank >= 0},
+            "streams": {name: stream.status() for name, stream in self._streams.by_name.items()},
+        }
+        return json.dumps(document)

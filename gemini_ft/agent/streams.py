@@ -1,0 +1,116 @@
+"""All streams of a run on one host: found by name, taken over from an agent before this one, and open to peers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+
+from gemini_ft.agent.home import HostRun
+from gemini_ft.agent.identity import Identity, Past
+from gemini_ft.agent.memory import SlotMemory
+from gemini_ft.agent.sparing import Sparing
+from gemini_ft.agent.stream import Stream
+from gemini_ft.agent.vault import Giver
+from gemini_ft.core.versions import Incarnation
+from gemini_ft.errors import AgentError, CorruptDataError, GeminiError
+from gemini_ft.wire.handshake import Listener, listen
+from gemini_ft.wire.peer_messages import Claims
+from gemini_ft.wire.tcp import Address, Connection, Handler
+from gemini_ft.wire.worker_messages import Hello
+
+
+class Streams:
+    """The streams of one run on one host.
+
+    Attributes:
+        by_name: all of them.
+        known: the newest incarnation of any; None: there has been none.
+    """
+
+    def __init__(self, run: HostRun) -> None:
+        self._run = run
+        self.by_name: dict[str, Stream] = {}
+        self.known: Incarnation | None = None
+        self._identity = Identity()
+        self._server: Listener | None = None
+        self._listening: asyncio.Task[None] | None = None
+
+    def named(self, name: str) -> Stream:
+        """The stream of that name; a new one if there is none."""
+        return self.by_name.setdefault(name, Stream(name, self._run))
+
+    def note(self, incarnation: Incarnation) -> None:
+        """Takes note of an incarnation that a worker opens."""
+        self.known = incarnation if self.known is None else max(self.known, incarnation)
+
+    # -- before and after this agent
+
+    def remember(self) -> None:
+        """Notes the secret and all sessions for a successor."""
+        origins = {name: stream.origin for name, stream in self.by_name.items() if stream.origin is not None}
+        self._identity.write(Past(self._run.secret, self.known, origins))
+
+    def adopt(self, fds: Sequence[int], shared: Sequence[bool] = (), giver: Giver | None = None) -> None:
+        """Takes over slots that another agent has made; ``shared``: those that a process other than the giver may still write to."""
+        for fd, is_shared in zip(fds, shared or [False] * len(fds), strict=True):
+            try:
+                memory = SlotMemory.adopt(fd)
+                self.named(memory.shape.stream).adopt(memory, is_shared, giver)
+            except (CorruptDataError, OSError, ValueError) as error:
+                self._run.log(f"a slot could not be adopted: {error}")
+                os.close(fd)
+
+    def inherit(self, slots: str, identity: int) -> None:
+        """Begins with a former agent's estate: ``5,6!`` are descriptors of its slots, ! those that others may still write to."""
+        entries = [entry for entry in slots.split(",") if entry]
+        fds = [int(entry.rstrip("!")) for entry in entries]
+        for fd in [*fds, *([identity] if identity >= 0 else [])]:
+            os.set_inheritable(fd, False)
+        self.adopt(fds, [entry.endswith("!") for entry in entries])
+        if identity >= 0:
+            past = self._identity.take_over(identity)
+            self._run.secret, self.known = past.secret, past.known
+            for name, origin in past.origins.items():
+                self.named(name).inherited = origin
+        self._run.log(f"begins with {len(fds)} slots of an agent that hung")
+
+    # -- peers
+
+    @property
+    def address(self) -> Address | None:
+        """The address at which peers reach this host; None: it does not listen yet."""
+        return self._server.address if self._server is not None else None
+
+    async def listen(self, hello: Hello) -> None:
+        """Listens to peers where the first worker says; returns when this host can be reached.
+
+        Raises:
+            GeminiError: it cannot; the next worker may have better luck.
+        """
+        if self._listening is None:
+            self._listening = asyncio.get_running_loop().create_task(self._listen(hello))
+        try:
+            await self._listening
+        except GeminiError:
+            self._listening = None
+            raise
+
+    async def _listen(self, hello: Hello) -> None:
+        run = self._run
+        self._server = await listen(
+            hello.bind, hello.ports, lambda: run.secret, self._accept, Sparing(run.log), self._encrypts, hello.preferred_port
+        )
+
+    def _encrypts(self, stream: str) -> bool:
+        return self.by_name[stream].encrypt
+
+    def _accept(self, connection: Connection, claims: Claims) -> Handler:
+        run = self._run
+        if claims.to != run.host:
+            raise AgentError(f"host {claims.host!r} takes this host for {claims.to!r}, but it is {run.host!r}; two hosts share an address")
+        if claims.run != run.run_id or claims.stream not in self.by_name:
+            raise AgentError(
+                f"host {claims.host!r} asks for stream {claims.stream!r} of run {claims.run!r}; this agent serves {run.run_id!r}"
+            )
+        return self.by_name[claims.stream].incoming.accept(connection, claims)

@@ -1,0 +1,136 @@
+"""The parts of a loader that its batches come from: which they are, what they hold, and which way to a position they allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from gemini_ft.state.generators import generator_states, private_generators, set_generator_states
+from gemini_ft.state.remembered import Attributes
+from gemini_ft.state.rng import randomness, set_randomness
+
+DataResume = Literal["auto", "skip", "replay"]
+Way = Literal["skip", "replay", "own"]
+
+_OURS = frozenset({"_gemini", "_iterator", "_index_sampler"})
+
+
+class LoaderParts:
+    """Dataset, collate function, generator and samplers of a loader, with the state that the next batches depend on.
+
+    Args:
+        loader: the loader.
+        base: its class as the user made it.
+        epoch: the epoch, for samplers that do not tell theirs.
+
+    Attributes:
+        generators: the private generators of the parts, by path.
+        born: attributes of all parts, compared with those at the beginning.
+        data: attributes of the parts but samplers, compared with the iteration's start; changes of samplers are made again.
+    """
+
+    def __init__(self, loader: Any, base: Any, epoch: Callable[[], int] | None) -> None:
+        self._loader, self._base, self._epoch = loader, base, epoch
+        parts = {
+            "dataset": getattr(loader, "dataset", loader),
+            "collate": getattr(loader, "collate_fn", None),
+            "generator": getattr(loader, "generator", None),
+        }
+        self.generators = private_generators(**parts, sampler=_samplers(loader))
+        self.born = Attributes({**parts, "sampler": _samplers(loader)}, lambda _: _OURS)
+        self.data = Attributes(parts, lambda _: _OURS)
+
+    def way(self, method: DataResume) -> Way:
+        """The way that the loader gets to a position, where the user has chosen ``method``; see `gemini_ft.lightning.loader`."""
+        loader = self._loader
+        if method == "replay":
+            return "replay"
+        if is_stateful(self._base) and not is_torchdata(self._base):
+            return "own"
+        if not isinstance(loader, DataLoader):
+            return "replay"
+        if is_torchdata(self._base) and is_stateful(loader.dataset):
+            # With rarer snapshots it takes the workers back to the last one, whose random states are not known.
+            return "own" if not loader.num_workers or getattr(loader, "snapshot_every_n_steps", 0) == 1 else "replay"
+        if isinstance(loader.dataset, IterableDataset):
+            return "replay"
+        theirs = next(kind for kind in self._base.__mro__ if "__iter__" in vars(kind))
+        if theirs is not DataLoader and not theirs.__module__.startswith("torchdata."):
+            return "replay"  # the sampler's state after that iteration is unknown
+        in_workers = loader.num_workers > 0 and any(path.startswith(("dataset", "collate")) for path in self.generators)
+        return "skip" if method == "skip" or (loader.in_order and not in_workers) else "replay"
+
+    def tell_epoch(self, epoch: int) -> None:
+        """Tells the epoch to all samplers that want to know it."""
+        for sampler in _samplers(self._loader):
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(epoch)
+
+    def moment(self) -> dict[str, Any]:
+        """The present state, to be gone back to; it becomes part of snapshots."""
+        epoch = _sampler_epoch(self._loader)
+        if epoch is None and self._epoch is not None:
+            epoch = self._epoch()
+        return {
+            "random": randomness(),
+            "generators": generator_states(self.generators),
+            "epoch": epoch,
+            "attributes": self.born.changes().kept,
+        }
+
+    def go_back_to(self, moment: dict[str, Any], samplers_only: bool = False) -> None:
+        """Puts everything back as it was at ``moment``; of attributes, with ``samplers_only``, only those of samplers."""
+        set_randomness(moment["random"])
+        set_generator_states(self.generators, moment["generators"])
+        if moment["epoch"] is not None:
+            self.tell_epoch(moment["epoch"])
+        self.born.give_back(moment["attributes"], "sampler" if samplers_only else "")
+
+
+def facts(loader: Any) -> dict[str, Any]:
+    """The data that a position refers to."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return {
+        "batch_size": getattr(loader, "batch_size", None) or getattr(batch_sampler, "batch_size", None),
+        "the number of batches": _length(loader),
+        "the length of the dataset": _length(getattr(loader, "dataset", None)),
+        "num_workers": getattr(loader, "num_workers", 0),
+    }
+
+
+def _length(item: Any) -> int | None:
+    try:
+        return len(item)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def is_sized(loader: Any) -> bool:
+    """Whether the number of batches is known."""
+    return _length(loader) is not None
+
+
+def is_stateful(item: Any) -> bool:
+    """Whether ``item``, an object or a class, has a state of its own to save and to load."""
+    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
+
+
+def is_torchdata(base: Any) -> bool:
+    """Whether a class is torchdata's StatefulDataLoader."""
+    return any(kind.__module__.startswith("torchdata.") and kind.__name__ == "StatefulDataLoader" for kind in base.__mro__)
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """The objects that take part in drawing indices."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    candidates = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    return [sampler for sampler in candidates if sampler is not None]
+
+
+def _sampler_epoch(loader: Any) -> int | None:
+    for sampler in _samplers(loader):
+        if hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int):
+            return int(sampler.epoch)
+    return None

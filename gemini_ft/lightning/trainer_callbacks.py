@@ -1,0 +1,129 @@
+"""The Trainer's callbacks: whether they have a state of their own, and the state that Lightning's own ones do not save."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim.swa_utils import SWALR
+
+from gemini_ft.state.modes import Modes, not_users
+
+_FINDERS = {"BatchSizeFinder", "LearningRateFinder"}
+
+
+def is_searching(trainer: Any) -> bool:
+    """Whether this fit is a Tuner's search for a rate or a batch size, which ends before the training and leaves no trace in it."""
+    return any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks if shipped_names(callback) & _FINDERS)
+
+
+def has_state(callback: Any) -> bool:
+    """Whether a callback saves a state of its own, or writes to checkpoints."""
+    hooks = (type(callback).state_dict, type(callback).on_save_checkpoint)
+    return any(hook.__qualname__.partition(".")[0] != "Callback" for hook in hooks)
+
+
+def shipped_names(callback: Any) -> set[str]:
+    """Lightning's own classes among those of ``callback``."""
+    return {kind.__name__ for kind in type(callback).__mro__ if kind.__module__.startswith(("lightning.", "pytorch_lightning."))}
+
+
+def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module]) -> Modes:
+    """Flags and plain attributes of the module, the datamodule, and callbacks that save no state of their own."""
+    base = importlib.import_module(package)
+    blank = {kind: frozenset(vars(kind())) - {"training"} for kind in (base.LightningModule, base.LightningDataModule)}
+
+    def leave(item: Any) -> frozenset[str]:
+        private = next((names for kind, names in blank.items() if isinstance(item, kind)), frozenset[str]())
+        states = vars(item).get("_defaults")  # a torchmetrics.Metric's, which are captured as such
+        return not_users(item) | private | (frozenset(states) if isinstance(states, dict) else frozenset())
+
+    others = {
+        f"callback.{index}": callback
+        for index, callback in enumerate(trainer.callbacks)
+        if type(callback).state_dict is base.Callback.state_dict and not type(callback).__module__.startswith((package, "gemini_ft."))
+    }
+    if trainer.datamodule is not None:
+        others["datamodule"] = trainer.datamodule
+    return Modes(modules, others, leave)
+
+
+def modules_beside(trainer: Any) -> dict[str, Any]:
+    """Modules that callbacks and the datamodule hold in attributes, with their submodules, by name."""
+    holders = {f"callback.{index}": callback for index, callback in enumerate(trainer.callbacks)} | {"datamodule": trainer.datamodule}
+    ours = set(trainer.lightning_module.modules())
+    return {
+        f"{name}.{attribute}.{path}".rstrip("."): part
+        for name, holder in holders.items()
+        for attribute, value in getattr(holder, "__dict__", {}).items()
+        if isinstance(value, torch.nn.Module) and value not in ours
+        for path, part in value.named_modules()
+    }
+
+
+def tickets(trainer: Any) -> dict[str, torch.Tensor | None]:
+    """The first weights that ModelPruning callbacks return to; None for those that have come to share the memory of the weights.
+
+    Returning to them does not copy them: on their own device, the weights are then trained in the memory of the first ones.
+    """
+    pairs = _tickets(trainer)
+    return {name: None if first.data_ptr() == now.data_ptr() else first.detach() for name, (now, first) in pairs.items()}
+
+
+def set_tickets(trainer: Any, saved: Mapping[str, torch.Tensor | None]) -> None:
+    """Puts back the result of :func:`tickets`, after the weights themselves."""
+    for name, (now, first) in _tickets(trainer).items():
+        if name in saved:
+            first.data = now.data if (value := saved[name]) is None else value.to(first.device)
+
+
+def _tickets(trainer: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The trained weight and the first one, for every parameter that a ModelPruning callback may reset."""
+    found = {}
+    for index, callback in enumerate(trainer.callbacks):
+        for layer in (callback._original_layers or {}).values() if "ModelPruning" in shipped_names(callback) else ():
+            for number, name in layer["names"]:
+                trained = callback._parameters_to_prune[number][0]._parameters
+                now, first = trained.get(f"{name}_orig", trained.get(name)), getattr(layer["data"], name)
+                if now is not None and first is not None:
+                    found[f"callback.{index}.{number}"] = now, first
+    return found
+
+
+# StochasticWeightAveraging sets itself up when an epoch begins, and leaves no hook for an epoch that is resumed.
+
+
+def averaging_state(trainer: Any) -> dict[int, bool]:
+    """Whether each such callback, by its index, has put its own scheduler into the Trainer; its state_dict has the rest."""
+    return {index: callback._initialized for index, callback in _averaging(trainer)}
+
+
+def drop_replaced_schedulers(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
+    """Takes away the schedulers in whose place the callback had put its own, whose state would be loaded into them."""
+    for _, callback in _averaging(trainer):
+        if checkpoint.get("callbacks", {}).get(callback.state_key, {}).get("scheduler_state") is not None:
+            trainer.lr_scheduler_configs.clear()
+
+
+def set_averaging(trainer: Any, package: str, initialized: Mapping[int, bool]) -> None:
+    """Does what the callback's ``on_train_epoch_start`` had done; its own state has been loaded, and so have the parameter groups."""
+    for index, callback in _averaging(trainer):
+        if not initialized.get(index):
+            continue
+        optimizer, module = trainer.optimizers[0], trainer.lightning_module
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        rates = callback._swa_lrs if isinstance(callback._swa_lrs, list) else [callback._swa_lrs] * len(groups)
+        scheduler: Any = SWALR(optimizer, rates, callback._annealing_epochs, callback._annealing_strategy)  # type: ignore[arg-type]
+        scheduler.load_state_dict(callback._scheduler_state)
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
+        callback._initialized, callback._swa_lrs, callback._swa_scheduler = True, rates, scheduler
+        trainer.lr_scheduler_configs[:] = [importlib.import_module(f"{package}.utilities.types").LRSchedulerConfig(scheduler)]
+        callback._average_model = callback._average_model.to(callback._device or module.device)
+        callback.n_averaged = torch.tensor(callback._init_n_averaged, dtype=torch.long, device=module.device)
+
+
+def _averaging(trainer: Any) -> list[tuple[int, Any]]:
+    return [(i, callback) for i, callback in enumerate(trainer.callbacks) if "StochasticWeightAveraging" in shipped_names(callback)]

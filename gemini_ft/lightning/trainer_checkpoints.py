@@ -1,0 +1,113 @@
+"""The Trainer's checkpoints: made for a snapshot, handed back to restore from, and cleared of what no file should have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gemini_ft.lightning.loader import bookmark_of, is_position
+from gemini_ft.state.hyperparameters import Given, of_mapping, of_scheduler
+
+
+def dump_checkpoint(trainer: Any) -> dict[str, Any]:
+    """Lightning's checkpoint, as a dictionary; asks the strategy for the states of model and optimizers."""
+    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    return checkpoint
+
+
+def is_checkpoint_seen(trainer: Any) -> bool:
+    """Whether a hook looks at checkpoints while they are made. A hook that was not overridden belongs to a base class."""
+    hooks = [type(holder).on_save_checkpoint for holder in (trainer.lightning_module, trainer.precision_plugin, *trainer.callbacks)]
+    return not all(hook.__qualname__.partition(".")[0] in ("CheckpointHooks", "Precision", "Callback") for hook in hooks)
+
+
+def offer_checkpoint(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Lets the Trainer restore from ``checkpoint`` as if it had read it from a file."""
+    trainer._checkpoint_connector._loaded_checkpoint = checkpoint
+
+
+def withdraw_checkpoint(trainer: Any) -> None:
+    """Undoes :func:`offer_checkpoint`."""
+    trainer._checkpoint_connector._loaded_checkpoint = {}
+
+
+def hyper_parameters(trainer: Any) -> dict[str, Any]:
+    """The hyperparameters of module and datamodule, under the keys a checkpoint has them."""
+    found = {}
+    for holder in _with_hparams(trainer):
+        if holder.hparams:
+            found[holder.CHECKPOINT_HYPER_PARAMS_KEY] = dict(holder.hparams)
+    return found
+
+
+def given(trainer: Any) -> tuple[Given, Given]:
+    """Hyperparameters that the script gives beside the optimizers': those that a resume puts back, and those that it leaves."""
+    snapshots = of_mapping("the Trainer", {"accumulate_grad_batches": trainer.accumulate_grad_batches})
+    for index, config in enumerate(trainer.lr_scheduler_configs):
+        snapshots |= of_scheduler(f"scheduler {index} ({type(config.scheduler).__name__})", config.scheduler)
+    scripts: Given = {}
+    for holder in _with_hparams(trainer):
+        scripts |= of_mapping(type(holder).__name__, holder.hparams)
+    return snapshots, scripts
+
+
+def without_hyper_parameters(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint without hyperparameters: they may hold whole modules, and the script makes them anew anyway."""
+    keys: set[str] = set()
+    for holder in _with_hparams(trainer):
+        keys |= {holder.CHECKPOINT_HYPER_PARAMS_KEY, holder.CHECKPOINT_HYPER_PARAMS_NAME, holder.CHECKPOINT_HYPER_PARAMS_TYPE}
+    return {key: value for key, value in checkpoint.items() if key not in keys}
+
+
+def _with_hparams(trainer: Any) -> list[Any]:
+    return [holder for holder in (trainer.lightning_module, trainer.datamodule) if holder is not None]
+
+
+def pin_checkpoint_folders(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
+    """Gives each ModelCheckpoint without a folder the one that it had before the restart.
+
+    It would take the logger's, whose version counts up with every start of the script, and forget which checkpoints were the best.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        saved = checkpoint.get("callbacks", {}).get(callback.state_key)
+        if isinstance(saved, dict) and saved.get("dirpath") and getattr(callback, "dirpath", "") is None:
+            callback.dirpath = saved["dirpath"]
+
+
+def drop_positions(checkpoint: Mapping[str, Any], loaders: Sequence[Any] = ()) -> None:
+    """Removes positions of loaders that were made resumable from a checkpoint, and leaves those that loaders save themselves.
+
+    Args:
+        checkpoint: as Lightning made it, with a position for each of ``loaders``.
+        loaders: those of the training, if they are at hand.
+    """
+    state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    marks = [mark for mark in map(bookmark_of, loaders) if mark is not None]
+    others = []
+    for position in state.get("combined_loader", []):
+        own = position.get("own") if is_position(position) else position
+        if is_position(position) and marks:
+            own = marks.pop(0).own_position
+        if own is not None:
+            others.append(own)
+    if others:
+        state["combined_loader"] = others
+    else:
+        state.pop("combined_loader", None)
+
+
+def as_if_saved_by_callback(checkpoint: Mapping[str, Any]) -> None:
+    """Shapes the loops' state as a ModelCheckpoint saves it, just before a batch counts as completed.
+
+    The Trainer's restart logic knows that moment. From ours, between two batches, it would take the step as the last
+    one before a validation, and count it a second time.
+    """
+    loop = checkpoint["loops"]["fit_loop"]
+    for counts in ("total", "current"):
+        loop["epoch_loop.batch_progress"][counts]["completed"] -= 1
+    loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+
+
+def logged_steps(checkpoint: Mapping[str, Any]) -> int:
+    """The number under which metrics of the next step would be logged."""
+    return int(checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"])

@@ -1,0 +1,145 @@
+"""The Trainer's loops: how far they have come, the loaders they iterate, and hooks at places where Lightning has none."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gemini_ft.lightning.loader import bookmark_of
+
+
+def before_each_batch(trainer: Any, hook: Callable[[], None]) -> Callable[[], None]:
+    """Calls ``hook`` whenever the training loop is about to ask for its next batch; returns a function that ends that.
+
+    Everything of the step before has happened by then: all hooks, its validation, the schedulers, the counters.
+    ``on_train_batch_end`` would be too early: the module's own hook, validation and the end of an epoch come after it.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    advance = loop.advance
+
+    def hooked(data_fetcher: Any) -> None:
+        hook()
+        advance(data_fetcher)
+
+    loop.advance = hooked
+
+    def end() -> None:
+        vars(loop).pop("advance", None)
+
+    return end
+
+
+def before_loading(trainer: Any, hook: Callable[[], None]) -> Callable[[], None]:
+    """Calls ``hook`` whenever the fit is about to ask the user's ``train_dataloader()`` for loaders; returns what ends that."""
+    source = trainer.fit_loop._data_source
+    dataloader = source.dataloader
+
+    def hooked() -> Any:
+        hook()
+        return dataloader()
+
+    source.dataloader = hooked
+
+    def end() -> None:
+        vars(source).pop("dataloader", None)
+
+    return end
+
+
+def rerun_epoch_start(trainer: Any, package: str) -> None:
+    """Calls the ``on_train_epoch_start`` hooks of a resumed epoch again, as soon as its loaders are there and before they are iterated."""
+    fit_loop, call = trainer.fit_loop, importlib.import_module(f"{package}.trainer.call")
+    load = fit_loop._load_combined_loader_states
+
+    def run_then_load() -> None:
+        del fit_loop._load_combined_loader_states
+        if fit_loop.epoch_progress.current.started > fit_loop.epoch_progress.current.processed:
+            call._call_callback_hooks(trainer, "on_train_epoch_start")
+            call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+        load()
+
+    fit_loop._load_combined_loader_states = run_then_load
+
+
+def is_accumulating(trainer: Any) -> bool:
+    """Whether gradients of earlier batches are still needed. They are not captured.
+
+    At the end of the epoch in which StochasticWeightAveraging computes the statistics of BatchNorm anew, Lightning makes a step
+    with the gradients of the epoch before.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    return bool(trainer.fit_loop._skip_backward or (loop.batch_progress.current.ready > 0 and loop._should_accumulate()))
+
+
+def batches_taken_in_advance(trainer: Any) -> int:
+    """The number of batches that Lightning fetches ahead where a loader's length is unknown, to recognise the last one."""
+    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+
+
+def epoch(trainer: Any) -> int:
+    """The number of the epoch, as Lightning gives it to samplers."""
+    return int(trainer.fit_loop.epoch_progress.current.processed)
+
+
+def step_to_log(trainer: Any) -> int | None:
+    """The number under which loggers are told of the step under way; None: ``log_every_n_steps`` leaves it out."""
+    if not trainer._logger_connector.should_update_logs:
+        return None
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def set_loops(trainer: Any, state: dict[str, Any]) -> None:
+    """Puts the loops exactly where they were, and ends their own restart logic.
+
+    That logic is made for checkpoints taken inside a step: it would skip a validation that is due or count a step
+    twice. It also leaves out plateau schedulers, because checkpoints of files lack the metrics.
+    """
+    fit_loop = trainer.fit_loop
+    fit_loop.load_state_dict(state)
+    fit_loop._combined_loader_states_to_load = []  # they were loaded before the iterators were made
+    for loop in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop):
+        loop.on_iteration_done()
+
+
+def loop_extras(trainer: Any) -> dict[str, Any]:
+    """The state of the loops and the Trainer that is not in their checkpoint. Times are seconds until now."""
+    fit_loop, combined = trainer.fit_loop, trainer.fit_loop._combined_loader._iterator
+    now = time.monotonic()
+    return {
+        "should_stop": trainer.should_stop,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "last_reload": fit_loop._last_train_dl_reload_epoch,
+        "since_start": now - getattr(trainer, "_train_start_time", now),
+        "since_validation": now - getattr(trainer, "_last_val_time", now),
+        "cycles": (combined._idx, list(getattr(combined, "_consumed", ()))),
+        "validation_workers": [mark.resting_workers if (mark := bookmark_of(loader)) else None for loader in _validation_loaders(trainer)],
+    }
+
+
+def set_loop_extras(trainer: Any, extras: Mapping[str, Any]) -> None:
+    fit_loop, combined = trainer.fit_loop, trainer.fit_loop._combined_loader._iterator
+    now = time.monotonic()
+    trainer.should_stop = extras["should_stop"]
+    trainer.accumulate_grad_batches = extras["accumulate_grad_batches"]
+    fit_loop._last_train_dl_reload_epoch = extras["last_reload"]
+    trainer._train_start_time = now - extras["since_start"]
+    trainer._last_val_time = now - extras["since_validation"]
+    combined._idx, consumed = extras["cycles"]
+    if consumed:
+        combined._consumed = list(consumed)
+    for loader, workers in zip(_validation_loaders(trainer), extras["validation_workers"], strict=False):
+        if workers is not None and (bookmark := bookmark_of(loader)):
+            bookmark.revive_workers(workers)
+
+
+def training_loaders(trainer: Any) -> list[Any]:
+    """The loaders of the training, in the order of their positions in a checkpoint."""
+    combined = trainer.fit_loop._combined_loader
+    return list(combined.flattened) if combined is not None else []
+
+
+def _validation_loaders(trainer: Any) -> list[Any]:
+    combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    return list(combined.flattened) if combined is not None else []

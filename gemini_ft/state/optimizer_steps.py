@@ -1,0 +1,82 @@
+"""Follows the steps of optimizers: each waits for the copy under way, is counted, and must be of an optimizer that is captured."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from gemini_ft.errors import StateError
+from gemini_ft.state.base import PlainState
+from gemini_ft.state.tensors import every_optimizer
+
+
+class OptimizerSteps:
+    """The steps of the optimizers of one state.
+
+    Args:
+        before: called before each step.
+    """
+
+    def __init__(self, before: Callable[[], None]) -> None:
+        self._before = before
+        self._state: PlainState | None = None
+        self._handles: list[Any] = []
+        self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stranger: Optimizer | None = None  # one that has stepped and was not given
+        self._stepped = False
+
+    def follow(self, state: PlainState, others: Iterable[Optimizer], hooks: bool) -> None:
+        """Follows the optimizers of ``state`` and the others; without ``hooks`` only gradients that wait for a step are looked at."""
+        self._state = state
+        self._handles += state.watch()
+        if not hooks:
+            return
+        for optimizer in [*every_optimizer(state.optimizers).values(), *others]:
+            self._hook(optimizer)
+        looking = weakref.WeakMethod(self._any_stepped)  # of all optimizers of the process: it must not keep this object alive
+        self._handles.append(
+            register_optimizer_step_post_hook(lambda optimizer, *_: look(optimizer) if (look := looking()) is not None else None)
+        )
+
+    def forget(self) -> None:
+        """Removes all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._state = [], None
+        self._hooked.clear()
+
+    def take(self) -> bool:
+        """Whether an optimizer has stepped since the last call."""
+        stepped, self._stepped = self._stepped, False
+        return stepped
+
+    def refuse_stranger(self) -> None:
+        """Raises StateError if an unknown optimizer has stepped; one that another holds since then is taken in."""
+        stranger, self._stranger = self._stranger, None
+        if stranger is None:
+            return
+        if stranger not in set(every_optimizer(self._state.optimizers if self._state is not None else ()).values()):
+            raise StateError(
+                f"an optimizer that was not given has stepped, a {type(stranger).__qualname__} with parameters of a model that was, "
+                "so its state is in no snapshot; where an optimizer is replaced, call checkpointer.bind(model, optimizers) with the new one"
+            )
+        self._hook(stranger)
+
+    def _hook(self, optimizer: Optimizer) -> None:
+        self._hooked.add(optimizer)
+        self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._before()))
+        self._handles.append(optimizer.register_step_post_hook(self._mark_stepped))
+
+    def _mark_stepped(self, *_: Any) -> None:
+        self._stepped = True
+
+    def _any_stepped(self, optimizer: Optimizer) -> None:
+        """Takes note that an optimizer of this process has stepped; an unknown one writes captured state while its own is not captured."""
+        if optimizer not in self._hooked and self._stranger is None and self._state is not None:
+            ours = {id(param) for model in self._state.models.values() for param in model.parameters()}
+            if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
+                self._stranger = optimizer

@@ -1,0 +1,60 @@
+"""The outcomes of this rank's snapshots: which were committed, which were given up, and why."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from gemini_ft.worker.stats import Stats
+
+_log = logging.getLogger("gemini_ft")
+_SILENCE = 60.0  # seconds before the same warning is given again
+
+
+class Outcomes:
+    """The snapshots whose outcome this rank waits for.
+
+    Args:
+        stats: where outcomes are counted.
+        write: appends an event to the run's.
+    """
+
+    def __init__(self, stats: Stats, write: Callable[..., None]) -> None:
+        self._stats, self._write = stats, write
+        self._ended: dict[int, float] = {}  # iteration -> when it ended, until its outcome is known
+        self._warned: dict[str, float] = {}  # reason -> when it was last said
+        self.newest = 0  # iteration of the last snapshot
+
+    def begin(self, iteration: int) -> None:
+        """Takes note of a snapshot that is being made."""
+        self.newest = iteration
+        self._ended[iteration] = time.perf_counter()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the newest snapshot is neither committed nor given up yet."""
+        return self.newest in self._ended
+
+    def committed(self, iteration: int, now: int) -> None:
+        """Takes note of a commit, at the end of iteration ``now``."""
+        self._write("committed", iteration=iteration)
+        if (ended := self._ended.pop(iteration, None)) is not None:
+            self._stats.note_commit(iteration, time.perf_counter() - ended, now - iteration)
+        for older in [other for other in list(self._ended) if other < iteration]:
+            self.given_up(older)  # its abort may have been lost with an agent
+
+    def given_up(self, iteration: int) -> None:
+        """Takes note that a snapshot will never be committed. Every rank that gives one up says so, and all hear it."""
+        if self._ended.pop(iteration, None) is not None:
+            self._stats.skipped += 1
+            self._write("skipped", iteration=iteration)
+
+    def discarded(self, iteration: int, reason: str) -> None:
+        """Logs why this rank has no snapshot of an iteration, each reason once a minute."""
+        now = time.monotonic()
+        if now - self._warned.get(reason, -_SILENCE) >= _SILENCE:
+            self._warned = {other: at for other, at in self._warned.items() if now - at < _SILENCE} | {reason: now}
+            committed = "none yet" if self._stats.committed is None else f"that of iteration {self._stats.committed}"
+            text = "iteration %d has no snapshot: %s. Training goes on unharmed, and a later one is tried (newest that is committed: %s)"
+            _log.warning(text, iteration, reason, committed)

@@ -1,0 +1,126 @@
+"""Memory for this rank's snapshots: the layout of its shard, and the slots that the agent reserves for it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gemini_ft.agent.lifecycle import yield_to_training
+from gemini_ft.agent.memory import extras_room
+from gemini_ft.core.layout import Layout, TensorSpec, build_layout
+from gemini_ft.core.roots import layout_digest, shard_root
+from gemini_ft.core.versions import Version
+from gemini_ft.errors import AgentError
+from gemini_ft.state.base import TrainingState
+from gemini_ft.state.copy_plan import CopyPlan, Slot, map_slots
+from gemini_ft.state.divergence import check_replicas, replicated_digest
+from gemini_ft.state.tensors import Live, Source, fingerprint
+from gemini_ft.wire.worker_messages import Reserve, Reserved
+from gemini_ft.worker.memory_need import check_memory, slot_bytes
+from gemini_ft.worker.rendezvous import exchange, exchange_or_raise
+from gemini_ft.worker.session import Session
+from gemini_ft.worker.snapshot import Job, Snapshotter
+
+
+class Reservation:
+    """The memory of one session's snapshots; keeps plan and slots of the snapshotter up to date.
+
+    Args:
+        session: the session.
+        snapshotter: whose copies go into the slots.
+        room: set when the agent has room for slots that this rank could not get when it asked.
+        mend: starts another agent where that has died, which ends in ``renew``.
+    """
+
+    def __init__(self, session: Session, snapshotter: Snapshotter, room: threading.Event, mend: Callable[[], None]) -> None:
+        self._session, self._snapshotter, self._room, self._mend = session, snapshotter, room, mend
+        self._layout: Layout | None = None
+        self._layout_digest = b""
+        self._sources: list[Source] = []
+        self._fitted: tuple[Any, ...] = ()  # the state that the plan is made for
+        self._frozen: dict[str, bool] = {}
+        self._extras_bytes = 0  # as it was when slots were reserved
+
+    def fit(self, state: TrainingState, live: Sequence[Live], extras_bytes: int, at_step: bool) -> CopyPlan:
+        """Makes layout, plan and slots fit ``state``, whose tensors are ``live``; ``at_step``: it is copied at once when the step ends."""
+        if (now := (fingerprint(live), at_step)) != self._fitted:
+            self._plan(state.describe(live, self._session.rank, self._session.world_size), extras_bytes, at_step)
+            self._fitted = now
+        if extras_bytes > extras_room(self._extras_bytes) or self._room.is_set():
+            self._reserve_or_mend(max(extras_bytes, self._extras_bytes))
+        assert self._snapshotter.plan is not None
+        return self._snapshotter.plan
+
+    def renew(self) -> None:
+        """Gets as many slots as before, of an agent that may be another one."""
+        self._reserve(self._extras_bytes)
+
+    def root(self, job: Job) -> str:
+        """The root of a copy of this rank's shard."""
+        session, layout = self._session, self._layout
+        assert layout is not None
+        version = Version(session.spec.incarnation, job.iteration)
+        sizes = layout.nbytes, len(job.extras), session.spec.chunk_bytes
+        return shard_root(session.rank, version, self._layout_digest, sizes, job.checksums)
+
+    def digest(self) -> str:
+        """The digest of the state that all ranks hold alike."""
+        return replicated_digest(self._sources) or "none"
+
+    def _plan(self, sources: list[Source], extras_bytes: int, at_step: bool) -> None:
+        """Lays the state out; at the first time compares it across ranks and checks that every host has room for its part."""
+        session, before, timeout = self._session, self._layout, self._session.config.timeout
+        specs = [self._settled(source.spec) for source in sources]
+        layout = build_layout(specs, session.rank, session.world_size)
+        self._sources, self._layout = sources, layout
+        self._snapshotter.plan = CopyPlan(sources, layout, session.spec.chunk_bytes, at_step)
+        if layout == before:  # the same tensors at other addresses (LBFGS makes new ones every step)
+            for slot in self._snapshotter.slots.values():
+                slot.forget()
+        elif before is None:
+            check_replicas(sources, exchange)
+            check_memory(session, exchange(slot_bytes(session, layout, extras_room(extras_bytes)), timeout))
+            exchange_or_raise(lambda: self._reserve_or_mend(extras_bytes), timeout + 10)
+        else:
+            self._reserve_or_mend(extras_bytes)
+
+    def _settled(self, spec: TensorSpec) -> TensorSpec:
+        """Fixes which tensors are frozen when they are first seen: training that freezes and unfreezes in turns moves nothing."""
+        return replace(spec, frozen=self._frozen.setdefault(spec.name, spec.frozen))
+
+    def _reserve_or_mend(self, extras_bytes: int) -> None:
+        """Does what `_reserve` does, on the training thread, and starts another agent if that dies over it."""
+        try:
+            self._reserve(extras_bytes)
+        except AgentError:
+            if not self._session.client.lost:
+                raise
+            self._extras_bytes = extras_bytes
+            self._mend()
+
+    def _reserve(self, extras_bytes: int) -> None:
+        """Gets slots from the agent for the present layout and this much small state, and maps them."""
+        layout, snapshotter = self._layout, self._snapshotter
+        self._room.clear()
+        assert layout is not None
+        assert snapshotter.plan is not None
+        blob = layout.to_bytes()
+        self._layout_digest = layout_digest(blob)
+        message = Reserve(layout=blob, layout_hash=layout.logical_hash, data_bytes=layout.nbytes, extras_capacity=extras_room(extras_bytes))
+        reserved, fds = self._session.client.call(message, Reserved)
+        before, snapshotter.slots = snapshotter.slots, {}
+        for slot in before.values():
+            slot.close()
+        self._extras_bytes = extras_bytes
+        snapshotter.slots = dict(zip(reserved.slots, map_slots(fds, reserved, snapshotter.plan.device), strict=True))
+        with contextlib.suppress(RuntimeError):  # no thread can be started: the pages come with the first copy
+            threading.Thread(target=_prefault, args=(list(snapshotter.slots.values()),), name="gemini-prefault", daemon=True).start()
+
+
+def _prefault(slots: Sequence[Slot]) -> None:
+    yield_to_training()
+    for slot in slots:
+        slot.prefault()

@@ -1,0 +1,135 @@
+"""Looks at the storage before the first step: whether every host can write to it, and whether all of them share it. Collective."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from gemini_ft.config import GeminiConfig
+from gemini_ft.core.versions import Incarnation, Version
+from gemini_ft.errors import StorageError
+from gemini_ft.storage.base import Storage, find_sign
+from gemini_ft.storage.decisions import Sighting
+from gemini_ft.storage.lookout import within
+from gemini_ft.storage.opening import open_storage
+from gemini_ft.storage.retention import Retention
+from gemini_ft.wire.worker_messages import Hello
+from gemini_ft.worker.choice import Choice
+from gemini_ft.worker.rendezvous import exchange, exchange_or_raise
+
+_log = logging.getLogger("gemini_ft")
+_CHECK_SECONDS = 20.0  # for one small object to be written, read and deleted
+
+
+def storage_opener(config: GeminiConfig) -> Callable[[], Storage] | None:
+    """Opens the storage that was configured; nothing is touched before it is used.
+
+    Raises:
+        ConfigError: there is none that this version can open.
+    """
+    settings = config.storage
+    if settings is None:
+        return None
+    reopen = partial(open_storage, settings.url, settings.endpoint_url, settings.max_bandwidth, settings.kept is not None)
+    reopen()
+    return reopen
+
+
+def check_storage(config: GeminiConfig, reopen: Callable[[], Storage], choice: Choice, hello: Hello, hosts: Sequence[str]) -> None:
+    """Makes sure that every host can write to storage, and that all of them write to the same.
+
+    Raises:
+        ConfigError: hosts do not share the storage.
+        StorageError: it cannot be written, it is required, and the job does not resume from memory.
+    """
+    if _is_writable(config, reopen, choice, partial(_make_room, config, reopen, hello, choice)):
+        _check_shared(config, reopen, hosts, hello.rank)
+
+
+def _is_writable(config: GeminiConfig, reopen: Callable[[], Storage], choice: Choice, make_room: Callable[[], None]) -> bool:
+    """Finds out on every host whether storage can be written; if not, returns False, and the job goes on without it.
+
+    Where it cannot, ``make_room`` is called before that is believed: storage may be full of what uploads of the past have left.
+    """
+    settings = config.storage
+    assert settings is not None
+    seconds = min(config.timeout, _CHECK_SECONDS)
+
+    def check() -> str:
+        try:
+            within(seconds, settings.url, lambda: reopen().check())
+        except StorageError as error:
+            return str(error)
+        return ""
+
+    room_made = False
+    pause, end = 1.0, time.monotonic() + (settings.patience if choice.plan.kind == "storage" and settings.required else 0.0)
+    while failed := {rank: text for rank, text in enumerate(exchange_or_raise(check, seconds + config.timeout)) if text}:
+        text = "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {said}" for said, ranks in _by_text(failed).items())
+        if choice.plan.kind == "memory" or not settings.required:
+            why = "the job resumes from memory" if settings.required else "it is not required"
+            _log.warning("storage cannot be used now, and %s: training goes on, uploads are tried when they are due (%s)", why, text)
+            return False
+        if not room_made:
+            room_made = True
+            exchange_or_raise(make_room, seconds + config.timeout)
+            continue
+        if exchange(end - time.monotonic(), config.timeout)[0] <= 0:
+            raise StorageError(text)
+        time.sleep(pause)
+    return True
+
+
+def _make_room(config: GeminiConfig, reopen: Callable[[], Storage], hello: Hello, choice: Choice) -> None:
+    """Deletes from storage, on rank 0, old checkpoints and leftovers of earlier uploads."""
+    if hello.rank != 0:
+        return
+    settings = config.storage
+    assert settings is not None
+    this = Sighting("", Version(Incarnation(sys.maxsize, ""), 0), "torn", choice.descent)
+    retention = Retention(reopen, hello.run, hello.stream, settings.kept, settings.keep_every, choice.damaged)
+    try:
+        within(min(config.timeout, _CHECK_SECONDS), settings.url, lambda: retention.tidy(this))
+    except StorageError as error:
+        _log.warning("%s", error)
+
+
+def _check_shared(config: GeminiConfig, reopen: Callable[[], Storage], hosts: Sequence[str], rank: int) -> None:
+    """Makes every rank read what the one before has written: a folder of the same name may differ between hosts.
+
+    Raises:
+        ConfigError: it is; both hosts are named.
+    """
+    if len({*hosts}) == 1:
+        return
+    storage, seconds = reopen(), min(config.timeout, _CHECK_SECONDS)
+    own = f"gemini-check-{secrets.token_hex(8)}"
+
+    def attempt(work: Callable[[], None]) -> None:
+        try:
+            within(seconds, storage.url, work)
+        except StorageError as error:  # it was well a moment ago: that is no proof of anything
+            _log.warning("whether all hosts share the storage could not be looked at: %s", error)
+
+    def leave() -> str:
+        attempt(lambda: storage.put(own, [own.encode()]))
+        return own
+
+    signs = exchange_or_raise(leave, seconds + config.timeout)
+    before = rank - 1
+    try:
+        find = partial(find_sign, storage, signs[before], hosts[before], hosts[rank])
+        exchange_or_raise(lambda: attempt(find), seconds + config.timeout)
+    finally:
+        attempt(lambda: storage.delete(own))
+
+
+def _by_text(said: Mapping[int, str]) -> dict[str, list[int]]:
+    out: dict[str, list[int]] = {}
+    for rank, text in said.items():
+        out.setdefault(text, []).append(rank)
+    return out
