@@ -93,6 +93,7 @@ class TestUnprotected:
                 endings.look()
             endings.judge([failure(tmp_path, "ValueError")])
         (text,) = self.said(caplog)
+        assert "is protected after -1 s: " in text
         for way in ("a gemini_ft.Checkpointer", 'strategy="gemini"', "a gemini_ft.huggingface.GeminiCallback", 'a "gemini" section'):
             assert way in text
 
