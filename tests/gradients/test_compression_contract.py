@@ -221,7 +221,7 @@ def test_where_a_block_of_memory_ends_does_not_matter(name: str, monkeypatch: py
             assert same(reduce(other, gradients(step), step), expected)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_ranks_on_a_process_group(world: int, tmp_path: Path) -> None:
     """All ranks hold the same bits, those of the ranks beside each other in one process, whatever order they arrive in."""
     steps = 3

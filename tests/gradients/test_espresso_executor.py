@@ -237,7 +237,7 @@ def owed(executor: OptionExecutor, option: Option, rank: int, name: str, size: i
     return total
 
 
-@pytest.mark.parametrize("name", ["topk", "efsignsgd", "qsgd", "randomk"])
+@pytest.mark.parametrize("name", ["topk", "qsgd", *(pytest.param(name, marks=pytest.mark.soak) for name in ("efsignsgd", "randomk"))])
 def test_nothing_is_lost_over_many_steps(name: str) -> None:
     """What was sent and all residuals make up the gradients. Each step rounds at most 4 n + 8 values, none of them larger than
     what all n ranks hold together."""
@@ -260,7 +260,7 @@ def test_nothing_is_lost_over_many_steps(name: str) -> None:
             assert (value.flatten() - left).abs().max() <= bound, (option, key)
 
 
-@pytest.mark.parametrize("name", ["topk", "qsgd", "randomk"])
+@pytest.mark.parametrize("name", ["topk", *(pytest.param(name, marks=pytest.mark.soak) for name in ("qsgd", "randomk"))])
 def test_a_restored_state_goes_on_as_if_never_interrupted(name: str) -> None:
     for number, option in enumerate(options()[1::4]):
         topology = (Topology(2, 2), Topology(3, 2), Topology(1, 4))[number % 3]

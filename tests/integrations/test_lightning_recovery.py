@@ -221,7 +221,7 @@ def read(folder: Path, rank: int) -> Diary:
 
 
 # Two ranks under `gemini run` do the same as those; of kinds of training and data the suite has the ones that differ most.
-SOAK = {"torchrun", "four-ranks", "however", "more-data"}
+SOAK = {"torchrun", "often", "four-ranks", "however", "more-data"}
 
 
 @pytest.mark.parametrize(

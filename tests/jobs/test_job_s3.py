@@ -163,6 +163,7 @@ class TestResume:
         assert "flip" in proxy.met
         assert any("/main.reading-" in request.key for request in proxy.requests)  # no other job deletes it meanwhile
 
+    @pytest.mark.soak  # in short: test_job_storage.py
     def test_from_the_one_before_when_an_object_is_damaged(self, two: World, server: s3_server.Server) -> None:
         two.outcome(*run(server.endpoint, 6))
         lose_all(two)
@@ -239,6 +240,7 @@ class TestTrouble:
         server.stop()
         self.failed_for_a_while(two, server, server.start)
 
+    @pytest.mark.soak
     def test_bucket_that_is_read_only_for_a_while(self, two: World, server: s3_server.Server) -> None:
         two.start(*run(server.endpoint, 10_000, during=None, pause=0.03))
         eventually(lambda: iterations(server, two.run), "the first checkpoint")

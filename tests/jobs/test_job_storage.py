@@ -105,7 +105,7 @@ class TestResume:
         two.outcome(*run(store, 7))
         assert [result["start"] for result in two.outcome(*run(store, 1))] == [7, 7]
 
-    @pytest.mark.parametrize("damage", ["bit", "end", "all"])
+    @pytest.mark.parametrize("damage", ["bit", *(pytest.param(damage, marks=pytest.mark.soak) for damage in ("end", "all"))])
     def test_from_the_one_before_when_the_newest_is_damaged(self, two: World, store: Path, damage: str) -> None:
         two.outcome(*run(store, 6))
         lose_all(two)

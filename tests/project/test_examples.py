@@ -108,6 +108,7 @@ def test_an_embedding_is_trained_with_zen() -> None:
     assert len(re.findall(r"^Zen against DDP, (?:dense|sparse): saves -?[\d.]+ MB", output, re.MULTILINE)) == 2
 
 
+@pytest.mark.soak
 def test_pipelines_beside_ddp() -> None:
     # It counts what this host sends: with a loopback of its own, nothing of what other tests send.
     alone = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "alone"] if os.geteuid() == 0 else []
