@@ -108,7 +108,13 @@ def under_transformers_trainer(folder: Path, rate: float, gamma: float) -> list[
     [
         (in_a_plain_loop, [], "lr of optim0 (SGD)", "gamma of state['scheduler']"),
         (under_deepspeed, ["deepspeed"], "lr of the engine's AdamW", "gamma of the engine's StepLR"),
-        (under_transformers_trainer, ["transformers", "accelerate"], "lr of optim0 (AdamW)", "factor of the Trainer's ReduceLROnPlateau"),
+        pytest.param(
+            under_transformers_trainer,
+            ["transformers", "accelerate"],
+            "lr of optim0 (AdamW)",
+            "factor of the Trainer's ReduceLROnPlateau",
+            marks=pytest.mark.soak,
+        ),
     ],
     ids=["plain loop", "deepspeed", "transformers"],
 )
