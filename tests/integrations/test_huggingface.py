@@ -95,6 +95,17 @@ def test_a_loop_that_is_not_changed_goes_on_with_the_resumed_engine(tmp_path: Pa
     assert run.output.count(told) == run.output.count("Write `for step in range(engine.global_steps, N)`") == 1
 
 
+def test_a_trainer_without_the_callback_is_told_that_it_begins_again(tmp_path: Path) -> None:
+    """The section resumes the engine, and nothing the Trainer."""
+    case = {"kind": "trainer", "section": True, "arguments": {"max_steps": 6}}
+    run = Run(tmp_path, case, faults="step=3:rank=1:sigkill")
+    (first, again) = run.engines[0]
+    assert first[1] == 0 < again[1]
+    assert run.output.count(f"THE LOOP HAS BEGUN AGAIN, and the engine was resumed at step {again[1]}: ") == 1
+    assert run.output.count("Trainer goes on where it was with a gemini_ft.huggingface.GeminiCallback (docs/huggingface.md)") == 1
+    assert run.ends[0][0]["end"] == 6  # of the Trainer's own count, so that the engine has made more
+
+
 def test_a_trainer_on_ddp_ends_with_the_very_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Loss, evaluation, learning rate, order of the data, random numbers, state of the Trainer and weights."""
     arguments = {"save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "cosine", "warmup_steps": 3}
@@ -104,6 +115,20 @@ def test_a_trainer_on_ddp_ends_with_the_very_bits(tmp_path_factory: pytest.TempP
     assert [len(engines) for engines in run.engines] == [3, 3]
     for rank in range(2):
         assert run.ends[rank] == undisturbed.ends[rank]
+
+
+@pytest.mark.soak
+def test_a_trainer_on_fsdp2_ends_with_the_very_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Each rank's shards, and after an evaluation, which leaves the parameters whole."""
+    sharding = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}}
+    arguments = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "num_train_epochs": 2, **sharding}
+    case = {"kind": "trainer", "plain": True, "sharded": True, "accumulate": 2, "arguments": arguments}
+    undisturbed = Run(tmp_path_factory.mktemp("plain"), case, faults="")
+    run = Run(tmp_path_factory.mktemp("killed"), case | {"callback": True}, faults="step=2:rank=1:sigkill; step=5:rank=0:sigkill")
+    assert [[engine for engine, _ in engines] for engines in run.engines] == [["FSDPGPT2LMHeadModel"] * 3] * 2
+    for rank in range(2):
+        assert run.ends[rank] == undisturbed.ends[rank]
+    assert run.ends[0][0]["bits"] != run.ends[1][0]["bits"]
 
 
 def test_a_loop_of_accelerate_ends_with_the_very_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -129,25 +154,32 @@ def test_a_gradient_pipeline_needs_a_section_only(tmp_path: Path, callback: bool
 REFUSALS = """
 import warnings
 warnings.simplefilter("ignore")
-from transformers import Trainer
+import torch
+from transformers import Trainer, TrainingArguments
 from gemini_ft.errors import ConfigError
 from gemini_ft.huggingface import GeminiCallback
 
 try:
     GeminiCallback(replcas=2)
 except ConfigError as error:
-    print(error)
+    print("REFUSED:", error)
+arguments = TrainingArguments(output_dir="out", use_cpu=True, report_to=[], ignore_data_skip=True)
+try:
+    Trainer(model=torch.nn.Linear(1, 1), args=arguments, train_dataset=[{}], callbacks=[GeminiCallback()]).train()
+except ConfigError as error:
+    print("REFUSED:", error)
 Trainer._run_epoch = lambda self, epoch: None
 try:
     GeminiCallback()
 except ConfigError as error:
-    print(error)
+    print("REFUSED:", error)
 """
 
 
 def test_what_the_callback_refuses(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", REFUSALS], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    option, other_version = done.stdout.splitlines()
+    option, skipped, other_version = [line for line in done.stdout.splitlines() if line.startswith("REFUSED:")]
     assert "replcas" in option
+    assert "ignore_data_skip=True gives up the position in the data, which GeminiCallback restores; leave it out" in skipped
     assert "Trainer._run_epoch is missing or takes other arguments" in other_version

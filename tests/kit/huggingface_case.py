@@ -17,6 +17,7 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
@@ -83,7 +84,13 @@ class Diary:
 
 
 def bits(model: Any) -> str:
+    """Those of the whole model, or of this rank's shards."""
     found = hashlib.sha256()
+    if isinstance(model, FSDPModule):
+        shards: dict[str, Any] = model.state_dict()
+        for name in sorted(shards):
+            found.update(name.encode() + shards[name].to_local().numpy().tobytes())
+        return found.hexdigest()
     for name, param in sorted(model.module.named_parameters()):
         with gathered([param]):
             found.update(name.encode() + param.detach().float().numpy().tobytes())
@@ -96,7 +103,25 @@ def gathered(params: list[Any]) -> Any:
     return sys.modules["deepspeed"].zero.GatheredParameters(params)
 
 
+def shard_on_cpus() -> None:
+    """Makes accelerate shard on CPUs, which it does on accelerators only: to it, they are the accelerators of several processes."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    original = PartialState.__init__
+
+    def made(state: PartialState, *arguments: Any, **named: Any) -> None:
+        original(state, *arguments, **named)
+        if state.distributed_type == DistributedType.MULTI_CPU:
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+
+    PartialState.__init__ = made
+
+
 def train(run: dict[str, Any], diary: Diary) -> None:
+    if run.get("sharded"):
+        shard_on_cpus()
+
     class Tell(TrainerCallback):
         def on_train_begin(self, *_: Any, **named: Any) -> None:
             diary.engine(trainer.model_wrapped)
