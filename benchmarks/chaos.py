@@ -322,12 +322,9 @@ def summary(rounds: list[Round]) -> dict[str, Any]:
 
 
 def report(rounds: list[Round], figures: dict[str, Any]) -> str:
+    """The body of the dated report."""
     faults = [fault for round_ in rounds for fault in round_.faults]
     lines = [
-        "# Chaos: random failures on real processes",
-        "",
-        f"`{' '.join(['python', 'benchmarks/chaos.py', *sys.argv[1:]])}` at {common.revision()}, {time.strftime('%Y-%m-%d')}.",
-        f"Hardware: {json.dumps(common.hardware())}. Versions: {json.dumps(common.versions(('torch', 'gemini-ft')))}.",
         f"Settings: {json.dumps(SETTINGS)}; storage every 20 steps.",
         "",
         f"{figures['faults']} faults in {figures['rounds']} rounds; {sum(r.equal for r in rounds)} ended with the undisturbed bits.",
@@ -376,11 +373,11 @@ def main() -> int:
     rounds = campaign(options)
     figures = summary(rounds)
     if not options.quick:
-        path = common.RESULTS / f"{time.strftime('%Y-%m-%d')}-chaos.md"
-        path.write_text(report(rounds, figures))
+        title, packages = "Chaos: random failures on real processes", common.versions(("torch", "gemini-ft"))
+        path = common.write_report("chaos", title, report(rounds, figures), packages)
         print(f"report: {path}", file=sys.stderr)
     ratios = {"rounds_equal": sum(r.equal for r in rounds) / len(rounds), "worst_next_step_s": figures["worst_next_step_s"]}
-    print(json.dumps({"benchmark": "chaos", "hardware": common.hardware(), "results": figures, "ratios": ratios}))
+    common.print_result("chaos", figures, ratios)
     return 0 if all(r.equal for r in rounds) else 1
 
 
