@@ -264,7 +264,7 @@ def test_whatever_happens_to_workers_the_result_has_the_same_bits(tmp_path: Path
     assert_identical(state, undisturbed)
     done = [(event["fault"], event["iteration"]) for event in events if event["event"] == "fault"]
     expected = list(zip(ordered[:-1], [10, 16, 22, 28, 34, 40, 48], strict=True)) + [(ordered[-1], step) for step in by_chance]
-    assert done == [*expected[:3], expected[2], *expected[3:]]  # both ranks did the third
+    assert list(dict.fromkeys(done)) == expected  # both ranks do the third, if the launcher lets the second come to it
     # by both ranks, at most one step back; after the agent's death nothing needs to be resumed
     resumed = [event["iteration"] for event in resumptions(events)][::2]
     assert [step - iteration for step, iteration in zip([10, 16, 22, 28, 34, 40, *by_chance], resumed, strict=True)] in _LOST
