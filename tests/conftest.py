@@ -28,7 +28,13 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extens
 
 # Options of the developer's own shell must not reach the tests, nor the processes they start.
 _OURS = ("GEMINI_", "TORCHELASTIC_")
-for _name in [name for name in os.environ if name.startswith(_OURS)]:
+
+
+def _ours() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(_OURS)}
+
+
+for _name in _ours():
     del os.environ[_name]
 
 # What hosts remember of runs belongs to this run of the tests alone.
@@ -48,9 +54,9 @@ def _no_agent_is_left_behind() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _the_environment_is_left_as_it_was() -> Iterator[None]:
     """A job that a later test starts would inherit what an earlier one has left in it, the name of a launch for one."""
-    before = {name: value for name, value in os.environ.items() if name.startswith(_OURS)}
+    before = _ours()
     yield
-    assert {name: value for name, value in os.environ.items() if name.startswith(_OURS)} == before
+    assert _ours() == before
 
 
 @pytest.fixture

@@ -40,10 +40,7 @@ class Incoming:
         return self._tracked(connection, Receiver(self._inbound, connection, claims.host))
 
     def _committed_roots(self, version: Version) -> Mapping[int, str]:
-        session, host = self._session(), self._home.host
-        if session is not None:
-            return session.committed_roots(version)
-        return host.roots if host.committed == version else {}
+        return (self._session() or self._home.host).committed_roots(version)
 
     def _tracked(self, connection: Connection, handler: Handler) -> Handler:
         """Keeps a handler's connection, to end it with the session."""

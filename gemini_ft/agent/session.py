@@ -63,8 +63,7 @@ class Session:
         """Owner -> root of its shard; the leader knows all, of the last few commits; another host those of what it holds."""
         if self._leader is not None:
             return self._leader.committed_roots(version)
-        host = self._home.host
-        return host.roots if host.committed == version else {}
+        return self._home.host.committed_roots(version)
 
     @property
     def patience(self) -> float:

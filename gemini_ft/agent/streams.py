@@ -38,7 +38,9 @@ class Streams:
 
     def named(self, name: str) -> Stream:
         """The stream of that name; a new one if there is none."""
-        return self.by_name.setdefault(name, Stream(name, self._run))
+        if name not in self.by_name:
+            self.by_name[name] = Stream(name, self._run)
+        return self.by_name[name]
 
     def note(self, incarnation: Incarnation) -> None:
         """Takes note of an incarnation that a worker opens."""

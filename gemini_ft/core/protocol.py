@@ -153,7 +153,7 @@ class Host:
             return []  # too late to take back: it may already be committed
         effects = self._cancel_sends(owner, version)
         slots.let_go(version)
-        self.skipped[owner] = version
+        self._skip(owner, version)
         return [*effects, *self._reap(owner), *self._grant(owner), Tell(Skipped(owner, version, reason))]
 
     def worker_lost(self, owner: int) -> list[Effect]:
@@ -265,7 +265,7 @@ class Host:
             if asked:
                 del self.waiting[owner]
             if self.owns(owner) and (asked or slots.find(version) is not None):
-                self.skipped[owner] = max(version, self.skipped.get(owner, version))  # another ledger must hear of it, too
+                self._skip(owner, version)  # another ledger must hear of it, too
                 effects += [*self._cancel_sends(owner, version), Withdraw(owner, version)]
             slots.abort(version)
             effects += [*self._reap(owner), *self._grant(owner)]
@@ -309,6 +309,10 @@ class Host:
             return {}
         return {owner: self.roots.get(owner, "") for owner, hosts in self.holders.items() if self.name in hosts}
 
+    def committed_roots(self, version: Version) -> Mapping[int, str]:
+        """Owner -> root of its shard, for what is held here, if ``version`` is the newest that was committed; else nothing."""
+        return self.roots if version == self.committed else NO_ROOTS
+
     def reports(self) -> list[Report]:
         """Everything that a ledger needs to hear again, because it or the way to it was lost.
 
@@ -321,6 +325,9 @@ class Host:
         return sorted(out, key=lambda report: report.version)
 
     # -- inside
+
+    def _skip(self, owner: int, version: Version) -> None:
+        self.skipped[owner] = max(version, self.skipped.get(owner, version))
 
     def _set_sealed(self, sealed: bool) -> None:
         self.sealed = sealed

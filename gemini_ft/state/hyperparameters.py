@@ -50,7 +50,7 @@ class Hyperparameters:
             self._given = of_optimizers() | self._beside
 
     def saved(self) -> dict[str, Given]:
-        """What a snapshot says of them."""
+        """Returns what a snapshot keeps of the hyperparameters; what the script gives later is compared with it."""
         self._is_known = True
         return {"snapshot": self._given, "script": self._script}
 

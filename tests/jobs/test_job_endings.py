@@ -120,7 +120,7 @@ class Command:
 
 
 def _heed_interrupts() -> None:
-    """What a shell starts in the background ignores them, and so do all its children."""
+    """Lets a job end at Ctrl-C also where the tests run in a shell's background, whose processes and their children ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

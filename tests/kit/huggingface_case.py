@@ -84,7 +84,7 @@ class Diary:
 
 
 def bits(model: Any) -> str:
-    """Those of the whole model, or of this rank's shards."""
+    """A digest of the whole model's parameters, or of this rank's shards where the model is sharded."""
     found = hashlib.sha256()
     if isinstance(model, FSDPModule):
         shards: dict[str, Any] = model.state_dict()
