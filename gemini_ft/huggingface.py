@@ -7,7 +7,7 @@ Under DeepSpeed the options are the "gemini" section of its configuration, which
 counters. Elsewhere they are the callback's, and those of the environment. The callback adds what the Trainer keeps besides: its
 step and epoch, the position in the data, the order of the rest of the epoch, schedulers of its own, logs, callbacks
 with a state, and random numbers. A snapshot is taken when the next step begins: evaluation, logs and saving after a step
-belong to it. Under ``gemini run`` and under plain torchrun.
+belong to it. Under plain torchrun too; in workers of ``gemini run`` a Trainer without the callback is given one (`protect`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gemini_ft.state.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.state.hyperparameters import of_scheduler
 from gemini_ft.state.rng import rng_state, set_rng_state
 
-__all__ = ["GeminiCallback"]
+__all__ = ["GeminiCallback", "protect"]
 
 _log = logging.getLogger("gemini_ft")
 
@@ -226,6 +226,33 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         self._trainer._tr_loss = torch.full_like(self._trainer._tr_loss, found["loss"])
 
 
+def protect(trainer: Any) -> None:
+    """Gives a Trainer that is about to train a `GeminiCallback`, unless it has one; `gemini run` does so for unchanged scripts.
+
+    Searches for hyperparameters, and engines of DeepSpeed without a "gemini" section, are left alone. So are versions of transformers and
+    arguments that the callback refuses, with a warning.
+
+    Raises:
+        ConfigError: an option of the environment is wrong.
+    """
+    if _of(trainer) is not None or trainer.hp_search_backend is not None:
+        return
+    if trainer.is_deepspeed_enabled and "gemini" not in trainer.accelerator.state.deepspeed_plugin.deepspeed_config:
+        return
+    try:
+        _extend_trainer()
+        _refuse_skipping(trainer)
+    except ConfigError as error:
+        _log.warning("transformers' Trainer is not protected: %s", error)
+    else:
+        trainer.add_callback(GeminiCallback())
+
+
+def _refuse_skipping(trainer: Any) -> None:
+    if trainer.args.ignore_data_skip:
+        raise ConfigError("ignore_data_skip=True gives up the position in the data, which GeminiCallback restores; leave it out")
+
+
 class _Protection:
     """The protection of a training that no DeepSpeed engine protects.
 
@@ -275,8 +302,7 @@ class _Protection:
 
 def _protect(trainer: Any, options: Mapping[str, Any]) -> Any:
     """The training's protection; None if none is asked for."""
-    if trainer.args.ignore_data_skip:
-        raise ConfigError("ignore_data_skip=True gives up the position in the data, which GeminiCallback restores; leave it out")
+    _refuse_skipping(trainer)
     if not trainer.is_deepspeed_enabled:
         protection = _Protection(trainer, options)
         _kept.append(protection)
@@ -333,6 +359,8 @@ def _findings(trainer: Any) -> Iterator[Finding]:
     for callback in trainer.callback_handler.callbacks:
         if not isinstance(callback, ExportableState | GeminiCallback) and vars(callback):
             yield TRAINER_DATA.found(f"callbacks.{type(callback).__name__}")
+    if not type(trainer).__module__.startswith("transformers."):
+        yield TRAINER_DATA.found(type(trainer).__name__, note="a Trainer of another library or of the script")
     yield TRAINER_DATA.found("train_dataset", note=f"a {type(trainer.train_dataset).__name__}")
 
 

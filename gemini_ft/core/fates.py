@@ -50,7 +50,7 @@ TRAINER = declare(
     "step, epoch, order of the data, schedulers, logs of transformers' Trainer, callbacks with a state", Fate.CAPTURED, "by GeminiCallback"
 )
 TRAINER_DATA = declare(
-    "what datasets and collators of transformers' Trainer keep from sample to sample, callbacks without ExportableState",
+    "what datasets and collators of transformers' Trainer keep from sample to sample, subclasses of it, callbacks without ExportableState",
     Fate.USERS,
     "begins anew; a dataset is told its epoch (`set_epoch`)",
 )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-import traceback
 import weakref
 from collections.abc import Mapping
 from datetime import timedelta
@@ -102,15 +101,11 @@ class Protection:
         for name in _COUNTERS & vars(kind).keys():
             delattr(kind, name)
         if self._resumed and not self.is_followed and dist.get_rank() == 0:
-            callers = {frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None)}
             _log.warning(
                 "THE LOOP HAS BEGUN AGAIN, and the engine was resumed at step %d: nothing has read engine.global_steps before the first "
-                "step, so that a loop of N steps makes %d too many. %s",
+                "step, so that a loop of N steps makes %d too many. Write `for step in range(engine.global_steps, N)` (docs/deepspeed.md)",
                 self._resumed,
                 self._resumed,
-                "transformers' Trainer goes on where it was with a gemini_ft.huggingface.GeminiCallback (docs/huggingface.md)"
-                if "transformers.trainer" in callers
-                else "Write `for step in range(engine.global_steps, N)` (docs/deepspeed.md)",
             )
 
     def before_update(self) -> None:

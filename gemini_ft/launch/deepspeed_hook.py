@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from gemini_ft.errors import ConfigError
-from gemini_ft.launch.import_hook import after_import
+from gemini_ft.launch.import_hook import once_imported
 
-_MODULE = "deepspeed"
 SECTIONS = ("gemini", "gradient_pipeline")  # our sections of DeepSpeed's configuration
 
 protected = False  # whether this process has a protected engine; `gemini_ft.deepspeed.attach` says so
@@ -29,12 +26,7 @@ protected = False  # whether this process has a protected engine; `gemini_ft.dee
 
 def install() -> None:
     """Replaces ``deepspeed.initialize``: now if deepspeed is loaded, else as soon as it is. May be called any number of times."""
-    if os.environ.get("GEMINI_WRAP") == "0":
-        return
-    if (module := sys.modules.get(_MODULE)) is not None:
-        _wrap(module)
-    else:
-        after_import((_MODULE,), _wrap)
+    once_imported("deepspeed", _wrap)
 
 
 def _wrap(module: ModuleType) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Collection, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -17,6 +18,16 @@ def after_import(names: Collection[str], then: Callable[[ModuleType], None]) -> 
     """
     if not any(isinstance(finder, _Finder) and finder.then is then and set(names) <= set(finder.names) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder(names, then))
+
+
+def once_imported(name: str, then: Callable[[ModuleType], None]) -> None:
+    """Calls ``then`` with the module: now if it is loaded, else as soon as it is. ``GEMINI_WRAP=0`` keeps it from doing so."""
+    if os.environ.get("GEMINI_WRAP") == "0":
+        return
+    if (module := sys.modules.get(name)) is not None:
+        then(module)
+    else:
+        after_import((name,), then)
 
 
 class _Finder(MetaPathFinder):

@@ -27,7 +27,7 @@ from functools import partial
 
 import gemini_ft
 from gemini_ft.launch import deepspeed_hook as wrapping
-from gemini_ft.launch import notes
+from gemini_ft.launch import notes, transformers_hook
 
 _STARTERS = (
     __file__,
@@ -69,13 +69,14 @@ def die_with(launcher: int) -> None:
 
 
 def run(program: Sequence[str], copy: str | None = None) -> None:
-    """Runs ``[-m] name arguments...`` as Python itself does, in a new ``__main__``; plus `gemini_ft.launch.deepspeed_hook`.
+    """Runs ``[-m] name arguments...`` as Python itself does, in a new ``__main__``; plus the hooks for DeepSpeed and transformers.
 
     Args:
         program: script and arguments, or ``-m``, module name and arguments; the script ``-`` came through standard input.
         copy: file with the text of a script that came through a pipe.
     """
     wrapping.install()
+    transformers_hook.install()
     sys.orig_argv = [sys.executable, "-u", *program]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -200,11 +201,16 @@ def _rename(partial: Path, target: Path) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """``mkdir -p``, synced to disk level by level."""
+    """``mkdir -p``, synced to disk level by level. The folder may be gone again, if others delete what is empty."""
     if folder.is_dir():
         return
     _make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        with suppress(FileNotFoundError):  # one look tells both: gone again, or something else in its place
+            if not stat.S_ISDIR(folder.lstat().st_mode):
+                raise
     _sync_folder(folder.parent)
 
 

@@ -95,26 +95,38 @@ def test_a_loop_that_is_not_changed_goes_on_with_the_resumed_engine(tmp_path: Pa
     assert run.output.count(told) == run.output.count("Write `for step in range(engine.global_steps, N)`") == 1
 
 
-def test_a_trainer_without_the_callback_is_told_that_it_begins_again(tmp_path: Path) -> None:
-    """The section resumes the engine, and nothing the Trainer."""
+def test_a_trainer_that_knows_of_nothing_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Under DeepSpeed the section resumes the engine, and the callback that `gemini run` adds the Trainer."""
     case = {"kind": "trainer", "section": True, "arguments": {"max_steps": 6}}
     run = Run(tmp_path, case, faults="step=3:rank=1:sigkill")
     (first, again) = run.engines[0]
     assert first[1] == 0 < again[1]
-    assert run.output.count(f"THE LOOP HAS BEGUN AGAIN, and the engine was resumed at step {again[1]}: ") == 1
-    assert run.output.count("Trainer goes on where it was with a gemini_ft.huggingface.GeminiCallback (docs/huggingface.md)") == 1
-    assert run.ends[0][0]["end"] == 6  # of the Trainer's own count, so that the engine has made more
+    assert "THE LOOP HAS BEGUN AGAIN" not in run.output
+    assert f"the Trainer goes on after step {again[1]} of epoch 0" in run.output
+    assert run.ends[0][0]["end"] == 6
 
 
 def test_a_trainer_on_ddp_ends_with_the_very_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Loss, evaluation, learning rate, order of the data, random numbers, state of the Trainer and weights."""
+    """Loss, evaluation, learning rate, order of the data, random numbers, state of the Trainer and weights; in an unchanged script."""
+    undisturbed, run = _plain(tmp_path_factory, callback=False)
+    assert "[gemini" not in undisturbed.output
+    assert run.output.count("resumed at iteration") == 2
+
+
+@pytest.mark.soak
+def test_a_trainer_on_ddp_with_the_callback_ends_with_the_very_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
+    _plain(tmp_path_factory, callback=True)
+
+
+def _plain(folders: pytest.TempPathFactory, callback: bool) -> tuple[Run, Run]:
     arguments = {"save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "cosine", "warmup_steps": 3}
     case = {"kind": "trainer", "plain": True, "accumulate": 2, "arguments": arguments}
-    undisturbed = Run(tmp_path_factory.mktemp("plain"), case, faults="")
-    run = Run(tmp_path_factory.mktemp("killed"), case | {"callback": True}, faults="step=4:rank=1:sigkill; step=7:rank=0:sigkill")
+    undisturbed = Run(folders.mktemp("plain"), case, faults="", GEMINI_WRAP="0")
+    run = Run(folders.mktemp("killed"), case | {"callback": callback}, faults="step=4:rank=1:sigkill; step=7:rank=0:sigkill")
     assert [len(engines) for engines in run.engines] == [3, 3]
     for rank in range(2):
         assert run.ends[rank] == undisturbed.ends[rank]
+    return undisturbed, run
 
 
 @pytest.mark.soak
@@ -123,8 +135,8 @@ def test_a_trainer_on_fsdp2_ends_with_the_very_bits(tmp_path_factory: pytest.Tem
     sharding = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}}
     arguments = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "num_train_epochs": 2, **sharding}
     case = {"kind": "trainer", "plain": True, "sharded": True, "accumulate": 2, "arguments": arguments}
-    undisturbed = Run(tmp_path_factory.mktemp("plain"), case, faults="")
-    run = Run(tmp_path_factory.mktemp("killed"), case | {"callback": True}, faults="step=2:rank=1:sigkill; step=5:rank=0:sigkill")
+    undisturbed = Run(tmp_path_factory.mktemp("plain"), case, faults="", GEMINI_WRAP="0")
+    run = Run(tmp_path_factory.mktemp("killed"), case, faults="step=2:rank=1:sigkill; step=5:rank=0:sigkill")
     assert [[engine for engine, _ in engines] for engines in run.engines] == [["FSDPGPT2LMHeadModel"] * 3] * 2
     for rank in range(2):
         assert run.ends[rank] == undisturbed.ends[rank]
@@ -174,6 +186,51 @@ try:
 except ConfigError as error:
     print("REFUSED:", error)
 """
+
+
+UNASKED = """
+import warnings
+warnings.simplefilter("ignore")
+import torch
+from gemini_ft.launch import transformers_hook
+transformers_hook.install()
+from transformers import Trainer, TrainingArguments
+
+class Net(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.line = torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        return {"loss": self.line(x).sum()}
+
+def train(width=1, **named):
+    arguments = TrainingArguments(output_dir="out", use_cpu=True, report_to=[], **named)
+    try:
+        Trainer(model=Net(width), args=arguments, train_dataset=[{"x": torch.ones(width)}]).train()
+        print("DONE")
+    except BaseException as error:
+        print("FAILED:", type(error).__name__, error, *getattr(error, "__notes__", []))
+
+train(width=500)
+train(ignore_data_skip=True)
+Trainer._run_epoch = lambda self, epoch: None
+train()
+"""
+
+
+def test_what_a_trainer_of_gemini_run_is_told(tmp_path: Path) -> None:
+    """What is not supported runs as it is; an error of ours, in a script that has not asked for it, names the way out."""
+    env = os.environ | {"GEMINI_RUN_ID": f"{os.getpid()}-{tmp_path.name}", "GEMINI_LOG_DIR": str(tmp_path), "GEMINI_MEMORY_LIMIT": "1"}
+    done = subprocess.run([sys.executable, "-c", UNASKED], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    little, skipping, other_version = [line for line in done.stdout.splitlines() if line.startswith(("DONE", "FAILED"))]
+    assert little.endswith("`gemini run` protects every Trainer; GEMINI_WRAP=0 leaves them as they are")
+    assert skipping == "DONE"
+    assert other_version.startswith("FAILED: TypeError <lambda>()")
+    told = [line for line in done.stderr.splitlines() if "transformers' Trainer is not protected: " in line]
+    assert "ignore_data_skip=True gives up the position" in told[0]
+    assert "Trainer._run_epoch is missing or takes other arguments" in told[1]
+    assert len(told) == 2
 
 
 def test_what_the_callback_refuses(tmp_path: Path) -> None:

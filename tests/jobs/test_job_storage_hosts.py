@@ -22,7 +22,7 @@ from gemini_ft.storage.opening import open_storage
 from gemini_ft.testing import DrillError, EmulatedHosts
 
 SCRIPT = """
-import os, time
+import contextlib, os, time
 from pathlib import Path
 import torch, gemini_ft
 from torch.nn.parallel import DistributedDataParallel
@@ -42,9 +42,10 @@ for iteration in range(checkpointer.resume(), 4):
     while not (store / run / "main.stored.json").exists() and iteration == 1:
         time.sleep(0.01)
     torch.distributed.barrier()
-    if iteration == 1 and torch.distributed.get_rank() == 0:
-        (store / run).rename(store / "aside")
-        (store / run).write_text("in the way")
+    while iteration == 1 and torch.distributed.get_rank() == 0 and not (store / run).is_file():
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # an upload that has not quite ended may make its folder anew
+            (store / run).rename(store / f"aside{time.monotonic_ns()}")
+            (store / run).write_text("in the way")
     torch.distributed.barrier()
 checkpointer.close()
 """

@@ -33,6 +33,7 @@ PURE = (
     "core.traffic",
     "core.versions",
     "launch.deepspeed_hook",
+    "launch.transformers_hook",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -188,6 +189,28 @@ def test_writers_and_deleters_of_one_folder_do_not_disturb_each_other(storage: L
     assert failures == []
     assert storage.list() == []
     assert partial_files(storage) == []
+
+
+def test_a_folder_that_another_made_and_took_away_is_made_again(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What threads alone show once in many runs: mkdir says that the folder exists, and it is gone before one can look."""
+    make, there = os.mkdir, iter([True])
+
+    def mkdir(path: str | Path, mode: int = 0o777) -> None:
+        if Path(path).name == "run" and next(there, False):
+            raise FileExistsError(errno.EEXIST, "File exists", path)
+        make(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    storage.put("run/a", [b"a"])
+    assert storage.get("run/a") == b"a"
+    assert next(there, None) is None
+
+
+def test_a_dangling_link_in_place_of_a_folder_is_named(storage: LocalStorage) -> None:
+    storage.put("run/a", [b"a"])
+    (storage.root / "other").symlink_to(storage.root / "nowhere")
+    with pytest.raises(StorageError, match="is a link"):
+        storage.put("other/a", [b"a"])
 
 
 # -- disks that do not take it --------------------------------------------------------------------
