@@ -212,17 +212,39 @@ def _asked(sock: socket.socket, pulse: Pulse) -> bool | None:
 
 
 def _start(run: str, host: str, estate: Estate, deadline: float) -> None:
-    """Starts an agent with a former one's estate, and returns when it listens."""
+    """Starts an agent with a former one's estate, and returns when it listens, or when it has left its place to another's agent.
+
+    Not when any agent listens: one that was started elsewhere (as a service, for example) would be without the estate, and ours, which
+    finds the address taken and ends, would take it along.
+    """
     process = lifecycle.spawn(run, host, estate.fds, estate.arguments)
-    while time.monotonic() < deadline and not lifecycle.is_listening(run, host):
-        if process.poll() is not None and process.returncode != 0:
+    while time.monotonic() < deadline:
+        if process.poll() is None:
+            if _listening_pid(run, host) == process.pid:
+                return
+        elif process.returncode != 0:
             process = lifecycle.spawn(run, host, estate.fds, estate.arguments)
+        elif (sock := lifecycle.try_connect(run, host)) is not None:
+            with sock:
+                _hand_over(sock, estate)
+            return
         time.sleep(_POLL)
-    if estate.slots and process.poll() is not None and (sock := lifecycle.try_connect(run, host)) is not None:
-        with sock:  # another process's agent was quicker, a service's for example
-            for at in range(0, len(estate.slots), _BATCH):
-                fds, shared = estate.slots[at : at + _BATCH], estate.shared[at : at + _BATCH]
-                socket.send_fds(sock, [pack(Adopt(count=len(fds), shared=shared))], fds)
+
+
+def _listening_pid(run: str, host: str) -> int | None:
+    if (sock := lifecycle.try_connect(run, host)) is None:
+        return None
+    with sock:
+        return credentials(sock)[0]
+
+
+def _hand_over(sock: socket.socket, estate: Estate) -> None:
+    """Gives slots to an agent that runs already; returns when it has them."""
+    for at in range(0, len(estate.slots), _BATCH):
+        fds, shared = estate.slots[at : at + _BATCH], estate.shared[at : at + _BATCH]
+        socket.send_fds(sock, [pack(Adopt(count=len(fds), shared=shared))], fds)
+    if estate.slots:
+        _asked(sock, Pulse(_START_TIMEOUT))
 
 
 def replace(run: str, host: str, listener: Listener, why: str) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from agent_kit import Job, agent_pid, eventually
 from rank_kit import World
 from session_case import loop, stop_the_agent_for_good
 
-from gemini_ft.agent import revival
+from gemini_ft.agent import lifecycle, revival
 from gemini_ft.agent.hangs import HangDetector
 from gemini_ft.core.versions import Incarnation, Version
 
@@ -72,6 +73,25 @@ class TestReplacement:
         job.open(again, resumed=resumed, sources={0: ["a"], 1: ["b"]})
         assert again[0].verify(resumed) == [0, 1]
         job.commit(again, 3, 4)
+
+    def test_an_agent_that_was_started_elsewhere_and_was_quicker_gets_the_memory(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Ours finds the address taken and ends; what it was to inherit must not end with it."""
+        ranks = job.start(hello=IMPATIENT)
+        job.commit(ranks, 1, 2)
+        for rank in ranks:
+            rank.close()
+        os.kill(job.pid("b"), signal.SIGSTOP)
+        spawn = lifecycle.spawn
+
+        def spawn_second(run: str, host: str, fds: Sequence[int] = (), arguments: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+            if fds:
+                spawn(run, host)
+                eventually(lambda: lifecycle.is_listening(run, host), "the quicker agent")
+            return spawn(run, host, fds, arguments)
+
+        monkeypatch.setattr(lifecycle, "spawn", spawn_second)
+        _, again = job.join(["a", "b"], **IMPATIENT)
+        assert {(slot.owner, slot.version.iteration) for slot in again.inventory()} == {(o, i) for o in (0, 1) for i in (1, 2)}
 
     def test_the_launcher_notices_too(self, job: Job) -> None:
         (rank,) = [job.process("a", 0, agent_timeout=0.6)]
