@@ -5,7 +5,7 @@ from __future__ import annotations
 from gemini_ft.agent.gate import Gate
 from gemini_ft.agent.home import Home
 from gemini_ft.agent.memory import SlotMemory
-from gemini_ft.agent.outgoing import Outgoing
+from gemini_ft.agent.outgoing import Outgoing, end_of
 from gemini_ft.agent.pacing import Pacing
 from gemini_ft.agent.sending import Common, Link
 from gemini_ft.core.versions import Version
@@ -31,7 +31,8 @@ class Outbound:
     def send(self, owner: int, version: Version, slot: int, memory: SlotMemory, peer: str) -> None:
         if peer not in self._links:
             self._links[peer] = Link(self._common, peer, self._spec.addresses[peer], self._home.claims("replicate", peer))
-        self._links[peer].send(Outgoing(owner, version, slot, memory))
+        end = end_of(owner, memory) if memory.version == version else None  # copied already, with an agent before this one
+        self._links[peer].send(Outgoing(owner, version, slot, memory, end))
 
     def cancel(self, owner: int, version: Version, peer: str) -> None:
         if peer in self._links:

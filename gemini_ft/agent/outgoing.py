@@ -56,3 +56,17 @@ class Outgoing:
         self.outside, self.spans = 0, {}
         self.resend.clear()
         self.presumed.clear()
+
+
+def end_of(owner: int, memory: SlotMemory, digest: str = "") -> End:
+    """What follows the last chunk of a shard that is complete here."""
+    assert memory.version is not None
+    return End(
+        owner=owner,
+        iteration=memory.version.iteration,
+        extras_bytes=memory.extras_bytes,
+        chunks=len(memory.chunks),
+        layout=memory.shape.layout_hash,
+        digest=digest,
+        root=memory.root,
+    )

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from gemini_ft.agent.home import Home
 from gemini_ft.agent.inbound import REPLICA_SLOTS, Inbound, may_be_written_by_another, shape_of
 from gemini_ft.agent.outbound import Outbound
+from gemini_ft.agent.outgoing import end_of
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.errors import AgentError
 from gemini_ft.wire.messages import Chunk, kind_of
-from gemini_ft.wire.peer_messages import End
 from gemini_ft.wire.worker_messages import Copied, GiveUp, Request, Reserve, Reserved, ToAgent
 
 
@@ -62,6 +62,7 @@ class OwnShards:
         )
         worker.send(reserved, fds)
         self._inbound.entrust_all()
+        home.perform(home.host.send_again(owner))
 
     def _chunk(self, owner: int, chunk: Chunk) -> None:
         """Takes note of a chunk that the worker has copied: it may travel."""
@@ -85,14 +86,5 @@ class OwnShards:
             home.note_damage(owner, version)
             home.perform(home.host.give_up(owner, version, "its checksums did not come here as they left the worker"))
             return
-        end = End(
-            owner=owner,
-            iteration=message.iteration,
-            extras_bytes=message.extras_bytes,
-            chunks=len(memory.chunks),
-            layout=memory.shape.layout_hash,
-            digest=message.digest,
-            root=memory.root,
-        )
-        self._outbound().copied(owner, version, end)
+        self._outbound().copied(owner, version, end_of(owner, memory, message.digest))
         home.perform(home.host.copied(owner, version, memory.shape.layout_hash, message.digest, memory.root))

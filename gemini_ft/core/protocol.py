@@ -176,6 +176,15 @@ class Host:
         """Takes note that the worker has laid down all bytes of its shard."""
         return self._completed(owner, version, layout, digest, root)
 
+    def send_again(self, owner: int) -> list[Effect]:
+        """Sends what a local worker had copied with the agent before this one: it may not have reached all peers.
+
+        The ledger would wait for them until it leaves them out.
+        """
+        whole = [(slot, slot.version) for slot in self.slots(owner).undecided() if slot.state is SlotState.COMPLETE and slot.version]
+        adopted = [(slot, version) for slot, version in whole if self.owns(owner) and (owner, version) not in self.details]
+        return [effect for slot, version in adopted for effect in self._sends(owner, slot, version)]
+
     def sent(self, owner: int, slot_index: int, peer: str) -> list[Effect]:
         """Takes note that the peer acknowledged all bytes, or the connection is closed: nothing refers to the slot any more."""
         return self.release(owner, slot_index, f"send:{peer}")
@@ -368,9 +377,13 @@ class Host:
         if (slot := slots.begin(version)) is None:
             return []
         del self.waiting[owner]
-        peers = [peer for peer in self.holders.get(owner, ()) if peer != self.name]
+        return [Grant(owner, slot.index, version), *self._sends(owner, slot, version)]
+
+    def _sends(self, owner: int, slot: Slot, version: Version) -> list[Effect]:
+        """Sends a slot to the peers to which it is not on its way yet."""
+        peers = [peer for peer in self.holders.get(owner, ()) if peer != self.name and f"send:{peer}" not in slot.readers]
         slot.readers.update(f"send:{peer}" for peer in peers)
-        return [Grant(owner, slot.index, version), *(Send(owner, slot.index, version, peer) for peer in peers)]
+        return [Send(owner, slot.index, version, peer) for peer in peers]
 
     def _settle_torn(self, owner: int) -> None:
         """Takes note that the local worker does not write into the slots of aborted versions any more."""

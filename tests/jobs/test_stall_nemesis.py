@@ -57,6 +57,12 @@ def mend(job: Job, rank: Rank, iteration: int) -> None:
     rank.give_up(iteration)
 
 
+def shards(job: Job, host: str, owner: int) -> list[str]:
+    """State and version of a shard's slots on a host."""
+    found: list[str] = job.status(host)["streams"]["main"]["shards"][str(owner)]
+    return found
+
+
 LENGTHS = pytest.mark.parametrize("for_good", [False, pytest.param(True, marks=_SOAK)], ids=["short", "for good"])
 VICTIMS = pytest.mark.parametrize("victim", [0, pytest.param(1, marks=_SOAK)], ids=["leader", "member"])
 
@@ -151,6 +157,30 @@ def test_what_a_hung_agent_was_told_is_not_waited_for(job: Job) -> None:
     ranks[1].reconnect(job.version(1))
     job.commit(ranks, 3)
     has_same_bytes(job, ranks, 3)
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["leader", "member"])
+def test_what_was_copied_and_had_not_travelled_travels_after_the_agent_was_replaced(job: Job, victim: int) -> None:
+    """The ledger need not wait until it leaves the other holder out: it would, for an hour."""
+    ranks = job.start(hello=PATIENCE, replica_timeout=3600.0)
+    job.commit(ranks, 1)
+    for rank in ranks:
+        rank.request(2)
+    last, other = ranks[victim], ranks[1 - victim]
+    other.copy(2)
+    last.granted(2)
+    for rank in ranks:
+        eventually(lambda rank=rank: "complete:2" in shards(job, rank.host, other.rank), "the copies of the other's shard")
+    pause(job, other.host, for_good=True)  # nothing more arrives there
+    last.copy(2)
+    eventually(lambda: "complete:2" in shards(job, last.host, last.rank), "its own copy")
+    pause(job, last.host, for_good=True)
+    for rank in ranks:
+        eventually(lambda rank=rank: rank.client.lost, "the end of the agent that hung")
+        rank.reconnect(job.version(1))
+    for rank in ranks:
+        rank.wait_for("commit", iteration=2)
+    has_same_bytes(job, ranks, 2)
 
 
 @pytest.mark.parametrize("for_good", [pytest.param(False, marks=_SOAK), True], ids=["short", "for good"])

@@ -12,7 +12,7 @@ from gemini_ft.core.slots import Slot, SlotState
 from gemini_ft.core.versions import Version
 from miniature.transfer import Fetch, Link, Outgoing
 from miniature.truth import check
-from miniature.wire import Connection, Memory, Step
+from miniature.wire import CHUNKS, Connection, Memory, Step
 from miniature.worker import Session, Uploading, Worker
 
 if TYPE_CHECKING:
@@ -138,6 +138,7 @@ class Node:
                 self.say("report", report)  # the agent's duty: a new ledger hears its own host too
             if reached > (worker.session.resumed.iteration if worker.session.resumed else 0):
                 self.perform(self.host.arrived(worker.rank, Version(worker.session.incarnation, reached)))
+            self.perform(self.host.send_again(worker.rank))
         self.job.returned(self, brought)
 
     # -- memory
@@ -256,6 +257,8 @@ class Node:
                 case Send(owner, index, version, peer):
                     out = Outgoing(owner, version, index, self.memory[owner, index])
                     out.memory.readers.append(out)
+                    if out.memory.header == version:  # copied with an agent before this one
+                        out.copied, out.end = CHUNKS, (f"layout {out.memory.shape}", "", out.memory.root(version, owner))
                     self.links.setdefault(peer, Link(self, peer)).active.append(out)
                 case CancelSend(owner, version, peer):
                     self.links[peer].cancel(owner, version)
