@@ -158,6 +158,8 @@ def test_a_gradient_pipeline_needs_a_section_only(tmp_path: Path, callback: bool
     run = TRAINER | {"config": {"gradient_pipeline": rules}, "arguments": {"num_train_epochs": 1}, "callback": callback}
     done = Run(tmp_path, run, faults="", **({"GEMINI_WRAP": "0"} if callback else {}))
     assert "gradient_pipeline: rule 1 (params='*', sync=dense, compress=topk) keeps a memory of the whole gradients" in done.output
+    nothing = 'GeminiCallback keeps nothing: the DeepSpeed configuration has no "gemini" section; {} in it means the defaults'
+    assert (nothing in done.output) == callback
     assert {engine for of in done.engines for engine in of} == {("DeepSpeedEngine", 0)}
     assert done.ends[0][-1]["bits"] == done.ends[1][-1]["bits"]
     assert done.ends[0][-1]["end"] == 6

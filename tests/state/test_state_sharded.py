@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import os
 import warnings
 from collections.abc import Iterator
@@ -79,7 +80,9 @@ def build(mesh: DeviceMesh | None, seed: int) -> tuple[Any, Optimizer]:
     """FSDP2 over ``mesh``, or DDP."""
     model: Any = Uneven(seed)
     if mesh is None:
-        wrapped = nn.parallel.DistributedDataParallel(model, forward_sync_buffers=False)
+        known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+        name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # the name until torch 2.12
+        wrapped = nn.parallel.DistributedDataParallel(model, **{name: False})
         return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
     for layer in (model.first, model.second, model.last, model):
         fully_shard(layer, mesh=mesh)
