@@ -63,14 +63,14 @@ def _attempt(indices: torch.Tensor, parts: torch.Tensor, count: int, seed: int, 
 
         memory, serial = fill(indices, parts, count, seed, slots, slots // SERIAL)
     else:
-        memory, serial = _fill(indices, parts, count, seed, slots, slots // SERIAL)
+        memory, serial = fill_table(indices, parts, count, seed, slots, slots // SERIAL)
     if int(serial.max()) > slots // SERIAL:
         return None
     used = memory != 0
     return Grouping(memory[used] - 1, used.sum(1).tolist(), int(serial.sum()), memory.numel(), attempts)
 
 
-def _fill(
+def fill_table(
     indices: torch.Tensor, parts: torch.Tensor, count: int, seed: int, parallel: int, serial: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same rounds as the kernel's, each for all indices at once: of those that want a slot, one gets it.

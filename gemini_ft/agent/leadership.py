@@ -29,8 +29,8 @@ _TICK = 0.25  # seconds between looks for late holders
 _HEARTBEAT = 1.0  # seconds
 _SILENCE = 2.5  # seconds after which a host of which nothing is heard may be lost
 _AGAIN = 5.0  # seconds between two attempts at the last upload of a job
-_SLOW_UPLOAD = 600.0  # seconds
-_TIDY_AGAIN = 2.0  # seconds between two attempts to delete old checkpoints
+SLOW_UPLOAD = 600.0  # seconds
+TIDY_AGAIN = 2.0  # seconds between two attempts to delete old checkpoints
 _AHEAD = 8  # steps that a change of pace is announced before it counts; a rank that hears it later loses a snapshot
 
 
@@ -155,9 +155,9 @@ class Leader:
         version, since = self._upload
         if self.book.uploading != version:
             self._upload = (self.book.uploading, now)
-        elif version is not None and now - since > _SLOW_UPLOAD:
+        elif version is not None and now - since > SLOW_UPLOAD:
             self._upload = (version, now)
-            self._tell(Notice(text=f"storage: the upload of {version} is not over after {_SLOW_UPLOAD:g} s more; does the storage hang?"))
+            self._tell(Notice(text=f"storage: the upload of {version} is not over after {SLOW_UPLOAD:g} s more; does the storage hang?"))
 
     def _apply(self, decisions: list[Decision]) -> None:
         for decision in decisions:
@@ -175,7 +175,7 @@ class Leader:
             await self._storing.uploader.write_manifest(decision.version, dict(decision.records))
             if trouble := await self._storing.tidy():
                 self.book.obstacle = trouble
-                self._tasks.spawn(self._tidy(_TIDY_AGAIN))
+                self._tasks.spawn(self._tidy(TIDY_AGAIN))
         except GeminiError as failure:
             error = str(failure)
         except Exception as failure:  # a fault of ours must not leave the upload unfinished for ever
@@ -188,7 +188,7 @@ class Leader:
         assert self._storing is not None
         while trouble := await self._storing.tidy():
             self.book.obstacle = trouble
-            await asyncio.sleep(_TIDY_AGAIN)
+            await asyncio.sleep(TIDY_AGAIN)
         self._apply(self.book.unobstructed(time.monotonic()))
 
     def _tell(self, message: PeerMessage) -> None:

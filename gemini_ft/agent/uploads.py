@@ -35,7 +35,7 @@ _HOME_SECONDS = 5.0  # for this host's note in its home folder, which may hang
 _ATTEMPTS = 4
 _DELETING = "deleting old checkpoints"
 _UPLOADS = "an upload"
-_BACKOFF = 0.5  # seconds before the second attempt, doubled for each further one
+BACKOFF = 0.5  # seconds before the second attempt, doubled for each further one
 
 
 class Uploader:
@@ -51,7 +51,7 @@ class Uploader:
         keep = (self.config.kept, self.config.keep_every)
         self._closed = asyncio.Event()
         self._retention = Retention(self._reopen, run, spec.stream, *keep, frozenset(spec.damaged))
-        self._tasks, self._background = Tasks(), Tasks()
+        self._tasks, self.background = Tasks(), Tasks()
         self._logical_hash = ""
         self._transfers: dict[int, Transfer] = {}  # owner -> its shard's upload
         self._written: dict[Version, set[str]] = {}  # keys of this host's shards of uploads that are not over
@@ -105,7 +105,7 @@ class Uploader:
             self._clear_away(version)
             return self._failed(version, error)
         self._newest = (version, time.time())
-        self._background.spawn(asyncio.to_thread(note_on_host, self.config.url, self._run, self._spec.stream, version))  # a home may hang
+        self.background.spawn(asyncio.to_thread(note_on_host, self.config.url, self._run, self._spec.stream, version))  # a home may hang
         self._written.pop(version, None)
         since, _ = self._failures.pop(_UPLOADS, (0.0, ""))
         if not since:
@@ -138,7 +138,7 @@ class Uploader:
         if keys := self._written.pop(version, set()):
             with self._clearing:
                 self._leftovers |= keys
-            self._background.spawn(asyncio.to_thread(self._delete_leftovers))
+            self.background.spawn(asyncio.to_thread(self._delete_leftovers))
 
     def _delete_leftovers(self) -> str:
         """Deletes leftovers; returns the reason if they could not be deleted, else an empty string."""
@@ -290,7 +290,7 @@ class Uploader:
                 if begins:
                     self._log(f"storage: {error}; it is tried again")
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._closed.wait(), _BACKOFF * 2**attempt)
+                    await asyncio.wait_for(self._closed.wait(), BACKOFF * 2**attempt)
             else:
                 if what in self._failures:
                     self._log(f"storage: {what} works again after {time.time() - self._failures.pop(what)[0]:.0f} s")

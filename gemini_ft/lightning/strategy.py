@@ -116,7 +116,7 @@ class GeminiMixin(Gemini, _Strategy):
         super().teardown()
 
     def _gemini_close_gradients(self) -> None:
-        if self._gemini_rules is not None:
+        if self.gemini_rules is not None:
             self.gradients.close()
 
     # --- Lightning's own saving and restoring
@@ -188,13 +188,13 @@ class GeminiDdpMixin(GeminiMixin, _DDPStrategy):
     """A mixin over DDPStrategy. A gradient pipeline is DDP's communication hook; a user's hook gets all that no rule matches."""
 
     def _register_ddp_hooks(self) -> None:
-        if self._gemini_rules is None:
+        if self.gemini_rules is None:
             super()._register_ddp_hooks()
         else:  # on CPUs too, where Lightning leaves hooks out
-            self.gradients = synchronizer_of(self.model, self._gemini_rules, self.precision_plugin, compat.ddp_hook(self))
+            self.gradients = synchronizer_of(self.model, self.gemini_rules, self.precision_plugin, compat.ddp_hook(self))
 
     def _gemini_backward_over(self) -> None:
-        if self._gemini_rules is not None:
+        if self.gemini_rules is not None:
             self.gradients.backward_over()
 
     def on_exception(self, exception: BaseException) -> None:

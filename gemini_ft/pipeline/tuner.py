@@ -25,8 +25,8 @@ from gemini_ft.pipeline.watch import Watch
 from gemini_ft.trials import Terms, Trial
 
 _log = logging.getLogger("gemini_ft")
-_CLOSE = 2.0  # of the best predicted time, up to which a candidate is tried
-_TERMS = Terms(visit=3, rounds=16, slower={1: 1.25, 4: 1.08, 8: 1.04})
+CLOSE = 2.0  # of the best predicted time, up to which a candidate is tried
+TERMS = Terms(visit=3, rounds=16, slower={1: 1.25, 4: 1.08, 8: 1.04})
 
 
 @dataclass
@@ -112,7 +112,7 @@ class Tuner:
             found = candidates.of(rule)
             self._adopt(rule, found[0])
             bf16 = next((each for each in found if each.label.startswith("bf16")), None)
-            close = [each for each in found if each.predicted <= _CLOSE * found[0].predicted or each is bf16]
+            close = [each for each in found if each.predicted <= CLOSE * found[0].predicted or each is bf16]
             if len(close) > 1:
                 self._trials.append(_RuleTrial(rule, close, Trial.of(len(close))))
         self._begin_trial()
@@ -134,9 +134,9 @@ class Tuner:
 
     def _tried(self, seconds: float | None) -> None:
         each = self._trials[0]
-        if each.trial.note(_TERMS, seconds):
+        if each.trial.note(TERMS, seconds):
             times = slowest(each.trial.medians(), self._averager.group)
-            if (chosen := each.trial.judge(_TERMS, times)) is not None:
+            if (chosen := each.trial.judge(TERMS, times)) is not None:
                 self._end_trial(chosen, times)
                 return
         self._adopt(each.rule, each.current)

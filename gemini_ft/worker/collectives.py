@@ -98,6 +98,11 @@ class Observer:
             self._waiting = value
             self._publish()
 
+    @property
+    def polled(self) -> int:
+        """How many collectives of this process are being polled, since they do not tell when they are over."""
+        return self._traffic.polled
+
     # -- told by the traffic, which holds its lock
 
     def begun(self, flight: _Flight) -> None:
@@ -151,6 +156,10 @@ class _Traffic:
         """Stops listening; collectives in flight end as usual."""
         self._library._destroy()
         self._watch.close()
+
+    @property
+    def polled(self) -> int:
+        return len(self._watch.works)
 
     # -- inside
 
@@ -245,14 +254,14 @@ class _Watch:
 
     def __init__(self, over: Callable[[_Flight], None]) -> None:
         self._over = over
-        self._works: list[tuple[_Flight, Any]] = []
+        self.works: list[tuple[_Flight, Any]] = []
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stop = False
 
     def add(self, flight: _Flight, work: Any) -> None:
         with self._condition:
-            self._works.append((flight, work))
+            self.works.append((flight, work))
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="gemini-collectives", daemon=True)
                 with contextlib.suppress(RuntimeError):  # no thread can be started: perhaps at the next collective
@@ -271,13 +280,13 @@ class _Watch:
         yield_to_training()
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._works or self._stop)
+                self._condition.wait_for(lambda: self.works or self._stop)
                 if self._stop:
                     return
-                works = list(self._works)
+                works = list(self.works)
             done = [each for each in works if each[0].end is not None or each[1].is_completed()]  # or the observer has forgotten it
             with self._condition:
-                self._works = [each for each in self._works if each not in done]
+                self.works = [each for each in self.works if each not in done]
             for flight, _ in done:
                 self._over(flight)
             if len(done) < len(works):

@@ -202,7 +202,7 @@ def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], 
         missing = sorted(host for host, domain in domains.items() if not domain)
         raise ConfigError(f"hosts {missing} have no failure domain, others have one; set GEMINI_DOMAIN on all hosts or on none")
     placed = placement.place(sorted(infos), config.replicas, domains if all(domains.values()) else None)
-    _check_addresses(infos.values())
+    check_addresses(infos.values())
     plan = choice.plan
     rebuildable = plan.sources if plan.world_size == len(everyone) else {}  # shards of another cut are never asked for again
     known = [info.known for info in infos.values() if info.known is not None]
@@ -233,7 +233,7 @@ def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], 
     )
 
 
-def _check_addresses(infos: Collection[HostInfo]) -> None:
+def check_addresses(infos: Collection[HostInfo]) -> None:
     machines = {info.machine for info in infos}
     deaf = sorted(info.host for info in infos if is_loopback(info.address[0]))
     if len(machines) > 1 and deaf:

@@ -125,7 +125,7 @@ def lanes(module: Any, fake: FakeAccelerator) -> None:
 
 def turns(module: Any, fake: FakeAccelerator) -> None:
     """What was put in the background comes after what its caller's stream has queued, and is there when its future is."""
-    line, stream = module._Line(), fake.Stream()
+    line, stream = module.Line(), fake.Stream()
     tensor = fake.tensor(torch.zeros(COUNT))
     with fake.stream(stream):
         tensor.fill_(3.0)
@@ -137,7 +137,7 @@ def turns(module: Any, fake: FakeAccelerator) -> None:
 def measuring(module: Any, fake: FakeAccelerator) -> None:
     """A time is taken when all that was queued is done."""
     tensor = fake.tensor(torch.zeros(COUNT)).fill_(3.0)
-    module._now(DEVICE)
+    module.now_on(DEVICE)
     assert tensor.elem.tolist() == [3.0] * COUNT
 
 

@@ -250,8 +250,7 @@ def test_whoever_breaks_every_connection_does_not_fill_the_log() -> None:
         common = Common(home, traffic, Gate(traffic), None, lambda: b"")  # type: ignore[arg-type]
         claims = Claims(run="run", stream="main", host="a", to="b", role="replicate", incarnation=None)
         link = Link(common, "b", ("127.0.0.1", 1), claims)
-        link._task.cancel()
-        link._active = [SimpleNamespace(cancelled=False)]  # type: ignore[list-item]
+        link.send(SimpleNamespace(cancelled=False))  # type: ignore[arg-type]
         for _ in range(200):
             link.on_lost("the tag is wrong")
 
