@@ -25,7 +25,7 @@ _BETTER = 1 - 1e-12  # less is rounding
 
 
 @dataclass(frozen=True)
-class Plan:
+class OptionPlan:
     """An option for each tensor, and the seconds of one iteration that the timeline predicts for them."""
 
     options: tuple[Option, ...]
@@ -41,7 +41,7 @@ def predict(backward: Backward, costs: TensorCosts, chosen: Sequence[Option]) ->
     return Exchange(backward, OptionTable(chosen, (), costs), chosen).seconds()
 
 
-def plan(backward: Backward, costs: TensorCosts, candidates: Iterable[Option] | None = None, exhaustive: int = 500) -> Plan:
+def plan(backward: Backward, costs: TensorCosts, candidates: Iterable[Option] | None = None, exhaustive: int = 500) -> OptionPlan:
     """Runs both algorithms; by its prediction the result is never slower than an all-reduce of every tensor.
 
     Args:
@@ -64,7 +64,7 @@ def plan(backward: Backward, costs: TensorCosts, candidates: Iterable[Option] | 
     choose(exchange, backward.nbytes)
     if moved:
         offload(exchange, backward.nbytes, exhaustive)
-    return Plan(exchange.options, exchange.seconds())
+    return OptionPlan(exchange.options, exchange.seconds())
 
 
 def choose(exchange: Exchange, nbytes: Sequence[int], *, skip: bool = True) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gemini_ft.config import TrafficConfig
-from gemini_ft.core.schedule import Link
+from gemini_ft.core.schedule import LinkCost
 from gemini_ft.core.traffic import Profile, room
 from gemini_ft.wire.control_page import ControlPage
 
@@ -23,7 +23,7 @@ SLICE = 128 * 2**10  # bytes of a slice while the speed of the network is not kn
 _SLICE_SECONDS = {"tcp": 0.004, "collective": 0.02}
 LARGEST = 4 * 2**20  # bytes of a slice
 PATIENCE = 1.0  # seconds that a snapshot has for idle network, while the length of a step is not known
-_BREATH = 0.001  # seconds between looks at how much is on its way
+_BREATH = 0.001  # seconds between looks at how much is on its carrier
 _OVERDUE = 0.05  # seconds between looks at whether a collective that was to come has not
 
 
@@ -36,7 +36,7 @@ class Pass:
     outside: bool = False
 
 
-class Way(Protocol):
+class InFlight(Protocol):
     """A carrier of bytes."""
 
     @property
@@ -51,9 +51,9 @@ class Gate:
         self._traffic = traffic
         self._pages: dict[int, ControlPage] = {}  # rank -> its page
         self.profiles: dict[int, Profile] = {}
-        self.link: Link | None = None
+        self.link: LinkCost | None = None
         self.interval = 1  # steps between snapshots
-        self._ways: dict[object, Way] = {}  # sender -> its carrier
+        self._in_flight: dict[object, InFlight] = {}  # sender -> its carrier
         self._waiting = 0
         self._changed = asyncio.Event()
 
@@ -81,12 +81,12 @@ class Gate:
 
     # -- the links that send
 
-    def register(self, sender: object, way: Way) -> None:
-        """Counts the bytes that this sender has under way."""
-        self._ways[sender] = way
+    def register(self, sender: object, carrier: InFlight) -> None:
+        """Counts the bytes that this sender has under carrier."""
+        self._in_flight[sender] = carrier
 
     def release(self, sender: object) -> None:
-        self._ways.pop(sender, None)
+        self._in_flight.pop(sender, None)
 
     @property
     def step_seconds(self) -> float | None:
@@ -151,7 +151,7 @@ class Gate:
 
     @property
     def _under_way(self) -> int:
-        return sum(way.unacknowledged for way in self._ways.values())
+        return sum(carrier.unacknowledged for carrier in self._in_flight.values())
 
     def _listen(self, more: int) -> None:
         self._waiting += more

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from gemini_ft.agent.memory import SlotMemory
-from gemini_ft.agent.progress import Transfer
+from gemini_ft.agent.progress import TransferProgress
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.config import StorageConfig
 from gemini_ft.core.layout import Layout
@@ -53,7 +53,7 @@ class Uploader:
         self._retention = Retention(self._reopen, run, spec.stream, *keep, frozenset(spec.damaged))
         self._tasks, self.background = Tasks(), Tasks()
         self._logical_hash = ""
-        self._transfers: dict[int, Transfer] = {}  # owner -> its shard's upload
+        self._transfers: dict[int, TransferProgress] = {}  # owner -> its shard's upload
         self._written: dict[Version, set[str]] = {}  # keys of this host's shards of uploads that are not over
         self._leftovers: set[str] = set()  # and of those that failed
         self._clearing = threading.Lock()
@@ -174,7 +174,7 @@ class Uploader:
             raise StorageError(f"nothing more is written while the shards of failed uploads cannot be deleted: {trouble}")
         self._recall()
         self._written.setdefault(version, set()).add(key)
-        transfer = self._transfers[owner] = Transfer(f"upload of rank {owner}'s shard of {version}", shape.data_bytes, self._log)
+        transfer = self._transfers[owner] = TransferProgress(f"upload of rank {owner}'s shard of {version}", shape.data_bytes, self._log)
         committed = Committed(owner, version, memory.root, shape.chunk_bytes)
         record = write_shard(self._storage, key, Layout.from_bytes(shape.layout), data, extras, transfer.add, committed)
         try:

@@ -1,7 +1,7 @@
 """Runs a program in this process as ``python SCRIPT`` or ``python -m MODULE`` would, in a new ``__main__``.
 
 Both kinds of workers of ``gemini run`` come here: those that are forked (`gemini_ft.launch.forkserver`) and
-those that are not (`gemini_ft.launch.cold`).
+those that are not (`gemini_ft.launch.cold_start`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import api as torch_api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from gemini_ft.errors import GeminiError
-from gemini_ft.launch import cold, forkserver
+from gemini_ft.launch import cold_start, forkserver
 from gemini_ft.launch.early import Early, read_early
 from gemini_ft.launch.grace import Process, Workers
 from gemini_ft.launch.script import import_root, starter
@@ -343,7 +343,7 @@ def forked_workers(
     workers = Workers()
     warm = WarmStart(partial(ForkServer, program, modules, workers, early, copy))
     try:
-        with _started_by(workers, warm, partial(cold.command, copy=copy)):
+        with _started_by(workers, warm, partial(cold_start.command, copy=copy)):
             yield
     finally:
         warm.close()
@@ -355,7 +355,7 @@ def cold_workers(copy: Path | None = None, by_python: bool = False) -> Iterator[
 
     Args:
         copy: of the script, which has come through a pipe.
-        by_python: whether Python itself runs the program, and not `gemini_ft.launch.cold`, which knows scripts and modules only.
+        by_python: whether Python itself runs the program, and not `gemini_ft.launch.cold_start`, which knows scripts and modules only.
     """
     if not _is_known():
         logger.warning(
@@ -364,7 +364,7 @@ def cold_workers(copy: Path | None = None, by_python: bool = False) -> Iterator[
         )
         yield
         return
-    with _started_by(Workers(), None, tuple if by_python else partial(cold.command, copy=copy)):
+    with _started_by(Workers(), None, tuple if by_python else partial(cold_start.command, copy=copy)):
         yield
 
 

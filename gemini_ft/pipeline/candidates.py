@@ -14,7 +14,7 @@ from gemini_ft.compression import cupcake, espresso
 from gemini_ft.compression.base import layout_of
 from gemini_ft.compression.costs import Affine, Fit
 from gemini_ft.compression.espresso_costs import TensorCosts, alpha_beta
-from gemini_ft.compression.espresso_options import Codec, Collective, Option, Processor, Routine, Step
+from gemini_ft.compression.espresso_options import Codec, Collective, ExchangePart, Option, Processor, Routine
 from gemini_ft.compression.timeline import Backward, even, simulate
 from gemini_ft.compression.topology import Scope, Topology
 from gemini_ft.pipeline.averager import Averager
@@ -162,7 +162,7 @@ def processors(device: torch.device) -> tuple[Processor, ...]:
 
 def _gathered(processor: Processor) -> Option:
     """The plainest option with all compressing and decompressing on one processor; for the CPU with the way there and back."""
-    payloads = Collective(Routine.ALL_GATHER, Scope.FLAT, Step.WHOLE, compressed=True)
+    payloads = Collective(Routine.ALL_GATHER, Scope.FLAT, ExchangePart.WHOLE, compressed=True)
     return Option((Codec(True, processor), payloads, Codec(False, processor)))
 
 

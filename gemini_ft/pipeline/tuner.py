@@ -20,8 +20,8 @@ from gemini_ft.pipeline.averager import Averager
 from gemini_ft.pipeline.candidates import Candidate, Candidates
 from gemini_ft.pipeline.measuring import slowest
 from gemini_ft.pipeline.plan import Tensor, in_order
+from gemini_ft.pipeline.ready_times import ReadyTimes
 from gemini_ft.pipeline.rules import PLANNED
-from gemini_ft.pipeline.watch import Watch
 from gemini_ft.trials import Terms, Trial
 
 _log = logging.getLogger("gemini_ft")
@@ -58,7 +58,7 @@ class Tuner:
 
     Args:
         averager: whose plan it is.
-        watch: knows when gradients become ready.
+        ready_times: knows when gradients become ready.
         profile_steps: steps to watch before planning, at least 2.
         device: of the gradients.
 
@@ -66,8 +66,8 @@ class Tuner:
         settled: whether the plan stays as it is.
     """
 
-    def __init__(self, averager: Averager, watch: Watch, profile_steps: int, device: torch.device) -> None:
-        self._averager, self._watch, self._device = averager, watch, device
+    def __init__(self, averager: Averager, ready_times: ReadyTimes, profile_steps: int, device: torch.device) -> None:
+        self._averager, self._ready_times, self._device = averager, ready_times, device
         self._profile_steps = max(2, profile_steps)
         self._rules = [number for number, rule in enumerate(averager.rules) if rule.fusion in PLANNED]
         self._count = 0
@@ -120,7 +120,7 @@ class Tuner:
     def _order(self) -> tuple[list[Tensor], float, dict[str, float]]:
         """The tensors in the order in which their gradients become ready, as all ranks have seen it; and when they do."""
         names = [tensor.name for tensor in self._averager.tensors]
-        forward, *at = slowest(self._watch.typical(names), self._averager.group)
+        forward, *at = slowest(self._ready_times.typical(names), self._averager.group)
         known = max((time for time in at if time != float("inf")), default=0.0)
         ready = {name: time if time != float("inf") else known for name, time in zip(names, at, strict=True)}
         return sorted(self._averager.tensors, key=lambda tensor: ready[tensor.name]), forward, ready

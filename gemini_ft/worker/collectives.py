@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Work
 
 from gemini_ft.accelerator import holds
 from gemini_ft.agent.lifecycle import yield_to_training
-from gemini_ft.core.traffic import Collective, Moment, Step
+from gemini_ft.core.traffic import Collective, Moment, ObservedStep
 from gemini_ft.wire.control_page import ControlPage
 
 _POLL = 0.001  # seconds between looks at collectives that do not say when they are over
@@ -59,7 +59,7 @@ class Observer:
 
     def __init__(self, traffic: _Traffic) -> None:
         self.page = ControlPage.create()
-        self.newest: Step | None = None
+        self.newest: ObservedStep | None = None
         self._traffic = traffic
         self._step: list[_Flight] = []  # begun since the step did
         self._began = self._idle_since = time.monotonic()
@@ -68,7 +68,7 @@ class Observer:
         self._waiting = False
         self._closed = False
 
-    def step_over(self) -> Step:
+    def step_over(self) -> ObservedStep:
         """Ends a step and begins the next one; returns the step's collectives."""
         self._traffic.forget(self._began)
         with self._traffic.lock:
@@ -76,7 +76,7 @@ class Observer:
             done = tuple(
                 Collective(f.name, f.nbytes, f.begin - self._began, (now if f.end is None else f.end) - self._began) for f in self._step
             )
-            self.newest = Step(done, now - self._began, max(0.0, self._carried - self._began), self._began)
+            self.newest = ObservedStep(done, now - self._began, max(0.0, self._carried - self._began), self._began)
             self._began, self._carried, self._step = now, 0.0, []
             self._steps += 1
             if not self._traffic.in_flight:
@@ -132,7 +132,7 @@ class _Traffic:
         self.lock = threading.Lock()
         self.in_flight: list[_Flight] = []
         self.observers: list[Observer] = []
-        self._watch = _Watch(self._over)
+        self._poller = _Poller(self._over)
         self._library = self._listen()
 
     def add(self) -> Observer:
@@ -155,11 +155,11 @@ class _Traffic:
     def close(self) -> None:
         """Stops listening; collectives in flight end as usual."""
         self._library._destroy()
-        self._watch.close()
+        self._poller.close()
 
     @property
     def polled(self) -> int:
-        return len(self._watch.works)
+        return len(self._poller.works)
 
     # -- inside
 
@@ -208,10 +208,10 @@ class _Traffic:
             if "reduce_scatter" in flight.name:  # and these do not even know when they are over, until they are waited for
                 told = _Told(work, lambda: self._over(flight))
                 return (*result[:-1], told.boxed()) if isinstance(result, tuple) else told.boxed()
-            self._watch.add(flight, work)
+            self._poller.add(flight, work)
             return result
         if flight.on_cuda:  # a future is done when its kernel is queued; the work asks an event
-            self._watch.add(flight, work)
+            self._poller.add(flight, work)
         else:
             future.add_done_callback(lambda _: self._over(flight))
         return result
@@ -249,7 +249,7 @@ class _Told(Work):
             self._over()
 
 
-class _Watch:
+class _Poller:
     """Polls collectives that do not tell when they are over; those of CUDA by their events."""
 
     def __init__(self, over: Callable[[_Flight], None]) -> None:

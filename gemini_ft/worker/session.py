@@ -27,15 +27,15 @@ from gemini_ft.faults.inject import Orders
 from gemini_ft.hosts import host_id
 from gemini_ft.launch.launched import changes, launch_id, this_launch
 from gemini_ft.launch.run_id import default_run_id, is_passing
-from gemini_ft.recovery.plan import Plan, describe
-from gemini_ft.recovery.readers import Sources
+from gemini_ft.recovery.plan import RecoveryPlan, describe
+from gemini_ft.recovery.readers import ShardReaders
 from gemini_ft.storage.marks import recall_on_host
 from gemini_ft.wire.network import bind_address, is_loopback
 from gemini_ft.wire.peer_messages import Claims
 from gemini_ft.wire.trust import fingerprint
 from gemini_ft.wire.worker_messages import GetInventory, Hello, HostInfo, Inventory, Launch, Opened, OpenSession, SessionSpec, ToWorker
-from gemini_ft.worker.choice import Choice, Chooser, Introduction
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise, on_all_ranks
+from gemini_ft.worker.resume_choice import Choice, Chooser, Introduction
 from gemini_ft.worker.secret import agree_on_secret, read_secret
 from gemini_ft.worker.storage_check import check_storage, storage_opener
 
@@ -55,15 +55,15 @@ class Session:
     hello: Hello
     secret: bytes
     spec: SessionSpec
-    plan: Plan
+    plan: RecoveryPlan
     infos: list[HostInfo]
     orders: Orders  # faults to inject
 
     @property
-    def sources(self) -> Sources:
+    def sources(self) -> ShardReaders:
         """The places where the resumed version can be read."""
         claims = Claims(run=self.run, stream=self.spec.stream, host=self.host, to="", role="fetch", incarnation=None)
-        return Sources(self.client, self.host, self.plan, self.spec.addresses, claims, self.secret, self.config.timeout)
+        return ShardReaders(self.client, self.host, self.plan, self.spec.addresses, claims, self.secret, self.config.timeout)
 
 
 def rank_and_world() -> tuple[int, int]:

@@ -18,8 +18,8 @@ from gemini_ft.storage.lookout import within
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.retention import Retention
 from gemini_ft.wire.worker_messages import Hello
-from gemini_ft.worker.choice import Choice
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise
+from gemini_ft.worker.resume_choice import Choice
 
 _log = logging.getLogger("gemini_ft")
 _CHECK_SECONDS = 20.0  # for one small object to be written, read and deleted

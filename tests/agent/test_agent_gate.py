@@ -16,12 +16,12 @@ from agent_kit import WAIT, open_fds
 from gemini_ft.agent import gate as module
 from gemini_ft.agent.gate import Gate, Pass
 from gemini_ft.config import TrafficConfig
-from gemini_ft.core.schedule import Link
+from gemini_ft.core.schedule import LinkCost
 from gemini_ft.core.traffic import Moment, Profile
 from gemini_ft.wire.control_page import ControlPage
 
-LINK = Link(0.0, 1e6)  # 4 ms of it are 4,000 bytes: less than the least slice
-FAST = Link(0.0, 100e6)  # 4 ms of it are 400,000 bytes
+LINK = LinkCost(0.0, 1e6)  # 4 ms of it are 4,000 bytes: less than the least slice
+FAST = LinkCost(0.0, 100e6)  # 4 ms of it are 400,000 bytes
 
 
 class Sender:
@@ -125,11 +125,11 @@ class TestOpen:
         [
             (FAST, "tcp", 400_000),
             (FAST, "collective", 2_000_000),
-            (Link(0.0, 1e12), "tcp", module.LARGEST),
+            (LinkCost(0.0, 1e12), "tcp", module.LARGEST),
             (LINK, "tcp", module.LEAST),
         ],
     )
-    def test_for_as_much_as_a_collective_may_wait_for(self, link: Link, transport: str, expected: int) -> None:
+    def test_for_as_much_as_a_collective_may_wait_for(self, link: LinkCost, transport: str, expected: int) -> None:
         async def work() -> None:
             async with host(transport=transport) as here:
                 here.worker()
@@ -144,7 +144,7 @@ class TestOpen:
         async def work() -> None:
             async with host(gamma=0.5) as here:
                 here.worker(moment=Moment(begun=1, since=999.999))
-                here.gate.link, here.gate.profiles[0] = Link(0.0, 1e9), profile(0.0, 0.004)
+                here.gate.link, here.gate.profiles[0] = LinkCost(0.0, 1e9), profile(0.0, 0.004)
                 assert (await here.leave()).nbytes == pytest.approx(1_000_000, abs=1)  # 2 ms are used; of these, 1 ms is over
 
         run(work())
@@ -213,7 +213,7 @@ class TestClosed:
         async def work() -> None:
             async with host(gamma=1.0) as here:
                 page = here.worker()
-                here.gate.link, here.gate.profiles[0] = Link(0.0, 1.0), profile(1000.0)  # a thousand bytes
+                here.gate.link, here.gate.profiles[0] = LinkCost(0.0, 1.0), profile(1000.0)  # a thousand bytes
                 task = asyncio.create_task(here.leave())
                 assert await here.still_waits(task)
                 page.write(now())

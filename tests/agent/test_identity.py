@@ -33,7 +33,7 @@ from gemini_ft.agent.client import AgentClient
 from gemini_ft.agent.gate import Gate
 from gemini_ft.agent.memory import SlotMemory, SlotShape
 from gemini_ft.agent.outgoing import Outgoing
-from gemini_ft.agent.sending import Common, Link
+from gemini_ft.agent.sending import Common, PeerLink
 from gemini_ft.config import DEFAULT_TRAFFIC
 from gemini_ft.core.effects import Effect
 from gemini_ft.core.protocol import Host
@@ -42,8 +42,8 @@ from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import AgentTimeoutError, CorruptDataError, PeerError, RecoveryError, SupersededError
 from gemini_ft.hosts import host_id
 from gemini_ft.recovery.agent_memory import RememberedShard, open_newest, remembered
-from gemini_ft.recovery.plan import Plan
-from gemini_ft.recovery.readers import LocalShard, PeerShard, Sources
+from gemini_ft.recovery.plan import RecoveryPlan
+from gemini_ft.recovery.readers import LocalShard, PeerShard, ShardReaders
 from gemini_ft.wire.handshake import listen
 from gemini_ft.wire.messages import Message
 from gemini_ft.wire.peer_messages import Begin, Claims, Describe, Fetch, Offer, Ready
@@ -186,7 +186,7 @@ def test_room_for_a_former_layout_is_not_taken_for_room_for_the_present_one() ->
         claims = Claims(run="r", stream="main", host="a", to="", role="replicate", incarnation=None)
         address = server.address
         common = Common(home, DEFAULT_TRAFFIC, Gate(DEFAULT_TRAFFIC), None, lambda: SECRET)  # type: ignore[arg-type]
-        link = Link(common, "b", address, claims)
+        link = PeerLink(common, "b", address, claims)
         link.send(outgoing(1, b"one layout"))
         first = await peer.nth(Offer, 1)
         link.cancel(0, Version(Incarnation(1, "x"), 1))
@@ -301,9 +301,9 @@ class TestRoots:
         with pytest.raises(CorruptDataError, match="in this host's memory is not what was committed: its root is"):
             LocalShard(ranks[0].client, 0, job.version(2), root=root)
         assert ranks[0].verify(job.version(2)) == [1]  # the agent knows which root it has reported
-        plan = Plan("memory", job.version(2), {0: ("a", "b")}, roots={0: root})
+        plan = RecoveryPlan("memory", job.version(2), {0: ("a", "b")}, roots={0: root})
         addresses = {"a": ranks[0].address, "b": ranks[1].address}
-        sources = Sources(ranks[0].client, "a", plan, addresses, job.claims(), SECRET, 10.0)
+        sources = ShardReaders(ranks[0].client, "a", plan, addresses, job.claims(), SECRET, 10.0)
         assert sources.read(0, 0, bytes_of) == content(0, 2, 4 * CHUNK)
         with pytest.raises(CorruptDataError, match="from peer b is not what was committed"):
             PeerShard("b", ranks[1].address, job.claims(), SECRET, 0, job.version(2), 10.0, root="0" * 32)
@@ -327,8 +327,8 @@ class TestRoots:
         ranks = job.start()
         job.commit(ranks, 1)
         with Proxy(ranks[1].address) as to_b:
-            plan = Plan("memory", job.version(1), {0: ("b",)})
-            sources = Sources(ranks[0].client, "a", plan, {"b": to_b.address}, job.claims(), SECRET, 10.0)
+            plan = RecoveryPlan("memory", job.version(1), {0: ("b",)})
+            sources = ShardReaders(ranks[0].client, "a", plan, {"b": to_b.address}, job.claims(), SECRET, 10.0)
             with contextlib.closing(sources):
                 for dialled in (1, 3):
                     sources.read(0, 0, lambda shard: shard.layout, keep=True)

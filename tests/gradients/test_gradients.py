@@ -65,7 +65,7 @@ class Shard:
 
 
 class Shards:
-    """Of all ranks, as `gemini_ft.recovery.readers.Sources`."""
+    """Of all ranks, as `gemini_ft.recovery.readers.ShardReaders`."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards

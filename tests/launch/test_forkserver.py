@@ -301,12 +301,12 @@ def gone(pid: int) -> bool:
 # A launcher that starts one worker, the script that it is given, and waits to be killed.
 LAUNCHER = """
 import os, signal, subprocess, sys
-from gemini_ft.launch import cold
+from gemini_ft.launch import cold_start
 from gemini_ft.launch.grace import Workers
 from gemini_ft.launch.worker_start import ForkServer
 script, way = sys.argv[1:]
 if way == "cold":
-    print(0, subprocess.Popen(cold.command([sys.executable, "-u", script]), start_new_session=True).pid, file=sys.stderr)
+    print(0, subprocess.Popen(cold_start.command([sys.executable, "-u", script]), start_new_session=True).pid, file=sys.stderr)
 else:
     server = ForkServer(["none.py"], [], Workers())
     server.wait_ready()

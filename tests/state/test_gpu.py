@@ -24,7 +24,7 @@ from torch import nn
 from gemini_ft import Checkpointer
 from gemini_ft.agent import lifecycle
 from gemini_ft.config import TrafficConfig
-from gemini_ft.state.copy_plan import Slot, map_slots
+from gemini_ft.state.copy_plan import MappedSlot, map_slots
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.worker import reservation
 from gemini_ft.worker.collectives import observe
@@ -132,9 +132,9 @@ def test_cuda_random_state_is_restored() -> None:
 
 
 def test_slots_are_pinned_pages_of_the_agent(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mapped: list[Slot] = []
+    mapped: list[MappedSlot] = []
 
-    def map_and_note(*arguments: Any) -> list[Slot]:
+    def map_and_note(*arguments: Any) -> list[MappedSlot]:
         mapped.extend(map_slots(*arguments))
         return mapped
 

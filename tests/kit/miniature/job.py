@@ -10,7 +10,7 @@ from gemini_ft.core.ledger import Decision
 from gemini_ft.core.placement import place
 from gemini_ft.core.slots import Slot, SlotState
 from gemini_ft.core.versions import Incarnation, Version
-from gemini_ft.recovery.plan import Holding, Plan, plan_recovery
+from gemini_ft.recovery.plan import Holding, RecoveryPlan, plan_recovery
 from gemini_ft.wire.worker_messages import SlotInfo
 from miniature.host import Member, Node
 from miniature.transfer import Fetch, Receiver, Server
@@ -265,11 +265,11 @@ class Job:
         older = self._choose([plan.version]) if self._refuse and plan.version is not None else plan
         self._begin(older if older.version is not None else plan)
 
-    def _choose(self, refused: list[Version]) -> Plan:
+    def _choose(self, refused: list[Version]) -> RecoveryPlan:
         stored = max(self.storage.manifests, default=None)
         return plan_recovery(self._holdings, self.world_size, stored, self.world_size, refused)
 
-    def _begin(self, plan: Plan) -> None:
+    def _begin(self, plan: RecoveryPlan) -> None:
         before = [session for node in self.crew if (session := node.session or node.interrupted) is not None]
         known = [session.incarnation.number for session in before]
         known += [version.incarnation.number for version in (plan.version, *self.storage.manifests) if version is not None]
