@@ -125,7 +125,7 @@ def _alike(exchange: Exchange, nbytes: Sequence[int]) -> Iterator[list[int]]:
 
 
 class _Group:
-    """Tensors with one option, of which the first few have it on the CPU."""
+    """Tensors that are exchanged by the same option; it runs on the CPU for the first ``count`` of them, on the GPU for the others."""
 
     def __init__(self, exchange: Exchange, tensors: list[int]) -> None:
         self.tensors, self._exchange, self._count = tensors, exchange, 0

@@ -69,7 +69,7 @@ _making = threading.Lock()
 
 
 def line_of(group: ProcessGroup) -> Line:
-    """The one line of a group."""
+    """The line that all calls of a group share."""
     with _making:
         if group not in _lines:
             _lines[group] = line = Line()

@@ -19,11 +19,11 @@ from gemini_ft.wire.control_page import ControlPage
 
 LEAST = 16 * 2**10  # bytes of a slice, if there are as many
 SLICE = 128 * 2**10  # bytes of a slice while the speed of the network is not known
-# How long an unforeseen collective may have to wait for the network. Pieces that workers carry cost more each.
+# Seconds for which an unforeseen collective may have to wait for the network. Pieces that workers carry cost more each, so they are larger.
 _SLICE_SECONDS = {"tcp": 0.004, "collective": 0.02}
 LARGEST = 4 * 2**20  # bytes of a slice
 PATIENCE = 1.0  # seconds that a snapshot has for idle network, while the length of a step is not known
-_BREATH = 0.001  # seconds between looks at how much is on its carrier
+_BREATH = 0.001  # seconds between looks at how much is on its way
 _OVERDUE = 0.05  # seconds between looks at whether a collective that was to come has not
 
 
@@ -37,7 +37,7 @@ class Pass:
 
 
 class InFlight(Protocol):
-    """A carrier of bytes."""
+    """A count of the bytes that one sender has on the network; every carrier keeps one."""
 
     @property
     def unacknowledged(self) -> int:
@@ -82,7 +82,7 @@ class Gate:
     # -- the links that send
 
     def register(self, sender: object, carrier: InFlight) -> None:
-        """Counts the bytes that this sender has under carrier."""
+        """Counts the bytes that this sender has under way."""
         self._in_flight[sender] = carrier
 
     def release(self, sender: object) -> None:

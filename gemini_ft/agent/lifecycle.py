@@ -257,6 +257,6 @@ def job_finished(run: str) -> str:
                 if status(run, host) is None:
                     break
                 if not said:
-                    _log.warning("the job has finished; its last upload has not, and is waited for (storage.patience)")
+                    _log.warning("the job has finished; waiting for its last upload (storage.patience)")
                     said = True
     return ""

@@ -259,7 +259,7 @@ def replace(run: str, host: str, listener: Listener, why: str) -> bool:
     while not listener.ended() and time.monotonic() < deadline:
         with sole_starter(run, host) as mine:
             if mine and not listener.ended():
-                _log.warning("the agent of host %s (pid %d) hangs: %s; another gets its memory", host, listener.pid, why)
+                _log.warning("the agent of host %s (pid %d) hangs: %s; starting another with its memory", host, listener.pid, why)
                 with contextlib.closing(Estate.of(listener.pid)) as estate:
                     if not listener.kill():
                         _log.error("the agent of host %s (pid %d) cannot be killed", host, listener.pid)

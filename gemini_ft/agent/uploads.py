@@ -105,7 +105,8 @@ class Uploader:
             self._clear_away(version)
             return self._failed(version, error)
         self._newest = (version, time.time())
-        self.background.spawn(asyncio.to_thread(note_on_host, self.config.url, self._run, self._spec.stream, version))  # a home may hang
+        # Not waited for, as the home folder may be on a network file system that hangs.
+        self.background.spawn(asyncio.to_thread(note_on_host, self.config.url, self._run, self._spec.stream, version))
         self._written.pop(version, None)
         since, _ = self._failures.pop(_UPLOADS, (0.0, ""))
         if not since:
@@ -260,7 +261,7 @@ class Uploader:
         try:
             await asyncio.to_thread(self._retention.tidy, this)
         except Exception as error:  # a fault of ours must not leave storage unused for ever without a word
-            with contextlib.suppress(TimeoutError):  # a home may hang
+            with contextlib.suppress(TimeoutError):  # a home may be a network file system that hangs
                 await asyncio.wait_for(asyncio.to_thread(self._recall), _HOME_SECONDS)
             begins = _DELETING not in self._failures
             self._failures[_DELETING] = (self._failures.get(_DELETING, (time.time(), ""))[0], str(error))

@@ -152,7 +152,7 @@ def _record(error: BaseException) -> None:
     extra = {
         "py_callstack": _shortened("".join(traceback.format_exception(error))),
         "timestamp": str(int(time.time())),
-        # What follows is for `gemini_ft.launch.endings`.
+        # The entries below are read by `gemini_ft.launch.endings`, not by torch.
         "kinds": [kind.__name__ for kind in type(error).__mro__],
         "place": "{}:{}".format(*innermost),
         "step": notes.step,

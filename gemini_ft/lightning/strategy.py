@@ -170,7 +170,7 @@ class GeminiMixin(Gemini, _Strategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         loader, trainer = super().process_dataloader(dataloader), self._gemini_trainer
-        # Of validation only workers that live on from one to the next have anything to remember.
+        # Only workers that live on from one validation to the next have anything to remember.
         if self._gemini_fit is None or not (trainer.training or getattr(loader, "persistent_workers", False)):
             return loader
         training = bool(trainer.training)

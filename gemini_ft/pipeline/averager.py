@@ -76,7 +76,7 @@ class Averager:
 
     @property
     def plan(self) -> Plan:
-        """Groups in their order. A new one may be given between steps."""
+        """The groups in the order in which they travel. Another plan may be set between steps."""
         return self._plan
 
     @plan.setter

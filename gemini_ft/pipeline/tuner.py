@@ -148,7 +148,7 @@ class Tuner:
             for each, seconds in zip(trial.candidates, times, strict=True)
         )
         if self._averager.rank == 0:
-            _log.info("gradient_pipeline, rule %d: %s, of %s", trial.rule + 1, trial.candidates[chosen].label, tried)
+            _log.info("gradient_pipeline, rule %d: chose %s; tried: %s", trial.rule + 1, trial.candidates[chosen].label, tried)
         self._adopt(trial.rule, trial.candidates[chosen])
         self._begin_trial()
 

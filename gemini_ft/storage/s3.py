@@ -161,7 +161,7 @@ class S3Storage:
         except _BrokenError as error:
             if not got:
                 raise
-            _log.debug("%s: taken up %d bytes further on", error, got)
+            _log.debug("%s: resuming %d bytes further on", error, got)
         if not got:
             raise _BrokenError(f"{self.url}: {what}: the answer has no body")
         return got

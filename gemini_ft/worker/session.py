@@ -251,7 +251,7 @@ def _announce(session: Session, configured_secret: bool) -> None:
     if spec.incarnation.number == 1:
         if not configured_secret and len(placed) > 1:
             _log.warning(
-                "no run secret was configured: hosts send each other a made-up one through the rendezvous, sealed against readers but "
+                "no run secret was configured: hosts send each other a random one through the rendezvous, sealed against readers but "
                 "not against whoever can write there (GEMINI_SECRET_FILE)"
             )
         _log.info("%s", placement.describe(placed))

@@ -113,7 +113,7 @@ def _check_shared(config: GeminiConfig, reopen: Callable[[], Storage], hosts: Se
         try:
             within(seconds, storage.url, work)
         except StorageError as error:  # it was well a moment ago: that is no proof of anything
-            _log.warning("whether all hosts share the storage could not be looked at: %s", error)
+            _log.warning("could not check whether all hosts share the storage: %s", error)
 
     def leave() -> str:
         attempt(lambda: storage.put(own, [own.encode()]))
