@@ -13,9 +13,8 @@ import torch
 
 from gemini_ft.accelerator import holds
 
-from .hashing import murmur
+from .hashing import ROUNDS, murmur
 
-ROUNDS = 3  # k, hash functions of level two; a fourth gains nothing (section 4.5)
 SERIAL = 10  # r1 / r2: the serial memory is a tenth of the parallel one
 
 

@@ -26,15 +26,9 @@ from gemini_ft.state.base import PlainState
 from gemini_ft.state.rebuilding import Changes
 from gemini_ft.testing import digest
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WIDTH, CLASSES = 4, 6
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Cache(nn.Module):
