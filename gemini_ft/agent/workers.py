@@ -67,10 +67,6 @@ class WorkerConnection:
     def alive(self) -> bool:
         return self._alive
 
-    @property
-    def connected(self) -> bool:
-        return self._connected
-
     def send(self, message: ToWorker, fds: Sequence[int] = ()) -> None:
         """Queues a message; descriptors are duplicated now, so that the caller may close its own.
 
