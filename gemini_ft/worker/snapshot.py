@@ -109,9 +109,15 @@ class Snapshotter:
 
     # -- the training thread
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether a snapshot waits for its slot, or is being copied."""
+        job = self._job
+        return job is not None and job.state is not JobState.DONE
+
     def submit(self, job: Job) -> None:
         """Starts one snapshot; the one before must be over (``settle``)."""
-        assert self._job is None or self._job.state is JobState.DONE
+        assert not self.is_copying
         self._raise_broken()
         with self._condition:
             self._job = job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from gemini_ft.hosts import host_id
 from gemini_ft.wire.worker_messages import GetStatus, Status
 from gemini_ft.worker import rendezvous
 from gemini_ft.worker.recorder import Recorder
+from gemini_ft.worker.snapshot import Snapshotter
 from gemini_ft.worker.stats import Stats
 
 
@@ -142,7 +144,7 @@ def write_during_the_copy(iteration: int, net: nn.Module, optimizer: torch.optim
 def write_unseen(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
     """Write a parameter in a way that its version counter does not show."""
     if iteration == 2:
-        wait_for_copy(checkpointer)
+        wait_for_copy()
         next(net.parameters()).data.add_(1)
 
 
@@ -196,10 +198,12 @@ def stop_the_agent_for_good(iteration: int, net: nn.Module, optimizer: torch.opt
         os.kill(agent_of(), signal.SIGSTOP)
 
 
-def wait_for_copy(checkpointer: gemini_ft.Checkpointer) -> None:
+def wait_for_copy() -> None:
     """Until the snapshot thread has nothing to do."""
-    with checkpointer.mutate():
-        pass
+    (snapshotter,) = (each for each in gc.get_objects() if isinstance(each, Snapshotter))
+    end = time.monotonic() + 20
+    while snapshotter.is_copying and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def wait_for_upload(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
