@@ -196,7 +196,7 @@ class Averager:
         """Averages gradients that are not part of the plan, by all-reduce; the same ones, at the same point, on all ranks."""
         self._jobs.append(self._submitted(Group(NO_RULE, tuple(gradients), "plain"), gradients, take))
 
-    # -- gradients that a host has gathered
+    # -- gradients that an engine has gathered
 
     def average(self, gradients: Gradients) -> dict[str, Tensor]:
         """The averages of some gradients, in the groups of the plan as far as they are there. Collective.

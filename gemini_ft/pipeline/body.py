@@ -1,4 +1,4 @@
-"""The common body of all hosts of a pipeline: one model's averager, ready times and tuner, which move from step to step together."""
+"""The body that plain loops, DDP and engines share: one model's averager, ready times and tuner, which go from step to step together."""
 
 from __future__ import annotations
 
