@@ -10,7 +10,7 @@ from gemini_ft.core.ledger import Abort, Cadence, Commit, Decision, Holders, Led
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.slots import Slot, SlotState
 from gemini_ft.core.versions import Version
-from miniature.transfer import Fetch, LinkCost, Outgoing
+from miniature.transfer import Fetch, Link, Outgoing
 from miniature.truth import check
 from miniature.wire import CHUNKS, Connection, Memory, Step
 from miniature.worker import Session, Uploading, Worker
@@ -37,7 +37,7 @@ class Node:
     def _forget(self) -> None:
         """A new agent process."""
         self.host = Host(self.name)
-        self.links: dict[str, LinkCost] = {}
+        self.links: dict[str, Link] = {}
         self.fetches: list[Fetch] = []
         self.uploads: list[Uploading] = []
         self.uploading: Version | None = None
@@ -259,7 +259,7 @@ class Node:
                     out.memory.readers.append(out)
                     if out.memory.header == version:  # copied with an agent before this one
                         out.copied, out.end = CHUNKS, (f"layout {out.memory.shape}", "", out.memory.root(version, owner))
-                    self.links.setdefault(peer, LinkCost(self, peer)).active.append(out)
+                    self.links.setdefault(peer, Link(self, peer)).active.append(out)
                 case CancelSend(owner, version, peer):
                     self.links[peer].cancel(owner, version)
                 case Tell(report):
