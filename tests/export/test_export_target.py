@@ -100,7 +100,7 @@ class TestLocal:
             return watching
 
         for place, name in ((os, "unlink"), (os, "rmdir"), (os, "rename"), (os, "replace"), (staging, "exchange")):
-            monkeypatch.setattr(place, name, watched(getattr(place, name)), raising=False)
+            monkeypatch.setattr(place, name, watched(getattr(place, name)))
         write_dcp(tmp_path / "out", "new", overwrite=True)
         assert seen
         assert all(one in (dcp_of("old"), dcp_of("new")) for one in seen)

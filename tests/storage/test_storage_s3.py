@@ -126,7 +126,7 @@ class TestFaults:
     @pytest.fixture(autouse=True)
     def pauses(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda seconds: None))
-        monkeypatch.setattr("gemini_ft.storage.s3.PAUSE", 0, raising=False)
+        monkeypatch.setattr("gemini_ft.storage.s3.PAUSE", 0)
 
     @pytest.fixture
     def proxy(self, server: s3_server.Server) -> Iterator[S3Proxy]:
@@ -227,7 +227,7 @@ class TestFaults:
     def test_an_answer_that_hangs_after_its_headers_is_given_up_and_read_again(
         self, storage: Storage, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr("gemini_ft.storage.s3.READ_SILENCE", 0.3, raising=False)
+        monkeypatch.setattr("gemini_ft.storage.s3.READ_SILENCE", 0.3)
         storage = open_storage(storage.url, proxy.endpoint)
         storage.put("a", [BIG[:1000]])
         out = bytearray(1000)
