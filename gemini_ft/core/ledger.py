@@ -6,14 +6,13 @@ once made, stands. If the leader's agent restarts, the others repeat their repor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from gemini_ft.core.effects import Completed, Report, Skipped
 from gemini_ft.core.protocol import NO_ROOTS
+from gemini_ft.core.rounds import Pair, Round
 from gemini_ft.core.versions import Version
-
-Pair = tuple[int, str]  # (owner, holding host)
 
 
 @dataclass(frozen=True)
@@ -93,14 +92,12 @@ class Cadence:
         return None
 
 
-@dataclass
-class _Round:
-    acks: dict[Pair, Completed] = field(default_factory=dict)
-    own_copies_since: float | None = None  # when the last owner's own copy was complete
-
-
 class Ledger:
-    """Collects reports, decides commits. ``holders``: owner -> hosts, the owner's own first."""
+    """Collects reports, decides commits. ``holders``: owner -> hosts, the owner's own first.
+
+    Hundreds of thousands of reports may come per step, so that none of them may cost a walk over all ranks: what they come to is
+    counted (`gemini_ft.core.rounds`). Such a walk is left to what happens once per version, or when something goes wrong.
+    """
 
     def __init__(
         self,
@@ -120,9 +117,11 @@ class Ledger:
         self._held_back: Version | None = None  # was due meanwhile
         self._timeout = replica_timeout
         self._cadence = cadence
-        self._rounds: dict[Version, _Round] = {}
+        self._pairs = frozenset((owner, host) for owner, hosts in self.holders.items() for host in hosts)
+        self._rounds: dict[Version, Round] = {}  # never one that an owner has gone past without its own copy: that is aborted
         self._aborted: dict[Version, str] = {}  # above the committed one -> reason
         self._passed: dict[int, Version] = {}  # owner -> newest version it has spoken of
+        self._newest_passed: Version | None = None  # the newest of them
         self._records: dict[int, str] = {}
 
     # -- reports
@@ -136,13 +135,21 @@ class Ledger:
             return decisions + self._overtaken(report.owner, report.version)
         if report.host not in self.holders.get(report.owner, ()):
             return []
-        if report.version in self._aborted:  # its host was away when that was decided; replicas go with the owner's next version
-            return [Abort(report.version, self._aborted[report.version])] if self._is_own(report) else []
-        current = self._rounds.setdefault(report.version, _Round())
-        current.acks[report.owner, report.host] = report
-        decisions = self._readmit(_agreeing(self.holders, current.acks))
+        current = self._rounds.get(report.version)
+        if current is None:
+            if report.version in self._aborted:  # its host was away when that was decided; replicas go with the owner's next version
+                return [Abort(report.version, self._aborted[report.version])] if self._is_own(report) else []
+            current = self._rounds[report.version] = Round(self.holders, self._pairs, self.excluded)
+            current.add(report, now)
+            gone = self._gone_past(report.version, current)
+        else:
+            current.add(report, now)
+            gone = None
+        decisions = self._readmit(current.back)
         if self._is_own(report):
             decisions += self._overtaken(report.owner, report.version)
+        if gone is not None:
+            return decisions + self._abandon(report.version, gone)
         return decisions + self._judge(report.version, current, now)
 
     def tick(self, now: float, absent: Collection[str] = ()) -> list[Decision]:
@@ -153,15 +160,17 @@ class Ledger:
             absent: hosts of which nothing is heard. An owner's own copy there may be lost: then its replicas are still waited for, and
                 what was committed before stays where it is.
         """
-        for version, current in sorted(self._rounds.items()):
-            if current.own_copies_since is None or now - current.own_copies_since < self._timeout:
+        silent = frozenset(absent)
+        for version, current in sorted(self._rounds.items(), key=_version):
+            if current.own_since is None or now - current.own_since < self._timeout:
                 continue
-            missing = self._expected() - _agreeing(self.holders, current.acks)
-            late = frozenset((owner, host) for owner, host in missing if self.holders[owner][0] not in absent)
-            if not late and missing:
+            late = frozenset((owner, host) for owner, host in current.missing if self.holders[owner][0] not in silent)
+            if not late and current.missing:
                 continue
             self.excluded |= late
-            return [*([self._epoch(late)] if late else []), *self._try_commit(version, now)]
+            for each in self._rounds.values():
+                each.exclude(late)
+            return [*([self._epoch(late)] if late else []), *self._try_commit(version, current, now)]
         return []
 
     def rejoin(self, committed: Version | None, now: float = 0.0, roots: Mapping[int, str] = NO_ROOTS) -> list[Decision]:
@@ -175,7 +184,9 @@ class Ledger:
             self._close(newest)  # our own host may not know it either, after a restart of its agent
         lacks = committed == newest and any(not root and owner in self.roots for owner, root in roots.items())
         if committed == newest:
-            self.roots = {owner: root for owner, root in roots.items() if root} | self.roots
+            for owner, root in roots.items():
+                if root:
+                    self.roots.setdefault(owner, root)
         if newest is not None and (lacks or not committed == before == newest):
             commits.append(Commit(newest, False, self._digest_at(newest, now), self.roots))
         return commits + [Abort(version, reason) for version, reason in sorted(self._aborted.items())]
@@ -217,9 +228,6 @@ class Ledger:
 
     # -- inside
 
-    def _expected(self) -> set[Pair]:
-        return {(owner, host) for owner, hosts in self.holders.items() for host in hosts} - self.excluded
-
     def _caught_up(self, report: Report) -> set[Pair]:
         """The holder whose copy of the committed version is reported; an older or a damaged copy is not enough."""
         if isinstance(report, Skipped) or report.version != self.committed:
@@ -231,45 +239,42 @@ class Ledger:
         if not (back := self.excluded.intersection(holders)):
             return []
         self.excluded -= back
+        for each in self._rounds.values():
+            each.readmit(back)
         return [self._epoch(frozenset())]
 
     def _epoch(self, newly: frozenset[Pair]) -> Holders:
         self.epoch += 1
         return Holders(self.epoch, frozenset(self.excluded), newly)
 
-    def _conflict(self, current: _Round) -> Fatal | None:
-        by_layout = _by_value((ack.layout, ack.owner) for ack in current.acks.values() if ack.layout)
-        if len(by_layout) > 1:
+    def _conflict(self, current: Round) -> Fatal:
+        if len(by_layout := current.by_layout()) > 1:
             text = "; ".join(f"ranks {ranks} have layout {layout}" for layout, ranks in by_layout.items())
             problem = f"ranks disagree on names, dtypes, shapes or frozenness of the state: {text}; build the same model on every rank"
             return Fatal("LayoutMismatchError", problem)
-        by_digest = _by_value((ack.digest, ack.owner) for ack in current.acks.values() if ack.digest)
-        if len(by_digest) > 1:
-            text = "; ".join(f"ranks {ranks} have {digest}" for digest, ranks in by_digest.items())
-            return Fatal(
-                "ReplicaDivergedError",
-                f"state that must be the same on all ranks differs: {text}; a restored state would be one that no rank ever had. "
-                "Look for updates that depend on the rank, or for gradients that were not reduced.",
-            )
-        return None
+        text = "; ".join(f"ranks {ranks} have {digest}" for digest, ranks in current.by_digest().items())
+        return Fatal(
+            "ReplicaDivergedError",
+            f"state that must be the same on all ranks differs: {text}; a restored state would be one that no rank ever had. "
+            "Look for updates that depend on the rank, or for gradients that were not reduced.",
+        )
 
-    def _try_commit(self, version: Version, now: float) -> list[Decision]:
-        current = self._rounds.get(version)
-        if current is None or current.own_copies_since is None or not self._expected() <= _agreeing(self.holders, current.acks):
+    def _try_commit(self, version: Version, current: Round, now: float) -> list[Decision]:
+        if not current.complete:
             return []
         self._close(version)
-        self.roots = {owner: root for owner, hosts in self.holders.items() if (root := current.acks[owner, hosts[0]].root)}
+        self.roots = {owner: root for owner, root in current.own.items() if root}
         freeze = self._freeze(version, current, now)
         return [Commit(version, freeze, self._digest_at(version, now), self.roots)]
 
     def _digest_at(self, version: Version, now: float) -> int | None:
         return self._cadence.next_iteration(version.iteration, now) if self._cadence else None
 
-    def _freeze(self, version: Version, current: _Round, now: float) -> bool:
+    def _freeze(self, version: Version, current: Round, now: float) -> bool:
         cadence = self._cadence
         if cadence is None or self.uploading is not None or not cadence.due(version.iteration, now):
             return False
-        if not all(current.acks[owner, hosts[0]].digest for owner, hosts in self.holders.items()):
+        if not current.compared:
             return False  # the ranks did not know yet that this one may be uploaded; they do after this commit
         if self.obstacle:
             self._held_back, self.upload_error = version, self.obstacle
@@ -294,25 +299,27 @@ class Ledger:
 
     def _overtaken(self, owner: int, version: Version) -> list[Decision]:
         """Aborts the versions that an owner has gone past: what it has not completed by now, it never will."""
-        self._passed[owner] = max(version, self._passed.get(owner, version))
-        return [d for older in sorted(self._rounds) if older < version for d in self._judge_passed(older)]
+        at = self._passed[owner] = max(version, self._passed.get(owner, version))
+        if self._newest_passed is None or at > self._newest_passed:
+            self._newest_passed = at
+        left = [older for older, current in sorted(self._rounds.items(), key=_version) if older < version and owner not in current.own]
+        return [decision for older in left for decision in self._abandon(older, owner)]
 
-    def _judge_passed(self, version: Version) -> list[Decision]:
-        acks = self._rounds[version].acks
-        for owner, at in self._passed.items():
-            if at > version and (owner, self.holders[owner][0]) not in acks:
-                return self._abort(version, f"rank {owner} has gone on to {at} without it")
-        return []
+    def _gone_past(self, version: Version, current: Round) -> int | None:
+        """The first owner that had gone past a version, without its own copy, before anybody reported it."""
+        if self._newest_passed is None or self._newest_passed <= version:
+            return None
+        return next((owner for owner, at in self._passed.items() if at > version and owner not in current.own), None)
 
-    def _judge(self, version: Version, current: _Round, now: float) -> list[Decision]:
+    def _abandon(self, version: Version, owner: int) -> list[Decision]:
+        return self._abort(version, f"rank {owner} has gone on to {self._passed[owner]} without it")
+
+    def _judge(self, version: Version, current: Round, now: float) -> list[Decision]:
         """Aborts, waits or commits."""
-        if gone := self._judge_passed(version):
-            return gone
-        if conflict := self._conflict(current):
+        if current.disputed:
+            conflict = self._conflict(current)
             return [*self._abort(version, conflict.text), conflict]
-        if current.own_copies_since is None and all((o, hosts[0]) in current.acks for o, hosts in self.holders.items()):
-            current.own_copies_since = now
-        return self._try_commit(version, now)
+        return self._try_commit(version, current, now)
 
     def _close(self, version: Version) -> None:
         self.committed, self.roots = version, {}
@@ -320,14 +327,5 @@ class Ledger:
         self._aborted = {v: reason for v, reason in self._aborted.items() if v > version}
 
 
-def _agreeing(holders: Mapping[int, tuple[str, ...]], acks: Mapping[Pair, Completed]) -> set[Pair]:
-    """The holders whose copies have the root of the owner's own; a copy with another one is damaged, and does not count."""
-    own = {owner: acks[owner, hosts[0]].root for owner, hosts in holders.items() if (owner, hosts[0]) in acks}
-    return {pair for pair, ack in acks.items() if ack.root == own.get(pair[0])}
-
-
-def _by_value(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
-    out: dict[str, set[int]] = {}
-    for value, owner in pairs:
-        out.setdefault(value, set()).add(owner)
-    return {value: sorted(owners) for value, owners in sorted(out.items())}
+def _version(item: tuple[Version, Round]) -> Version:
+    return item[0]
