@@ -7,11 +7,11 @@ once made, stands. If the leader's agent restarts, the others repeat their repor
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from gemini_ft.core.effects import Completed, Report, Skipped
+from gemini_ft.core.effects import Completed, Copies, Report, Skipped
 from gemini_ft.core.protocol import NO_ROOTS
-from gemini_ft.core.rounds import Pair, Round
+from gemini_ft.core.rounds import Ack, Pair, Round
 from gemini_ft.core.versions import Version
 
 
@@ -23,6 +23,7 @@ class Commit:
     freeze: bool
     digest_at: int | None = None  # iteration from which ranks must add digests of their replicated state
     roots: dict[int, str] = field(default_factory=dict)  # owner -> root of its shard: of its own copy, and of every other that counts
+    agreed: bool = False  # to one host: the roots of what it holds are those that it reported, and are not repeated
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ class Ledger:
         self.holders = dict(holders)
         self.committed = committed
         self.roots: dict[int, str] = {}  # of the committed version, where this ledger has seen it come about
+        self._judged: Version | None = None  # the newest version that was committed by reports made to this ledger
+        self._doubtful: set[str] = set()  # hosts with a copy that did not count then
         self.epoch = 0
         self.excluded: set[Pair] = set()
         self.uploading: Version | None = None
@@ -118,6 +121,11 @@ class Ledger:
         self._timeout = replica_timeout
         self._cadence = cadence
         self._pairs = frozenset((owner, host) for owner, hosts in self.holders.items() for host in hosts)
+        self._held: dict[str, list[int]] = {}  # host -> owners of the shards that it holds
+        for owner, host in self._pairs:
+            self._held.setdefault(host, []).append(owner)
+        self._joined: dict[str, Version | None] = {}  # host -> newest version that had been reported when it joined, for the last time
+        self._newest: Version | None = None  # that was reported
         self._rounds: dict[Version, Round] = {}  # never one that an owner has gone past without its own copy: that is aborted
         self._aborted: dict[Version, str] = {}  # above the committed one -> reason
         self._passed: dict[int, Version] = {}  # owner -> newest version it has spoken of
@@ -126,8 +134,13 @@ class Ledger:
 
     # -- reports
 
-    def report(self, report: Report, now: float) -> list[Decision]:
+    def report(self, report: Report | Copies, now: float) -> list[Decision]:
         """Takes in a host's reports, in the order in which they were made. Old news changes nothing."""
+        if isinstance(report, Copies):
+            current = self._rounds.get(report.version)
+            if current is not None and not self.excluded:
+                return self._take(report, current, now)
+            return [decision for each in report.each() for decision in self.report(each, now)]
         if self.committed is not None and report.version <= self.committed:
             return self._readmit(self._caught_up(report))
         if isinstance(report, Skipped):
@@ -140,10 +153,11 @@ class Ledger:
             if report.version in self._aborted:  # its host was away when that was decided; replicas go with the owner's next version
                 return [Abort(report.version, self._aborted[report.version])] if self._is_own(report) else []
             current = self._rounds[report.version] = Round(self.holders, self._pairs, self.excluded)
-            current.add(report, now)
+            self._newest = max(report.version, self._newest or report.version)
+            current.add(report.owner, report.host, Ack(report.layout, report.digest, report.root), now)
             gone = self._gone_past(report.version, current)
         else:
-            current.add(report, now)
+            current.add(report.owner, report.host, Ack(report.layout, report.digest, report.root), now)
             gone = None
         decisions = self._readmit(current.back)
         if self._is_own(report):
@@ -151,6 +165,20 @@ class Ledger:
         if gone is not None:
             return decisions + self._abandon(report.version, gone)
         return decisions + self._judge(report.version, current, now)
+
+    def _take(self, copies: Copies, current: Round, now: float) -> list[Decision]:
+        """Takes in the copies of a version that is under way, while all holders count: as one by one, without looking for what cannot be."""
+        decisions: list[Decision] = []
+        for owner, root in copies.roots.items():
+            hosts = self.holders.get(owner, ())
+            if copies.host not in hosts:
+                continue
+            current.add(owner, copies.host, Ack(copies.layout, copies.digest, root), now)
+            if copies.host == hosts[0]:
+                decisions += self._overtaken(owner, copies.version)
+            if current.disputed or current.complete:  # what follows is old news
+                break
+        return decisions + self._judge(copies.version, current, now)
 
     def tick(self, now: float, absent: Collection[str] = ()) -> list[Decision]:
         """Leaves out holders that keep the others waiting; the owner's own copy always counts.
@@ -161,7 +189,8 @@ class Ledger:
                 what was committed before stays where it is.
         """
         silent = frozenset(absent)
-        for version, current in sorted(self._rounds.items(), key=_version):
+        for version in sorted(self._rounds):
+            current = self._rounds[version]
             if current.own_since is None or now - current.own_since < self._timeout:
                 continue
             late = frozenset((owner, host) for owner, host in current.missing if self.holders[owner][0] not in silent)
@@ -173,11 +202,13 @@ class Ledger:
             return [*([self._epoch(late)] if late else []), *self._try_commit(version, current, now)]
         return []
 
-    def rejoin(self, committed: Version | None, now: float = 0.0, roots: Mapping[int, str] = NO_ROOTS) -> list[Decision]:
+    def rejoin(self, committed: Version | None, now: float = 0.0, roots: Mapping[int, str] = NO_ROOTS, host: str = "") -> list[Decision]:
         """Takes in a host that connects for the first time, or again: either side may have missed the newest decisions.
 
         Comes before that host's repeated reports. ``roots``: of what is held there of ``committed`` (`protocol.Host.heard_roots`).
+        The decisions are for that host; a commit that is new to this ledger is for all.
         """
+        self._joined[host] = self._newest
         before, commits = self.committed, list[Decision]()
         newest = max((version for version in (committed, before) if version is not None), default=None)
         if newest is not None and newest != before:
@@ -190,6 +221,18 @@ class Ledger:
         if newest is not None and (lacks or not committed == before == newest):
             commits.append(Commit(newest, False, self._digest_at(newest, now), self.roots))
         return commits + [Abort(version, reason) for version, reason in sorted(self._aborted.items())]
+
+    def addressed(self, commit: Commit, host: str) -> Commit:
+        """A commit as one host must hear it, so that its size does not grow with the job.
+
+        A host whose copies all agreed, as it has reported them itself since it joined, does not hear their roots again. One that
+        joined later may be an agent that has lost its memory, and one that was left out may have a damaged copy.
+        """
+        joined = self._joined.get(host)
+        reported = host in self._joined and commit.version == self._judged and (joined is None or commit.version > joined)
+        if reported and host not in self._doubtful:
+            return replace(commit, roots={}, agreed=True)
+        return replace(commit, roots={owner: commit.roots[owner] for owner in self._held.get(host, ()) if owner in commit.roots})
 
     # -- uploads
 
@@ -263,6 +306,7 @@ class Ledger:
         if not current.complete:
             return []
         self._close(version)
+        self._judged, self._doubtful = version, {host for _, host in self.excluded}
         self.roots = {owner: root for owner, root in current.own.items() if root}
         freeze = self._freeze(version, current, now)
         return [Commit(version, freeze, self._digest_at(version, now), self.roots)]
@@ -302,8 +346,8 @@ class Ledger:
         at = self._passed[owner] = max(version, self._passed.get(owner, version))
         if self._newest_passed is None or at > self._newest_passed:
             self._newest_passed = at
-        left = [older for older, current in sorted(self._rounds.items(), key=_version) if older < version and owner not in current.own]
-        return [decision for older in left for decision in self._abandon(older, owner)]
+        left = [older for older, current in self._rounds.items() if older < version and owner not in current.own]
+        return [decision for older in sorted(left) for decision in self._abandon(older, owner)]
 
     def _gone_past(self, version: Version, current: Round) -> int | None:
         """The first owner that had gone past a version, without its own copy, before anybody reported it."""
@@ -325,7 +369,3 @@ class Ledger:
         self.committed, self.roots = version, {}
         self._rounds = {v: r for v, r in self._rounds.items() if v > version}
         self._aborted = {v: reason for v, reason in self._aborted.items() if v > version}
-
-
-def _version(item: tuple[Version, Round]) -> Version:
-    return item[0]

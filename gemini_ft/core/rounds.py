@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-
-from gemini_ft.core.effects import Completed
+from typing import NamedTuple
 
 Pair = tuple[int, str]  # (owner, holding host)
+
+
+class Ack(NamedTuple):
+    """A reported copy."""
+
+    layout: str
+    digest: str
+    root: str
 
 
 class Round:
@@ -22,7 +29,7 @@ class Round:
 
     def __init__(self, holders: Mapping[int, tuple[str, ...]], pairs: Iterable[Pair], excluded: Collection[Pair]) -> None:
         self._holders = holders
-        self.acks: dict[Pair, Completed] = {}  # the newest of each pair
+        self.acks: dict[Pair, Ack] = {}  # the newest of each pair
         self.own: dict[int, str] = {}  # owner -> root of its own copy
         self.own_since: float | None = None  # when the last owner's own copy was complete
         self.missing = set(pairs)  # pairs that count and do not agree yet
@@ -33,22 +40,22 @@ class Round:
         self._digests: dict[str, int] = {}
         self._own_digests = 0  # owners' own copies with a digest
 
-    def add(self, ack: Completed, now: float) -> None:
-        """Takes in a report; one of the same pair that was made before is forgotten."""
-        pair = (ack.owner, ack.host)
-        hosts = self._holders[ack.owner]
-        is_own = ack.host == hosts[0]
+    def add(self, owner: int, host: str, ack: Ack, now: float) -> None:
+        """Takes in the report of one of the pairs; what it has reported before is forgotten."""
+        pair = (owner, host)
+        hosts = self._holders[owner]
+        is_own = host == hosts[0]
         if (before := self.acks.get(pair)) is not None:
             self._count(before, is_own, -1)
         self.acks[pair] = ack
         self._count(ack, is_own, 1)
         if not is_own:
-            self._settle(pair, self.own.get(ack.owner) == ack.root)
+            self._settle(pair, self.own.get(owner) == ack.root)
             return
-        self.own[ack.owner] = ack.root
-        for host in hosts:
-            other = self.acks.get((ack.owner, host))
-            self._settle((ack.owner, host), other is not None and other.root == ack.root)
+        self.own[owner] = ack.root
+        for holder in hosts:
+            other = self.acks.get((owner, holder))
+            self._settle((owner, holder), other is not None and other.root == ack.root)
         if self.own_since is None and len(self.own) == len(self._holders):
             self.own_since = now
 
@@ -87,11 +94,11 @@ class Round:
 
     def by_layout(self) -> dict[str, list[int]]:
         """Hash of the layout -> ranks that report it."""
-        return _by_value((ack.layout, ack.owner) for ack in self.acks.values() if ack.layout)
+        return _by_value((ack.layout, owner) for (owner, _), ack in self.acks.items() if ack.layout)
 
     def by_digest(self) -> dict[str, list[int]]:
         """Digest of replicated state -> ranks that report it."""
-        return _by_value((ack.digest, ack.owner) for ack in self.acks.values() if ack.digest)
+        return _by_value((ack.digest, owner) for (owner, _), ack in self.acks.items() if ack.digest)
 
     def _settle(self, pair: Pair, agrees: bool) -> None:
         if pair in self._excluded:
@@ -99,7 +106,7 @@ class Round:
         else:
             (self.missing.discard if agrees else self.missing.add)(pair)
 
-    def _count(self, ack: Completed, is_own: bool, step: int) -> None:
+    def _count(self, ack: Ack, is_own: bool, step: int) -> None:
         _tally(self._layouts, ack.layout, step)
         _tally(self._digests, ack.digest, step)
         self._own_digests += step if is_own and ack.digest else 0

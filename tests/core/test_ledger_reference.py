@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from copy import deepcopy
 from random import Random
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_ledger import ReferenceLedger
 
-from gemini_ft.core.effects import Completed, Skipped
+from gemini_ft.core.effects import Completed, Copies, Skipped
 from gemini_ft.core.ledger import Abort, Cadence, Commit, Decision, Fatal, Holders, Ledger, Manifest, Thaw
 from gemini_ft.core.versions import Incarnation, Version
 
@@ -30,7 +31,8 @@ def version(rng: Random, newest: int) -> Version:
 class History:
     """Makes up what happens, and lets both ledgers hear it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, bundled: bool = False) -> None:
+        self._bundled = bundled
         self.rng = rng = Random(seed)
         hosts = [f"h{i}" for i in range(rng.randint(1, 4))]
         replicas = rng.randint(1, len(hosts))
@@ -46,7 +48,8 @@ class History:
         """One event; the decisions of both."""
         rng = self.rng
         self.now += rng.choice([0.0, 0.1, 1.0, 4.0])
-        name = rng.choices(["round", "report", "skip", "tick", "rejoin", "upload"], [4, 10, 1, 3, 1, 2])[0]
+        bundles = 8 if self._bundled else 0
+        name = rng.choices(["round", "report", "skip", "tick", "rejoin", "upload", "bundle"], [4, 10, 1, 3, 1, 2, bundles])[0]
         return getattr(self, f"_{name}")()
 
     def _tell(self, *args: object, call: str) -> list[list[Decision]]:
@@ -73,6 +76,16 @@ class History:
                 made += more
         self.newest += rng.random() < 0.9
         return outcome
+
+    def _bundle(self) -> list[list[Decision]]:
+        """Copies of one host in one message, of which the reference hears one by one."""
+        rng = self.rng
+        host, what = rng.choice(self.hosts), version(rng, self.newest)
+        roots = {owner: "bad" if rng.random() < 0.05 else f"root {owner}" for owner in self.holders if rng.random() < 0.8}
+        copies = Copies(host, what, "m" if rng.random() < 0.02 else "l", "d", roots)
+        ours, reference = self.both
+        one_by_one = [decision for each in copies.each() for decision in reference.report(each, self.now)]
+        return [deepcopy(ours.report(copies, self.now)), deepcopy(one_by_one)]
 
     def _skip(self) -> list[list[Decision]]:
         return self._tell(Skipped(self.rng.choice(list(self.holders)), version(self.rng, self.newest), "late"), self.now, call="report")
@@ -105,7 +118,7 @@ class History:
                 return self._tell(call="upload_last")
 
 
-def state(book: EITHER) -> tuple[object, ...]:
+def state(book: EITHER) -> tuple[Any, ...]:
     return book.committed, book.roots, book.epoch, book.excluded, book.uploading, book.upload_error, book._aborted
 
 
@@ -124,6 +137,29 @@ def follow(seed: int, steps: int) -> set[type[Decision]]:
 @given(st.integers(0, 2**32 - 1))
 def test_any_history_leads_to_the_decisions_of_the_reference(seed: int) -> None:
     follow(seed, 60)
+
+
+def plain(decisions: list[Decision]) -> list[object]:
+    """Without reasons, which name the ranks that were known at that moment, and repetitions."""
+    out: list[object] = []
+    for decision in decisions:
+        bare = decision.version if isinstance(decision, Abort) else decision.error if isinstance(decision, Fatal) else decision
+        out += [bare] if bare not in out else []
+    return out
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 2**32 - 1))
+def test_bundled_reports_lead_to_the_decisions_of_single_ones(seed: int) -> None:
+    history = History(seed, bundled=True)
+    for _ in range(60):
+        ours, reference = history.step()
+        assert plain(ours) == plain(reference)
+        if any(isinstance(decision, Fatal) for decision in ours):
+            return  # the job is over
+        *known, aborted = zip(*map(state, history.both), strict=True)
+        assert all(mine == theirs for mine, theirs in known)
+        assert aborted[0].keys() == aborted[1].keys()
 
 
 def test_the_histories_lead_to_every_kind_of_decision() -> None:
