@@ -167,7 +167,7 @@ class Ledger:
         return decisions + self._judge(report.version, current, now)
 
     def _take(self, copies: Copies, current: Round, now: float) -> list[Decision]:
-        """Takes in the copies of a version that is under way, while all holders count: as one by one, without looking for what cannot be."""
+        """Takes in the copies of a version that is under way, while all holders count: as one by one, but judged once."""
         decisions: list[Decision] = []
         for owner, root in copies.roots.items():
             hosts = self.holders.get(owner, ())
