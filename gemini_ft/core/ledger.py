@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from gemini_ft.core.effects import Completed, Copies, Report, Skipped
 from gemini_ft.core.protocol import NO_ROOTS
-from gemini_ft.core.rounds import Ack, Pair, Round
+from gemini_ft.core.rounds import Pair, Round
 from gemini_ft.core.versions import Version
 
 
@@ -120,10 +120,11 @@ class Ledger:
         self._held_back: Version | None = None  # was due meanwhile
         self._timeout = replica_timeout
         self._cadence = cadence
-        self._pairs = frozenset((owner, host) for owner, hosts in self.holders.items() for host in hosts)
-        self._held: dict[str, list[int]] = {}  # host -> owners of the shards that it holds
-        for owner, host in self._pairs:
-            self._held.setdefault(host, []).append(owner)
+        self._pairs = sum(map(len, self.holders.values()))
+        self._held: dict[str, set[int]] = {}  # host -> owners of the shards that it holds
+        for owner, hosts in self.holders.items():
+            for host in hosts:
+                self._held.setdefault(host, set()).add(owner)
         self._joined: dict[str, Version | None] = {}  # host -> newest version that had been reported when it joined, for the last time
         self._newest: Version | None = None  # that was reported
         self._rounds: dict[Version, Round] = {}  # never one that an owner has gone past without its own copy: that is aborted
@@ -138,7 +139,7 @@ class Ledger:
         """Takes in a host's reports, in the order in which they were made. Old news changes nothing."""
         if isinstance(report, Copies):
             current = self._rounds.get(report.version)
-            if current is not None and not self.excluded:
+            if current is not None and current.is_first_of(report.host) and report.roots.keys() <= self._held.get(report.host, set()):
                 return self._take(report, current, now)
             return [decision for each in report.each() for decision in self.report(each, now)]
         if self.committed is not None and report.version <= self.committed:
@@ -154,10 +155,10 @@ class Ledger:
                 return [Abort(report.version, self._aborted[report.version])] if self._is_own(report) else []
             current = self._rounds[report.version] = Round(self.holders, self._pairs, self.excluded)
             self._newest = max(report.version, self._newest or report.version)
-            current.add(report.owner, report.host, Ack(report.layout, report.digest, report.root), now)
+            current.add(report.owner, report.host, (report.layout, report.digest), report.root, now)
             gone = self._gone_past(report.version, current)
         else:
-            current.add(report.owner, report.host, Ack(report.layout, report.digest, report.root), now)
+            current.add(report.owner, report.host, (report.layout, report.digest), report.root, now)
             gone = None
         decisions = self._readmit(current.back)
         if self._is_own(report):
@@ -167,17 +168,14 @@ class Ledger:
         return decisions + self._judge(report.version, current, now)
 
     def _take(self, copies: Copies, current: Round, now: float) -> list[Decision]:
-        """Takes in the copies of a version that is under way, while all holders count: as one by one, but judged once."""
+        """Takes in the first that a host says of a version which is under way, as one by one, but judged once."""
+        at_home = current.add_first(copies.host, (copies.layout, copies.digest), copies.roots, now)
         decisions: list[Decision] = []
-        for owner, root in copies.roots.items():
-            hosts = self.holders.get(owner, ())
-            if copies.host not in hosts:
-                continue
-            current.add(owner, copies.host, Ack(copies.layout, copies.digest, root), now)
-            if copies.host == hosts[0]:
-                decisions += self._overtaken(owner, copies.version)
-            if current.disputed or current.complete:  # what follows is old news
-                break
+        if len(self._rounds) == 1 and (self._newest_passed is None or self._newest_passed <= copies.version):
+            self._passed.update(dict.fromkeys(at_home, copies.version))  # nobody can be left behind
+            self._newest_passed = copies.version if at_home else self._newest_passed
+        else:
+            decisions = [decision for owner in at_home for decision in self._overtaken(owner, copies.version)]
         return decisions + self._judge(copies.version, current, now)
 
     def tick(self, now: float, absent: Collection[str] = ()) -> list[Decision]:
@@ -193,8 +191,9 @@ class Ledger:
             current = self._rounds[version]
             if current.own_since is None or now - current.own_since < self._timeout:
                 continue
-            late = frozenset((owner, host) for owner, host in current.missing if self.holders[owner][0] not in silent)
-            if not late and current.missing:
+            missing = list(current.missing())
+            late = frozenset((owner, host) for owner, host in missing if self.holders[owner][0] not in silent)
+            if not late and missing:
                 continue
             self.excluded |= late
             for each in self._rounds.values():

@@ -2,71 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 Pair = tuple[int, str]  # (owner, holding host)
-
-
-class Ack(NamedTuple):
-    """A reported copy."""
-
-    layout: str
-    digest: str
-    root: str
+Label = tuple[str, str]  # hash of the layout, digest of replicated state; either may be empty
 
 
 class Round:
-    """What has been reported of one version.
+    """The reports of one version.
 
     A copy agrees when its root is that of the owner's own copy; a copy with another root is damaged, and does not count.
 
     Args:
         holders: owner -> hosts, the owner's own first; never changed.
-        pairs: all pairs of an owner and a holder.
+        pairs: the number of all pairs of an owner and a holder.
         excluded: the pairs among them that do not count.
     """
 
-    def __init__(self, holders: Mapping[int, tuple[str, ...]], pairs: Iterable[Pair], excluded: Collection[Pair]) -> None:
+    def __init__(self, holders: Mapping[int, tuple[str, ...]], pairs: int, excluded: Collection[Pair]) -> None:
         self._holders = holders
-        self.acks: dict[Pair, Ack] = {}  # the newest of each pair
         self.own: dict[int, str] = {}  # owner -> root of its own copy
         self.own_since: float | None = None  # when the last owner's own copy was complete
-        self.missing = set(pairs)  # pairs that count and do not agree yet
-        self.missing.difference_update(excluded)
         self.back: set[Pair] = set()  # pairs that do not count, and agree
+        self._lacking = pairs - len(excluded)  # pairs that count and do not agree yet
         self._excluded = set(excluded)
+        self._roots: dict[str, dict[int, str]] = {}  # host -> owner -> root of the copy there, as reported last
+        self._labels: dict[str, dict[int, Label]] = {}  # the same for what came with the root
         self._layouts: dict[str, int] = {}  # hash -> reports that say so
         self._digests: dict[str, int] = {}
         self._own_digests = 0  # owners' own copies with a digest
 
-    def add(self, owner: int, host: str, ack: Ack, now: float) -> None:
+    def add(self, owner: int, host: str, label: Label, root: str, now: float) -> None:
         """Takes in the report of one of the pairs; what it has reported before is forgotten."""
-        pair = (owner, host)
         hosts = self._holders[owner]
         is_own = host == hosts[0]
-        if (before := self.acks.get(pair)) is not None:
-            self._count(before, is_own, -1)
-        self.acks[pair] = ack
-        self._count(ack, is_own, 1)
-        if not is_own:
-            self._settle(pair, self.own.get(owner) == ack.root)
-            return
-        self.own[owner] = ack.root
-        for holder in hosts:
-            other = self.acks.get((owner, holder))
-            self._settle((owner, holder), other is not None and other.root == ack.root)
-        if self.own_since is None and len(self.own) == len(self._holders):
-            self.own_since = now
+        affected = hosts if is_own else (host,)
+        before = [self._agrees(owner, holder) for holder in affected]
+        labels = self._labels.setdefault(host, {})
+        if owner in labels:
+            self._count(labels[owner], 1, is_own, -1)
+        labels[owner] = label
+        self._count(label, 1, is_own, 1)
+        self._roots.setdefault(host, {})[owner] = root
+        if is_own:
+            self.own[owner] = root
+            self._note_own(now)
+        for holder, agreed in zip(affected, before, strict=True):
+            if agreed != (agrees := self._agrees(owner, holder)):
+                self._settle((owner, holder), agrees)
+
+    def is_first_of(self, host: str) -> bool:
+        """Whether nothing has been reported by a host, and every holder counts: then `add_first` may take in all that it says."""
+        return host not in self._roots and not self._excluded
+
+    def add_first(self, host: str, label: Label, roots: Mapping[int, str], now: float) -> list[int]:
+        """Takes in the first reports of a host, all in one; returns the owners among them whose home it is."""
+        self._roots[host], self._labels[host] = dict(roots), dict.fromkeys(roots, label)
+        holders, own, others = self._holders, self.own, self._roots
+        at_home: list[int] = []
+        agreeing = 0
+        for owner, root in roots.items():
+            hosts = holders[owner]
+            if hosts[0] != host:
+                agreeing += own.get(owner) == root
+                continue
+            own[owner] = root
+            at_home.append(owner)
+            for holder in hosts:
+                agreeing += holder in others and others[holder].get(owner) == root
+        self._lacking -= agreeing
+        self._count(label, len(roots), False, 1)
+        self._own_digests += len(at_home) if label[1] else 0
+        self._note_own(now)
+        return at_home
 
     def exclude(self, pairs: Iterable[Pair]) -> None:
         """Stops counting pairs."""
         for pair in pairs:
             self._excluded.add(pair)
-            if pair in self.missing:
-                self.missing.remove(pair)
-            else:
+            if self._agrees(*pair):
                 self.back.add(pair)
+            else:
+                self._lacking -= 1
 
     def readmit(self, pairs: Iterable[Pair]) -> None:
         """Counts pairs again."""
@@ -75,12 +92,18 @@ class Round:
             if pair in self.back:
                 self.back.remove(pair)
             else:
-                self.missing.add(pair)
+                self._lacking += 1
 
     @property
     def complete(self) -> bool:
         """Whether every owner's own copy is there, and every pair that counts agrees."""
-        return self.own_since is not None and not self.missing
+        return self.own_since is not None and not self._lacking
+
+    def missing(self) -> Iterator[Pair]:
+        """The pairs that count and do not agree; walks over all of them."""
+        if self._lacking:
+            pairs = ((owner, host) for owner, hosts in self._holders.items() for host in hosts if not self._agrees(owner, host))
+            yield from (pair for pair in pairs if pair not in self._excluded)
 
     @property
     def compared(self) -> bool:
@@ -94,22 +117,39 @@ class Round:
 
     def by_layout(self) -> dict[str, list[int]]:
         """Hash of the layout -> ranks that report it."""
-        return _by_value((ack.layout, owner) for (owner, _), ack in self.acks.items() if ack.layout)
+        return self._by_label(0)
 
     def by_digest(self) -> dict[str, list[int]]:
         """Digest of replicated state -> ranks that report it."""
-        return _by_value((ack.digest, owner) for (owner, _), ack in self.acks.items() if ack.digest)
+        return self._by_label(1)
+
+    def _by_label(self, which: int) -> dict[str, list[int]]:
+        out: dict[str, set[int]] = {}
+        for labels in self._labels.values():
+            for owner, label in labels.items():
+                if label[which]:
+                    out.setdefault(label[which], set()).add(owner)
+        return {value: sorted(owners) for value, owners in sorted(out.items())}
+
+    def _agrees(self, owner: int, host: str) -> bool:
+        root = self._roots[host].get(owner) if host in self._roots else None
+        return root is not None and self.own.get(owner) == root
 
     def _settle(self, pair: Pair, agrees: bool) -> None:
         if pair in self._excluded:
             (self.back.add if agrees else self.back.discard)(pair)
         else:
-            (self.missing.discard if agrees else self.missing.add)(pair)
+            self._lacking += -1 if agrees else 1
 
-    def _count(self, ack: Ack, is_own: bool, step: int) -> None:
-        _tally(self._layouts, ack.layout, step)
-        _tally(self._digests, ack.digest, step)
-        self._own_digests += step if is_own and ack.digest else 0
+    def _note_own(self, now: float) -> None:
+        if self.own_since is None and len(self.own) == len(self._holders):
+            self.own_since = now
+
+    def _count(self, label: Label, reports: int, is_own: bool, sign: int) -> None:
+        layout, digest = label
+        _tally(self._layouts, layout, sign * reports)
+        _tally(self._digests, digest, sign * reports)
+        self._own_digests += sign if is_own and digest else 0
 
 
 def _tally(counts: dict[str, int], value: str, step: int) -> None:
@@ -118,10 +158,3 @@ def _tally(counts: dict[str, int], value: str, step: int) -> None:
     counts[value] = counts.get(value, 0) + step
     if not counts[value]:
         del counts[value]
-
-
-def _by_value(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
-    out: dict[str, set[int]] = {}
-    for value, owner in pairs:
-        out.setdefault(value, set()).add(owner)
-    return {value: sorted(owners) for value, owners in sorted(out.items())}
