@@ -261,10 +261,10 @@ class Stream:
         """Carries out a decision of the leader."""
         home, host = self.home, self.home.host
         match message:
-            case Commit(version, freeze, roots=roots):
+            case Commit(version, freeze, roots=roots, agreed=agreed):
                 home.counters["committed"] += 1
                 self._progressed = True
-                self.perform(host.on_commit(version, freeze, roots))
+                self.perform(host.on_commit(version, freeze, roots, agreed))
                 home.tell_workers(message)
             case Abort(version):
                 home.counters["aborted"] += version not in host.aborted  # it is repeated for workers that may not have heard it

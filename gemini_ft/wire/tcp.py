@@ -215,8 +215,12 @@ class Connection(asyncio.BufferedProtocol):
             payload: of a Chunk or Data message.
             valve: asked before each part of the payload; None: it all goes.
         """
+        self.send_frame(pack(message), payload, valve)
+
+    def send_frame(self, frame: bytes, payload: memoryview | None = None, valve: Valve | None = None) -> None:
+        """Queues a message that is packed already, as it goes to many."""
         if not self.closed.is_set():
-            self._outbox.append((pack(message), payload, valve))
+            self._outbox.append((frame, payload, valve))
             self._wake.set()
 
     def shape(self, hold_back: bool, max_rate: int | None, low_priority: bool) -> None:
