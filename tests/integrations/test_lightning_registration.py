@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -82,6 +83,16 @@ def test_the_finder_leaves_modules_as_it_found_them() -> None:
     assert spec is not None
     assert type(spec.loader).__module__.startswith("_frozen_importlib")
     assert lightning.pytorch.strategies.__loader__ is spec.loader
+
+
+def test_where_srun_is_installed_the_tests_run_and_lightnings_hint_reaches_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\nexit 1\n")
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    lightning.pytorch.Trainer(barebones=True, strategy="gemini", accelerator="cpu")
+    with pytest.warns(UserWarning, match="`srun` command is available"):
+        lightning.pytorch.Trainer(barebones=True, strategy="gemini", accelerator="cpu")
 
 
 @pytest.mark.parametrize(("package", "ours"), TRAINERS)
