@@ -140,6 +140,8 @@ class GeminiConfig(_Model):
     agent_timeout: float = Field(10.0, ge=0, description="Seconds without an answer until a host's agent is killed and started anew with its memory; 0 = never.")
     start_timeout: float = Field(1800.0, ge=0, description="Seconds without progress until local workers are killed that join, restore or make their first three steps; 0 = never.")
     hang_timeout: float | None = Field(None, ge=0, description="Seconds without progress until local workers are killed; 0 = never; default: the greater of 300 s and 10 median steps.")
+    drain_signal: Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "none"] = Field("SIGUSR1", description="Signal at which `gemini run`, or a worker, finishes its step, commits it and ends with status 85, unless the script has its own use of it.")
+    drain_seconds: float = Field(25.0, gt=0, description="Seconds that a drain may take, uploads included; then `gemini run` ends its workers as at SIGTERM.")
     linger: float = Field(1800.0, ge=0, description="Seconds an agent keeps its memory after the job has crashed.")
     max_retries: int = Field(3, ge=1, description="Failures without progress after which a snapshot is given up for an older one.")
 
@@ -208,7 +210,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 VARIABLES = {
     "GEMINI_CONFIG": "JSON or YAML file with options.",
     "GEMINI_RUN_ID_VARIABLES": "Names of variables, separated by commas, whose values tell jobs of the same command apart.",
-    "GEMINI_HOST_ID": "Name of this host; default: its hostname with the machine's boot id.",
+    "GEMINI_HOST_ID": "Name of this host; default: the node's in a SLURM job, else the hostname with the machine's boot id.",
     "GEMINI_SECRET": "The run secret itself, where there is no secret_file.",
     "GEMINI_EVENTS": "File to which events are appended as lines of JSON.",
     "GEMINI_LOG_DIR": "Folder for the agents' logs; default: this user's own under XDG_RUNTIME_DIR or the temporary directory.",

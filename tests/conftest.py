@@ -27,7 +27,7 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
 
 # Options of the developer's own shell, or of the allocation that the tests run in, must not reach them, nor the processes they start.
-_OURS = ("GEMINI_", "TORCHELASTIC_", "SLURM_")
+_OURS = ("GEMINI_", "TORCHELASTIC_", "SLURM")
 
 
 def _ours() -> dict[str, str]:

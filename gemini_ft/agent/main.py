@@ -19,6 +19,7 @@ from gemini_ft.agent.lifecycle import raise_descriptor_limit, set_oom_score, soc
 from gemini_ft.agent.requests import Requests
 from gemini_ft.agent.streams import Streams
 from gemini_ft.agent.workers import Desk
+from gemini_ft.config import load_config
 
 _TICK = 0.2  # seconds between looks at hangs and at whether to leave
 
@@ -28,7 +29,15 @@ async def _serve(run: HostRun, streams: Streams, listener: socket.socket) -> Non
     requests, leaving = Requests(run, streams), asyncio.Event()
     desk = Desk(requests, listener)
     run.log(f"agent {os.getpid()} of run {run.run_id!r} on host {run.host!r}; may hold {run.budget.limit:,} bytes")
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, leaving.set)
+
+    def told_to_end() -> None:
+        """A scheduler that drains by SIGTERM sends it to all processes of a host: workers may need this one for their last commit."""
+        if load_config().drain_signal == "SIGTERM" and requests.drain():
+            requests.departure.follow()
+        else:
+            leaving.set()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told_to_end)
     while not leaving.is_set():
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(leaving.wait(), _TICK)
@@ -61,7 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     raise_descriptor_limit()
     yield_to_training()
     set_oom_score(0)  # a worker that restarted us has raised its own
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the workers; they say goodbye
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):  # Ctrl-C, or a scheduler's notice to all processes, is for the workers
+        signal.signal(number, signal.SIG_IGN)
 
     async def run() -> None:
         host_run = HostRun(options.run, options.host)

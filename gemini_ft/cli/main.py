@@ -25,6 +25,7 @@ COMMANDS = {
     "status": Command("gemini_ft.cli.commands", "status", "show what this host's agent holds and does"),
     "ps": Command("gemini_ft.cli.commands", "ps", "list the runs of this host"),
     "leave": Command("gemini_ft.cli.commands", "leave", "end this host's agent"),
+    "drain": Command("gemini_ft.cli.commands", "drain", "have a host leave its run after a step that is committed"),
     "checkpoints": Command(
         "gemini_ft.cli.commands", "checkpoints", "list the checkpoints in storage and in memory, and what is wrong with them"
     ),

@@ -22,6 +22,7 @@ import torch
 
 from gemini_ft.errors import GeminiError
 from gemini_ft.events import read_events
+from gemini_ft.launch.drain import LEFT
 from gemini_ft.testing.network import DEVICE, HUB, Network
 
 T = TypeVar("T")
@@ -145,6 +146,11 @@ class EmulatedHosts:
         """Hosts whose launcher was killed."""
         return [name for name, launcher in self._launchers.items() if launcher.poll() == -signal.SIGKILL]
 
+    @property
+    def drained(self) -> list[str]:
+        """Hosts that have left the job after a step that is committed."""
+        return [name for name, launcher in self._launchers.items() if launcher.poll() == LEFT]
+
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         """The events that workers have reported so far, of these kinds, or all."""
         return [event for event in read_events(self.folder / "events") if not kinds or event["event"] in kinds]
@@ -175,7 +181,9 @@ class EmulatedHosts:
             if time.monotonic() > until:
                 raise DrillError(f"{', '.join(self.alive)} did not end within {timeout:g} s{self._tails()}")
             time.sleep(_POLL)
-        failed = {name: status for name, launcher in self._launchers.items() if (status := launcher.returncode) not in (0, -signal.SIGKILL)}
+        failed = {
+            name: status for name, launcher in self._launchers.items() if (status := launcher.returncode) not in (0, LEFT, -signal.SIGKILL)
+        }
         if failed or len(self.lost) == len(self._launchers):
             raise DrillError(f"the job failed: {failed or 'all hosts were killed'}{self._tails()}")
 

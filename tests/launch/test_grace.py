@@ -67,7 +67,7 @@ class Scene:
         self.jobs += 1
         self.workers = self.server._workers = Workers()
         with self.workers.signalled():
-            before = signal.signal(signal.SIGTERM, getattr(torch_api, grace._TO_HANDLER))
+            before = signal.signal(signal.SIGTERM, getattr(torch_api, grace.TO_HANDLER))
             try:
                 for name in ("one", "two"):
                     self.start(name)
@@ -218,7 +218,7 @@ def test_cold_workers_that_torch_does_not_know_yet_are_told_too(tmp_path: Path) 
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SignalException), cold_workers():
-            signal.signal(signal.SIGTERM, getattr(torch_api, grace._TO_HANDLER))
+            signal.signal(signal.SIGTERM, getattr(torch_api, grace.TO_HANDLER))
             torch_api.get_subprocess_handler(
                 entrypoint=sys.executable,
                 args=("-u", str(script), str(tmp_path / "0")),

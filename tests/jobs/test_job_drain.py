@@ -1,0 +1,145 @@
+"""A host that is told to leave loses nothing: its last step is committed, stored where storage is configured, and goes on elsewhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gemini_ft.storage.checkpoints import list_checkpoints
+from gemini_ft.storage.opening import open_existing
+from gemini_ft.testing import EmulatedHosts
+
+STEPS = 150
+SCRIPT = """
+import os, sys, time
+import torch
+import gemini_ft
+from torch.nn.parallel import DistributedDataParallel
+
+gemini_ft.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+checkpointer = gemini_ft.Checkpointer(model, optimizer)
+for iteration in range(checkpointer.resume(), int(sys.argv[1])):
+    optimizer.zero_grad()
+    model(torch.full((1, 4), iteration / 7)).square().sum().backward()
+    optimizer.step()
+    checkpointer.step()
+    time.sleep(0.03)
+if torch.distributed.get_rank() == 0:
+    torch.save(model.module.state_dict(), sys.argv[2])
+checkpointer.close()
+"""
+
+
+def undisturbed(steps: int) -> dict[str, torch.Tensor]:
+    """The weights after ``steps``; all ranks see the same data, so their number makes no difference."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for iteration in range(steps):
+        optimizer.zero_grad()
+        model(torch.full((1, 4), iteration / 7)).square().sum().backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def job(folder: Path, count: int, steps: int, **env: str) -> EmulatedHosts:
+    (folder / "train.py").write_text(SCRIPT)
+    return EmulatedHosts(count, [str(folder / "train.py"), str(steps), str(folder / "weights")], folder, env=env)
+
+
+def assert_same_bits(folder: Path, steps: int) -> None:
+    weights = torch.load(folder / "weights")
+    for name, value in undisturbed(steps).items():
+        assert weights[name].numpy().tobytes() == value.numpy().tobytes(), name
+
+
+def reached(hosts: EmulatedHosts, iteration: int) -> bool:
+    return any(event["iteration"] >= iteration for event in hosts.events("committed"))
+
+
+def drain(hosts: EmulatedHosts, by: str, host: str) -> None:
+    """Tells a host to leave: by a signal to its launcher, to its worker, or by a command on another host."""
+    if by == "launcher":
+        os.kill(hosts.launcher_pid(host), signal.SIGUSR1)
+    elif by == "worker":
+        os.kill([event["pid"] for event in hosts.events("joined") if event["host"] == host][-1], signal.SIGUSR1)
+    else:
+        other = next(name for name in hosts.alive if name != host)
+        command = [sys.executable, "-m", "gemini_ft.cli.main", "drain", host, "--run-id", hosts.run, "--host", other]
+        assert "is drained" in subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def assert_nothing_is_lost(hosts: EmulatedHosts, host: str, before: int) -> int:
+    """A host has been told to leave: it has left, and the others go on exactly where it ended. Returns the number of resumptions."""
+    hosts.wait_for(lambda: host in hosts.drained)
+    ended = max(event["iteration"] for event in hosts.events("drained") if event["host"] == host)
+    hosts.wait_for(lambda: len(hosts.events("resumed")) >= before + 2)  # both ranks
+    resumed = hosts.events("resumed")
+    assert {event["iteration"] for event in resumed[before:]} == {ended}
+    assert "storage" not in {source for event in resumed[before:] for source in event["sources"]}
+    return len(hosts.events("resumed"))
+
+
+def test_a_host_that_is_told_to_leave_finishes_its_step_and_a_spare_goes_on_there(tmp_path: Path) -> None:
+    with job(tmp_path, 2, STEPS) as hosts:
+        hosts.wait_for(lambda: reached(hosts, 5))
+        hosts.add()  # earlier, it could be the spare or not
+        drain(hosts, "launcher", "host1")
+        count = assert_nothing_is_lost(hosts, "host1", 0)
+        hosts.add()
+        drain(hosts, "command", "host2")
+        hosts.wait_for(lambda: "host2" in hosts.drained)
+        assert_nothing_is_lost(hosts, "host2", count)
+        hosts.finish()
+    assert_same_bits(tmp_path, STEPS)
+
+
+def test_a_job_that_is_preempted_as_a_whole_stores_its_last_step_and_goes_on_there(tmp_path: Path) -> None:
+    """On other hosts, so that nothing but storage has it; no upload was due by itself."""
+    url = f"file://{tmp_path}/store"
+    settings = {"GEMINI_STORAGE__URL": url, "GEMINI_STORAGE__EVERY_STEPS": "1000000", "GEMINI_DRAIN_SIGNAL": "SIGTERM"}
+    with job(tmp_path, 2, STEPS, **settings) as hosts:
+        hosts.wait_for(lambda: reached(hosts, 5))
+        for host in ("host0", "host1"):
+            os.kill(hosts.launcher_pid(host), signal.SIGTERM)
+        until = time.monotonic() + 60
+        while len(hosts.drained) < 2 and time.monotonic() < until:
+            time.sleep(0.02)
+        assert hosts.drained == ["host0", "host1"], (tmp_path / "host0.log").read_text() + (tmp_path / "host1.log").read_text()
+        (ended,) = {event["iteration"] for event in hosts.events("drained")}
+        assert [found.version.iteration for found in list_checkpoints(open_existing(url), hosts.run)] == [ended]
+        hosts.add()
+        hosts.add()
+        hosts.finish()
+        assert {(event["iteration"], "storage" in event["sources"]) for event in hosts.events("resumed")} == {(ended, True)}
+    assert_same_bits(tmp_path, STEPS)
+
+
+@pytest.mark.soak
+def test_twenty_times_under_load_nothing_is_lost(tmp_path: Path) -> None:
+    load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        with job(tmp_path, 2, 100_000) as hosts:
+            hosts.wait_for(lambda: reached(hosts, 5))
+            hosts.add()
+            count = 0
+            for number in range(20):
+                leaving = sorted({event["host"] for event in hosts.events("joined")[-2:]})[number % 2]
+                drain(hosts, ("launcher", "worker", "command")[number % 3], leaving)
+                count = assert_nothing_is_lost(hosts, leaving, count)
+                hosts.add()
+                hosts.wait_for(lambda: reached(hosts, max(event["iteration"] for event in hosts.events("resumed")) + 3))
+    finally:
+        for process in load:
+            process.kill()
+            process.wait()
