@@ -112,6 +112,13 @@ class TrafficConfig(_Model):
         return self
 
 
+class MemoryConfig(_Model):
+    """Options for the memory in which agents keep slots."""
+
+    folder: Path | None = Field(None, description="Folder on a tmpfs for slots as files, which the next agent on this host finds even if everything was killed at once (containers); default: memory without a name, gone with the last process that has it. Set it as a variable, where agents start.")
+
+
+DEFAULT_MEMORY = MemoryConfig.model_validate({})
 DEFAULT_TRAFFIC = TrafficConfig.model_validate({})
 
 
@@ -124,6 +131,7 @@ class GeminiConfig(_Model):
     run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=64, description="Name of the run (letters, digits and . _ -); default: a hash of uid, working directory and command.")
     resume: Literal["auto", "never", "require", "found"] = Field("auto", description="Whether to resume a snapshot; found: the newest that can be found, even if a newer one was reported as stored.")
     memory_limit: Bytes | None = Field(None, description="The most bytes that one host's agent may hold; default: 60 % of the memory available to it.")
+    memory: MemoryConfig = Field(DEFAULT_MEMORY, description="Where the agents' memory is.")
     interface: str | None = Field(None, description="Network for replicas: interface name or CIDR; default: the route to the master.")
     port_range: tuple[int, int] | None = Field(None, description="First and last TCP port agents may listen on; default: any.")
     domain: str | None = Field(None, description="Failure domain of this host, for example its rack.")
@@ -228,7 +236,7 @@ SET_BY_LAUNCHER = ("GEMINI_LAUNCH", "GEMINI_LAUNCHER_PID", "GEMINI_NOTES_FILE")
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Warnings of ``GEMINI_*`` variables that nothing reads, each with the nearest name that is read."""
-    sections: dict[str, type[BaseModel]] = {"": GeminiConfig, "STORAGE__": StorageConfig, "TRAFFIC__": TrafficConfig}
+    sections: dict[str, type[BaseModel]] = {"": GeminiConfig, "STORAGE__": StorageConfig, "TRAFFIC__": TrafficConfig, "MEMORY__": MemoryConfig}
     options = [prefix + name.upper() for prefix, model in sections.items() for name in model.model_fields]
     known = {*options, *(name.removeprefix("GEMINI_") for name in (*VARIABLES, *SET_BY_LAUNCHER))}
     found = []

@@ -17,6 +17,8 @@ import sys
 from gemini_ft.agent.home import HostRun
 from gemini_ft.agent.lifecycle import raise_descriptor_limit, set_oom_score, socket_name, yield_to_training
 from gemini_ft.agent.requests import Requests
+from gemini_ft.agent.revival import mapped_by_others
+from gemini_ft.agent.slot_files import SlotFiles
 from gemini_ft.agent.streams import Streams
 from gemini_ft.agent.workers import Desk
 from gemini_ft.config import load_config
@@ -49,6 +51,8 @@ async def _serve(run: HostRun, streams: Streams, listener: socket.socket) -> Non
     await asyncio.sleep(_TICK)  # the last messages, such as that all have finished, must get out before connections close
     for stream in streams.by_name.values():
         stream.close_session()
+    if run.files is not None and not (leaving.is_set() or requests.departure.follows):
+        run.files.clear()  # else this process only makes way for another one
     run.log("leaving")
 
 
@@ -74,10 +78,16 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(number, signal.SIG_IGN)
 
     async def run() -> None:
-        host_run = HostRun(options.run, options.host)
+        folder = load_config().memory.folder
+        files = SlotFiles(folder, options.run, options.host) if folder is not None else None
+        host_run = HostRun(options.run, options.host, files)
         streams = Streams(host_run)
         if options.inherit or options.identity >= 0:
             streams.inherit(options.inherit, options.identity)
+        elif files is not None:
+            mapped, fds = mapped_by_others(os.getpid()), files.left()
+            slots = ",".join(f"{fd}{'!' * (os.fstat(fd).st_ino in mapped)}" for fd in fds)
+            streams.inherit(slots, files.identity(), f"the folder {files.folder}")
         with contextlib.suppress(OSError):  # another agent is there already
             await _serve(host_run, streams, _bind(options.run, options.host))
         os._exit(0)  # asyncio would wait for a thread that hangs in storage, and the memory stay as long

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from gemini_ft.agent import lifecycle
+from gemini_ft.agent import lifecycle, slot_files
 from gemini_ft.agent.client import as_error
 from gemini_ft.cli.table import table
 from gemini_ft.config import load_config
@@ -103,6 +103,8 @@ def leave(arguments: Sequence[str]) -> int:
         arguments
     )
     lifecycle.leave(_run(options), options.host)
+    if (folder := load_config().memory.folder) is not None and not lifecycle.is_listening(_run(options), options.host):
+        slot_files.remove(slot_files.folder_of(folder, _run(options), options.host))
     return 0
 
 

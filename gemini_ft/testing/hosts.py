@@ -96,7 +96,13 @@ class EmulatedHosts:
 
     def add(self) -> str:
         """Starts one more host, with nothing in its memory; returns its id. It replaces a lost one, or waits as a spare."""
-        name = f"host{len(self._launchers)}"
+        return self._start(f"host{len(self._launchers)}")
+
+    def restart(self, host: str) -> None:
+        """Starts a host that was killed once more, under its id and with the files that it had: containers that come back on their node."""
+        self._start(host)
+
+    def _start(self, name: str) -> str:
         if self.network is not None and name not in self.network.hosts:
             self.network.add(name)
         arguments = [*self._rendezvous, f"--local-addr={self._address(name)}", *self._program]
