@@ -88,7 +88,8 @@ class HostDrain:
             getattr(torch_api, grace.TO_HANDLER)(signal.SIGTERM, frame)
 
     def await_uploads(self) -> None:
-        """Returns when this host's part of the upload that the drain has asked for is over, or the time is."""
+        """Returns when this host's part of the upload that the drain has asked for is over, or the time is. The workers have left."""
+        self._over.set()
         end = (self._begun_at or time.monotonic()) + self._seconds
         while uploading := _uploading(self._run):
             if time.monotonic() > end:

@@ -93,3 +93,58 @@ def test_twenty_times_under_load_nothing_is_lost(tmp_path: Path) -> None:
         for process in load:
             process.kill()
             process.wait()
+
+
+TRAINER = """
+import sys, time
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import gemini_ft
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, _):
+        time.sleep(0.02)
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+L.seed_everything(0)
+data = DataLoader(TensorDataset(torch.randn(160, 4)), batch_size=2)
+options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = L.Trainer(strategy="gemini", accelerator="cpu", devices=2, max_epochs=3, **options)
+module = Module()
+trainer.fit(module, data)
+if trainer.is_global_zero:
+    open(sys.argv[1], "w").write(b"".join(value.detach().numpy().tobytes() for value in module.parameters()).hex())
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("by", ["launcher", "worker"])
+def test_a_trainer_lets_the_drain_through(tmp_path: Path, by: str) -> None:
+    """Lightning has handlers of its own, for SIGTERM: they are not asked."""
+    (tmp_path / "train.py").write_text(TRAINER)
+    weights = []
+    for name in ("drained", "undisturbed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        with EmulatedHosts(1, [str(tmp_path / "train.py"), str(folder / "weights")], folder, workers=2) as hosts:
+            if name == "drained":
+                hosts.wait_for(lambda hosts=hosts: reached(hosts, 10))
+                drain(hosts, by, "host0")
+                until = time.monotonic() + 60
+                while not hosts.drained and time.monotonic() < until:
+                    time.sleep(0.02)
+                assert hosts.drained == ["host0"], (folder / "host0.log").read_text()
+                ended = max(event["iteration"] for event in hosts.events("drained"))
+                hosts.restart("host0")
+            hosts.finish()
+            assert {event["iteration"] for event in hosts.events("resumed")} == ({ended} if name == "drained" else set())
+        weights.append((folder / "weights").read_text())
+    assert weights[0] == weights[1]
