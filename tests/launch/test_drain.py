@@ -5,14 +5,21 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
 
 import pytest
+import torch
+from agent_kit import agent_pid, eventually
+from rank_kit import World
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+import gemini_ft
+from gemini_ft.agent import lifecycle
+from gemini_ft.cli.main import main
 from gemini_ft.config import load_config
 from gemini_ft.launch.drain import HostDrain
 from gemini_ft.launch.grace import Workers
@@ -87,3 +94,42 @@ def test_a_host_without_workers_in_a_run_ends_as_at_sigterm() -> None:
     assert caught.value.sigval == signal.SIGTERM
     assert workers.stopped_by == signal.SIGTERM
     assert not host.begun
+
+
+def until_drained() -> int:
+    """A rank's loop; its last iteration."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gemini_ft.Checkpointer(model, optimizer) as checkpointer:
+        done = checkpointer.resume()
+        with pytest.raises(SystemExit, match="85"):
+            while True:
+                done += 1
+                optimizer.zero_grad()
+                model(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+                checkpointer.step()
+                time.sleep(0.005)
+    return done
+
+
+def test_an_agent_that_gets_the_signal_too_stays_until_its_workers_have_left(one: World) -> None:
+    """A scheduler that drains by SIGTERM sends it to all processes of a host."""
+
+    def committed() -> int:
+        document = json.loads(lifecycle.status(one.run, "host0") or '{"streams": {}}')
+        return max((stream["committed"] or 0 for stream in document["streams"].values()), default=0)
+
+    attempt = one.start(until_drained, GEMINI_DRAIN_SIGNAL="SIGTERM")
+    eventually(lambda: committed() >= 3, "the third commit")
+    os.kill(agent_pid(one.run, "host0") or 0, signal.SIGTERM)
+    (last,) = attempt.results()
+    assert last >= 3
+    eventually(lambda: one.log("host0").rstrip().endswith("leaving"), "the leaving of the agent, which is not killed")
+    assert "this host is drained" in one.log("host0")
+
+
+def test_a_host_that_is_not_there_cannot_be_drained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["drain", "--run-id", f"none-{os.getpid()}", "--host", "here"]) == 1
+    assert "on host 'here'; `gemini ps` lists the runs of a host" in capsys.readouterr().err
+    assert main(["drain", "somewhere"]) == 2  # which run?
