@@ -51,7 +51,7 @@ class GeminiMixin(Gemini, _Strategy):
         join_group(self)
         super().setup_environment()
         if self._gemini_trainer.state.fn == "fit" and not trainer_callbacks.is_searching(self._gemini_trainer):
-            config = heeding_signals(self.gemini_config, self.cluster_environment)
+            config = heeding_signals(self.gemini_config, getattr(self, "cluster_environment", None))
             arguments = (self._gemini_trainer, self._gemini_package, config, self._gemini_replicated, self._gemini_epoch_hooks)
             self._gemini_fit = self._gemini_fit_kind(*arguments)
             self._gemini_fit.open()

@@ -18,7 +18,7 @@ from gemini_ft.events import read_events
 pytestmark = [
     pytest.mark.slurm,
     pytest.mark.soak,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(slurm_kit.unavailable()), reason=slurm_kit.unavailable() or "-"),
 ]
 EXAMPLES = Path(__file__).parents[2] / "examples" / "slurm"
@@ -176,16 +176,27 @@ def test_the_operator_requeues_the_job(job: Job) -> None:
     assert [where for _, where in job.resumptions()] == ["storage"]
 
 
-def test_preemption_and_the_time_limit_lose_nothing(job: Job) -> None:
-    """Notice comes as a signal to the batch script, here from SLURM itself, as the time limit of a minute nears."""
-    job.submit("--nodes=2", "--time=1", "--signal=B:USR1@30", "--export=ALL,GEMINI_DRAIN_SECONDS=25", steps=600)
-    output = job.finish(steps=600)
+def assert_each_notice_lost_nothing(job: Job, output: str) -> None:
     ended = [event["iteration"] for event in job.events("drained")]
-    assert job.resumptions()
+    assert job.resumptions(), output
     for iteration, where in job.resumptions():
-        assert iteration in ended
+        assert iteration in ended, output
         assert where == "storage"
     assert "the job has ended with status 85" in output
+
+
+def test_a_job_that_is_preempted_is_requeued_and_has_lost_nothing(job: Job) -> None:
+    """Notice is a signal to the batch script, as SLURM sends it."""
+    job.submit("--nodes=2")
+    job.wait_for_commit(30)
+    job.cluster.say("scancel", "--signal=USR1", "--batch", job.number)
+    assert_each_notice_lost_nothing(job, job.finish())
+
+
+def test_the_time_limit_loses_nothing(job: Job) -> None:
+    """SLURM counts limits in minutes, and may give notice up to a minute early."""
+    job.submit("--nodes=2", "--time=2", "--signal=B:USR1@45", "--export=ALL,GEMINI_DRAIN_SECONDS=40", steps=1500)
+    assert_each_notice_lost_nothing(job, job.finish(540, steps=1500))
 
 
 def test_the_operator_drains_a_node(job: Job) -> None:
