@@ -66,7 +66,7 @@ class Workers:
 
     def __init__(self) -> None:
         self.stopped_by: signal.Signals | None = None  # the first signal that was passed on; no worker begins after it
-        self._all: list[Process] = []
+        self.all: list[Process] = []
         self._lock = threading.RLock()  # a pid that is being signalled must not be reaped in between, and come to mean another process
         self._held = 0  # depth of `undisturbed` in the main thread
         self._pending: int | None = None  # a signal that waits for its end
@@ -75,7 +75,7 @@ class Workers:
     def adopt(self, pid: int, reap: Callable[[], int | None]) -> Process:
         """Takes in a process that has been started within :meth:`undisturbed`; it gets the signal that has already been passed on."""
         process = Process(self, pid, reap)
-        self._all = [*(other for other in self._all if other.returncode is None), process]
+        self.all = [*(other for other in self.all if other.returncode is None), process]
         if self.stopped_by is not None:
             self._send(process, self.stopped_by)
         return process
@@ -98,7 +98,7 @@ class Workers:
 
     def stop(self) -> None:
         """Ends workers that torch's launcher does not know of, because it was interrupted while it started them."""
-        left = [process for process in self._all if process.poll() is None]
+        left = [process for process in self.all if process.poll() is None]
         for signum in (self.stopped_by or signal.SIGTERM, signal.SIGKILL):
             for process in left:
                 self.send(process, signum)
@@ -157,5 +157,5 @@ class Workers:
     def _pass(self, signum: int) -> None:
         with self._lock:
             self.stopped_by = self.stopped_by or signal.Signals(signum)
-            for process in self._all:
+            for process in self.all:
                 self._send(process, signum)
