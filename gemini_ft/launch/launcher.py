@@ -236,7 +236,7 @@ def prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
     run_id: str = options.run_id or os.environ.get("GEMINI_RUN_ID") or default_run_id(program)
     os.environ["GEMINI_RUN_ID"] = run_id
     os.environ.update(slurm.settings(os.environ))
-    _meet(options, slurm.rendezvous(os.environ))
+    meet(options, slurm.rendezvous(os.environ))
     os.environ[LAUNCH] = uuid.uuid4().hex
     if options.drain_signal:
         os.environ["GEMINI_DRAIN_SIGNAL"] = options.drain_signal
@@ -256,7 +256,7 @@ def prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
     return run_id
 
 
-def _meet(options: argparse.Namespace, place: slurm.Rendezvous | None) -> None:
+def meet(options: argparse.Namespace, place: slurm.Rendezvous | None) -> None:
     """Lets the hosts of a SLURM step meet, where the user has not said how they do; of its nodes, those beyond ``--nnodes`` are spares."""
     if place is None or options.nnodes == "1" or options.rdzv_endpoint or not _is_default(options, _MEETING):
         return

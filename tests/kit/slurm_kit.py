@@ -1,6 +1,7 @@
 """A SLURM cluster on this machine: a real slurmctld and one real slurmd per node, with ports, spool and secret of their own.
 
-Nodes have no control groups and share the machine's name; all else is SLURM's own. Nothing outside of the cluster's folder is written.
+Nodes share the machine's name and have no control groups, in place of which an epilog ends what a job leaves; all else is SLURM's own.
+Nothing outside of the cluster's folder is written.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +40,7 @@ SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 ProctrackType=proctrack/linuxproc
+Epilog={folder}/epilog
 TaskPlugin=task/none
 SwitchType=switch/none
 JobAcctGatherType=jobacct_gather/none
@@ -53,6 +56,17 @@ MinJobAge=600
 KillWait=10
 BatchStartTimeout=60
 PartitionName=main Nodes=ALL Default=YES State=UP MaxTime=INFINITE
+"""
+# Ends all that a job has left on a node, as SLURM does by itself where it has control groups.
+_EPILOG = """#!{python}
+import os, pathlib
+marks = {{f"{{name}}={{os.environ[name]}}".encode() for name in ("SLURM_JOB_ID", "SLURMD_NODENAME")}} | {{b"SLURM_CONF={folder}/slurm.conf"}}
+for entry in pathlib.Path("/proc").iterdir():
+    try:
+        if entry.name.isdigit() and int(entry.name) != os.getpid() and marks <= set((entry / "environ").read_bytes().split(b"\\0")):
+            os.kill(int(entry.name), 9)
+    except OSError:
+        pass
 """
 
 
@@ -176,6 +190,9 @@ class Cluster:
         half = (len(self.nodes) + 1) // 2
         leaves = f"SwitchName=s0 Nodes={','.join(self.nodes[:half])}\nSwitchName=s1 Nodes={','.join(self.nodes[half:])}\n"
         (self.folder / "topology.conf").write_text(f"{leaves}SwitchName=top Switches=s[0-1]\n")
+        epilog = self.folder / "epilog"
+        epilog.write_text(_EPILOG.format(python=sys.executable, folder=self.folder))
+        epilog.chmod(0o755)
         (self.folder / "state").mkdir()
         (self.folder / "munge").mkdir(mode=0o755)
         key = self.folder / "munge" / "key"

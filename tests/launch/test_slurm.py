@@ -57,11 +57,11 @@ def test_gemini_run_takes_the_rendezvous_unless_the_user_gives_one(monkeypatch: 
     assert host_id() == "n2"
     place = slurm.rendezvous(STEP, lambda name: True)
     for given, hosts in (([], "3"), (["--nnodes=2"], "2")):
-        options = launcher._parser().parse_args([*given, "train.py"])
-        launcher._meet(options, place)
+        options = launcher.make_parser().parse_args([*given, "train.py"])
+        launcher.meet(options, place)
         assert (options.nnodes, options.rdzv_endpoint, options.rdzv_conf) == (hosts, "n1:21233", "is_host=0")
     for given in (["--nnodes=1"], ["--standalone"], ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=there:1"]):
-        options = launcher._parser().parse_args([*given, "train.py"])
+        options = launcher.make_parser().parse_args([*given, "train.py"])
         before = vars(options).copy()
-        launcher._meet(options, place)
+        launcher.meet(options, place)
         assert vars(options) == before
