@@ -26,6 +26,7 @@ T = TypeVar("T")
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "slurmstepd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])
 _POLL = 0.1  # seconds
+_NODE = "SLURM_KIT_NODE"  # in the environment of a node's daemons
 _CONF = """
 ClusterName=gemini{port}
 SlurmctldHost={name}(127.0.0.1)
@@ -60,7 +61,8 @@ PartitionName=main Nodes=ALL Default=YES State=UP MaxTime=INFINITE
 # Ends all that a job has left on a node, as SLURM does by itself where it has control groups.
 _EPILOG = """#!{python}
 import os, pathlib
-marks = {{f"{{name}}={{os.environ[name]}}".encode() for name in ("SLURM_JOB_ID", "SLURMD_NODENAME")}} | {{b"SLURM_CONF={folder}/slurm.conf"}}
+marks = {{f"{{name}}={{os.environ[name]}}".encode() for name in ("SLURM_JOB_ID", "SLURMD_NODENAME")}}
+marks.add(b"SLURM_CONF={folder}/slurm.conf")
 for entry in pathlib.Path("/proc").iterdir():
     try:
         if entry.name.isdigit() and int(entry.name) != os.getpid() and marks <= set((entry / "environ").read_bytes().split(b"\\0")):
@@ -119,12 +121,15 @@ class Cluster:
     def start_node(self, node: str) -> None:
         """Starts a node, for the first time or again."""
         stepd = shutil.which("slurmstepd", path=PATH)
+        self._env[_NODE] = node
         self._start(node, "-D", "-N", node, "-d", str(stepd), program="slurmd")
+        del self._env[_NODE]
 
     def kill_node(self, node: str) -> None:
         """Ends a node as a loss of power does: its slurmd, and every process that it has started. SLURM is left to notice."""
         self._daemons[node].kill()
         self._daemons[node].wait(30)
+        self._end([f"{_NODE}={node}"])  # slurmstepd, which would tell how the processes have ended
         self._end([f"SLURMD_NODENAME={node}"])
 
     # -- jobs
