@@ -137,7 +137,7 @@ class Leader:
         for decision in self.book.rejoin(message.committed, now, message.roots, host):
             if member is None or (isinstance(decision, Commit) and self.book.committed != before):
                 self._apply([decision])
-            else:
+            elif not isinstance(decision, Manifest):  # of which a host that joins is told nothing
                 member.send(self.book.addressed(decision, host) if isinstance(decision, Commit) else decision)
         self._settle_upload(message.uploading, member)
         if self._paced is not None:
