@@ -102,13 +102,11 @@ class Job:
         return [event["host"] for event in sorted(joined, key=lambda event: event["rank"])]
 
     def resumptions(self) -> list[tuple[int, str]]:
-        """(iteration, where from) of each, in order; memory is a host's own and its peers'."""
-        found: list[tuple[int, str]] = []
+        """(iteration, where from) of each, in order; ranks read what another one has fetched from storage from memory."""
+        found: dict[int, set[str]] = {}
         for event in self.events("resumed"):
-            entry = (event["iteration"], "storage" if "storage" in event["sources"] else "memory")
-            if entry not in found:
-                found.append(entry)
-        return found
+            found.setdefault(event["iteration"], set()).update(event["sources"])
+        return [(iteration, "storage" if "storage" in sources else "memory") for iteration, sources in found.items()]
 
     def finish(self, seconds: float = 240.0, steps: int = STEPS) -> str:
         """Waits for the end, and compares the bits; returns the job's output."""
