@@ -194,6 +194,7 @@ class Checkpointer:
         self._blocked += time.perf_counter() - begin
         self.stats.note_blocked(self._blocked)
         self._blocked = 0.0
+        self._joined.leave_if_drained(self._iteration)
 
     # -- finer grain
 
@@ -340,6 +341,7 @@ class Checkpointer:
         self._save(iteration, extras)
         self.stats.note_blocked(self._blocked + time.perf_counter() - begin)
         self._blocked = 0.0
+        self._joined.leave_if_drained(iteration)
 
     def marks(self) -> dict[str, list[tuple[int, int]]]:
         """Name -> a value that changes with every write, of each tensor that the last snapshot has."""

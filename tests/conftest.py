@@ -26,8 +26,8 @@ settings.register_profile("soak", deadline=None, print_blob=True)
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
 
-# Options of the developer's own shell must not reach the tests, nor the processes they start.
-_OURS = ("GEMINI_", "TORCHELASTIC_")
+# Options of the developer's own shell, or of the allocation that the tests run in, must not reach them, nor the processes they start.
+_OURS = ("GEMINI_", "TORCHELASTIC_", "SLURM")
 
 
 def _ours() -> dict[str, str]:

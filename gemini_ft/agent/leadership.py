@@ -21,7 +21,17 @@ from gemini_ft.core.traffic import Pace
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.messages import Notice, Paced, kind_of, pack
-from gemini_ft.wire.peer_messages import AllFinished, Heartbeat, PeerMessage, Rejoin, ReportFinished, ReportNeed, ReportUploaded
+from gemini_ft.wire.peer_messages import (
+    AllFinished,
+    DrainHost,
+    Heartbeat,
+    PeerMessage,
+    Rejoin,
+    ReportFinished,
+    ReportNeed,
+    ReportUploaded,
+    UploadSoon,
+)
 from gemini_ft.wire.tcp import Connection, Handler
 
 _REMEMBERED = 16  # commits whose roots are kept for readers: the job has moved on when they ask
@@ -108,6 +118,10 @@ class Leader:
             if self._pace.report(message.host, message.steps):
                 self._paced = Paced(start=self._newest + _AHEAD, interval=self._pace.interval, why=message.why)
                 self._tell(self._paced)
+        elif isinstance(message, UploadSoon):
+            self._apply(self.book.upload_soon(now))
+        elif isinstance(message, DrainHost):
+            self._tell(message)
         elif isinstance(message, ReportFinished):
             self._finished.add(message.rank)
             if len(self._finished) == self._world_size and self._ends_by is None:
@@ -123,7 +137,7 @@ class Leader:
         for decision in self.book.rejoin(message.committed, now, message.roots, host):
             if member is None or isinstance(decision, Manifest) or (isinstance(decision, Commit) and self.book.committed != before):
                 self._apply([decision])
-            else:
+            elif not isinstance(decision, Manifest):  # of which a host that joins is told nothing
                 member.send(self.book.addressed(decision, host) if isinstance(decision, Commit) else decision)
         self._settle_upload(message.uploading, member)
         if self._paced is not None:

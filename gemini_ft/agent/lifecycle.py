@@ -172,12 +172,13 @@ def yield_to_training() -> None:
 
 
 def _agent_environment() -> dict[str, str]:
-    """The environment in which the agent imports this very gemini_ft, wherever its working directory is."""
+    """The environment in which the agent imports this very gemini_ft and finds the same options, wherever its working directory is."""
     import gemini_ft
 
     paths = [str(Path(entry).resolve().parent) for entry in gemini_ft.__path__[:1]]
     existing = [str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, *existing])}
+    options = {"GEMINI_CONFIG": os.path.abspath(path)} if (path := os.environ.get("GEMINI_CONFIG")) else {}
+    return {**os.environ, **options, "PYTHONPATH": os.pathsep.join([*paths, *existing])}
 
 
 def ask(run: str, host: str, message: ToAgent, timeout: float = 5.0) -> ToWorker | None:

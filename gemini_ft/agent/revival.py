@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import select
 import signal
 import socket
@@ -18,7 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from gemini_ft.agent import lifecycle
+from gemini_ft.agent import lifecycle, slot_files
 from gemini_ft.errors import AgentTimeoutError, GeminiError
 from gemini_ft.wire.frames import frame_length
 from gemini_ft.wire.messages import pack
@@ -30,7 +31,8 @@ _START_TIMEOUT = 20.0  # seconds
 _LOOKS = 6  # an agent is asked at least so often within its timeout
 _POLL = 0.01  # seconds
 _BATCH = 100  # descriptors beside one message; the kernel takes 253
-_SLOT, _IDENTITY = "/memfd:gemini:", "/memfd:gemini-agent"  # the kernel's name for an agent's memory
+# The names of an agent's memory in /proc: without a file, and with one.
+_SLOT, _IDENTITY = re.compile(f"/memfd:gemini:|{slot_files.SLOT}"), re.compile(f"/memfd:gemini-agent|{slot_files.IDENTITY}")
 
 
 @dataclass
@@ -75,7 +77,7 @@ class Estate:
     def of(cls, pid: int) -> Estate:
         """Takes over the memory of a process of this user; logs memory that cannot be taken over."""
         estate, seen, failed = cls(), set[int](), 0
-        mapped = _mapped_by_others(pid)
+        mapped = mapped_by_others(pid)
         try:
             names = os.listdir(f"/proc/{pid}/fd")
         except OSError as error:
@@ -84,7 +86,7 @@ class Estate:
         for entry in (f"/proc/{pid}/fd/{name}" for name in sorted(names, key=int)):
             try:
                 target = os.readlink(entry)
-                if not target.startswith((_SLOT, _IDENTITY)):
+                if not (_SLOT.search(target) or _IDENTITY.search(target)):
                     continue
                 fd = os.open(entry, os.O_RDWR | os.O_CLOEXEC)
             except FileNotFoundError:
@@ -95,7 +97,7 @@ class Estate:
             inode = os.fstat(fd).st_ino
             if inode in seen:
                 os.close(fd)
-            elif target.startswith(_SLOT):
+            elif _SLOT.search(target):
                 estate.slots.append(fd)
                 estate.shared.append(inode in mapped)
             else:
@@ -121,14 +123,14 @@ class Estate:
         self.slots, self.shared, self.identity = [], [], -1
 
 
-def _mapped_by_others(pid: int) -> set[int]:
+def mapped_by_others(pid: int) -> set[int]:
     """Inodes of slots that any process but this agent maps."""
     found: set[int] = set()
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit() or int(entry.name) == pid:
             continue
         with contextlib.suppress(OSError), open(f"/proc/{entry.name}/maps", errors="replace") as maps:  # not one that has ended
-            found.update(int(line.split(maxsplit=5)[4]) for line in maps if _SLOT in line)
+            found.update(int(line.split(maxsplit=5)[4]) for line in maps if _SLOT.search(line))
     return found
 
 

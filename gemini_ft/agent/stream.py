@@ -23,7 +23,7 @@ from gemini_ft.core.ledger import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import PeerError, RecoveryError, SupersededError
 from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of
-from gemini_ft.wire.peer_messages import AllFinished, PeerMessage, ReportFinished
+from gemini_ft.wire.peer_messages import AllFinished, DrainHost, PeerMessage, ReportFinished, UploadSoon
 from gemini_ft.wire.worker_messages import (
     Collected,
     Dispatched,
@@ -35,6 +35,7 @@ from gemini_ft.wire.worker_messages import (
     Observed,
     Room,
     SessionSpec,
+    StopAfterStep,
     ToAgent,
 )
 
@@ -203,6 +204,23 @@ class Stream:
         self.finishing = True
         self.report(ReportFinished(rank=rank))
 
+    def drain(self) -> int:
+        """Has this host's workers end after a step that is committed, and is stored if it can be; returns how many there are."""
+        present = [worker for worker in self.home.workers.values() if worker.alive and self.home.is_present(worker)]
+        if present:
+            self.home.log("this host is drained")
+            self.report(UploadSoon())
+            self.home.tell_workers(StopAfterStep())
+        return len(present)
+
+    def drain_other(self, host: str) -> bool:
+        """Has another host drained, by way of the leader; whether there is such a host."""
+        spec = self.home.spec
+        if self._session is None or spec is None or host not in spec.hosts:
+            return False
+        self.report(DrainHost(host=host))
+        return True
+
     def worker_lost(self, worker: WorkerConnection) -> None:
         """Takes note that a worker is proven dead."""
         if self.home.workers.get(worker.rank) is worker and self.home.is_present(worker):
@@ -286,6 +304,9 @@ class Stream:
             case Notice(text=text):
                 home.log(text)
                 home.tell_workers(message)
+            case DrainHost(host=name):
+                if name == host.name:
+                    self.drain()
             case AllFinished(unstored=unstored):
                 self.finished = self._progressed = True
                 self.finishing, self.unstored = False, unstored

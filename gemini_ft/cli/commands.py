@@ -11,19 +11,21 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from gemini_ft.agent import lifecycle
+from gemini_ft.agent import lifecycle, slot_files
+from gemini_ft.agent.client import as_error
 from gemini_ft.cli.table import table
 from gemini_ft.config import load_config
 from gemini_ft.core.versions import Version
 from gemini_ft.core.words import in_words
-from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
+from gemini_ft.errors import AgentError, ConfigError, CorruptDataError, StorageError
 from gemini_ft.hosts import host_id
 from gemini_ft.recovery.agent_memory import Remembered, remembered
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import Manifest, examine, list_checkpoints
 from gemini_ft.storage.opening import open_existing
 from gemini_ft.storage.shard import StoredShard
-from gemini_ft.wire.worker_messages import GetStatus, Status
+from gemini_ft.wire.messages import Failed
+from gemini_ft.wire.worker_messages import AskDrain, Draining, GetStatus, Status
 
 Row = tuple[str, ...]
 _STATE = 6  # column of a row
@@ -101,6 +103,28 @@ def leave(arguments: Sequence[str]) -> int:
         arguments
     )
     lifecycle.leave(_run(options), options.host)
+    if (folder := load_config().memory.folder) is not None and not lifecycle.is_listening(_run(options), options.host):
+        slot_files.remove(slot_files.folder_of(folder, _run(options), options.host))
+    return 0
+
+
+def drain(arguments: Sequence[str]) -> int:
+    """``gemini drain [HOST]``: a host of a run leaves it after a step that is committed; a spare takes its place."""
+    parser = argparse.ArgumentParser(
+        prog="gemini drain", description="Have a host's workers end after a step that is committed; its `gemini run` ends with status 85."
+    )
+    parser.add_argument("drained", nargs="?", metavar="HOST", help="id of the host (default: the one whose agent is asked)")
+    parser.add_argument("--run-id", default=os.environ.get("GEMINI_RUN_ID"), help="run id (default: GEMINI_RUN_ID)")
+    parser.add_argument("--host", default=host_id(), help="host whose agent is asked (default: GEMINI_HOST_ID, or this machine's)")
+    options = parser.parse_args(arguments)
+    answer = lifecycle.ask(_run(options), options.host, AskDrain(host=options.drained or ""))
+    if isinstance(answer, Failed):
+        raise as_error(answer)
+    if not isinstance(answer, Draining):
+        raise AgentError(f"no agent of run {options.run_id!r} on host {options.host!r}; `gemini ps` lists the runs of a host")
+    if not (answer.relayed or answer.workers):
+        raise AgentError(f"run {options.run_id!r} has no worker at work on host {options.host!r}")
+    print(f"host {options.drained or options.host} is drained: its workers end after a step that is committed")
     return 0
 
 

@@ -21,10 +21,12 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "run": Command("gemini_ft.launch.launcher", "command", "start a training script as torchrun does, with fast and reliable restarts"),
+    "doctor": Command("gemini_ft.cli.doctor", "command", "look at a host before its first job, and say what is wrong"),
     "agent": Command("gemini_ft.cli.commands", "agent", "own a host's snapshot memory in the foreground, as a service"),
     "status": Command("gemini_ft.cli.commands", "status", "show what this host's agent holds and does"),
     "ps": Command("gemini_ft.cli.commands", "ps", "list the runs of this host"),
     "leave": Command("gemini_ft.cli.commands", "leave", "end this host's agent"),
+    "drain": Command("gemini_ft.cli.commands", "drain", "have a host leave its run after a step that is committed"),
     "checkpoints": Command(
         "gemini_ft.cli.commands", "checkpoints", "list the checkpoints in storage and in memory, and what is wrong with them"
     ),

@@ -78,15 +78,16 @@ class Cadence:
     every_seconds: float | None = None
     last_iteration: int = 0
     last_time: float = 0.0
+    hurried: bool = False  # the next one that can be is due, because a host is leaving
 
     def due(self, iteration: int, now: float) -> bool:
         by_steps = self.every_steps is not None and iteration // self.every_steps > self.last_iteration // self.every_steps
         by_time = self.every_seconds is not None and now - self.last_time >= self.every_seconds
-        return by_steps or by_time
+        return by_steps or by_time or self.hurried
 
     def next_iteration(self, iteration: int, now: float) -> int | None:
         """The first iteration after ``iteration`` that may be uploaded, as far as can be said now."""
-        if self.every_seconds is not None and now - self.last_time >= self.every_seconds:
+        if self.hurried or (self.every_seconds is not None and now - self.last_time >= self.every_seconds):
             return iteration + 1
         if self.every_steps is not None:
             return (self.last_iteration // self.every_steps + 1) * self.every_steps
@@ -261,6 +262,13 @@ class Ledger:
         self._begin(version, now)
         return [Commit(version, True, self._digest_at(version, now), self.roots)]
 
+    def upload_soon(self, now: float) -> list[Decision]:
+        """Makes the next version due for storage; the ranks hear that from now on they must add digests."""
+        if self._cadence is None:
+            return []
+        self._cadence.hurried = True
+        return [Commit(self.committed, False, self._digest_at(self.committed, now), self.roots)] if self.committed is not None else []
+
     def upload_last(self) -> list[Decision]:
         """Uploads the committed version once more, as the job has finished and its last upload has failed."""
         if self.committed is None or self.uploading is not None or not self.upload_error or self.obstacle:
@@ -327,7 +335,7 @@ class Ledger:
 
     def _begin(self, version: Version, now: float) -> None:
         if self._cadence is not None:
-            self._cadence.last_iteration, self._cadence.last_time = version.iteration, now
+            self._cadence.last_iteration, self._cadence.last_time, self._cadence.hurried = version.iteration, now, False
         self.uploading, self._records = version, {}
 
     def _abort(self, version: Version, reason: str) -> list[Decision]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import signal
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,12 +17,14 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.core.words import in_words
 from gemini_ft.errors import GeminiError, RunAliveError, StorageUnclearError
-from gemini_ft.launch.notes import PROTECTED, Notes
+from gemini_ft.launch.drain import LEFT, HostDrain, await_workers
+from gemini_ft.launch.notes import DRAINED, PROTECTED, Notes
 
 _log = logging.getLogger(__name__)
 
@@ -108,12 +111,18 @@ def _place(data: Any) -> tuple[str, str, str, str] | None:
 
 
 @contextmanager
-def final_endings(notes: Notes, run: str) -> Iterator[Endings]:
-    """Inside, torch's launcher restarts no workers whose failure is final."""
+def final_endings(notes: Notes, run: str, drain: HostDrain) -> Iterator[Endings]:
+    """Inside, torch's launcher restarts no workers whose failure is final, and none of a host that is drained."""
     original, endings = LocalElasticAgent._monitor_workers, Endings(notes, run)
 
     def monitor(agent: LocalElasticAgent, group: WorkerGroup) -> RunResult:
+        if notes.have(DRAINED):
+            await_workers(agent._pcontext)
         result: RunResult = original(agent, group)
+        if result.is_failed() and (drain.begun or notes.have(DRAINED)):
+            drain.await_uploads()
+            endings.status = LEFT
+            raise SignalException("this host is drained", signal.SIGTERM)  # the one end after which the others' rendezvous goes on
         if result.is_failed() and endings.judge(result.failures.values()):
             agent._remaining_restarts = 0
         elif result.state == WorkerState.HEALTHY:

@@ -50,7 +50,7 @@ _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _TRIAL_SECONDS = 20.0  # after which a forked child counts as hanging; it needs milliseconds
 SIGNAL_GROUP = 4  # flag of pidfd_send_signal, since Linux 6.9: to the process group that this process leads or has led
 # A signal to all processes of a job is meant for its workers. This one ends when the launcher does.
-_NOT_MEANT_HERE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_NOT_MEANT_HERE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main() -> None:

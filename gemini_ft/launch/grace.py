@@ -19,6 +19,8 @@ from types import FrameType
 from torch.distributed.elastic.multiprocessing import api as torch_api
 
 TO_HANDLER = "_terminate_process_handler"  # torch's function that turns a signal into SignalException
+# Signal -> the function that hears it, on the thread that passes signals on; it returns whether the workers are to be spared.
+watched: dict[int, Callable[[], bool]] = {}
 _STOP_SECONDS = 30.0  # for workers to end after a signal, as torch's launcher gives them
 
 
@@ -146,8 +148,14 @@ class Workers:
     def _pass_on(self, receiver: int) -> None:
         while signums := os.read(receiver, 64):
             for signum in signums:
-                if signal.getsignal(signum) == self._handle:
-                    with self._lock:
-                        self.stopped_by = self.stopped_by or signal.Signals(signum)
-                        for process in self.all:
-                            self._send(process, signum)
+                if (heard := watched.get(signum)) is not None:
+                    if not heard():
+                        self._pass(signal.SIGTERM)
+                elif signal.getsignal(signum) == self._handle:
+                    self._pass(signum)
+
+    def _pass(self, signum: int) -> None:
+        with self._lock:
+            self.stopped_by = self.stopped_by or signal.Signals(signum)
+            for process in self.all:
+                self._send(process, signum)

@@ -69,6 +69,14 @@ def join_group(strategy: Any) -> None:
     init_process_group(backend, timeout=timeout, device_id=None if device.type == "cpu" else device)
 
 
+def heeding_signals(config: GeminiConfig, environment: Any) -> GeminiConfig:
+    """The options, without the signal at which Lightning itself requeues a SLURM job: it takes none that has a handler."""
+    theirs = getattr(environment, "requeue_signal", None)
+    if getattr(environment, "auto_requeue", False) and theirs is not None and theirs.name == config.drain_signal:
+        return config.model_copy(update={"drain_signal": "none"})
+    return config
+
+
 def make_class(name: str, mixin: type, base: str, package: str, public: str, doc: str) -> Any:
     """Makes a strategy class.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gemini_ft.lightning import compat, trainer_callbacks, trainer_checkpoints, trainer_loops
-from gemini_ft.lightning.base import Gemini, join_group
+from gemini_ft.lightning.base import Gemini, heeding_signals, join_group
 from gemini_ft.lightning.fit import Fit
 from gemini_ft.lightning.gradients import FiguresLog, synchronizer_of
 from gemini_ft.lightning.loader import make_resumable
@@ -51,7 +51,8 @@ class GeminiMixin(Gemini, _Strategy):
         join_group(self)
         super().setup_environment()
         if self._gemini_trainer.state.fn == "fit" and not trainer_callbacks.is_searching(self._gemini_trainer):
-            arguments = (self._gemini_trainer, self._gemini_package, self.gemini_config, self._gemini_replicated, self._gemini_epoch_hooks)
+            config = heeding_signals(self.gemini_config, getattr(self, "cluster_environment", None))
+            arguments = (self._gemini_trainer, self._gemini_package, config, self._gemini_replicated, self._gemini_epoch_hooks)
             self._gemini_fit = self._gemini_fit_kind(*arguments)
             self._gemini_fit.open()
 

@@ -171,6 +171,16 @@ class Rejoin(Message):
     roots: dict[int, str] = {}  # owner -> root of its committed shard, for those held there; empty where the host does not know it
 
 
+class UploadSoon(Message):
+    """Asks the leader for an upload of the next version that can be: a host is leaving."""
+
+
+class DrainHost(Message):
+    """Asks for a host to be drained: first the leader, then, from there, the host itself."""
+
+    host: str
+
+
 class AllFinished(Message):
     """Tells agents that they may go: every rank has finished, and the last upload is over."""
 
@@ -219,7 +229,7 @@ class Data(ShardAnswer):
 
 PeerMessage = (
     Claims | Accepted | Offer | Ready | Refused | Begin | End | Drop | Ack | Parcel | Astray | Unchanged | Resend | ReportUploaded
-    | ReportFinished | Heartbeat | ReportNeed | Rejoin | AllFinished | Fetch | Describe | Description | GetRoots | Roots | Data | Chunk
-    | Failed | Notice | Paced | Completed | Copies | Skipped | Commit | Abort | Holders | Thaw | Fatal
+    | ReportFinished | Heartbeat | ReportNeed | Rejoin | UploadSoon | DrainHost | AllFinished | Fetch | Describe | Description | GetRoots
+    | Roots | Data | Chunk | Failed | Notice | Paced | Completed | Copies | Skipped | Commit | Abort | Holders | Thaw | Fatal
 )  # fmt: skip
 peers: Channel[PeerMessage] = Channel(PeerMessage)

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.agent.launches import PARTING_SECONDS
-from gemini_ft.config import GeminiConfig, unknown_variables
+from gemini_ft.agent.slot_files import SlotFiles
+from gemini_ft.config import GeminiConfig, load_config, unknown_variables
 from gemini_ft.core import placement
 from gemini_ft.core.versions import Incarnation
 from gemini_ft.core.words import in_words
@@ -102,6 +103,7 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None]
     clients: list[AgentClient] = []
 
     def introduce() -> Introduction:
+        _check_folder(config, run)
         clients.append(_connect(run, hello, on_event, config.timeout))
         return _introduction(config, clients[0], run, stream, fingerprint(secret), now)
 
@@ -118,6 +120,23 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None]
         _announce(session, bool(everyone[0].configured_secret))
         _announce_resumption(session, {about.launch for about in everyone} - {""})
     return session
+
+
+def _check_folder(config: GeminiConfig, run: str) -> None:
+    """Refuses a folder for slots that this host's agent cannot use, or does not hear of.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    folder = config.memory.folder
+    if folder is None:
+        return
+    if load_config().memory.folder != folder:
+        raise ConfigError(
+            f"memory.folder={str(folder)!r} was given as an argument; agents are processes of their own and read it elsewhere: give it as "
+            "GEMINI_MEMORY__FOLDER, or in the file that GEMINI_CONFIG names"
+        )
+    SlotFiles(folder, run, host_id())
 
 
 def _connect(run: str, hello: Hello, on_event: Callable[[ToWorker], None], timeout: float) -> AgentClient:

@@ -286,6 +286,18 @@ def test_a_host_with_a_copy_that_did_not_count_hears_the_roots_of_what_it_holds(
 # -- uploads
 
 
+def test_when_a_host_leaves_the_next_version_of_which_all_ranks_add_digests_is_uploaded() -> None:
+    book = ledger(cadence=Cadence(every_steps=1000))
+    assert not uploads(book, version(1))
+    assert book.upload_soon(0.0) == [Commit(version(1), False, digest_at=2)]
+    report(book, version(2), *PAIRS, digest="")  # it was under way before the ranks heard of it
+    assert book.uploading is None
+    assert uploads(book, version(3))
+    book.upload_over(version(3))
+    assert not uploads(book, version(4))
+    assert ledger().upload_soon(0.0) == []  # there is no storage
+
+
 def test_every_so_many_iterations_one_is_uploaded() -> None:
     """Section 7: which iteration is uploaded "is part of its commit, the same on all hosts"."""
     book = ledger(cadence=Cadence(every_steps=3))

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from gemini_ft.compression.options import METHOD_OPTIONS
-from gemini_ft.config import SET_BY_LAUNCHER, VARIABLES, GeminiConfig, StorageConfig, TrafficConfig
+from gemini_ft.config import SET_BY_LAUNCHER, VARIABLES, GeminiConfig, MemoryConfig, StorageConfig, TrafficConfig
 from gemini_ft.pipeline.options import SCHEME_OPTIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
@@ -30,6 +30,7 @@ def page() -> str:
         ("The core", "", GeminiConfig),
         ("storage", "storage.", StorageConfig),
         ("traffic", "traffic.", TrafficConfig),
+        ("memory", "memory.", MemoryConfig),
     ]
     parts = [_HEAD]
     for title, prefix, model in sections:
