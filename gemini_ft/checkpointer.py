@@ -208,8 +208,8 @@ class Checkpointer:
             self._bound.remember()
         self._hyperparameters.note(self._bound.hyperparameters)
         atexit.register(self._leave_if_interrupted)
-        self._recorder = recorder = Recorder(self.config, self.name, self.stats, self._resizable)
         notes.say(notes.PROTECTED)
+        self._recorder = recorder = Recorder(self.config, self.name, self.stats, self._resizable)
         if not self._resizable:
             notes.say(notes.FIXED)
         session, plan = recorder.session, recorder.session.plan

@@ -100,7 +100,20 @@ def leave(arguments: Sequence[str]) -> int:
     options = _with_run("leave", "End this host's agent. The snapshots it holds are gone; uploads under way are finished.").parse_args(
         arguments
     )
-    lifecycle.leave(_run(options), options.host)
+    run = _run(options)
+    account = lifecycle.status(run, options.host)
+    if account is None:
+        print(f"no agent of run {run!r} on host {options.host!r}: there is nothing to forget here (gemini ps lists the runs of this host)")
+        return 1
+    document = json.loads(account)
+    lifecycle.leave(run, options.host)
+    if document["workers"]:
+        print(
+            f"run {run} is at work: its workers {sorted(document['workers'].values())} start another agent and give it the memory back. "
+            "To forget the run, end it first"
+        )
+    else:
+        print(f"run {run} is forgotten on host {options.host}: {document['memory']['used']:,} bytes of memory; what is in storage stays")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import contextlib
 import json
@@ -239,19 +240,28 @@ class TestEnding:
         assert "forkserver.py" not in job.err
         assert asked == [Leave(run="run-7", finished=True)]
 
-    @pytest.mark.parametrize(("end", "status", "attempts"), [("sys.exit(1)", 1, 3), ("raise ValueError(f'{time.time()}')", 70, 2)])
+    @pytest.mark.parametrize(
+        ("end", "status", "attempts", "repeated"),
+        [
+            ("sys.exit(1)", 1, 3, ""),
+            ("raise ValueError(f'{time.time()}')", 70, 2, "ValueError for the second time, at FILE:3: "),
+            ("sys.exit(f'no data at {time.time()}')", 70, 2, "SystemExit for the second time, at FILE:3: "),
+            ("argparse.ArgumentParser().parse_args(['--lrr'])", 70, 2, f"SystemExit for the second time, at {argparse.__file__}:"),
+        ],
+        ids=["status", "exception", "text", "option"],
+    )
     def test_a_job_fails_when_its_restarts_are_used_up_or_another_would_only_repeat_the_error(
-        self, end: str, status: int, attempts: int, asked: list[object], tmp_path: Path, launch: Callable[..., Job]
+        self, end: str, status: int, attempts: int, repeated: str, asked: list[object], tmp_path: Path, launch: Callable[..., Job]
     ) -> None:
-        (tmp_path / "fails.py").write_text(f"import sys, time\nsys.stdout.write('try\\n')\n{end}\n")
+        (tmp_path / "fails.py").write_text(f"import argparse, sys, time\nsys.stdout.write('try\\n')\n{end}\n")
         job = launch("--run-id", "run-7", "--max-restarts", "2", "fails.py", GEMINI_HOST_ID="this-host")
         assert job.wait() == status
         assert job.out == "try\n" * attempts
         report = job.err[job.err.index("Root Cause") :]
-        assert "exitcode  : 1" in report
-        repeated = f"the same ValueError for the second time, before the first step, at {tmp_path / 'fails.py'}:3: "
-        assert job.err.count(repeated) == (status == 70)
-        assert job.err.count("gemini run: nothing in this job is protected: no worker has joined a run, so a restart") == 1
+        assert f"exitcode  : {2 if 'argparse' in end else 1}" in report
+        assert job.err.count(f"gemini run: the same {repeated.replace('FILE', str(tmp_path / 'fails.py'))}") == (status == 70)
+        told = "gemini run: nothing in this job is protected: no worker has joined a run, so a restart begins at the beginning. Unless the "
+        assert job.err.count(f"{told}script has failed before it came that far: a loop needs a gemini_ft.Checkpointer") == 1
         assert job.processes() == set()
         assert asked == []  # the same command may come again and resume
 
