@@ -136,8 +136,10 @@ def _run_script(script: str, copy: str | None, main: types.ModuleType) -> None:
         main.__file__ = path
         main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
         main.__dict__["__cached__"] = None
+    # Under a pipe's own name Python would open it again to show a line of a traceback, and wait for a writer without an end.
+    name = path if script == "-" or not copy else f"<{path}>"
     with io.open_code(copy or path) as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)  # not with this module's __future__ imports
+        code = compile(file.read(), name, "exec", dont_inherit=True)  # not with this module's __future__ imports
     exec(code, main.__dict__)
 
 
