@@ -224,7 +224,7 @@ VARIABLES = {
     "GEMINI_LOG_DIR": "Folder for the agents' logs; default: this user's own under XDG_RUNTIME_DIR or the temporary directory.",
     "GEMINI_STATE_DIR": "Folder in which a host remembers what was stored; default: gemini-ft in XDG_STATE_HOME.",
     "GEMINI_EXPLAIN": "Print what the state of the job consists of, as `gemini run --explain` does.",
-    "GEMINI_WRAP": "0: leave deepspeed.initialize and transformers' Trainer as they are.",
+    "GEMINI_WRAP": "0: leave deepspeed.initialize, transformers' Trainer and the locks of torch's builds as they are.",
     "GEMINI_DATA_RESUME": "As `data_resume` of the Lightning strategies (docs/lightning.md).",
     "GEMINI_EPOCH_HOOKS": "As `epoch_hooks` of the Lightning strategies (docs/lightning.md).",
     "GEMINI_FAULTS": "Failures to inject (README, failure drills).",
@@ -258,6 +258,8 @@ def _explain(error: ValidationError) -> str:
         if item["type"] == "extra_forbidden":
             model = _SECTIONS.get(name.partition(".")[0], GeminiConfig) if "." in name else GeminiConfig
             lines.append(f"unknown option {name!r}; allowed: {', '.join(sorted(model.model_fields))}")
+        elif item["type"] == "missing":  # its input is the whole section
+            lines.append(f"{name} must be given")
         else:
             lines.append(f"{name}={item.get('input')!r}: {item['msg']}")
     return "gemini options: " + "; ".join(lines)

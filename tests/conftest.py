@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import shutil
@@ -25,6 +26,22 @@ settings.register_profile("soak", deadline=None, print_blob=True)
 # DeepSpeed compiles at first use, with the environment's own ninja: what another one has built, it would build again.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
+
+
+# A test that was killed in a build has left its lock, for which torch would wait without an end. A living process has the file open.
+def _is_open(path: Path) -> bool:
+    mark = path.stat()
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(file.stat(), mark):
+                return True
+    return False
+
+
+for _lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):
+    with contextlib.suppress(FileNotFoundError):
+        if not _is_open(_lock):
+            _lock.unlink()
 
 # Options of the developer's own shell, or of the allocation that the tests run in, must not reach them, nor the processes they start.
 _OURS = ("GEMINI_", "TORCHELASTIC_", "SLURM")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from gemini_ft.agent import lifecycle, slot_files
@@ -102,10 +103,35 @@ def leave(arguments: Sequence[str]) -> int:
     options = _with_run("leave", "End this host's agent. The snapshots it holds are gone; uploads under way are finished.").parse_args(
         arguments
     )
-    lifecycle.leave(_run(options), options.host)
-    if (folder := load_config().memory.folder) is not None and not lifecycle.is_listening(_run(options), options.host):
-        slot_files.remove(slot_files.folder_of(folder, _run(options), options.host))
+    run = _run(options)
+    account = lifecycle.status(run, options.host)
+    if account is not None:
+        lifecycle.leave(run, options.host)
+    files = _forget_files(run, options.host)
+    if account is None and not files:
+        print(f"no agent of run {run!r} on host {options.host!r}: there is nothing to forget here (gemini ps lists the runs of this host)")
+        return 1
+    document = json.loads(account) if account is not None else {"workers": {}, "memory": {"used": 0}}
+    if document["workers"]:
+        print(
+            f"run {run} is at work: its workers {sorted(document['workers'].values())} start another agent and give it the memory back. "
+            "To forget the run, end it first"
+        )
+    else:
+        what = f"{document['memory']['used']:,} bytes of memory" if account is not None else f"what lay in {files}"
+        print(f"run {run} is forgotten on host {options.host}: {what}; what is in storage stays")
     return 0
+
+
+def _forget_files(run: str, host: str) -> Path | None:
+    """Removes the slots that the run keeps as files on this host, unless an agent is at work; returns the folder they were in."""
+    if (parent := load_config().memory.folder) is None or lifecycle.is_listening(run, host):
+        return None
+    folder = slot_files.folder_of(parent, run, host)
+    if not folder.exists():
+        return None
+    slot_files.remove(folder)
+    return folder
 
 
 def drain(arguments: Sequence[str]) -> int:

@@ -34,7 +34,7 @@ NOT_STORED = 73  # EX_CANTCREAT
 _BY_WORKERS = {StorageUnclearError.exit_status, RunAliveError.exit_status}
 # Bases of exceptions that come from outside of the script, and go away as they have come.
 _PASSING = {"OSError", "DistError", "AgentError", "PeerError", "StorageError", "CorruptDataError", "BotoCoreError", "ClientError"}
-_PASSING |= {"AcceleratorError", "KeyboardInterrupt", "SystemExit"}
+_PASSING |= {"AcceleratorError", "KeyboardInterrupt"}
 _LASTING = {"FileNotFoundError", "NotADirectoryError", "IsADirectoryError", "PermissionError"}  # of the OSErrors
 _OF_PEERS = re.compile(r"nccl|gloo|connection|timed? ?out|socket|broken pipe|cuda error|another rank", re.IGNORECASE)
 UNPROTECTED_SECONDS = 120.0
@@ -45,10 +45,12 @@ class Endings:
 
     Attributes:
         status: with which the job ends for good; 0: not yet.
+        repeated: the failure that has come twice, of one worker.
     """
 
     def __init__(self, notes: Notes, run: str) -> None:
         self.status = 0
+        self.repeated: ProcessFailure | None = None
         self._notes, self._run = notes, run
         self._before: set[tuple[str, str, str, str]] = set()
         self._since = time.monotonic()
@@ -58,15 +60,15 @@ class Endings:
         """Workers have failed; whether that is final."""
         failed = list(failures)
         self.status = next((failure.exitcode for failure in failed if failure.exitcode in _BY_WORKERS), 0)
-        found = {place for failure in failed if (place := _place(failure.error_file_data)) is not None}
-        repeated, self._before = found & self._before, found
+        found = {place: failure for failure in failed if (place := _place(failure.error_file_data)) is not None}
+        repeated, self._before = found.keys() & self._before, {*found}
         if not self.status and repeated:
             self.status = REPEATED
-            kind, _, where, step = min(repeated)
-            when = f"after step {step}" if step else "before the first step"
-            _log.error(
-                "the same %s for the second time, %s, at %s: another restart would only repeat it. %s", kind, when, where, self._kept()
-            )
+            kind, _, where, step = first = min(repeated)
+            self.repeated = found[first]
+            when = {"": "", "0": ", before the first step"}.get(step, f", after step {step}")
+            text = "the same %s for the second time%s, at %s: another restart would only repeat it. %s"
+            _log.error(text, kind, when, where, self._kept())
         self.look(has_failed=True)
         return bool(self.status)
 
@@ -76,10 +78,11 @@ class Endings:
             self._has_warned = True
             if not self._notes.have(PROTECTED):
                 _log.warning(
-                    "nothing in this job is protected%s: no worker has joined a run, so a restart begins at the beginning. A loop needs a "
+                    "nothing in this job is protected%s: no worker has joined a run, so a restart begins at the beginning. %s loop needs a "
                     'gemini_ft.Checkpointer, Lightning strategy="gemini", transformers\' Trainer a gemini_ft.huggingface.GeminiCallback, '
                     'and DeepSpeed a "gemini" section in its configuration; see the README',
                     "" if has_failed else f" after {UNPROTECTED_SECONDS:g} s",
+                    "Unless the script has failed before it came that far: a" if has_failed else "A",
                 )
 
     def _kept(self) -> str:

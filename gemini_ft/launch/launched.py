@@ -64,8 +64,8 @@ def _boot_time() -> float:
 
 def _digest_of_script() -> str:
     path = getattr(sys.modules["__main__"], "__file__", None)
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+    try:  # a pipe has been read, and would be waited for
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path and os.path.isfile(path) else ""
     except OSError:
         return ""
 

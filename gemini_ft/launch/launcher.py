@@ -24,7 +24,7 @@ from typing import get_args
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
 from gemini_ft.agent import lifecycle
@@ -98,7 +98,7 @@ def command(argv: Sequence[str]) -> int:
             stack.callback(watchman.stop)
             record(torchrun.run)(options)
     except ChildFailedError as error:
-        logger.error("%s", error)
+        logger.error("%s", in_short(error, endings.repeated))
         if is_nameless:
             lifecycle.leave(run_id)  # nobody can come back for it
         return endings.status or 1
@@ -131,6 +131,12 @@ def command(argv: Sequence[str]) -> int:
 def _without(names: str, one: str) -> str:
     """The signals that torch's launcher handles, without the one that begins a drain."""
     return ",".join(name for name in names.split(",") if name.strip() != one)
+
+
+def in_short(error: ChildFailedError, repeated: ProcessFailure | None) -> ChildFailedError:
+    """The report of a failure that has come twice: one worker's, as the others have mostly failed of it or in the same way."""
+    of_one = {rank: failure for rank, failure in error.failures.items() if repeated is not None and failure.pid == repeated.pid}
+    return ChildFailedError(error.name, of_one) if of_one else error
 
 
 def _refuse_second(run_id: str) -> None:

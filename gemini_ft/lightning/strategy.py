@@ -160,7 +160,7 @@ class GeminiMixin(Gemini, _Strategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Saves a file that another strategy must be able to load, so without the positions of our loaders."""
-        trainer_checkpoints.drop_positions(checkpoint, trainer_loops.training_loaders(self._gemini_trainer))
+        trainer_checkpoints.drop_positions(checkpoint, trainer_loops.loaders_at_hand(self.lightning_module))
         if self._gemini_fit is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return

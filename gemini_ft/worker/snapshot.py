@@ -23,6 +23,7 @@ from gemini_ft.errors import AgentError, ConcurrentWriteError, GeminiError
 from gemini_ft.state.copy_plan import CopyPlan, MappedSlot, same_bytes
 from gemini_ft.wire.messages import Chunk
 from gemini_ft.wire.worker_messages import Copied, GiveUp, Request, ToAgent
+from gemini_ft.worker.outcomes import ENDING, LATE
 
 _GRANT_POLL = 0.25  # seconds between looks at whether the agent still lives
 _RETRY = 20.0  # seconds between attempts to start another
@@ -135,7 +136,7 @@ class Snapshotter:
         on_device = job.ready is not None and job.digest is None and not self._verify
         with self._condition:
             if job.state is JobState.WAITING and (self._impatient or not self._waits):
-                self._forget(job, "the previous snapshot was still uncommitted at the next update")
+                self._forget(job, LATE)
                 return
             self._wait(job, (JobState.ISSUED, JobState.DONE) if on_device else (JobState.DONE,))
             if job.copied is not None:
@@ -283,7 +284,7 @@ class Snapshotter:
                     raise AgentError("the agent ended")
             if job.cancelled or self._stop or job.slot is None:
                 if job.cancelled != "aborted":
-                    self._discard(job, job.cancelled or "the process ends")
+                    self._discard(job, job.cancelled or ENDING)
                 return
             job.state = JobState.COPYING
         if job.slot not in self.slots:

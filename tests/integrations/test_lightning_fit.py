@@ -204,6 +204,14 @@ def test_files_are_those_of_plain_lightning(fit: Callable[..., Model], tmp_path:
     assert fit(strategy="ddp", ckpt_path=tmp_path / "files" / "step=4.ckpt").steps == [4, 5]
 
 
+def test_a_module_that_was_never_fitted_is_saved(tmp_path: Path) -> None:
+    trainer = Trainer(strategy=gemini_ft.lightning.GeminiStrategy(), accelerator="cpu", devices=1, logger=False, barebones=True)
+    module = Model()
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "file.ckpt")
+    assert torch.load(tmp_path / "file.ckpt", weights_only=False)["state_dict"].keys() == module.state_dict().keys()
+
+
 def test_what_lightning_adds_needs_no_pickle(fit: Callable[..., Model], monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it could not be loaded from storage without ``trust_pickle``."""
     blobs: list[bytes] = []

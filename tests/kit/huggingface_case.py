@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,25 @@ def loop_on_ddp(run: dict[str, Any], diary: Diary) -> None:
     diary.note(end=len(losses), losses=losses, bits=bits(net), drawn=float(torch.rand(())).hex(), processes=accelerator.num_processes)
 
 
+def unprotected_loop(run: dict[str, Any], diary: Diary) -> None:
+    """The same without gemini-ft; a worker of the first attempt is killed."""
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    accelerator = Accelerator(cpu=True)
+    net = model()
+    net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2), DataLoader(Texts(SAMPLES), BATCH))
+    for steps, batch in enumerate(loader):
+        if (steps, accelerator.process_index, os.environ["TORCHELASTIC_RESTART_COUNT"]) == (3, 1, "0"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        accelerator.backward(net(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        diary.note(engine=type(net).__name__, steps=steps)
+    diary.note(end=len(loader), processes=accelerator.num_processes)
+
+
 if __name__ == "__main__":
     job = json.loads(sys.argv[1])
-    {"trainer": train, "loop": loop, "loop on ddp": loop_on_ddp}[job["kind"]](job, Diary(job))
+    kinds = {"trainer": train, "loop": loop, "loop on ddp": loop_on_ddp, "unprotected": unprotected_loop}
+    kinds[job["kind"]](job, Diary(job))

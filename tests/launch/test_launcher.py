@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import contextlib
 import json
@@ -21,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_kit import eventually
 from torch._C._distributed_c10d import TCPStore
 
+from gemini_ft import config
 from gemini_ft.agent import lifecycle
 from gemini_ft.cli import main as cli
 from gemini_ft.launch import launcher
@@ -239,19 +242,28 @@ class TestEnding:
         assert "forkserver.py" not in job.err
         assert asked == [Leave(run="run-7", finished=True)]
 
-    @pytest.mark.parametrize(("end", "status", "attempts"), [("sys.exit(1)", 1, 3), ("raise ValueError(f'{time.time()}')", 70, 2)])
+    @pytest.mark.parametrize(
+        ("end", "status", "attempts", "repeated"),
+        [
+            ("sys.exit(1)", 1, 3, ""),
+            ("import gemini_ft; gemini_ft.Checkpointer(replicas=0)", 70, 2, f"ConfigError for the second time, at {config.__file__}:"),
+            ("sys.exit(f'no data at {time.time()}')", 70, 2, "SystemExit for the second time, at FILE:3: "),
+            ("argparse.ArgumentParser().parse_args(['--lrr'])", 70, 2, f"SystemExit for the second time, at {argparse.__file__}:"),
+        ],
+        ids=["status", "configuration", "text", "option"],
+    )
     def test_a_job_fails_when_its_restarts_are_used_up_or_another_would_only_repeat_the_error(
-        self, end: str, status: int, attempts: int, asked: list[object], tmp_path: Path, launch: Callable[..., Job]
+        self, end: str, status: int, attempts: int, repeated: str, asked: list[object], tmp_path: Path, launch: Callable[..., Job]
     ) -> None:
-        (tmp_path / "fails.py").write_text(f"import sys, time\nsys.stdout.write('try\\n')\n{end}\n")
+        (tmp_path / "fails.py").write_text(f"import argparse, sys, time\nsys.stdout.write('try\\n')\n{end}\n")
         job = launch("--run-id", "run-7", "--max-restarts", "2", "fails.py", GEMINI_HOST_ID="this-host")
         assert job.wait() == status
         assert job.out == "try\n" * attempts
         report = job.err[job.err.index("Root Cause") :]
-        assert "exitcode  : 1" in report
-        repeated = f"the same ValueError for the second time, before the first step, at {tmp_path / 'fails.py'}:3: "
-        assert job.err.count(repeated) == (status == 70)
-        assert job.err.count("gemini run: nothing in this job is protected: no worker has joined a run, so a restart") == 1
+        assert f"exitcode  : {2 if 'argparse' in end else 1}" in report
+        assert job.err.count(f"gemini run: the same {repeated.replace('FILE', str(tmp_path / 'fails.py'))}") == (status == 70)
+        told = "gemini run: nothing in this job is protected: no worker has joined a run, so a restart begins at the beginning. Unless the "
+        assert job.err.count(f"{told}script has failed before it came that far: a loop needs a gemini_ft.Checkpointer") == 1
         assert job.processes() == set()
         assert asked == []  # the same command may come again and resume
 
@@ -476,6 +488,35 @@ def test_an_error_that_comes_again_at_its_step_ends_the_job_and_says_what_is_kep
         assert "is protected" not in job.err
     finally:
         lifecycle.leave(run, "this-host")
+
+
+SOON = """
+import sys
+from gemini_ft.cli import main
+from gemini_ft.launch import endings
+endings._UNPROTECTED_SECONDS = 0.5
+sys.exit(main.main(["run", *sys.argv[1:]]))
+"""
+
+
+def test_a_job_that_does_not_fail_is_told_once_after_a_while_that_nothing_is_protected(tmp_path: Path, launch: Callable[..., Job]) -> None:
+    (tmp_path / "soon.py").write_text(SOON)
+    (tmp_path / "trains.py").write_text("import os, time\nwhile not os.path.exists('told'):\n    time.sleep(0.1)\n")
+    job = launch("trains.py", launcher=("soon",))
+    job.wait_for(lambda: "gemini run: nothing in this job is protected after 0.5 s: no worker has joined a run" in job.err)
+    (tmp_path / "told").touch()
+    assert job.wait() == 0
+    assert job.err.count("is protected") == 1
+
+
+def test_a_script_without_a_name_leaves_nothing_behind_when_it_fails(tmp_path: Path, launch: Callable[..., Job]) -> None:
+    os.mkfifo(tmp_path / "repeats")
+    job = launch("repeats", GEMINI_HOST_ID=tmp_path.name, GEMINI_LOG_DIR=str(tmp_path))
+    (tmp_path / "repeats").write_text(REPEATS)
+    assert job.wait() == 70
+    (log,) = tmp_path.glob("agent-*.log")
+    run = log.stem.removeprefix("agent-").removesuffix(f"-{tmp_path.name}")
+    eventually(lambda: not lifecycle.is_listening(run, tmp_path.name), "the agent's end")
 
 
 HOST = """

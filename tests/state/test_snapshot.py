@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 
+import pytest
 from agent_kit import eventually
 
 from gemini_ft.errors import AgentError
 from gemini_ft.wire.worker_messages import GiveUp, Request, ToAgent
+from gemini_ft.worker.outcomes import ENDING, LATE, Outcomes
 from gemini_ft.worker.snapshot import Job, Snapshotter
+from gemini_ft.worker.stats import Stats
 
 
 def test_the_agent_hears_of_a_snapshot_that_is_given_up_before_the_thread_has_seen_it() -> None:
@@ -61,3 +66,17 @@ def test_of_the_snapshots_that_are_given_up_while_an_agent_is_replaced_a_few_are
     eventually(lambda: bool(told) and isinstance(told[-1], GiveUp) and told[-1].iteration == 99)
     assert len([message for message in told if isinstance(message, GiveUp)]) < 20
     snapshotter.stop()
+
+
+def test_to_be_late_is_no_reason_to_warn_in_the_first_minute_and_the_end_is_none_at_all(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes = Outcomes(Stats(), lambda *_, **__: None)
+    now = time.monotonic()
+    with caplog.at_level(logging.INFO):
+        for reason in (LATE, LATE, ENDING, "a reason to warn"):
+            outcomes.discarded(3, reason)
+        monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+        outcomes.discarded(4, LATE)
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "WARNING"]
+    assert caplog.messages[0].startswith(f"iteration 3 has no snapshot: {LATE}. Training goes on unharmed")
