@@ -15,7 +15,7 @@ import gemini_ft
 from gemini_ft.errors import GeminiError
 from gemini_ft.launch import endings as module
 from gemini_ft.launch.endings import REPEATED, Endings
-from gemini_ft.launch.launcher import _in_short
+from gemini_ft.launch.launcher import in_short
 from gemini_ft.launch.notes import PROTECTED, notes_of_workers, say
 
 
@@ -88,8 +88,8 @@ def test_of_a_failure_that_comes_again_one_traceback_is_shown(endings: Any, tmp_
             failures[rank] = ProcessFailure(rank, 100 + rank, 1, failure(tmp_path / str(rank), "ValueError", text=text).error_file)
         endings.judge(failures.values())
     whole = ChildFailedError("train.py", failures)
-    assert [*_in_short(whole, endings.repeated).failures] in ([1], [2])
-    assert _in_short(whole, None) is whole
+    assert [*in_short(whole, endings.repeated).failures] in ([1], [2])
+    assert in_short(whole, None) is whole
 
 
 @pytest.mark.parametrize("status", [74, 75])
@@ -101,7 +101,7 @@ def test_a_worker_may_say_so_itself(status: int, endings: Any, tmp_path: Path) -
 class TestUnprotected:
     @pytest.fixture(autouse=True)
     def soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "_UNPROTECTED_SECONDS", -1.0)
+        monkeypatch.setattr(module, "UNPROTECTED_SECONDS", -1.0)
 
     def said(self, caplog: pytest.LogCaptureFixture) -> list[str]:
         return [text for record in caplog.records if "nothing in this job is protected" in (text := record.getMessage())]
