@@ -31,7 +31,7 @@ from gemini_ft.launch import deepspeed_hook as wrapping
 
 _STARTERS = (
     __file__,
-    *(os.path.join(os.path.dirname(__file__), f"{name}.py") for name in ("cold", "forkserver")),
+    *(os.path.join(os.path.dirname(__file__), f"{name}.py") for name in ("cold_start", "forkserver")),
     runpy.__file__,
     "<frozen runpy>",
     "<string>",  # of `starter`

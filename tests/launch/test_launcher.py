@@ -494,7 +494,7 @@ SOON = """
 import sys
 from gemini_ft.cli import main
 from gemini_ft.launch import endings
-endings._UNPROTECTED_SECONDS = 0.5
+endings.UNPROTECTED_SECONDS = 0.5
 sys.exit(main.main(["run", *sys.argv[1:]]))
 """
 
