@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -101,3 +102,11 @@ def test_an_option_that_makes_no_sense_is_refused(change: list[str], words: str,
 def test_a_cluster_that_cannot_be_is_refused(change: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", *PAPER, *change]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_the_page_shows_what_the_commands_print(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+    blocks = re.findall(r"^```console\n\$ gemini (.*)\n([^`]*)```", page, re.MULTILINE)
+    assert [words.split()[0] for words, _ in blocks] == ["simulate", "plan"]
+    for words, printed in blocks:
+        assert shown(capsys, *words.split()) == printed
