@@ -29,7 +29,7 @@ _BYTES = 8  # of an element that is sent, index included
 
 
 @dataclass
-class Link:
+class LinkEstimate:
     """The network as it is measured: ``seconds = alpha + beta nbytes``, by regression with exponentially fading weights.
 
     Attributes:
@@ -125,7 +125,7 @@ class DelayControl:
             raise ValueError(f"ladder={ladder}: ratios above 0, at most 1, falling; for example {LADDER}")
         self.elements, self.world, self.deadline, self.every, self.ladder = elements, world, deadline, every, ladder
         self._factor = 2 * (world - 1) / world if divisible else world - 1
-        self.link = Link()
+        self.link = LinkEstimate()
         self.ratio = ladder[0]
         self._wanted = ladder[0]  # before it is put on the ladder
         self._delays: list[float] = []  # since the last decision
@@ -177,5 +177,5 @@ class DelayControl:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a `state_dict`."""
-        self.link = Link(**{**state["link"], "residuals": list(state["link"]["residuals"])})
+        self.link = LinkEstimate(**{**state["link"], "residuals": list(state["link"]["residuals"])})
         self.ratio, self._wanted, self._delays = state["ratio"], state["wanted"], list(state["delays"])

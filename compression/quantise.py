@@ -102,7 +102,7 @@ def deviations(bundle: Bundle) -> Tensor:
     sums = torch.stack([view.sum() for view in bundle.views])
     sizes = torch.tensor(bundle.layout.sizes, device=sums.device)
     variance = (squares / sizes - (sums / sizes).square()).clamp_(min=0)
-    # Of equal elements only rounding would be left: their scale is their magnitude.
+    # The variance of equal elements would be nothing but rounding errors, so their magnitude is taken as the scale.
     return torch.where(variance > 1e-6 * squares / sizes, variance.sqrt(), squares.sqrt())
 
 

@@ -30,8 +30,8 @@ _GATHER = 0.25  # seconds for which a host waits for more to report, unless it h
 _HEARTBEAT = 1.0  # seconds
 _SILENCE = 2.5  # seconds after which a host of which nothing is heard may be lost
 _AGAIN = 5.0  # seconds between two attempts at the last upload of a job
-_SLOW_UPLOAD = 600.0  # seconds
-_TIDY_AGAIN = 2.0  # seconds between two attempts to delete old checkpoints
+SLOW_UPLOAD = 600.0  # seconds
+TIDY_AGAIN = 2.0  # seconds between two attempts to delete old checkpoints
 _AHEAD = 8  # steps that a change of pace is announced before it counts; a rank that hears it later loses a snapshot
 
 
@@ -121,7 +121,7 @@ class Leader:
         before = self.book.committed
         host = self._members.get(member, "") if member is not None else ""
         for decision in self.book.rejoin(message.committed, now, message.roots, host):
-            if member is None or (isinstance(decision, Commit) and self.book.committed != before):
+            if member is None or isinstance(decision, Manifest) or (isinstance(decision, Commit) and self.book.committed != before):
                 self._apply([decision])
             else:
                 member.send(self.book.addressed(decision, host) if isinstance(decision, Commit) else decision)
@@ -166,9 +166,9 @@ class Leader:
         version, since = self._upload
         if self.book.uploading != version:
             self._upload = (self.book.uploading, now)
-        elif version is not None and now - since > _SLOW_UPLOAD:
+        elif version is not None and now - since > SLOW_UPLOAD:
             self._upload = (version, now)
-            self._tell(Notice(text=f"storage: the upload of {version} is not over after {_SLOW_UPLOAD:g} s more; does the storage hang?"))
+            self._tell(Notice(text=f"storage: the upload of {version} is not over after {SLOW_UPLOAD:g} s more; does the storage hang?"))
 
     def _apply(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
@@ -186,7 +186,7 @@ class Leader:
             await self._storing.uploader.write_manifest(decision.version, dict(decision.records))
             if trouble := await self._storing.tidy():
                 self.book.obstacle = trouble
-                self._tasks.spawn(self._tidy(_TIDY_AGAIN))
+                self._tasks.spawn(self._tidy(TIDY_AGAIN))
         except GeminiError as failure:
             error = str(failure)
         except Exception as failure:  # a fault of ours must not leave the upload unfinished for ever
@@ -199,7 +199,7 @@ class Leader:
         assert self._storing is not None
         while trouble := await self._storing.tidy():
             self.book.obstacle = trouble
-            await asyncio.sleep(_TIDY_AGAIN)
+            await asyncio.sleep(TIDY_AGAIN)
         self._apply(self.book.unobstructed(time.monotonic()))
 
     def _tell(self, message: PeerMessage, member: Connection | None = None) -> None:
@@ -262,7 +262,7 @@ class MemberLink:
         self._dial, self._on_decision, self._reports, self._log, self._bundles = dial, on_decision, reports, log, bundles
         self._late: asyncio.TimerHandle | None = None  # sends what waits, complete or not
         self._spoke = 0.0  # when something was sent
-        self._connection: Connection | None = None
+        self.connection: Connection | None = None
         self._finished: set[int] = set()
         self._lost = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -270,14 +270,14 @@ class MemberLink:
     def close(self) -> None:
         self._task.cancel()
         self._stop_waiting()
-        if self._connection is not None:
-            self._connection.abort("the session is over")
+        if self.connection is not None:
+            self.connection.abort("the session is over")
 
     def take(self, message: PeerMessage) -> None:
         """Sends a report now, or with all others once the leader is reached again."""
         if isinstance(message, ReportFinished):
             self._finished.add(message.rank)
-        if self._connection is None:
+        if self.connection is None:
             return
         if isinstance(message, Completed):
             if self._bundles.add(message):
@@ -299,9 +299,9 @@ class MemberLink:
             self._late = None
 
     def _send(self, message: PeerMessage) -> None:
-        if self._connection is not None:
+        if self.connection is not None:
             self._spoke = time.monotonic()
-            self._connection.send(message)
+            self.connection.send(message)
 
     def on_message(self, message: PeerMessage) -> memoryview | None:
         if isinstance(message, Holders):
@@ -313,7 +313,7 @@ class MemberLink:
         raise PeerError("raw bytes on a reporting connection")
 
     def on_lost(self, reason: str) -> None:
-        self._connection = None
+        self.connection = None
         self._stop_waiting()
         self._lost.set()
 
@@ -322,7 +322,7 @@ class MemberLink:
         while True:
             self._lost.clear()
             try:
-                self._connection = await self._dial(self)
+                self.connection = await self._dial(self)
             except GeminiError as error:
                 if delay == 0.05:
                     self._log(f"leader: {error}")

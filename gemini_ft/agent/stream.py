@@ -290,7 +290,7 @@ class Stream:
                 self.finished = self._progressed = True
                 self.finishing, self.unstored = False, unstored
                 if unstored:
-                    home.log(f"the job has finished, and its last upload has not: {unstored}")
+                    home.log(f"the job has finished, but its last upload has not: {unstored}")
                 self.perform(host.finish())
             case _:
                 raise PeerError(f"{kind_of(message)!r} is not a decision")

@@ -73,7 +73,7 @@ class Host:
     ) -> list[Effect]:
         """Begins a new incarnation from ``resumed`` (None: from nothing). Versions above it will never be committed.
 
-        They stay until somebody trains, as does what was committed before: this incarnation may never come about.
+        They stay until a worker takes the first step, and so does the last commit: this incarnation may never come about.
         The former incarnation's connections must be closed. Shards that are no longer held here stay readable
         until the next commit: nobody else may have a copy yet. ``roots``: of the shards of ``resumed``.
         """

@@ -60,7 +60,7 @@ class Averager:
         self.plan = first_plan(tensors, rules)
         self.telemetry = Telemetry(rules)
         self.step = 0
-        self._rounds = 0  # of averaging; more than one per step where buckets come one by one
+        self.rounds = 0  # of averaging; more than one per step where buckets come one by one
         self._lanes = Lanes(device, self._broken)
         self._failures = Failures(group, control, self.rank)
         self._completed = 0  # steps since the beginning of this object, whatever has been loaded since
@@ -76,7 +76,7 @@ class Averager:
 
     @property
     def plan(self) -> Plan:
-        """Groups in their order. A new one may be given between steps."""
+        """The groups in the order in which they travel. Another plan may be set between steps."""
         return self._plan
 
     @plan.setter
@@ -181,7 +181,7 @@ class Averager:
         self.telemetry.add(self.step, seconds, blocked, [(group, job.figures) for group, job in self._jobs])
         self._forget_step()
         self.step += 1
-        self._rounds += 1
+        self.rounds += 1
 
     def drop(self) -> None:
         """Waits for averages under way, and begins the step anew, as if none of its gradients had come."""
@@ -196,7 +196,7 @@ class Averager:
         """Averages gradients that are not part of the plan, by all-reduce; the same ones, at the same point, on all ranks."""
         self._jobs.append(self._submitted(Group(NO_RULE, tuple(gradients), "plain"), gradients, take))
 
-    # -- gradients that a host has gathered
+    # -- gradients that an engine has gathered
 
     def average(self, gradients: Gradients) -> dict[str, Tensor]:
         """The averages of some gradients, in the groups of the plan as far as they are there. Collective.
@@ -214,7 +214,7 @@ class Averager:
             self._lanes.wait(job, self._anxious)
         self._jobs += jobs
         self._blocked += time.perf_counter() - begin
-        self._rounds += 1
+        self.rounds += 1
         return means
 
     # -- state
@@ -226,7 +226,7 @@ class Averager:
         rules = [rule.pack() for rule in self.rules]
         return {
             "step": self.step,
-            "rounds": self._rounds,
+            "rounds": self.rounds,
             "rules": rules,
             "order": order,
             "plan": self.plan.pack(),
@@ -256,7 +256,7 @@ class Averager:
             )
         known = {tensor.name: tensor for tensor in self.tensors}
         self.tensors = [known[name] for name in state["order"]]
-        self.step, self._rounds, self.plan = state["step"], state["rounds"], Plan.unpack(state["plan"])
+        self.step, self.rounds, self.plan = state["step"], state["rounds"], Plan.unpack(state["plan"])
         self.routes.load_state_dict(state["routes"])
 
     def _problem(self, state: Mapping[str, Any]) -> str | None:
@@ -272,7 +272,7 @@ class Averager:
 
     def common(self) -> dict[str, Any]:
         """State that is the same on all ranks as long as nothing is wrong, as plain data."""
-        return {"steps": self.step, "rounds": self._rounds, "plan": self._plan_digest, "choices": self.routes.choices()}
+        return {"steps": self.step, "rounds": self.rounds, "plan": self._plan_digest, "choices": self.routes.choices()}
 
     def close(self) -> None:
         """Ends the threads."""
@@ -293,7 +293,7 @@ class Averager:
         self._jobs.append(self._submitted(replace(group, names=tuple(arrivals)), gradients, take))
 
     def _submitted(self, group: Group, gradients: Gradients, take: Callable[[dict[str, Tensor]], None]) -> tuple[Group, Job]:
-        route, turn = self.routes.of(group), Turn(self._rounds, self.rank, self.world, update=self.step)
+        route, turn = self.routes.of(group), Turn(self.rounds, self.rank, self.world, update=self.step)
         job = Job(route.average(gradients, turn, self.group, self._scale), route.single and self.world > 1, take)
         job.figures.dense = sum(gradient.numel() * gradient.element_size() for gradient in gradients.values())
         if self._directly:

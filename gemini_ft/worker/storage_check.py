@@ -21,8 +21,8 @@ from gemini_ft.storage.lookout import within
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.retention import Retention
 from gemini_ft.wire.worker_messages import Hello
-from gemini_ft.worker.choice import Choice
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise
+from gemini_ft.worker.resume_choice import Choice
 
 _log = logging.getLogger("gemini_ft")
 _CHECK_SECONDS = 20.0  # for one small object to be written, read and deleted
@@ -120,7 +120,7 @@ def _check_shared(config: GeminiConfig, reopen: Callable[[], Storage], hosts: Se
         try:
             within(seconds, storage.url, work)
         except StorageError as error:  # it was well a moment ago: that is no proof of anything
-            _log.warning("whether all hosts share the storage could not be looked at: %s", error)
+            _log.warning("could not check whether all hosts share the storage: %s", error)
 
     def leave() -> str:
         if rank in speakers:

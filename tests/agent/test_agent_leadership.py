@@ -101,7 +101,7 @@ def test_a_manifest_that_cannot_be_written_ends_the_upload_with_the_reason() -> 
 def test_nothing_is_uploaded_while_what_is_old_cannot_be_deleted_and_what_was_due_is_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(leadership, "_TIDY_AGAIN", 0.001)
+    monkeypatch.setattr(leadership, "TIDY_AGAIN", 0.001)
 
     async def work() -> None:
         stream = Stream()
@@ -140,7 +140,7 @@ def test_a_job_that_ends_while_what_is_old_cannot_be_deleted_says_that_its_last_
 
 
 def test_an_upload_that_does_not_end_is_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leadership, "_SLOW_UPLOAD", 0.0)
+    monkeypatch.setattr(leadership, "SLOW_UPLOAD", 0.0)
 
     async def work() -> None:
         stream = Stream()
@@ -282,7 +282,7 @@ def test_a_host_that_joins_is_answered_alone() -> None:
                 for host in hosts:
                     crowd.complete(host, owner, 1)
             await crowd.until(lambda: all(crowd.heard.values()))
-            connection = next(link._connection for name, link in crowd.links.items() if name == "m1")
+            connection = next(link.connection for name, link in crowd.links.items() if name == "m1")
             assert connection is not None
             connection.abort("cut")
             await crowd.until(lambda: len(crowd.heard["m1"]) == 2)
