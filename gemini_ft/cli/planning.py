@@ -166,7 +166,7 @@ def _shown(cluster: Cluster, found: Forecast) -> str:
     names = [f"{number:06}" for number in range(cluster.hosts)]
     domains = {name: f"domain {number // cluster.domain}" for number, name in enumerate(names)} if cluster.domain else None
     placed = place(names, cluster.replicas, domains)
-    rows = [("", "effective training", "lost per failure: median", "90 %", "99 %", "most")]
+    rows: list[Sequence[str]] = [("", "effective training", "lost per failure: median", "90 %", "99 %", "most")]
     ways = {"in memory": found.memory, f"storage alone, every {_time(cluster.best_storage_interval)}": found.storage}
     for name, runs in ways.items():
         if runs:

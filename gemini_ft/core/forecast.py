@@ -156,7 +156,7 @@ def draw(cluster: Cluster, until: float, rng: Random) -> Iterator[Failure]:
     rates = [cluster.hosts * cluster.process_failures, cluster.hosts * cluster.host_failures, cluster.domains * cluster.domain_failures]
     at = 0.0
     while sum(rates) and (at := at + rng.expovariate(sum(rates) / DAY)) < until:
-        kind: Literal[0, 1, 2] = rng.choices((0, 1, 2), rates)[0]  # type: ignore[assignment]
+        kind: Literal[0, 1, 2] = rng.choices((0, 1, 2), rates)[0]
         if kind == 0:
             yield Failure(at, ())
         elif kind == 1:
