@@ -184,7 +184,7 @@ class Leader:
             self._upload = (version, now)
             self._tell(Notice(text=f"storage: the upload of {version} is not over after {SLOW_UPLOAD:g} s more; does the storage hang?"))
 
-    def _apply(self, decisions: list[Decision]) -> None:
+    def _apply(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, Manifest):
                 self._tasks.spawn(self._manifest(decision))

@@ -32,6 +32,8 @@ COMMANDS = {
     ),
     "export": Command("gemini_ft.cli.export", "command", "write a checkpoint for Lightning, torch.distributed.checkpoint or safetensors"),
     "pipeline": Command("gemini_ft.cli.pipeline", "command", "show what a gradient pipeline does with each parameter of a model"),
+    "simulate": Command("gemini_ft.cli.planning", "simulate", "forecast lost work and effective training time of a cluster that fails"),
+    "plan": Command("gemini_ft.cli.planning", "plan", "say how many replicas and how much memory a cluster needs, and what to expect"),
     "store": Command("gemini_ft.cli.store", "command", "serve the store of a rendezvous apart from the training hosts"),
 }
 

@@ -202,14 +202,16 @@ class Ledger:
             return [*([self._epoch(late)] if late else []), *self._try_commit(version, current, now)]
         return []
 
-    def rejoin(self, committed: Version | None, now: float = 0.0, roots: Mapping[int, str] = NO_ROOTS, host: str = "") -> list[Decision]:
+    def rejoin(
+        self, committed: Version | None, now: float = 0.0, roots: Mapping[int, str] = NO_ROOTS, host: str = ""
+    ) -> list[Commit | Abort]:
         """Takes in a host that connects for the first time, or again: either side may have missed the newest decisions.
 
         Comes before that host's repeated reports. ``roots``: of what is held there of ``committed`` (`protocol.Host.heard_roots`).
         The decisions are for that host; a commit that is new to this ledger is for all.
         """
         self._joined[host] = self._newest
-        before, commits = self.committed, list[Decision]()
+        before, commits = self.committed, list[Commit]()
         newest = max((version for version in (committed, before) if version is not None), default=None)
         if newest is not None and newest != before:
             self._close(newest)  # our own host may not know it either, after a restart of its agent
@@ -220,7 +222,7 @@ class Ledger:
                     self.roots.setdefault(owner, root)
         if newest is not None and (lacks or not committed == before == newest):
             commits.append(Commit(newest, False, self._digest_at(newest, now), self.roots))
-        return commits + [Abort(version, reason) for version, reason in sorted(self.aborted.items())]
+        return [*commits, *(Abort(version, reason) for version, reason in sorted(self.aborted.items()))]
 
     def addressed(self, commit: Commit, host: str) -> Commit:
         """A commit as one host must hear it, so that its size does not grow with the job.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gemini_ft.core.bundles import Bundles
@@ -320,7 +320,7 @@ class Node:
         if self.ledger is not None:
             self._apply(self.ledger.tick(self.job.now, [node.name for node in self.job.stopped]))
 
-    def _apply(self, decisions: list[Decision]) -> None:
+    def _apply(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, Manifest):
                 self.manifest = decision
