@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .base import Bundle, Exchange, Layout, Payload, Reducer, State, Turn, join
 from .memory import Memory, non_finite, put_back
+from .norms import norms
 from .sparse import Sparsifier, above, check_ratio, kept, largest
 
 _WARMUP_STAGES = 5
@@ -123,7 +124,7 @@ class MomentumCorrection(Reducer):
             return bundle.flat
         limit = self.clip_norm / turn.world**0.5
         flat = bundle.flat.clone()
-        for view, norm in zip(bundle.layout.views(flat), torch._foreach_norm(bundle.views), strict=True):
+        for view, norm in zip(bundle.layout.views(flat), norms(bundle.views), strict=True):
             view.mul_((limit / norm).clamp_(max=1.0))
         return flat
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import kernels
 from .base import Bundle, State, Turn
+from .norms import moderate
 from .sparse import Sparsifier, above, check_ratio, kept
 
 Fit: TypeAlias = Callable[[Tensor, float, float], float]
@@ -25,6 +26,7 @@ _EVERY = 5  # steps between two decisions of the controller
 _TOLERANCE = 0.2
 _FLAT = 1e-6  # a shape parameter below is that of an exponential distribution
 _NEWTON_STEPS = 12
+_EQUAL = 1e-6  # difference of two logarithms in float32 that only rounding may have made: all values are the same
 
 
 def exponential(values: Tensor, at: float, ratio: float) -> float:
@@ -52,7 +54,7 @@ def gamma(values: Tensor, at: float, ratio: float) -> float:
         return 0.0
     mean = float(positive.mean())
     spread = math.log(mean) - kernels.mean_log(positive)
-    if spread <= 0:  # all equal
+    if spread <= _EQUAL:
         return mean
     shape = (3 - spread + math.sqrt((spread - 3) ** 2 + 24 * spread)) / (12 * spread)
     return mean / shape * _gamma_quantile(shape, ratio * values.numel() / positive.numel())
@@ -151,6 +153,10 @@ class SIDCo(Sparsifier):
 
     def threshold(self, magnitudes: Tensor, stages: int) -> float:
         """The threshold that ``stages`` stages estimate; NaN where magnitudes are not finite, 0 where all are zero."""
+        magnitudes, factor = moderate(magnitudes)
+        return self._estimate(magnitudes, stages) / factor
+
+    def _estimate(self, magnitudes: Tensor, stages: int) -> float:
         if stages == 1 or self.ratio >= _FIRST_RATIO:
             return self._first(magnitudes, 0.0, self.ratio)
         threshold = self._first(magnitudes, 0.0, _FIRST_RATIO)

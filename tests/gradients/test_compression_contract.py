@@ -15,7 +15,7 @@ from torch import Tensor
 from gemini_ft.compression import kernels
 from gemini_ft.compression.base import Bundle, Compressor, Payload, Primitive, Reducer, Turn
 from gemini_ft.compression.collective import reduce, run, simulate
-from gemini_ft.compression.dgc import MomentumCorrection
+from gemini_ft.compression.dgc import MomentumCorrection, SampledThreshold
 from gemini_ft.compression.feedback import ErrorFeedback
 from gemini_ft.compression.methods import COMPRESSORS, create
 from gemini_ft.compression.powersgd import PowerSGD
@@ -360,3 +360,35 @@ def test_entries_are_unique() -> None:
     equal = Bundle.of({"all": torch.ones(20000)})
     _, indices = entries(each.compress(equal, Turn()))
     assert indices.unique().numel() == indices.numel() == 2000
+
+
+# -- scale
+
+OF_THEIR_UNIT = {"fp16", "threshold", "hard_threshold", "natural8"}  # a range, or a value in units of the gradient
+SCALED = [name for name in EVERY if name not in OF_THEIR_UNIT]
+
+
+@pytest.mark.parametrize("name", [*SCALED, "dgc clipped"])
+@pytest.mark.parametrize("power", [-100, 100])
+def test_the_unit_of_the_gradient_does_not_matter(name: str, power: int) -> None:
+    """A power of two is exact: gradients of 1e-30 or 1e30 are treated like those of 1."""
+    unit = 2.0**power
+    plain, scaled = method(name.split()[0]), method(name.split()[0])
+    if "clipped" in name:
+        plain, scaled = (MomentumCorrection(SampledThreshold(0.1), clip_norm=0.1 * each) for each in (1.0, unit))
+    for step in range(7):
+        given = gradients(step)
+        expected = reduce(plain, given, step)
+        found = reduce(scaled, {key: value * unit for key, value in given.items()}, step)
+        for key, value in expected.items():
+            back = found[key] / (1.0 if isinstance(plain, MajorityVote) else unit)
+            assert float((back - value).norm()) <= 1e-3 * float(value.norm()), (step, key)
+
+
+@pytest.mark.parametrize(("name", "options"), [("qsgd", {}), ("terngrad", {"clip": None}), ("natural", {}), ("int8", {}), ("atomo", {})])
+@pytest.mark.parametrize("power", [-118, -132], ids=["nearly subnormal", "subnormal"])
+def test_the_smallest_numbers_are_rounded_without_bias(name: str, options: dict[str, Any], power: int) -> None:
+    each = create(name, **options)
+    value = torch.rand(20, 30, generator=torch.Generator().manual_seed(1)).add_(0.5).mul_(2.0**power)
+    draws = torch.stack([reduce(each, {"w": value}, step)["w"] for step in range(200)]).double()
+    assert float(draws.mean() / value.double().mean()) == pytest.approx(1, rel=0.1)
