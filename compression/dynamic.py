@@ -32,9 +32,8 @@ class Dynamic8(Compressor):
     def decompress(self, payload: Payload) -> Bundle:
         layout = payload.layout
         scales, codes = cut(payload.data, (torch.float32, len(layout.names)), (torch.uint8, layout.total))
-        flat = codebook(codes.device).index_select(0, codes.int())
-        torch._foreach_mul_(layout.views(flat), list(scales.unbind()))
-        return Bundle(layout, flat)
+        tables = codebook(codes.device).view(1, 256, 1) * scales.view(-1, 1, 1)
+        return Bundle(layout, kernels.look_up_each(codes, layout, tables))
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
         return layout.total + 4 * len(layout.names)

@@ -97,9 +97,8 @@ class TernGrad(Compressor):
     def decompress(self, payload: Payload) -> Bundle:
         layout = payload.layout
         scales, packed = cut(payload.data, (torch.float32, len(layout.names)), (torch.uint8, layout.total // 4))
-        flat = kernels.unpack_small(packed, 2, 1)
-        torch._foreach_mul_(layout.views(flat), list(scales.unbind()))
-        return Bundle(layout, flat)
+        tables = kernels.small_table(packed.device, 2, 1) * scales.view(-1, 1, 1)
+        return Bundle(layout, kernels.look_up_each(packed, layout, tables))
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
         return layout.total // 4 + 4 * len(layout.names)
