@@ -269,6 +269,25 @@ class Reducer(ABC):
             selected: elements that were picked, for the methods in which the data decide; others ignore it.
         """
 
+    @property
+    def ratio(self) -> float:
+        """Part of each tensor that travels. Another one may be set between steps, alike on all ranks; it is an option and not state.
+
+        Raises:
+            AttributeError: the method has none.
+        """
+        return self._with_ratio().ratio
+
+    @ratio.setter
+    def ratio(self, ratio: float) -> None:
+        self._with_ratio().ratio = ratio
+
+    def _with_ratio(self) -> Reducer:
+        inner: Reducer | None = getattr(self, "inner", None)  # of a method around another one
+        if inner is None:
+            raise AttributeError(f"{type(self).__name__} has no ratio; topk, randomk, dgc, sidco_e and adaq are among the methods that do")
+        return inner
+
     def state_dict(self) -> State:
         """All state that the next step depends on: tensors (not copied), numbers and dicts. It differs between ranks."""
         return {}

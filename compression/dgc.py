@@ -18,13 +18,13 @@ from torch import Tensor
 from .base import Bundle, Exchange, Layout, Payload, Reducer, State, Turn, join
 from .memory import Memory, non_finite, put_back
 from .norms import norms
-from .sparse import Sparsifier, above, check_ratio, kept, largest
+from .sparse import Sparsifier, WithRatio, above, check_ratio, kept, largest
 
 _WARMUP_STAGES, _WARMUP_RATIO = 4, 0.25
 _ADAPTATIONS = 10
 
 
-class SampledThreshold(Sparsifier):
+class SampledThreshold(WithRatio, Sparsifier):
     """About ``ratio`` of each tensor, above a threshold that is estimated from a sample of it.
 
     The estimate is corrected until between 0.8 and 1.3 of the target pass; of more, exactly the largest are taken.
@@ -38,7 +38,7 @@ class SampledThreshold(Sparsifier):
     low, high = 0.8, 1.3
 
     def __init__(self, ratio: float = 0.001, sample: float = 0.01, warmup_steps: int = 0) -> None:
-        self.ratio, self.sample, self.warmup_steps = check_ratio(ratio), check_ratio(sample), warmup_steps
+        self.ratio, self.sample, self.warmup_steps = ratio, check_ratio(sample), warmup_steps
 
     def ratio_at(self, step: int) -> float:
         """The target of one step: the sparsity rises exponentially from 75 % (section 3.3, warm-up training)."""

@@ -168,7 +168,7 @@ def look_up(codes: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def look_up_each(codes: Tensor, layout: Layout, tables: Tensor) -> Tensor:
-    """`look_up` with a table for each tensor, (tensors, codes there are, width), so that scaling takes no pass of its own: float32 (layout.total,)."""
+    """`look_up` with a table for each tensor, (tensors, codes there are, width), so that scaling takes no pass: float32 (layout.total,)."""
     width = tables.shape[2]
     flat = torch.empty(layout.total, device=codes.device)
     parts = zip(codes.split_with_sizes([span // width for span in layout.spans]), flat.split_with_sizes(layout.spans), strict=True)

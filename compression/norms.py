@@ -34,14 +34,16 @@ def row_norms(matrix: Tensor) -> Tensor:
 
 
 def _doubtful(found: Tensor) -> Tensor:
-    return (found < _LOW) | (found == torch.inf)  # zeros among them, but no NaN
+    doubtful: Tensor = (found < _LOW) | (found == torch.inf)  # zeros among them, but no NaN
+    return doubtful
 
 
 def _scaled(matrix: Tensor) -> Tensor:
     largest = matrix.abs().amax(1, keepdim=True)
     # A reciprocal would overflow for a subnormal. Two steps by powers of two are exact, but for what is too small to count.
     scale = torch.exp2(-torch.frexp(largest).exponent.clamp(-252, 252) / 2)
-    return torch.linalg.vector_norm(matrix * scale * scale, dim=1) / scale.view(-1) / scale.view(-1)
+    scaled: Tensor = torch.linalg.vector_norm(matrix * scale * scale, dim=1)
+    return scaled / scale.view(-1) / scale.view(-1)
 
 
 def moderate(values: Tensor) -> tuple[Tensor, float]:

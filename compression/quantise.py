@@ -53,7 +53,9 @@ class QSGD(Compressor):
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         lengths = divisible(row_norms(bundle.flat.view(-1, self.align)), self.levels)
-        codes = kernels.stochastic_round(bundle.flat, bundle.layout, inverse(lengths, self.levels), self.levels, self.seed, turn, self.align)
+        codes = kernels.stochastic_round(
+            bundle.flat, bundle.layout, inverse(lengths, self.levels), self.levels, self.seed, turn, self.align
+        )
         packed = codes if self._bits == 8 else kernels.pack_small((codes + 8).view(torch.uint8), 4)
         return Payload(bundle.layout, join(lengths, packed))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from . import kernels
 from .base import Bundle, State, Turn
 from .norms import moderate
-from .sparse import Sparsifier, above, check_ratio, kept
+from .sparse import Sparsifier, WithRatio, above, kept
 
 Fit: TypeAlias = Callable[[Tensor, float, float], float]
 
@@ -124,7 +124,7 @@ class Stages:
         self.stages = min(max(1, self.stages + self.direction), most)
 
 
-class SIDCo(Sparsifier):
+class SIDCo(WithRatio, Sparsifier):
     """Sends about ``ratio`` of each tensor, above a threshold fitted in O(d).
 
     Args:
@@ -135,19 +135,18 @@ class SIDCo(Sparsifier):
     def __init__(self, ratio: float = 0.001, distribution: Literal["exponential", "pareto", "gamma"] = "exponential") -> None:
         if distribution not in _FITS:
             raise ValueError(f"distribution={distribution!r}: must be one of {', '.join(_FITS)}")
-        self.ratio = check_ratio(ratio)
+        self.ratio = ratio
         self._first, self._later = _FITS[distribution]
-        self._most = max(1, math.ceil(math.log(self.ratio, 0.5)))
         self.stages: dict[str, Stages] = {}
 
     def pick(self, bundle: Bundle, turn: Turn) -> Tensor:
         layout = bundle.layout
         magnitudes = layout.views(bundle.flat.abs())
-        picked = []
+        picked, most = [], max(1, math.ceil(math.log(self.ratio, 0.5)))
         for name, view, at in zip(layout.names, magnitudes, layout.starts, strict=True):
             control = self.stages.setdefault(name, Stages())
             found = above(view, self.threshold(view, control.stages))
-            control.observe(found.numel() / kept(view.numel(), self.ratio), self._most)
+            control.observe(found.numel() / kept(view.numel(), self.ratio), most)
             picked.append(found + at)
         return torch.cat(picked).int()
 

@@ -100,13 +100,26 @@ def above(magnitudes: Tensor, threshold: float) -> Tensor:
     return kernels.not_below(magnitudes, threshold) if threshold >= _LEAST else kernels.indices(magnitudes.ne(0))
 
 
-class TopK(Sparsifier):
+class WithRatio:
+    """A method of which an option says what part of each tensor travels."""
+
+    @property
+    def ratio(self) -> float:
+        """Part of each tensor that travels; see `gemini_ft.compression.base.Reducer.ratio`."""
+        return self._ratio
+
+    @ratio.setter
+    def ratio(self, ratio: float) -> None:
+        self._ratio = check_ratio(ratio)
+
+
+class TopK(WithRatio, Sparsifier):
     """Sends the k = max(1, floor(ratio d)) largest magnitudes of each tensor. Stich et al., NeurIPS 2018."""
 
     primitive = Primitive.ALL_GATHER
 
     def __init__(self, ratio: float = 0.01) -> None:
-        self.ratio = check_ratio(ratio)
+        self.ratio = ratio
 
     def pick(self, bundle: Bundle, turn: Turn) -> Tensor:
         layout = bundle.layout
@@ -142,7 +155,7 @@ class Threshold(Sparsifier):
         return kernels.select(bundle.flat, bundle.layout, torch.full((len(bundle.layout.names),), self.value, device=bundle.flat.device))
 
 
-class RandomK(Summed):
+class RandomK(WithRatio, Summed):
     """Sends k = max(1, floor(ratio d)) elements of each tensor, drawn alike on all ranks, so that indices do not travel.
 
     Args:
@@ -152,7 +165,7 @@ class RandomK(Summed):
     """
 
     def __init__(self, ratio: float = 0.01, seed: int = 0, scaled: bool = False) -> None:
-        self.ratio, self.seed, self.scaled = check_ratio(ratio), seed, scaled
+        self.ratio, self.seed, self.scaled = ratio, seed, scaled
         self.unbiased = scaled
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:

@@ -481,6 +481,25 @@ def test_what_makes_no_sense_is_refused(arguments: dict[str, object], words: str
         create(**arguments)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["topk", "topk+two_phase", "randomk", "sampled_threshold", "sidco_p", "adaq", "dgc"])
+def test_another_ratio_may_be_set_between_steps(name: str) -> None:
+    each = create(name.split("+")[0], ratio=0.01, two_phase="+" in name)
+    sent = []
+    for step, ratio in enumerate([0.01] * 10 + [0.2] * 10):
+        each.ratio = ratio
+        sent.append(int(reduce(each, gradients(step, {"w": (40, 50)}), step)["w"].count_nonzero()))
+    assert np.mean(sent[15:]) > 5 * np.mean(sent[5:10])
+    assert each.ratio == 0.2
+    with pytest.raises(ValueError, match="ratio=0: must be above 0"):
+        each.ratio = 0
+
+
+@pytest.mark.parametrize("name", ["qsgd", "onebit", "powersgd", "threshold"])
+def test_a_ratio_that_means_nothing_is_not_taken(name: str) -> None:
+    with pytest.raises(AttributeError, match="has no ratio"):
+        create(name).ratio = 0.1
+
+
 def test_a_state_of_another_method_is_refused() -> None:
     with pytest.raises(ValueError, match="GlobalInt8 has no state"):
         GlobalInt8().load_state_dict(create("signum").state_dict())

@@ -114,6 +114,10 @@ def test_the_hook_averages_as_ddp_does(tmp_path: Path) -> None:
     assert max(first[5:]) < 2e-2
 
 
+def test_the_hook_takes_what_the_hooks_of_torch_take(tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, 2, sync_case.hook_without_state) == ["state='zen': must be a HookState, a process group, or None"] * 2
+
+
 def test_without_a_group_it_is_said_what_to_do() -> None:
     with pytest.raises(RuntimeError, match=r"call torch\.distributed\.init_process_group first"):
         SCHEMES["zen"]().all_reduce(torch.zeros(3))
