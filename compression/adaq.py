@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import kernels
 from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn, cut, join
+from .buffers import BUFFERS
 from .sparse import WithRatio, kept
 
 _SAMPLE = 65536  # elements of a tensor that are looked at for a border
@@ -52,7 +53,7 @@ class AdaQ(WithRatio, Compressor):
         sides = 2 * len(layout.names)
         count = payload.data.numel() // 4 - 2 * sides
         means, counts, indices = cut(payload.data, (torch.float32, sides), (torch.int32, sides), (torch.int32, count))
-        flat = torch.zeros(layout.total, device=payload.data.device)
+        flat = BUFFERS.zeros(layout.total, device=payload.data.device)
         # A NaN is on both sides, so that its index may come twice: the mean is NaN both times.
         flat.index_copy_(0, indices.long(), torch.repeat_interleave(means, counts))
         return Bundle(layout, flat)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .base import Bundle, Exchange, Layout, Payload, Reducer, State, Turn, join
+from .buffers import BUFFERS
 from .memory import Memory, non_finite, put_back
 from .norms import norms
 from .sparse import Sparsifier, WithRatio, above, check_ratio, kept, largest
@@ -49,7 +50,7 @@ class SampledThreshold(WithRatio, Sparsifier):
 
     def pick(self, bundle: Bundle, turn: Turn) -> Tensor:
         layout, ratio = bundle.layout, self.ratio_at(turn.step if turn.update is None else turn.update)
-        magnitudes = layout.views(bundle.flat.abs())
+        magnitudes = bundle.magnitudes()
         picked = [self._pick(view, ratio) + at for view, at in zip(magnitudes, layout.starts, strict=True)]
         return torch.cat(picked).int()
 
@@ -123,7 +124,7 @@ class MomentumCorrection(Reducer):
         if self.clip_norm is None:
             return bundle.flat
         limit = self.clip_norm / turn.world**0.5
-        flat = bundle.flat.clone()
+        flat = BUFFERS.copy(bundle.flat)
         for view, norm in zip(bundle.layout.views(flat), norms(bundle.views), strict=True):
             view.mul_((limit / norm).clamp_(max=1.0))
         return flat

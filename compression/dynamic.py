@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import kernels
 from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn, cut, join
+from .buffers import BUFFERS
 from .quantise import inverse, magnitudes
 
 _DECADES = 7
@@ -24,7 +25,7 @@ class Dynamic8(Compressor):
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         scales = magnitudes(bundle)
-        codes = torch.empty(bundle.layout.total, dtype=torch.uint8, device=scales.device)
+        codes = BUFFERS.empty(bundle.layout.total, torch.uint8, scales.device)
         for part, relative in kernels.scaled_blocks(bundle.flat, bundle.layout, inverse(scales)):
             codes[part] = nearest(relative)
         return Payload(bundle.layout, join(scales, codes))

@@ -17,6 +17,7 @@ from torch import Tensor
 from gemini_ft.accelerator import holds
 
 from .base import Layout, Turn
+from .buffers import BUFFERS
 from .randomness import random_words, stream_seed, uniform
 
 _BLOCK = 120 * 1024  # elements that fit, with their results, into a core's own cache; a multiple of every method's run
@@ -46,8 +47,8 @@ def select(flat: Tensor, layout: Layout, thresholds: Tensor) -> Tensor:
     if holds(flat):
         found: Tensor = _triton().select(flat, layout, thresholds)
         return found
-    below = np.empty(layout.total, dtype=bool)
-    magnitudes = flat.abs().numpy()
+    below = BUFFERS.empty(layout.total, torch.bool).numpy()
+    magnitudes = torch.abs(flat, out=BUFFERS.empty(layout.total)).numpy()
     for at, span, threshold in zip(layout.starts, layout.spans, thresholds.numpy(), strict=True):
         np.less(magnitudes[at : at + span], threshold, out=below[at : at + span])
     return torch.from_numpy(np.flatnonzero(np.logical_not(below, out=below)).astype(np.int32))
@@ -158,7 +159,7 @@ def look_up(codes: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
         out: where to.
     """
     rows, width = table.shape
-    flat = torch.empty(codes.numel() * width, device=table.device) if out is None else out
+    flat = BUFFERS.empty(codes.numel() * width, device=table.device) if out is None else out
     if holds(codes):
         torch.index_select(table, 0, codes.int(), out=flat.view(-1, width))
         return flat
@@ -170,7 +171,7 @@ def look_up(codes: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
 def look_up_each(codes: Tensor, layout: Layout, tables: Tensor) -> Tensor:
     """`look_up` with a table for each tensor, (tensors, codes there are, width), so that scaling takes no pass: float32 (layout.total,)."""
     width = tables.shape[2]
-    flat = torch.empty(layout.total, device=codes.device)
+    flat = BUFFERS.empty(layout.total, device=codes.device)
     parts = zip(codes.split_with_sizes([span // width for span in layout.spans]), flat.split_with_sizes(layout.spans), strict=True)
     for (part, out), table in zip(parts, tables.unbind(), strict=True):
         look_up(part, table, out)
@@ -237,7 +238,7 @@ def stochastic_round(flat: Tensor, layout: Layout, scales: Tensor, limit: int, s
             part.addcmul_(values, scale)
     else:
         scaled.view(-1, bucket).addcmul_(flat.view(-1, bucket), scales.unsqueeze(1))
-    codes = torch.empty(layout.total, dtype=torch.int8)
+    codes = BUFFERS.empty(layout.total, torch.int8)
     for block in _blocks(layout.total):
         codes[block] = scaled[block].floor_().clamp_(-limit, limit).nan_to_num_(0.0)
     return codes
@@ -252,7 +253,7 @@ def natural(flat: Tensor, layout: Layout, seed: int, turn: Turn) -> Tensor:
         rounded: Tensor = _triton().natural(flat, layout, stream_seeds(layout, flat.device, seed, turn))
         return rounded
     words, bits = random_words(layout, seed, turn), flat.numpy().view(np.uint32)
-    exponents = np.empty(layout.total, dtype=np.uint8)
+    exponents = BUFFERS.empty(layout.total, torch.uint8).numpy()
     for part in _blocks(layout.total):
         # A carry out of the mantissa rounds up: it comes with a probability of mantissa / 2^23. From an exponent of 254 it
         # would make an infinity, so the largest power of two is the last.

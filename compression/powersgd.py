@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .base import Bundle, Exchange, Layout, Primitive, Reducer, Request, State, Turn
+from .buffers import BUFFERS
 from .memory import Memory, put_back
 from .norms import norms
 from .randomness import SHARED, generator
@@ -70,7 +71,7 @@ class PowerSGD(Reducer):
         if runs:
             yield from projections.average(turn)
 
-        result = Bundle(layout, layout.clear_padding(torch.empty_like(left.flat)))
+        result = Bundle(layout, layout.clear_padding(BUFFERS.empty(layout.total, device=device)))
         for run, p, q in zip(runs, products.parts, projections.parts, strict=True):
             _expand(p, q, run.matrices(result.flat))
         for number, mean in zip(whole, products.rest.split_with_sizes([view.numel() for view in dense]), strict=True):

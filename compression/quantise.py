@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import kernels
 from .base import Bundle, Compressor, Exchange, Layout, Payload, Primitive, Reducer, Request, Turn, cut, divided, join
+from .buffers import BUFFERS
 from .norms import norms, row_norms
 
 _LEAST = 2.0**-126  # its reciprocal is finite
@@ -63,7 +64,11 @@ class QSGD(Compressor):
         layout = payload.layout
         buckets = layout.total // self.align
         lengths, packed = cut(payload.data, (torch.float32, buckets), (torch.int8, layout.total * self._bits // 8))
-        flat = packed.float() if self._bits == 8 else kernels.unpack_small(packed.view(torch.uint8), 4, 8)
+        flat = (
+            BUFFERS.empty(layout.total, device=packed.device).copy_(packed)
+            if self._bits == 8
+            else kernels.unpack_small(packed.view(torch.uint8), 4, 8)
+        )
         flat.view(buckets, -1).mul_((lengths / self.levels).unsqueeze(1))
         return Bundle(layout, flat)
 
@@ -138,7 +143,7 @@ class GlobalInt8(Reducer):
         scales = divisible(largest, levels)
         codes = kernels.stochastic_round(bundle.flat, layout, inverse(scales, levels), levels, self.seed, turn)
         (total,) = yield Request("sum", codes)
-        flat = total.float()
+        flat = BUFFERS.empty(layout.total, device=total.device).copy_(total)
         torch._foreach_mul_(layout.views(flat), list((scales / levels).unbind()))
         return divided(Bundle(layout, flat), turn.world)
 

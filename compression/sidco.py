@@ -141,7 +141,7 @@ class SIDCo(WithRatio, Sparsifier):
 
     def pick(self, bundle: Bundle, turn: Turn) -> Tensor:
         layout = bundle.layout
-        magnitudes = layout.views(bundle.flat.abs())
+        magnitudes = bundle.magnitudes()
         picked, most = [], max(1, math.ceil(math.log(self.ratio, 0.5)))
         for name, view, at in zip(layout.names, magnitudes, layout.starts, strict=True):
             control = self.stages.setdefault(name, Stages())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import kernels
 from .base import Bundle, Compressor, Exchange, Layout, Payload, Primitive, Reducer, Request, State, Turn, cut, join
+from .buffers import BUFFERS
 from .memory import Memory, non_finite, put_back
 from .randomness import random_bytes
 
@@ -24,7 +25,7 @@ class ScaledSign(Compressor):
     primitive = Primitive.ALL_GATHER
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
-        sums = torch.stack([view.sum() for view in bundle.layout.views(bundle.flat.abs())])
+        sums = torch.stack([view.sum() for view in bundle.magnitudes()])
         sizes = torch.tensor(bundle.layout.sizes, device=sums.device).clamp_(min=1)
         return Payload(bundle.layout, join(sums / sizes, kernels.pack_signs(bundle.flat)))
 
@@ -51,7 +52,7 @@ class OneBit(Compressor):
         below = torch.stack([torch.count_nonzero(part) for part in layout.views(kernels.negative(bundle.flat))])
         sizes = torch.tensor(layout.sizes, device=below.device)
         # Each side is added up for itself: as the difference of two sums over all elements, the smaller one would be lost in rounding.
-        side = bundle.flat.clamp(max=0)
+        side = torch.clamp(bundle.flat, max=0, out=BUFFERS.empty(layout.total, device=bundle.flat.device))
         low = torch.stack([view.sum() for view in layout.views(side)]) / below.clamp(min=1)
         torch.clamp(bundle.flat, min=0, out=side)
         high = torch.stack([view.sum() for view in layout.views(side)]) / (sizes - below).clamp(min=1)

@@ -17,6 +17,7 @@ from gemini_ft.accelerator import holds
 
 from . import kernels
 from .base import Bundle, Compressor, Layout, Payload, Primitive, Summed, Turn, cut, divided, join
+from .buffers import BUFFERS
 from .randomness import SHARED, generator
 
 _FEW = 4096  # elements; below, looking for candidates first costs more than it saves
@@ -53,7 +54,7 @@ class Sparsifier(Compressor):
 
     def _summed(self, payloads: Sequence[Payload]) -> Bundle:
         layout, data = payloads[0].layout, payloads[0].data
-        total = torch.zeros(layout.total, device=data.device)
+        total = BUFFERS.zeros(layout.total, device=data.device)
         for payload in payloads:
             values, indices = entries(payload)
             total.index_add_(0, indices, values)
@@ -123,7 +124,7 @@ class TopK(WithRatio, Sparsifier):
 
     def pick(self, bundle: Bundle, turn: Turn) -> Tensor:
         layout = bundle.layout
-        magnitudes = layout.views(bundle.flat.abs())
+        magnitudes = bundle.magnitudes()
         picked = [
             largest(view, kept(size, self.ratio)) + at for view, size, at in zip(magnitudes, layout.sizes, layout.starts, strict=True)
         ]
@@ -190,7 +191,7 @@ class RandomK(WithRatio, Summed):
 
     def decompress(self, payload: Payload) -> Bundle:
         assert payload.shared is not None
-        flat = torch.zeros(payload.layout.total, device=payload.data.device)
+        flat = BUFFERS.zeros(payload.layout.total, device=payload.data.device)
         return Bundle(payload.layout, flat.index_copy_(0, payload.shared, payload.data))
 
     def residual(self, bundle: Bundle, payload: Payload) -> Tensor:

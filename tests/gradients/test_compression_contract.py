@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from compression_kit import EVERY, OPTIONS, SHAPES, gradients, measured, method,
 from rank_kit import World
 from torch import Tensor
 
-from gemini_ft.compression import kernels
+from gemini_ft.compression import buffers, kernels
 from gemini_ft.compression.base import Bundle, Compressor, Payload, Primitive, Reducer, Turn
 from gemini_ft.compression.collective import reduce, run, simulate
 from gemini_ft.compression.dgc import MomentumCorrection, SampledThreshold
@@ -233,6 +234,56 @@ def test_ranks_on_a_process_group(world: int, tmp_path: Path) -> None:
             expected = together(methods, [gradients(1000 * step + rank) for rank in range(world)], step)
         text = "".join(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes().hex() for value in expected.values())
         assert all(rank[name] == text for rank in found), name
+
+
+@every
+def test_memory_that_is_used_again_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what lay in a buffer before matters, nor is one lent again while somebody holds it."""
+    plain, lent = [method(name) for _ in range(2)], [method(name) for _ in range(2)]
+    found, expected = [], []
+    for step in range(4):
+        ranks = [gradients(10 * step + rank) for rank in range(2)]
+        expected.append({key: value.clone() for key, value in together(plain, ranks, step).items()})
+        with monkeypatch.context() as everything:
+            everything.setattr(buffers, "_LARGE", 1)
+            lend = buffers.BUFFERS._lend
+
+            def poisoned(nbytes: int, lend: Callable[[int], Any] = lend) -> Any:
+                part = lend(nbytes)
+                part.fill(255)
+                return part
+
+            everything.setattr(buffers.BUFFERS, "_lend", poisoned)
+            found.append(together(lent, ranks, step))
+    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_buffer_is_lent_again_when_nobody_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = buffers.Buffers()
+    first = own.empty(2**20)
+    address, held = first.data_ptr(), first[100:].view(torch.int32).numpy()
+    del first
+    assert own.empty(2**20).data_ptr() != address
+    del held
+    assert own.empty(2**20 - 5, torch.int32).data_ptr() == address  # it fits
+    assert address % 64 == 0
+    assert own.empty(2**18).data_ptr() != address  # too large for that by far
+    assert own.nbytes == 2 * 2**22 + 2**20
+    monkeypatch.setattr(buffers, "_IDLE", 0.0)
+    own.empty(2**18)
+    assert own.nbytes == 2**20
+
+
+@pytest.mark.parametrize("name", ["topk", "efsignsgd", "onebit", "qsgd", "terngrad", "natural", "dgc", "int8", "powersgd", "bf16"])
+def test_a_step_needs_no_memory_that_the_steps_before_did_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh pages from the kernel cost more than compression: of a group of some megabytes, each step uses the same again."""
+    monkeypatch.setattr(buffers.BUFFERS, "_buffers", [])
+    each, given = method(name), gradients(1, {"a": (400, 700), "b": (300, 800)})
+    used = []
+    for step in range(6):
+        reduce(each, given, step)
+        used.append(buffers.BUFFERS.nbytes)
+    assert used[2] == used[-1] > 0
 
 
 IDENTICAL = [("none", {}), ("topk", {"ratio": 1.0}), ("randomk", {"ratio": 1.0}), ("threshold", {"value": 1e-30})]
