@@ -1,8 +1,8 @@
 """Large buffers in host memory that are used again as soon as nobody holds them.
 
-The C library gives large blocks back to the kernel when they are freed, and the kernel zeroes every page of a fresh one: for a group of 128 MB
-that took more processor time than compression itself. Buffers are lent here instead. A buffer is free again when the last tensor
-or array that shares its memory is gone, and goes back to the system when it has not been used for a while.
+The C library gives large blocks back to the kernel when they are freed, and the kernel zeroes every page of a fresh one: for a group
+of 128 MB that took more processor time than compression itself. Buffers are lent here instead. A buffer is free again when the last
+tensor or array that shares its memory is gone, and goes back to the system when it has not been used for a while.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .base import Bundle, Exchange, Layout, Payload, Reducer, State, Turn, join
 from .buffers import BUFFERS
+from .feedback import WHOLE
 from .memory import Memory, non_finite, put_back
 from .norms import norms
 from .sparse import Sparsifier, WithRatio, above, check_ratio, kept, largest
@@ -85,6 +86,9 @@ class MomentumCorrection(Reducer):
         momentum: m.
         nesterov: ``u = m (u + g)``, ``v = v + u + g``.
         clip_norm: each tensor's gradient is scaled to at most this L2 norm divided by sqrt(ranks) first; None: not at all.
+
+    Attributes:
+        dense: send everything by an all-reduce of float32, with ordinary momentum, as long as this is set; see `ErrorFeedback`.
     """
 
     def __init__(self, inner: Sparsifier, momentum: float = 0.9, nesterov: bool = False, clip_norm: float | None = None) -> None:
@@ -92,6 +96,7 @@ class MomentumCorrection(Reducer):
             raise ValueError(f"momentum={momentum}: must be at least 0 and below 1")
         self.inner, self.momentum, self.nesterov, self.clip_norm = inner, momentum, nesterov, clip_norm
         self.primitive, self.align = inner.primitive, inner.align
+        self.dense = False
         self.velocities, self.residuals = Memory(), Memory()
 
     def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
@@ -104,14 +109,21 @@ class MomentumCorrection(Reducer):
         residual.add_(velocity)
         if self.nesterov:
             residual.add_(gradient)
-        whole, picked = self._pick(Bundle(layout, residual), turn)
-        indices = torch.cat([whole, picked])
-        payload = Payload(layout, join(residual.index_select(0, indices), indices))
-        residual.index_fill_(0, indices.long(), 0)
-        velocity.index_fill_(0, picked.long(), 0)
+        payload = WHOLE.compress(Bundle(layout, residual), turn) if self.dense else self._picked(Bundle(layout, residual), velocity, turn)
+        if self.dense:
+            residual.zero_()
         for memory, saved in zip((velocity, residual), before, strict=True):
             put_back(layout, memory, saved, bad)
-        return (yield from self.inner.share(payload, turn))
+        return (yield from (WHOLE if self.dense else self.inner).share(payload, turn))
+
+    def _picked(self, bundle: Bundle, velocity: Tensor, turn: Turn) -> Payload:
+        """The elements to send, which leave the memories."""
+        whole, picked = self._pick(bundle, turn)
+        indices = torch.cat([whole, picked])
+        payload = Payload(bundle.layout, join(bundle.flat.index_select(0, indices), indices))
+        bundle.flat.index_fill_(0, indices.long(), 0)
+        velocity.index_fill_(0, picked.long(), 0)
+        return payload
 
     def _pick(self, bundle: Bundle, turn: Turn) -> tuple[Tensor, Tensor]:
         """Indices of all elements of vectors, and of what is picked from the other tensors; int32."""
@@ -130,7 +142,7 @@ class MomentumCorrection(Reducer):
         return flat
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
-        return self.inner.wire_bytes(layout, world=world, selected=selected)
+        return (WHOLE if self.dense else self.inner).wire_bytes(layout, world=world, selected=selected)
 
     def forget(self, names: Collection[str]) -> None:
         self.velocities.forget(names)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from .base import Dimensions, SparseScheme
 from .exchange import Exchange
 from .parameter_server import SparsePS
