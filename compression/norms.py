@@ -18,7 +18,7 @@ _SAFE = (2.0**-40, 2.0**40)  # magnitudes whose squares, and sums of any number 
 
 def norms(vectors: Sequence[Tensor]) -> Tensor:
     """The norm of each vector, computed one by one: float32 (vectors,)."""
-    found = torch.stack(torch._foreach_norm(list(vectors)))
+    found: Tensor = torch.stack(torch._foreach_norm(list(vectors)))
     for number in _doubtful(found).nonzero().view(-1).tolist():
         found[number] = _scaled(vectors[number].reshape(1, -1))[0]
     return found
@@ -26,7 +26,7 @@ def norms(vectors: Sequence[Tensor]) -> Tensor:
 
 def row_norms(matrix: Tensor) -> Tensor:
     """The norm of each row: float32 (rows,) for (rows, columns)."""
-    found = torch.linalg.vector_norm(matrix, dim=1)
+    found: Tensor = torch.linalg.vector_norm(matrix, dim=1)
     doubtful = _doubtful(found)
     if bool(doubtful.any()):
         found[doubtful] = _scaled(matrix[doubtful])

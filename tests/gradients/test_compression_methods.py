@@ -514,3 +514,28 @@ def test_a_payload_of_another_layout_is_refused() -> None:
 def test_two_phases_cost_less_than_a_gather() -> None:
     whole, parts = TopK(0.01), TwoPhase(TopK(0.01))
     assert parts.wire_bytes(layout(80_000), world=8) < 1.2 * 2 * whole.wire_bytes(layout(80_000))
+
+
+def test_a_hard_threshold_has_the_least_total_error_for_its_budget() -> None:
+    """Sahu et al., section 4: over a whole run, of all choices of the same total number of elements, one threshold for all steps has the least
+    sum of squared errors; top-k spends the budget evenly, which is best only for each step alone.
+    """
+    stream = torch.Generator().manual_seed(1)
+    steps = [torch.randn(2000, generator=stream) * scale for scale in (8.0, 4.0, 2.0, 1.0, 0.5, 0.25)]
+    hard = Threshold(4.0)
+    kept = [int(entries(hard.compress(one(values), Turn()))[1].numel()) for values in steps]
+    assert len(set(kept)) > 2
+
+    def total(counts: list[int]) -> float:
+        return sum(
+            float(values.square().sort().values[: values.numel() - count].sum()) for values, count in zip(steps, counts, strict=True)
+        )
+
+    least = total(kept)
+    wrong = sum(float(hard.residual(one(values.clone()), hard.compress(one(values), Turn())).square().sum()) for values in steps)
+    assert wrong == pytest.approx(least, rel=1e-5)
+    even = sum(kept) // len(kept)
+    assert least < 0.7 * total([even] * len(kept))  # top-k
+    for taken, given in itertools.permutations(range(len(kept)), 2):  # no exchange of one element between two steps makes it less
+        if kept[taken]:
+            assert total([count - (number == taken) + (number == given) for number, count in enumerate(kept)]) >= least * (1 - 1e-6)
