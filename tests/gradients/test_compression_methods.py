@@ -517,8 +517,8 @@ def test_two_phases_cost_less_than_a_gather() -> None:
 
 
 def test_a_hard_threshold_has_the_least_total_error_for_its_budget() -> None:
-    """Sahu et al., section 4: over a whole run, of all choices of the same total number of elements, one threshold for all steps has the least
-    sum of squared errors; top-k spends the budget evenly, which is best only for each step alone.
+    """Sahu et al., section 4: of all choices of the same total number of elements over a whole run, one threshold for all steps has the
+    least sum of squared errors; top-k spends the budget evenly, which is best only for each step alone.
     """
     stream = torch.Generator().manual_seed(1)
     steps = [torch.randn(2000, generator=stream) * scale for scale in (8.0, 4.0, 2.0, 1.0, 0.5, 0.25)]
@@ -527,15 +527,14 @@ def test_a_hard_threshold_has_the_least_total_error_for_its_budget() -> None:
     assert len(set(kept)) > 2
 
     def total(counts: list[int]) -> float:
-        return sum(
-            float(values.square().sort().values[: values.numel() - count].sum()) for values, count in zip(steps, counts, strict=True)
-        )
+        squares = [values.square().sort().values for values in steps]
+        return sum(float(each[: each.numel() - count].sum()) for each, count in zip(squares, counts, strict=True))
 
     least = total(kept)
     wrong = sum(float(hard.residual(one(values.clone()), hard.compress(one(values), Turn())).square().sum()) for values in steps)
     assert wrong == pytest.approx(least, rel=1e-5)
     even = sum(kept) // len(kept)
     assert least < 0.7 * total([even] * len(kept))  # top-k
-    for taken, given in itertools.permutations(range(len(kept)), 2):  # no exchange of one element between two steps makes it less
+    for taken, added in itertools.permutations(range(len(kept)), 2):  # no exchange of one element between two steps makes it less
         if kept[taken]:
-            assert total([count - (number == taken) + (number == given) for number, count in enumerate(kept)]) >= least * (1 - 1e-6)
+            assert total([count - (number == taken) + (number == added) for number, count in enumerate(kept)]) >= least * (1 - 1e-6)
