@@ -67,7 +67,7 @@ FORCE:
 
 # The package, and what the tests share: kits, servers, the model of the protocol.
 MYPY = $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
-KIT = $(addprefix $(CURDIR)/tests/,conftest.py kit/*_kit.py kit/disks.py kit/relay.py kit/s3_server.py kit/miniature/*.py)
+KIT = $(addprefix $(CURDIR)/tests/,conftest.py kit/*.py kit/miniature/*.py kit/parity/*.py)
 
 types: $(STAMP) $(TREE) ## mypy --strict
 	cd $(TREE) && $(MYPY) -p gemini_ft

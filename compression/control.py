@@ -28,7 +28,7 @@ _CLIMB = 1.2  # of a higher rung that must be affordable before it is taken
 
 
 @dataclass
-class Link:
+class LinkEstimate:
     """The network as it is measured: ``seconds = alpha + beta nbytes``, by regression with exponentially fading weights.
 
     Attributes:
@@ -134,7 +134,7 @@ class DelayControl:
         self.elements, self.world, self.deadline, self.every, self.ladder = elements, world, deadline, every, ladder
         self._dense_factor = 2 * (world - 1) / world
         self._factor, self._entry = self._dense_factor if divisible else world - 1, entry
-        self.link = Link()
+        self.link = LinkEstimate()
         self.ratio = ladder[0]
         self._wanted = ladder[0]  # before it is put on the ladder
         self._delays: list[float] = []  # since the last decision
@@ -197,5 +197,5 @@ class DelayControl:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a `state_dict`."""
-        self.link = Link(**{**state["link"], "residuals": list(state["link"]["residuals"])})
+        self.link = LinkEstimate(**{**state["link"], "residuals": list(state["link"]["residuals"])})
         self.ratio, self._wanted, self._delays = state["ratio"], state["wanted"], list(state["delays"])

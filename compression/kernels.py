@@ -20,7 +20,7 @@ from .base import Layout, Turn
 from .buffers import BUFFERS
 from .randomness import random_words, stream_seed, uniform
 
-_BLOCK = 120 * 1024  # elements that fit, with their results, into a core's own cache; a multiple of every method's run
+BLOCK = 120 * 1024  # elements that fit, with their results, into a core's own cache; a multiple of every method's run
 
 
 @cache
@@ -101,7 +101,7 @@ def pack_signs_and_zeros(flat: Tensor) -> tuple[Tensor, Tensor | None, bool]:
     """
     if holds(flat):
         return pack_signs(flat), pack(flat == 0), bool(torch.isfinite(flat.sum()))
-    values, mask = flat.numpy(), np.empty(min(_BLOCK, flat.numel()), dtype=bool)
+    values, mask = flat.numpy(), np.empty(min(BLOCK, flat.numel()), dtype=bool)
     signs, nowhere, squares = np.empty(values.size // 8, dtype=np.uint8), True, 0.0
     with np.errstate(over="ignore", invalid="ignore"):
         for part in _blocks(values.size):
@@ -114,7 +114,7 @@ def pack_signs_and_zeros(flat: Tensor) -> tuple[Tensor, Tensor | None, bool]:
 
 
 def _blocks(total: int) -> Iterator[slice]:
-    return (slice(begin, min(begin + _BLOCK, total)) for begin in range(0, total, _BLOCK))
+    return (slice(begin, min(begin + BLOCK, total)) for begin in range(0, total, BLOCK))
 
 
 def mean_log(values: Tensor) -> float:
@@ -136,7 +136,7 @@ def scaled_blocks(flat: Tensor, layout: Layout, factors: Tensor) -> Iterator[tup
         yield slice(0, layout.total), scaled
         return
     values, ends = flat.numpy(), zip(np.cumsum(layout.spans).tolist(), factors.tolist(), strict=True)
-    buffer = np.empty(min(_BLOCK, layout.total), dtype=np.float32)
+    buffer = np.empty(min(BLOCK, layout.total), dtype=np.float32)
     end, factor = next(ends)
     for part in _blocks(layout.total):
         at = part.start

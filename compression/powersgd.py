@@ -236,7 +236,7 @@ def _multiply(matrices: Tensor, factors: Tensor, out: Tensor) -> None:
 
 
 def _expand(lefts: Tensor, rights: Tensor, out: Tensor) -> None:
-    """P Q' of each matrix."""
+    """The product P Q' for each matrix."""
     if lefts.shape[1] == 1:  # one rounding an element, however many at once
         torch.mul(lefts.transpose(1, 2), rights, out=out)
         return

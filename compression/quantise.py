@@ -117,7 +117,7 @@ def deviations(bundle: Bundle) -> Tensor:
     sizes = torch.tensor(bundle.layout.sizes, device=sums.device)
     root_mean_square = lengths / sizes.sqrt()
     share = 1 - (sums / sizes / root_mean_square).square()  # of the mean square that the variance is
-    # Of equal elements only rounding would be left: their scale is their magnitude.
+    # The variance of equal elements would be nothing but rounding errors, so their magnitude is taken as the scale.
     return torch.where(share > 1e-6, root_mean_square * share.sqrt(), lengths)
 
 

@@ -57,10 +57,10 @@ def gamma(values: Tensor, at: float, ratio: float) -> float:
     if spread <= _EQUAL:
         return mean
     shape = (3 - spread + math.sqrt((spread - 3) ** 2 + 24 * spread)) / (12 * spread)
-    return mean / shape * _gamma_quantile(shape, ratio * values.numel() / positive.numel())
+    return mean / shape * gamma_quantile(shape, ratio * values.numel() / positive.numel())
 
 
-def _gamma_quantile(shape: float, upper: float) -> float:
+def gamma_quantile(shape: float, upper: float) -> float:
     """x with Q(shape, x) = upper, the regularised upper incomplete gamma function; from Wilson and Hilferty's
     approximation on, or that for small x.
     """

@@ -84,6 +84,17 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Computes on one thread: for tiny tensors a pool of threads only fights with the other tests for the cores."""
+    import torch  # only where it matters: the pure tests start without it
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("soak" if config.option.markexpr == "soak" else "suite")
 

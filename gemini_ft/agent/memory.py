@@ -74,7 +74,7 @@ class SlotShape:
 
     @cached_property
     def layout_digest(self) -> bytes:
-        """The layout's part in every root."""
+        """The digest of the layout, as it enters the root of every version."""
         return layout_digest(self.layout)
 
     @property

@@ -136,7 +136,7 @@ def _mapped_by_others(pid: int) -> set[int]:
 
 
 @contextlib.contextmanager
-def _sole_starter(run: str, host: str) -> Iterator[bool]:
+def sole_starter(run: str, host: str) -> Iterator[bool]:
     """Whether this process may start the agent now; the kernel releases that right if this process dies."""
     name = lifecycle.socket_name(run, host).replace(b"gemini-ft-", b"gemini-start-", 1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as lock:
@@ -181,7 +181,7 @@ def connect(run: str, host: str, patience: float = 0.0) -> socket.socket:
             sock.close()
             patience = 0.0 if answer is False else patience
             continue
-        with _sole_starter(run, host) as mine:
+        with sole_starter(run, host) as mine:
             if mine and not lifecycle.is_listening(run, host):
                 _start(run, host, Estate(), deadline)
         time.sleep(_POLL)
@@ -257,9 +257,9 @@ def replace(run: str, host: str, listener: Listener, why: str) -> bool:
         return False
     deadline = time.monotonic() + _START_TIMEOUT
     while not listener.ended() and time.monotonic() < deadline:
-        with _sole_starter(run, host) as mine:
+        with sole_starter(run, host) as mine:
             if mine and not listener.ended():
-                _log.warning("the agent of host %s (pid %d) hangs: %s; another gets its memory", host, listener.pid, why)
+                _log.warning("the agent of host %s (pid %d) hangs: %s; starting another with its memory", host, listener.pid, why)
                 with contextlib.closing(Estate.of(listener.pid)) as estate:
                     if not listener.kill():
                         _log.error("the agent of host %s (pid %d) cannot be killed", host, listener.pid)
@@ -306,7 +306,7 @@ class Watchman(threading.Thread):
 
     def __init__(self, run: str, host: str, timeout: float) -> None:
         super().__init__(name="gemini-agent-watch", daemon=True)
-        self._run_id, self._host, self._pulse = run, host, Pulse(timeout)
+        self._run_id, self._host, self.pulse = run, host, Pulse(timeout)
         self._over = threading.Event()
 
     def stop(self) -> None:
@@ -315,7 +315,7 @@ class Watchman(threading.Thread):
 
     def run(self) -> None:
         said = ""
-        while not self._over.wait(self._pulse.tick or 1.0):
+        while not self._over.wait(self.pulse.tick or 1.0):
             try:
                 if (sock := lifecycle.try_connect(self._run_id, self._host)) is not None:
                     with sock, contextlib.closing(Listener.of(sock)) as listener:
@@ -329,16 +329,16 @@ class Watchman(threading.Thread):
 
     def _look(self, sock: socket.socket, listener: Listener) -> None:
         """Watches until the agent ends, is replaced, or the watch is over."""
-        self._pulse.heard()
+        self.pulse.heard()
         inbox = bytearray()
-        while not self._over.wait(self._pulse.tick or 1.0):
-            if self._pulse.over:
-                replace(self._run_id, self._host, listener, f"it did not answer for {self._pulse.timeout:g} s")
+        while not self._over.wait(self.pulse.tick or 1.0):
+            if self.pulse.over:
+                replace(self._run_id, self._host, listener, f"it did not answer for {self.pulse.timeout:g} s")
                 return
             try:
                 data = sock.recv(4096, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                self._pulse.nothing()
+                self.pulse.nothing()
             else:
                 if not data:
                     return
@@ -348,9 +348,9 @@ class Watchman(threading.Thread):
                 sock.send(pack(Ping()), socket.MSG_DONTWAIT)
 
     def _take(self, inbox: bytearray) -> None:
-        self._pulse.heard()
+        self.pulse.heard()
         while len(inbox) >= 4 and len(inbox) >= 4 + (length := frame_length(inbox[:4])):
             answer = to_worker.unpack(inbox[4 : 4 + length])
             del inbox[: 4 + length]
             if isinstance(answer, Pong):
-                self._pulse.timeout = answer.agent_timeout
+                self.pulse.timeout = answer.agent_timeout

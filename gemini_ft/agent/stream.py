@@ -261,10 +261,10 @@ class Stream:
         """Carries out a decision of the leader."""
         home, host = self.home, self.home.host
         match message:
-            case Commit(version, freeze, roots=roots):
+            case Commit(version, freeze, roots=roots, agreed=agreed):
                 home.counters["committed"] += 1
                 self._progressed = True
-                self.perform(host.on_commit(version, freeze, roots))
+                self.perform(host.on_commit(version, freeze, roots, agreed))
                 home.tell_workers(message)
             case Abort(version):
                 home.counters["aborted"] += version not in host.aborted  # it is repeated for workers that may not have heard it
@@ -290,7 +290,7 @@ class Stream:
                 self.finished = self._progressed = True
                 self.finishing, self.unstored = False, unstored
                 if unstored:
-                    home.log(f"the job has finished, and its last upload has not: {unstored}")
+                    home.log(f"the job has finished, but its last upload has not: {unstored}")
                 self.perform(host.finish())
             case _:
                 raise PeerError(f"{kind_of(message)!r} is not a decision")

@@ -47,7 +47,7 @@ def status(arguments: Sequence[str]) -> int:
         document = lifecycle.status(options.run_id, options.host)
         documents = [json.loads(document)] if document is not None else []
     else:
-        documents = _documents(options.host)
+        documents = documents_of(options.host)
     if not documents:
         print(f"no agent of run {options.run_id!r} on host {options.host!r}" if options.run_id else f"no agent on host {options.host!r}")
         return 1
@@ -65,13 +65,13 @@ def ps(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--all", action="store_true", help="of all hosts that this machine stands for (GEMINI_HOST_ID)")
     options = parser.parse_args(arguments)
-    rows = [_process(document) for document in _documents(None if options.all else host_id())]
+    rows = [_process(document) for document in documents_of(None if options.all else host_id())]
     head = ("run", "host", "command", "state", "step", "age", "memory", "linger left")
     print(table([head, *rows]) if rows else "no run has an agent here")
     return 0
 
 
-def _documents(host: str | None) -> list[dict[str, Any]]:
+def documents_of(host: str | None) -> list[dict[str, Any]]:
     """The accounts of this user's agents on a host, or on all of this machine, that answer; by run and host."""
     found = [json.loads(answer.document) for answer in lifecycle.ask_all(GetStatus()) if isinstance(answer, Status)]
     wanted = [document for document in found if host in (None, document["host"])]
@@ -212,12 +212,12 @@ def _describe(document: dict[str, Any]) -> str:
         lines.append(f"  {name}: incarnation {stream['incarnation']}, {stream['world_size']} ranks, {state}")
         lines += [f"    shard of rank {owner}: {', '.join(slots)}" for owner, slots in stream["shards"].items()]
         lines += [f"    left out: host {host} for rank {owner}" for owner, host in stream["excluded"]]
-        lines += _describe_gradients(stream["gradients"])
+        lines += describe_gradients(stream["gradients"])
         lines += _describe_storage(stream["storage"], stream["committed"]) if stream["storage"] else []
     return "\n".join(lines)
 
 
-def _describe_gradients(gradients: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+def describe_gradients(gradients: dict[str, dict[str, dict[str, float]]]) -> list[str]:
     """A line for each rule, as the first rank on this host has it."""
     first = min(gradients, key=int, default=None)
     if first is None:

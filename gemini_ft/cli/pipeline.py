@@ -53,7 +53,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter and the way its gradient takes."""
+    """One parameter, and how its gradient is synchronised."""
 
     parameter: str
     shape: tuple[int, ...]

@@ -34,7 +34,7 @@ _PASSING = {"OSError", "DistError", "AgentError", "PeerError", "StorageError", "
 _PASSING |= {"AcceleratorError", "KeyboardInterrupt", "SystemExit"}
 _LASTING = {"FileNotFoundError", "NotADirectoryError", "IsADirectoryError", "PermissionError"}  # of the OSErrors
 _OF_PEERS = re.compile(r"nccl|gloo|connection|timed? ?out|socket|broken pipe|cuda error|another rank", re.IGNORECASE)
-_UNPROTECTED_SECONDS = 120.0
+UNPROTECTED_SECONDS = 120.0
 
 
 class Endings:
@@ -69,14 +69,14 @@ class Endings:
 
     def look(self, has_failed: bool = False) -> None:
         """Says once that nothing is protected, when that has cost something or workers have had time to join a run."""
-        if not self._has_warned and (has_failed or time.monotonic() - self._since > _UNPROTECTED_SECONDS):
+        if not self._has_warned and (has_failed or time.monotonic() - self._since > UNPROTECTED_SECONDS):
             self._has_warned = True
             if not self._notes.have(PROTECTED):
                 _log.warning(
                     "nothing in this job is protected%s: no worker has joined a run, so a restart begins at the beginning. A loop needs a "
                     'gemini_ft.Checkpointer, Lightning strategy="gemini", transformers\' Trainer a gemini_ft.huggingface.GeminiCallback, '
                     'and DeepSpeed a "gemini" section in its configuration; see the README',
-                    "" if has_failed else f" after {_UNPROTECTED_SECONDS:g} s",
+                    "" if has_failed else f" after {UNPROTECTED_SECONDS:g} s",
                 )
 
     def _kept(self) -> str:

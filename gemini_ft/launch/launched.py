@@ -47,7 +47,7 @@ def this_launch(name: str) -> Launch:
         command=own_command(),
         folder=os.getcwd(),
         script=_digest_of_script(),
-        environ=_relevant(_environment_at_start()),
+        environ=relevant(_environment_at_start()),
     )
 
 
@@ -76,7 +76,7 @@ def _environment_at_start() -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _relevant(environ: Mapping[str, str]) -> dict[str, str]:
+def relevant(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that a script may read, with what may be kept of their values."""
     return {name: _kept(name, value) for name, value in environ.items() if not _OF_THE_START.fullmatch(name)}
 

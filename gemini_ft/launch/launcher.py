@@ -63,15 +63,15 @@ def command(argv: Sequence[str]) -> int:
         ConfigError: there is no such script.
         RunAliveError: another launch of this run is at work on this host.
     """
-    options = _parser().parse_args(argv)
-    program = _program(options)
+    options = make_parser().parse_args(argv)
+    program = program_of(options)
     _show_messages()
     lifecycle.raise_descriptor_limit()
     _heed_signals(options.signals_to_handle.split(","))
     for warning in unknown_variables(os.environ):
         logger.warning("%s", warning)
     is_nameless = is_passing(program) and not (options.run_id or os.environ.get("GEMINI_RUN_ID"))
-    run_id = _prepare(options, program)
+    run_id = prepare(options, program)
     if torchrun.parse_min_max_nnodes(options.nnodes)[1] == 1:
         _refuse_second(run_id)
     try:
@@ -82,7 +82,7 @@ def command(argv: Sequence[str]) -> int:
             stack.enter_context(own_log_dir(options))
             endings = stack.enter_context(final_endings(notes, run_id))
             copy = stack.enter_context(copied_from_pipe(program)) if not (options.module or options.no_python) else None
-            stack.enter_context(_workers(options, program, copy))
+            stack.enter_context(workers_of(options, program, copy))
             watchman = Watchman(run_id, host_id(), load_config().agent_timeout)
             watchman.start()
             stack.callback(watchman.stop)
@@ -147,7 +147,7 @@ def _heed_signals(names: Sequence[str]) -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = torchrun.get_args_parser()
     parser.prog = "gemini run"
     parser.description = "Torchrun with fast and reliable restarts: takes torchrun's arguments, and those of the last group."
@@ -173,7 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _program(options: argparse.Namespace) -> list[str]:
+def program_of(options: argparse.Namespace) -> list[str]:
     """The script and its arguments, or ``-m``, the module's name and its arguments."""
     script: str = options.training_script
     if not (options.module or options.no_python or script == "-" or os.path.exists(script)):
@@ -181,11 +181,11 @@ def _program(options: argparse.Namespace) -> list[str]:
     return [*(["-m"] if options.module else []), script, *options.training_script_args]
 
 
-def _workers(options: argparse.Namespace, program: Sequence[str], copy: Path | None) -> AbstractContextManager[None]:
+def workers_of(options: argparse.Namespace, program: Sequence[str], copy: Path | None) -> AbstractContextManager[None]:
     """The context in which torch's launcher starts workers as this command needs; explains where that is not the user's wish."""
     if options.cold:
         return cold_workers(copy)
-    if reason := _not_forkable(options, copy):
+    if reason := not_forkable(options, copy):
         logger.warning("starting workers cold: %s", reason)
         return cold_workers(by_python=True)
     modules = modules_to_preload(program, options.preload, copy)
@@ -196,7 +196,7 @@ def _workers(options: argparse.Namespace, program: Sequence[str], copy: Path | N
     return forked_workers(program, modules, early.constants, copy)
 
 
-def _not_forkable(options: argparse.Namespace, copy: Path | None) -> str:
+def not_forkable(options: argparse.Namespace, copy: Path | None) -> str:
     """The reason why this command's program cannot be forked; empty if it can."""
     if options.no_python or options.run_path:
         return "only what 'python SCRIPT' and 'python -m MODULE' run can be forked"
@@ -208,7 +208,7 @@ def _not_forkable(options: argparse.Namespace, copy: Path | None) -> str:
     return ""
 
 
-def _prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
+def prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
     """Sets what launcher and workers read from the environment, and defaults that restart reliably; returns the run id."""
     run_id: str = options.run_id or os.environ.get("GEMINI_RUN_ID") or default_run_id(program)
     os.environ["GEMINI_RUN_ID"] = run_id

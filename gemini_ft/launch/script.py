@@ -1,7 +1,7 @@
 """Runs a program in this process as ``python SCRIPT`` or ``python -m MODULE`` would, in a new ``__main__``.
 
 Both kinds of workers of ``gemini run`` come here: those that are forked (`gemini_ft.launch.forkserver`) and
-those that are not (`gemini_ft.launch.cold`).
+those that are not (`gemini_ft.launch.cold_start`).
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _record(error: BaseException) -> None:
     extra = {
         "py_callstack": _shortened("".join(traceback.format_exception(error))),
         "timestamp": str(int(time.time())),
-        # What follows is for `gemini_ft.launch.endings`.
+        # The entries below are read by `gemini_ft.launch.endings`, not by torch.
         "kinds": [kind.__name__ for kind in type(error).__mro__],
         "place": "{}:{}".format(*innermost),
         "step": notes.step,

@@ -116,7 +116,7 @@ class GeminiMixin(Gemini, _Strategy):
         super().teardown()
 
     def _gemini_close_gradients(self) -> None:
-        if self._gemini_rules is not None:
+        if self.gemini_rules is not None:
             self.gradients.close()
 
     # --- Lightning's own saving and restoring
@@ -170,7 +170,7 @@ class GeminiMixin(Gemini, _Strategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         loader, trainer = super().process_dataloader(dataloader), self._gemini_trainer
-        # Of validation only workers that live on from one to the next have anything to remember.
+        # Only workers that live on from one validation to the next have anything to remember.
         if self._gemini_fit is None or not (trainer.training or getattr(loader, "persistent_workers", False)):
             return loader
         training = bool(trainer.training)
@@ -188,13 +188,13 @@ class GeminiDdpMixin(GeminiMixin, _DDPStrategy):
     """A mixin over DDPStrategy. A gradient pipeline is DDP's communication hook; a user's hook gets all that no rule matches."""
 
     def _register_ddp_hooks(self) -> None:
-        if self._gemini_rules is None:
+        if self.gemini_rules is None:
             super()._register_ddp_hooks()
         else:  # on CPUs too, where Lightning leaves hooks out
-            self.gradients = synchronizer_of(self.model, self._gemini_rules, self.precision_plugin, compat.ddp_hook(self))
+            self.gradients = synchronizer_of(self.model, self.gemini_rules, self.precision_plugin, compat.ddp_hook(self))
 
     def _gemini_backward_over(self) -> None:
-        if self._gemini_rules is not None:
+        if self.gemini_rules is not None:
             self.gradients.backward_over()
 
     def on_exception(self, exception: BaseException) -> None:

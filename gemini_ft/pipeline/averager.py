@@ -62,7 +62,7 @@ class Averager:
         self.telemetry = Telemetry(rules)
         self.controls = Controls(rules, tensors, self.world)
         self.step = 0
-        self._rounds = 0  # of averaging; more than one per step where buckets come one by one
+        self.rounds = 0  # of averaging; more than one per step where buckets come one by one
         self._lanes = Lanes(device, self._broken)
         self._failures = Failures(group, control, self.rank)
         self._completed = 0  # steps since the beginning of this object, whatever has been loaded since
@@ -79,7 +79,7 @@ class Averager:
 
     @property
     def plan(self) -> Plan:
-        """Groups in their order. A new one may be given between steps."""
+        """The groups in the order in which they travel. Another plan may be set between steps."""
         return self._plan
 
     @plan.setter
@@ -188,7 +188,7 @@ class Averager:
         self._ended_at = now
         self._forget_step()
         self.step += 1
-        self._rounds += 1
+        self.rounds += 1
 
     def drop(self) -> None:
         """Waits for averages under way, and begins the step anew, as if none of its gradients had come."""
@@ -203,7 +203,7 @@ class Averager:
         """Averages gradients that are not part of the plan, by all-reduce; the same ones, at the same point, on all ranks."""
         self._jobs.append(self._submitted(Group(NO_RULE, tuple(gradients), "plain"), gradients, take))
 
-    # -- gradients that a host has gathered
+    # -- gradients that an engine has gathered
 
     def average(self, gradients: Gradients) -> dict[str, Tensor]:
         """The averages of some gradients, in the groups of the plan as far as they are there. Collective.
@@ -221,7 +221,7 @@ class Averager:
             self._lanes.wait(job, self._anxious)
         self._jobs += jobs
         self._blocked += time.perf_counter() - begin
-        self._rounds += 1
+        self.rounds += 1
         return means
 
     # -- state
@@ -233,7 +233,7 @@ class Averager:
         rules = [rule.pack() for rule in self.rules]
         return {
             "step": self.step,
-            "rounds": self._rounds,
+            "rounds": self.rounds,
             "rules": rules,
             "order": order,
             "plan": self.plan.pack(),
@@ -264,7 +264,7 @@ class Averager:
             )
         known = {tensor.name: tensor for tensor in self.tensors}
         self.tensors = [known[name] for name in state["order"]]
-        self.step, self._rounds, self.plan = state["step"], state["rounds"], Plan.unpack(state["plan"])
+        self.step, self.rounds, self.plan = state["step"], state["rounds"], Plan.unpack(state["plan"])
         self.routes.load_state_dict(state["routes"])
         self.controls.load_state_dict(state.get("controls", {}))
         self._ended_at = None
@@ -283,7 +283,7 @@ class Averager:
     def common(self) -> dict[str, Any]:
         """State that is the same on all ranks as long as nothing is wrong, as plain data."""
         choices = [self.routes.choices(), self.controls.common()]
-        return {"steps": self.step, "rounds": self._rounds, "plan": self._plan_digest, "choices": choices}
+        return {"steps": self.step, "rounds": self.rounds, "plan": self._plan_digest, "choices": choices}
 
     def close(self) -> None:
         """Ends the threads."""
@@ -307,7 +307,7 @@ class Averager:
         route = self.routes.of(group)
         if (control := self.controls.of(group.rule)) is not None and isinstance(route, Compressed):
             route.steer(control)
-        turn = Turn(self._rounds, self.rank, self.world, update=self.step)
+        turn = Turn(self.rounds, self.rank, self.world, update=self.step)
         job = Job(route.average(gradients, turn, self.group, self._scale), route.single and self.world > 1, take)
         job.figures.dense = sum(gradient.numel() * gradient.element_size() for gradient in gradients.values())
         if self._directly:

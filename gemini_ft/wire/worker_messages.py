@@ -117,7 +117,7 @@ class Hello(Call):
     encrypt: bool = False  # payloads between hosts are encrypted, and not only sealed
     agent_timeout: float = 10.0  # as in GeminiConfig
     start_timeout: float = 1800.0
-    launch: Launch | None = None  # None: one that takes over whoever is at work
+    launch: Launch | None = None  # None: this worker may take over from a launch that is still alive
 
 
 class GetInventory(Call):
@@ -354,7 +354,7 @@ class Travelled(Message):
     outside: int  # of these, bytes that could not wait for idle network any more
     spans: list[SpanUse]  # that the others were sent in
     seconds: float  # from the first byte to the acknowledgement of the last
-    expected: float | None = None  # of these, by the cost model; None: there was no profile yet
+    expected: float | None = None  # seconds that the cost model had predicted; None: there was no profile yet
 
 
 class Dispatch(Message):

@@ -113,7 +113,7 @@ class TestRuns:
     def shown(self, documents: list[dict[str, Any]], *command: str) -> int:
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("GEMINI_RUN_ID", raising=False)
-            patch.setattr(commands, "_documents", lambda host: documents)
+            patch.setattr(commands, "documents_of", lambda host: documents)
             return cli.main([*command])
 
     def test_ps_has_a_line_for_each(self, capsys: pytest.CaptureFixture[str]) -> None:

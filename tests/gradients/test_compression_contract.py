@@ -218,7 +218,7 @@ def test_where_a_block_of_memory_ends_does_not_matter(name: str, monkeypatch: py
     for step in range(3):
         expected = reduce(one, gradients(step), step)
         with monkeypatch.context() as small:
-            small.setattr(kernels, "_BLOCK", 40)
+            small.setattr(kernels, "BLOCK", 40)
             assert same(reduce(other, gradients(step), step), expected)
 
 

@@ -19,7 +19,7 @@ from gemini_ft.compression.collective import reduce
 from gemini_ft.compression.dgc import MomentumCorrection, SampledThreshold
 from gemini_ft.compression.methods import create
 from gemini_ft.compression.quantise import QSGD, GlobalInt8, TernGrad
-from gemini_ft.compression.sidco import SIDCo, Stages, _gamma_quantile
+from gemini_ft.compression.sidco import SIDCo, Stages, gamma_quantile
 from gemini_ft.compression.sketch import Sketch
 from gemini_ft.compression.sparse import RandomK, Threshold, TopK, entries, largest
 from gemini_ft.compression.twophase import TwoPhase
@@ -203,7 +203,7 @@ def test_a_move_that_made_it_worse_is_taken_back() -> None:
 @pytest.mark.parametrize("shape", [0.05, 0.5, 1.0, 3.0])
 @pytest.mark.parametrize("upper", [0.3, 0.01, 0.001])
 def test_the_gamma_quantile_is_one(shape: float, upper: float) -> None:
-    x = _gamma_quantile(shape, upper)
+    x = gamma_quantile(shape, upper)
     found = torch.special.gammaincc(torch.tensor(shape, dtype=torch.float64), torch.tensor(x, dtype=torch.float64))
     assert float(found) == pytest.approx(upper, rel=1e-4)
 

@@ -161,7 +161,7 @@ class TestOptions:
     def test_a_file_of_rules(self, module: Any, tmp_path: Path) -> None:
         (tmp_path / "rules.yaml").write_text("gradient_pipeline:\n  - {params: '*embed*', sync: zen}\n")
         strategy = module.GeminiStrategy(gradient_pipeline=str(tmp_path / "rules.yaml"))
-        assert [rule.sync.scheme for rule in strategy._gemini_rules] == ["zen"]
+        assert [rule.sync.scheme for rule in strategy.gemini_rules] == ["zen"]
 
     def test_buckets_are_small_unless_the_user_says(self, module: Any) -> None:
         assert "bucket_cap_mb" not in module.GeminiStrategy()._ddp_kwargs
@@ -170,8 +170,8 @@ class TestOptions:
 
     def test_code_wins_over_the_section(self, module: Any) -> None:
         config = {**ZERO2, "gradient_pipeline": TOPK}
-        (rule,) = module.GeminiDeepSpeedStrategy(config=config)._gemini_rules
+        (rule,) = module.GeminiDeepSpeedStrategy(config=config).gemini_rules
         assert rule.compress.method == "topk"
         strategy = module.GeminiDeepSpeedStrategy(config=config, gradient_pipeline=[{"params": "*", "compress": "int8"}])
-        assert strategy._gemini_rules[0].compress.method == "int8"
+        assert strategy.gemini_rules[0].compress.method == "int8"
         assert "gradient_pipeline" not in strategy.config

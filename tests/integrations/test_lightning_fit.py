@@ -98,7 +98,7 @@ def fit(run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
     """Train as a script does that has just been started."""
 
     def start(options: dict[str, Any] | None = None, ckpt_path: Path | None = None, strategy: Any = "gemini") -> Model:
-        monkeypatch.setattr("gemini_ft.lightning.fit._ordinals", itertools.count())
+        monkeypatch.setattr("gemini_ft.lightning.fit.ordinals", itertools.count())
         torch.manual_seed(1)
         model = Model(**options or {})
         trainer = Trainer(
@@ -259,7 +259,7 @@ def fabric(run_id: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[]
     started = []
 
     def start() -> tuple[Fabric, dict[str, Any]]:
-        monkeypatch.setattr("gemini_ft.lightning.fabric._ordinals", itertools.count())
+        monkeypatch.setattr("gemini_ft.lightning.fabric.ordinals", itertools.count())
         fabric = Fabric(strategy="gemini", accelerator="cpu", devices=1)
         started.append(fabric)
         fabric.launch()

@@ -66,7 +66,8 @@ def configuration(run: dict[str, Any]) -> dict[str, Any]:
     }
     if run.get("section"):
         config["gemini"] = {"on_late": "wait"}
-    return config | run.get("config", {})
+    given: dict[str, Any] = config | run.get("config", {})
+    return given
 
 
 class Diary:
@@ -87,7 +88,8 @@ def bits(model: Any) -> str:
     """A digest of the whole model's parameters, or of this rank's shards where the model is sharded."""
     found = hashlib.sha256()
     if isinstance(model, FSDPModule):
-        shards: dict[str, Any] = model.state_dict()
+        whole: Any = model  # torch's stubs do not show that it is a module, too
+        shards: dict[str, Any] = whole.state_dict()
         for name in sorted(shards):
             found.update(name.encode() + shards[name].to_local().numpy().tobytes())
         return found.hexdigest()
@@ -122,7 +124,7 @@ def train(run: dict[str, Any], diary: Diary) -> None:
     if run.get("sharded"):
         shard_on_cpus()
 
-    class Tell(TrainerCallback):
+    class Tell(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *_: Any, **named: Any) -> None:
             diary.engine(trainer.model_wrapped)
 
@@ -146,7 +148,7 @@ def train(run: dict[str, Any], diary: Diary) -> None:
         **{"num_train_epochs": 3, "seed": 5, "save_strategy": "no"} | run.get("arguments", {}),
     )
 
-    class Evaluating(Trainer):
+    class Evaluating(Trainer):  # type: ignore[misc]
         """accelerate's own gathering of results fails on the CPU under DeepSpeed: each rank takes itself for the only one."""
 
         def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
@@ -205,10 +207,10 @@ def loop_on_ddp(run: dict[str, Any], diary: Diary) -> None:
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            losses = [*losses, [loss.item().hex(), scheduler.get_last_lr()[0].hex(), batch["input_ids"].sum().item()]]
+            losses = [*losses, [float(loss).hex(), float(scheduler.get_last_lr()[0]).hex(), batch["input_ids"].sum().item()]]
             checkpointer.step(losses=losses)
     checkpointer.close()
-    diary.note(end=len(losses), losses=losses, bits=bits(net), drawn=torch.rand(()).item().hex(), processes=accelerator.num_processes)
+    diary.note(end=len(losses), losses=losses, bits=bits(net), drawn=float(torch.rand(())).hex(), processes=accelerator.num_processes)
 
 
 if __name__ == "__main__":

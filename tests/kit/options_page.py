@@ -26,7 +26,7 @@ a unit (`8MiB`, `500 MB`). A `GEMINI_` variable that nothing reads is warned of,
 
 def page() -> str:
     """The page's text."""
-    sections = [
+    sections: list[tuple[str, str, type[BaseModel]]] = [
         ("The core", "", GeminiConfig),
         ("storage", "storage.", StorageConfig),
         ("traffic", "traffic.", TrafficConfig),

@@ -81,7 +81,7 @@ def test_a_worker_may_say_so_itself(status: int, endings: Any, tmp_path: Path) -
 class TestUnprotected:
     @pytest.fixture(autouse=True)
     def soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "_UNPROTECTED_SECONDS", -1.0)
+        monkeypatch.setattr(module, "UNPROTECTED_SECONDS", -1.0)
 
     def said(self, caplog: pytest.LogCaptureFixture) -> list[str]:
         return [text for record in caplog.records if "nothing in this job is protected" in (text := record.getMessage())]

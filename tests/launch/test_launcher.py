@@ -342,11 +342,11 @@ class TestSettings:
         monkeypatch.chdir(tmp_path)
 
     def options(self, *argv: str) -> Any:
-        return launcher._parser().parse_args([*argv, "train.py", "--max-restarts", "for the script"])
+        return launcher.make_parser().parse_args([*argv, "train.py", "--max-restarts", "for the script"])
 
     def test_defaults_restart_reliably(self) -> None:
         options = self.options("--nproc-per-node", "2")
-        launcher._prepare(options, ["train.py"])
+        launcher.prepare(options, ["train.py"])
         assert options.max_restarts == 10
         assert options.rdzv_conf == "keep_alive_interval=1,keep_alive_max_attempt=3"
         assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
@@ -359,7 +359,7 @@ class TestSettings:
         options = self.options("--max-restarts", "2", "--rdzv-conf", "join_timeout=9,keep_alive_interval=4")
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
         monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
-        launcher._prepare(options, ["train.py"])
+        launcher.prepare(options, ["train.py"])
         assert options.max_restarts == 2
         assert options.rdzv_conf == "join_timeout=9,keep_alive_interval=4,keep_alive_max_attempt=3"
         assert os.environ["OMP_NUM_THREADS"] == "3"
@@ -371,19 +371,19 @@ class TestSettings:
     )
     def test_one_host_comes_together_so_that_any_script_can_restart(self, arguments: list[str], standalone: bool) -> None:
         options = self.options(*arguments)
-        launcher._prepare(options, ["train.py"])
+        launcher.prepare(options, ["train.py"])
         assert bool(options.standalone) is standalone
 
     def test_one_worker_may_use_all_cores(self) -> None:
-        launcher._prepare(self.options(), ["train.py"])
+        launcher.prepare(self.options(), ["train.py"])
         assert "OMP_NUM_THREADS" not in os.environ
 
     def test_the_runs_name_is_the_argument_else_the_environments_else_the_commands(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        program = launcher._program(self.options())
-        assert launcher._prepare(self.options(), program) == default_run_id(program) == os.environ["GEMINI_RUN_ID"]
+        program = launcher.program_of(self.options())
+        assert launcher.prepare(self.options(), program) == default_run_id(program) == os.environ["GEMINI_RUN_ID"]
         monkeypatch.setenv("GEMINI_RUN_ID", "from the environment")
-        assert launcher._prepare(self.options(), program) == "from the environment"
-        assert launcher._prepare(self.options("--run-id", "mine"), program) == "mine" == os.environ["GEMINI_RUN_ID"]
+        assert launcher.prepare(self.options(), program) == "from the environment"
+        assert launcher.prepare(self.options("--run-id", "mine"), program) == "mine" == os.environ["GEMINI_RUN_ID"]
 
     @pytest.mark.parametrize(
         ("arguments", "reason"),
@@ -395,13 +395,13 @@ class TestSettings:
         ],
     )
     def test_when_python_itself_runs_the_program(self, arguments: list[str], reason: str) -> None:
-        assert launcher._not_forkable(self.options(*arguments), None) == reason
+        assert launcher.not_forkable(self.options(*arguments), None) == reason
 
     def test_a_script_that_computes_a_variable_before_its_imports_is_started_cold(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         (tmp_path / "train.py").write_text("import os\nos.environ['HF_HOME'] = os.getcwd()\nimport torch")
-        launcher._workers(self.options(), ["train.py"], None)
+        launcher.workers_of(self.options(), ["train.py"], None)
         assert caplog.messages == [
             "starting workers cold: train.py sets HF_HOME in line 2, before its imports; a constant could be set for the fork server too"
         ]
@@ -409,9 +409,9 @@ class TestSettings:
     def test_another_python_or_no_file_is_started_cold(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         options = self.options()
         options.training_script = str(tmp_path)
-        assert launcher._not_forkable(options, None) == "the script is a folder or an archive"
+        assert launcher.not_forkable(options, None) == "the script is a folder or an archive"
         monkeypatch.setenv("PYTHON_EXEC", "/opt/python")
-        assert launcher._not_forkable(options, None) == "PYTHON_EXEC names another Python"
+        assert launcher.not_forkable(options, None) == "PYTHON_EXEC names another Python"
 
 
 WORK = """
