@@ -17,9 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_LARGE = 2**20  # bytes; smaller blocks stay in the C library's own lists
 _ALIGN = 64  # bytes
-_IDLE = 10.0  # seconds after which a buffer that nobody holds is given back
 
 
 @dataclass
@@ -30,18 +28,24 @@ class _Buffer:
 
 
 class Buffers:
-    """Lends memory. Safe to use from several threads."""
+    """Lends memory. Safe to use from several threads.
 
-    def __init__(self) -> None:
+    Attributes:
+        large: bytes from which on memory is lent; smaller blocks stay in the C library's own lists.
+        idle: seconds after which a buffer that nobody holds is given back.
+    """
+
+    def __init__(self, large: int = 2**20, idle: float = 10.0) -> None:
+        self.large, self.idle = large, idle
         self._lock = threading.Lock()
         self._buffers: list[_Buffer] = []
 
     def empty(self, count: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
         """A tensor of ``count`` elements whose values are undefined; on an accelerator, whose allocator does all this, a plain one."""
         nbytes = count * dtype.itemsize
-        if nbytes < _LARGE or (device is not None and device.type != "cpu"):
+        if nbytes < self.large or (device is not None and device.type != "cpu"):
             return torch.empty(count, dtype=dtype, device=device)
-        return torch.from_numpy(self._lend(nbytes)).view(dtype)
+        return torch.from_numpy(self.lend(nbytes)).view(dtype)
 
     def zeros(self, count: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
         """The same, with zeros in it."""
@@ -57,10 +61,16 @@ class Buffers:
         with self._lock:
             return sum(buffer.memory.nbytes for buffer in self._buffers)
 
-    def _lend(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def clear(self) -> None:
+        """Forgets all buffers: nothing that is lent now is used again."""
+        with self._lock:
+            self._buffers = []
+
+    def lend(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """``nbytes`` bytes, which are lent as long as anything shares their memory."""
         now = time.monotonic()
         with self._lock:
-            self._buffers = [buffer for buffer in self._buffers if buffer.lent() is not None or now - buffer.used < _IDLE]
+            self._buffers = [buffer for buffer in self._buffers if buffer.lent() is not None or now - buffer.used < self.idle]
             fitting = [buffer for buffer in self._buffers if buffer.lent() is None and nbytes <= buffer.memory.nbytes <= 2 * nbytes]
             buffer = min(fitting, key=lambda each: each.memory.nbytes, default=None) or self._made(nbytes, now)
             part = buffer.memory[:nbytes]  # tensors that share its memory hold this very object

@@ -245,20 +245,20 @@ def test_memory_that_is_used_again_changes_nothing(name: str, monkeypatch: pytes
         ranks = [gradients(10 * step + rank) for rank in range(2)]
         expected.append({key: value.clone() for key, value in together(plain, ranks, step).items()})
         with monkeypatch.context() as everything:
-            everything.setattr(buffers, "_LARGE", 1)
-            lend = buffers.BUFFERS._lend
+            everything.setattr(buffers.BUFFERS, "large", 1)
+            lend = buffers.BUFFERS.lend
 
             def poisoned(nbytes: int, lend: Callable[[int], Any] = lend) -> Any:
                 part = lend(nbytes)
                 part.fill(255)
                 return part
 
-            everything.setattr(buffers.BUFFERS, "_lend", poisoned)
+            everything.setattr(buffers.BUFFERS, "lend", poisoned)
             found.append(together(lent, ranks, step))
     assert all(same(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_a_buffer_is_lent_again_when_nobody_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_is_lent_again_when_nobody_holds_it() -> None:
     own = buffers.Buffers()
     first = own.empty(2**20)
     address, held = first.data_ptr(), first[100:].view(torch.int32).numpy()
@@ -269,15 +269,15 @@ def test_a_buffer_is_lent_again_when_nobody_holds_it(monkeypatch: pytest.MonkeyP
     assert address % 64 == 0
     assert own.empty(2**18).data_ptr() != address  # too large for that by far
     assert own.nbytes == 2 * 2**22 + 2**20
-    monkeypatch.setattr(buffers, "_IDLE", 0.0)
+    own.idle = 0.0
     own.empty(2**18)
     assert own.nbytes == 2**20
 
 
 @pytest.mark.parametrize("name", ["topk", "efsignsgd", "onebit", "qsgd", "terngrad", "natural", "dgc", "int8", "powersgd", "bf16"])
-def test_a_step_needs_no_memory_that_the_steps_before_did_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_needs_no_memory_that_the_steps_before_did_not(name: str) -> None:
     """Fresh pages from the kernel cost more than compression: of a group of some megabytes, each step uses the same again."""
-    monkeypatch.setattr(buffers.BUFFERS, "_buffers", [])
+    buffers.BUFFERS.clear()
     each, given = method(name), gradients(1, {"a": (400, 700), "b": (300, 800)})
     used = []
     for step in range(6):
