@@ -57,7 +57,7 @@ class Body:
         self.averager = Averager(tensors, rules, group, control, device)
         self._ready_times = ReadyTimes(model)
         self._tuner = Tuner(self.averager, self._ready_times, profile_steps, device)
-        self._drift = Drift(control, self._common)
+        self._drift = Drift(control, self._common, self.averager.controls.told, self.averager.controls.heard)
         self.averager.on_begin = self._drift.check
         self._untuned = False  # a step has been counted, and the tuner, which is collective, has not heard of it yet
 

@@ -19,8 +19,11 @@ from torch import Tensor
 
 from gemini_ft.compression.base import Bundle, Layout, Payload, Primitive, Reducer, Request, Turn, join
 from gemini_ft.compression.collective import Groups, answer
+from gemini_ft.compression.control import DelayControl
+from gemini_ft.compression.dgc import MomentumCorrection
 from gemini_ft.compression.espresso_executor import OptionExecutor
 from gemini_ft.compression.espresso_options import Option, Processor, options
+from gemini_ft.compression.feedback import ErrorFeedback
 from gemini_ft.compression.sparse import entries
 from gemini_ft.compression.topology import Topology
 from gemini_ft.errors import ConfigError, StateError
@@ -229,6 +232,11 @@ class Compressed(Route):
         self.reducer, self.scheme, self._scoped = reducer, scheme, scoped
         self.single = reducer.primitive in _ONE_COLLECTIVE
 
+    def steer(self, control: DelayControl) -> None:
+        """Sends as much as a control says from now on: by an all-reduce where that brings no more bytes."""
+        assert isinstance(self.reducer, ErrorFeedback | MomentumCorrection)
+        self.reducer.ratio, self.reducer.dense = control.ratio, control.dense
+
     def average(self, gradients: Gradients, turn: Turn, group: Any, scale: float) -> Work:
         if sparse := next((name for name, gradient in gradients.items() if gradient.is_sparse), None):
             raise ConfigError(
@@ -251,7 +259,7 @@ class Compressed(Route):
     def _answer(self, request: Request, layout: Layout, turn: Turn, group: Any) -> list[Tensor]:
         if turn.world == 1:
             return [request.tensor]
-        if self.scheme is None:
+        if self.scheme is None or request.kind == "sum":  # a sparsifier that is steered sends everything now and then
             return answer(request, self._scoped if self._scoped is not None else group)
         # The sum is given in one rank's place, and nothing in the others': adding up what all have sent comes to the same.
         values, indices = entries(Payload(layout, request.tensor))

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 SAME = [{"params": "*", "compress": "none"}]
 TOPK = [{"params": "*", "compress": {"method": "topk", "ratio": 0.1}}]
 MIXED = [{"params": "*bias", "compress": "int8"}, *TOPK]  # with counters, and with residuals
+STEERED = [{**TOPK[0], "control": {"method": "dc2", "deadline": 1e-9, "every": 1}}]  # a network that is always too slow
 ZEN = [{"params": "*embed*", "sync": "zen"}]
 SMALL = {"bucket_cap_mb": 0.0005}
 ZERO2 = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 300}, "zero_allow_untested_optimizer": True}
@@ -38,6 +39,8 @@ CASES = {
     "built-in hook": Case(ZEN, hook="builtin"),
     "bf16": Case(TOPK, precision="bf16-mixed"),
     "topk": Case(TOPK, log_every=5),
+    "steered": Case(STEERED),
+    "fabric, steered": Case(STEERED, fabric=True),
     "planned": Case([{**TOPK[0], "fusion": "cupcake"}]),
     "fabric, base": Case(accumulate=2, fabric=True),
     "fabric, same": Case(SAME, accumulate=2, fabric=True),
@@ -104,6 +107,12 @@ def test_training(ran: list[dict[str, Any]], case: str) -> None:
     assert fmean(found["losses"][-6:]) < 0.75 * fmean(found["losses"][:3])
     for name, weight in ran[1][case]["weights"].items():
         assert (weight == found["weights"][name]).all(), name
+
+
+@pytest.mark.parametrize("case", ["steered", "fabric, steered"])
+def test_a_ratio_follows_the_network(ran: list[dict[str, Any]], case: str) -> None:
+    assert not isinstance(ran[0][case], str), ran[0][case]
+    assert [found[case]["ratios"] for found in ran] == [[0.001]] * 2
 
 
 def test_figures_are_logged_when_lightning_logs(ran: list[dict[str, Any]]) -> None:

@@ -152,6 +152,7 @@ def train(case: Case) -> dict[str, Any]:
         "logged": recorder.logged,
         "steps": gradients.averager.step if gradients else trainer.global_step,
         "summary": gradients.summary() if gradients else {},
+        "ratios": gradients.averager.controls.ratios() if gradients else [],
     }
 
 
@@ -191,7 +192,9 @@ def train_with_fabric(case: Case) -> dict[str, Any]:
     steps = strategy.gradients.averager.step if ours else state["batches"] // case.accumulate
     if case.saved:
         strategy.close()
-    return {"losses": losses, "weights": {name: param.detach().float().numpy() for name, param in net.named_parameters()}, "steps": steps}
+    ratios = gradients.averager.controls.ratios() if (gradients := getattr(strategy, "gradients", None)) is not None else []
+    weights = {name: param.detach().float().numpy() for name, param in net.named_parameters()}
+    return {"losses": losses, "weights": weights, "steps": steps, "ratios": ratios}
 
 
 def every(cases: Mapping[str, Case]) -> dict[str, Any]:

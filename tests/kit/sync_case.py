@@ -373,13 +373,15 @@ def ddp_gradients() -> list[float]:
     """How far the averaged gradients are from DDP's own, with a dense embedding: of each parameter."""
     group = join()
 
+    states = {torch.float32: HookState(group=group), torch.bfloat16: group}  # a group stands for its defaults, as in torch's hooks
+
     def gradients(sparse: bool, dtype: torch.dtype) -> list[torch.Tensor]:
         torch.manual_seed(0)
         embed = torch.nn.Embedding(300, 8, sparse=sparse)
         model = torch.nn.Sequential(embed, torch.nn.Flatten(), torch.nn.Linear(32, 200), torch.nn.Linear(200, 3)).to(dtype)
         ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
         if sparse:
-            ddp.register_comm_hook(HookState(group=group), hook)
+            ddp.register_comm_hook(states[dtype], hook)
         for step in range(3):  # DDP sorts its buckets anew after the first
             ddp.zero_grad()
             ddp(draw(24, 300, 10 * step + group.rank()).view(6, 4)).square().sum().backward()
@@ -390,3 +392,20 @@ def ddp_gradients() -> list[float]:
         for dtype in (torch.float32, torch.bfloat16)
         for one, other in zip(gradients(True, dtype), gradients(False, dtype), strict=True)
     ]
+
+
+def hook_without_state() -> str:
+    """Averages through the hook with None as its state; the beginning of the error that another state gets."""
+    join()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    model.register_comm_hook(None, hook)
+    model(torch.full((1, 4), 1.0 + torch.distributed.get_rank())).sum().backward()
+    gradient = model.module.weight.grad
+    assert gradient is not None
+    assert torch.equal(gradient, torch.full((4, 4), 1.5))
+    bucket: Any = None
+    try:
+        hook("zen", bucket)  # type: ignore[arg-type]
+    except TypeError as error:
+        return str(error).partition(";")[0]
+    return "none"
