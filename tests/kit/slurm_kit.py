@@ -157,10 +157,13 @@ class Cluster:
     def finished(self, job: str, seconds: float = 240.0) -> None:
         """Waits until a job has ended well."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL")
+        released: set[str] = set()
 
         def end() -> str:
-            if (now := self.state(job)) == "PENDING" and self.fact(job, "Reason") == "BeginTime":
-                self.say("scontrol", "update", f"JobId={job}", "StartTime=now")  # SLURM has a requeued job wait for two minutes
+            restarts = self.fact(job, "Restarts")
+            if (now := self.state(job)) == "PENDING" and self.fact(job, "Reason") == "BeginTime" and restarts not in released:
+                released.add(restarts)  # SLURM has a requeued job wait for two minutes; what is revoked in the same second does not start
+                self.say("scontrol", "update", f"JobId={job}", "StartTime=now+5")
             return now if now in ended else ""
 
         state = self.wait_for(end, f"the end of job {job}", seconds, job)
