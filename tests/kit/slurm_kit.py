@@ -1,7 +1,8 @@
 """A SLURM cluster on this machine: a real slurmctld and one real slurmd per node, with ports, spool and secret of their own.
 
 Numbers of jobs begin at a port's, so that two clusters on one machine have no job in common. Nodes share the machine's name and have no
-control groups, in place of which an epilog ends what a job leaves; all else is SLURM's own. Nothing outside of the cluster's folder is written.
+control groups, in place of which an epilog ends what a job leaves; all else is SLURM's own. Nothing outside of the cluster's folder is
+written.
 """
 
 from __future__ import annotations
