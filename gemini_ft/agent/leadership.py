@@ -135,7 +135,7 @@ class Leader:
         before = self.book.committed
         host = self._members.get(member, "") if member is not None else ""
         for decision in self.book.rejoin(message.committed, now, message.roots, host):
-            if member is None or (isinstance(decision, Commit) and self.book.committed != before):
+            if member is None or isinstance(decision, Manifest) or (isinstance(decision, Commit) and self.book.committed != before):
                 self._apply([decision])
             elif not isinstance(decision, Manifest):  # of which a host that joins is told nothing
                 member.send(self.book.addressed(decision, host) if isinstance(decision, Commit) else decision)
@@ -276,7 +276,7 @@ class MemberLink:
         self._dial, self._on_decision, self._reports, self._log, self._bundles = dial, on_decision, reports, log, bundles
         self._late: asyncio.TimerHandle | None = None  # sends what waits, complete or not
         self._spoke = 0.0  # when something was sent
-        self._connection: Connection | None = None
+        self.connection: Connection | None = None
         self._finished: set[int] = set()
         self._lost = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -284,14 +284,14 @@ class MemberLink:
     def close(self) -> None:
         self._task.cancel()
         self._stop_waiting()
-        if self._connection is not None:
-            self._connection.abort("the session is over")
+        if self.connection is not None:
+            self.connection.abort("the session is over")
 
     def take(self, message: PeerMessage) -> None:
         """Sends a report now, or with all others once the leader is reached again."""
         if isinstance(message, ReportFinished):
             self._finished.add(message.rank)
-        if self._connection is None:
+        if self.connection is None:
             return
         if isinstance(message, Completed):
             if self._bundles.add(message):
@@ -313,9 +313,9 @@ class MemberLink:
             self._late = None
 
     def _send(self, message: PeerMessage) -> None:
-        if self._connection is not None:
+        if self.connection is not None:
             self._spoke = time.monotonic()
-            self._connection.send(message)
+            self.connection.send(message)
 
     def on_message(self, message: PeerMessage) -> memoryview | None:
         if isinstance(message, Holders):
@@ -327,7 +327,7 @@ class MemberLink:
         raise PeerError("raw bytes on a reporting connection")
 
     def on_lost(self, reason: str) -> None:
-        self._connection = None
+        self.connection = None
         self._stop_waiting()
         self._lost.set()
 
@@ -336,7 +336,7 @@ class MemberLink:
         while True:
             self._lost.clear()
             try:
-                self._connection = await self._dial(self)
+                self.connection = await self._dial(self)
             except GeminiError as error:
                 if delay == 0.05:
                     self._log(f"leader: {error}")

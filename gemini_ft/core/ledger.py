@@ -129,7 +129,7 @@ class Ledger:
         self._joined: dict[str, Version | None] = {}  # host -> newest version that had been reported when it joined, for the last time
         self._newest: Version | None = None  # that was reported
         self._rounds: dict[Version, Round] = {}  # never one that an owner has gone past without its own copy: that is aborted
-        self._aborted: dict[Version, str] = {}  # above the committed one -> reason
+        self.aborted: dict[Version, str] = {}  # above the committed one -> reason
         self._passed: dict[int, Version] = {}  # owner -> newest version it has spoken of
         self._newest_passed: Version | None = None  # the newest of them
         self._records: dict[int, str] = {}
@@ -152,8 +152,8 @@ class Ledger:
             return []
         current = self._rounds.get(report.version)
         if current is None:
-            if report.version in self._aborted:  # its host was away when that was decided; replicas go with the owner's next version
-                return [Abort(report.version, self._aborted[report.version])] if self._is_own(report) else []
+            if report.version in self.aborted:  # its host was away when that was decided; replicas go with the owner's next version
+                return [Abort(report.version, self.aborted[report.version])] if self._is_own(report) else []
             current = self._rounds[report.version] = Round(self.holders, self._pairs, self.excluded)
             self._newest = max(report.version, self._newest or report.version)
             current.add(report.owner, report.host, (report.layout, report.digest), report.root, now)
@@ -220,7 +220,7 @@ class Ledger:
                     self.roots.setdefault(owner, root)
         if newest is not None and (lacks or not committed == before == newest):
             commits.append(Commit(newest, False, self._digest_at(newest, now), self.roots))
-        return commits + [Abort(version, reason) for version, reason in sorted(self._aborted.items())]
+        return commits + [Abort(version, reason) for version, reason in sorted(self.aborted.items())]
 
     def addressed(self, commit: Commit, host: str) -> Commit:
         """A commit as one host must hear it, so that its size does not grow with the job.
@@ -340,9 +340,9 @@ class Ledger:
 
     def _abort(self, version: Version, reason: str) -> list[Decision]:
         self._rounds.pop(version, None)
-        if version in self._aborted:
+        if version in self.aborted:
             return []
-        self._aborted[version] = reason
+        self.aborted[version] = reason
         return [Abort(version, reason)]
 
     def _is_own(self, report: Completed) -> bool:
@@ -375,4 +375,4 @@ class Ledger:
     def _close(self, version: Version) -> None:
         self.committed, self.roots = version, {}
         self._rounds = {v: r for v, r in self._rounds.items() if v > version}
-        self._aborted = {v: reason for v, reason in self._aborted.items() if v > version}
+        self.aborted = {v: reason for v, reason in self.aborted.items() if v > version}

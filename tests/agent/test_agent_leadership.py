@@ -282,7 +282,7 @@ def test_a_host_that_joins_is_answered_alone() -> None:
                 for host in hosts:
                     crowd.complete(host, owner, 1)
             await crowd.until(lambda: all(crowd.heard.values()))
-            connection = next(link._connection for name, link in crowd.links.items() if name == "m1")
+            connection = next(link.connection for name, link in crowd.links.items() if name == "m1")
             assert connection is not None
             connection.abort("cut")
             await crowd.until(lambda: len(crowd.heard["m1"]) == 2)

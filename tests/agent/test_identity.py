@@ -401,7 +401,7 @@ def test_numbers_of_slots_that_a_dead_agent_gave_mean_nothing_to_the_next(tmp_pa
     """The next agent numbers what it takes back anew, and its answer with the numbers comes too late."""
     monkeypatch.setenv("GEMINI_LOG_DIR", str(tmp_path))
     run, host = f"numbers-{os.getpid()}", host_id()
-    others = {os.fstat(fd).st_ino for fd in slots_of_this_process()}  # that earlier tests have left open
+    others = {os.fstat(fd).st_ino for fd in slots_of_this_process()}  # of other tests, which may not be collected yet
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with contextlib.ExitStack() as ending:
@@ -420,9 +420,9 @@ def test_numbers_of_slots_that_a_dead_agent_gave_mean_nothing_to_the_next(tmp_pa
 
         train(4)
         checkpointer.flush()
-        mine = [fd for fd in slots_of_this_process() if os.fstat(fd).st_ino not in others]
-        first_of = {os.fstat(fd).st_ino: fd for fd in sorted(mine, reverse=True)}  # a mapping has one of its own
-        older, newest = (SlotMemory.adopt(os.dup(fd)) for fd in sorted(first_of.values()))  # in the order of their numbers
+        first_of = {os.fstat(fd).st_ino: fd for fd in sorted(slots_of_this_process(), reverse=True)}  # a mapping has one of its own
+        own = sorted(fd for inode, fd in first_of.items() if inode not in others)
+        older, newest = (SlotMemory.adopt(os.dup(fd)) for fd in own)  # in the order of their numbers
         assert (older.version, newest.version) < (newest.version, older.version)
         assert newest.version is not None
         flip_layout(older)  # so that it is not taken back, and the others have other numbers

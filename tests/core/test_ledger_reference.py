@@ -119,7 +119,7 @@ class History:
 
 
 def state(book: EITHER) -> tuple[Any, ...]:
-    return book.committed, book.roots, book.epoch, book.excluded, book.uploading, book.upload_error, book._aborted
+    return book.committed, book.roots, book.epoch, book.excluded, book.uploading, book.upload_error, book.aborted
 
 
 def follow(seed: int, steps: int) -> set[type[Decision]]:

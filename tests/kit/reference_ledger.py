@@ -45,7 +45,7 @@ class ReferenceLedger:
         self._timeout = replica_timeout
         self._cadence = cadence
         self._rounds: dict[Version, _Round] = {}
-        self._aborted: dict[Version, str] = {}  # above the committed one -> reason
+        self.aborted: dict[Version, str] = {}  # above the committed one -> reason
         self._passed: dict[int, Version] = {}  # owner -> newest version it has spoken of
         self._records: dict[int, str] = {}
 
@@ -60,8 +60,8 @@ class ReferenceLedger:
             return decisions + self._overtaken(report.owner, report.version)
         if report.host not in self.holders.get(report.owner, ()):
             return []
-        if report.version in self._aborted:  # its host was away when that was decided; replicas go with the owner's next version
-            return [Abort(report.version, self._aborted[report.version])] if self._is_own(report) else []
+        if report.version in self.aborted:  # its host was away when that was decided; replicas go with the owner's next version
+            return [Abort(report.version, self.aborted[report.version])] if self._is_own(report) else []
         current = self._rounds.setdefault(report.version, _Round())
         current.acks[report.owner, report.host] = report
         decisions = self._readmit(_agreeing(self.holders, current.acks))
@@ -102,7 +102,7 @@ class ReferenceLedger:
             self.roots = {owner: root for owner, root in roots.items() if root} | self.roots
         if newest is not None and (lacks or not committed == before == newest):
             commits.append(Commit(newest, False, self._digest_at(newest, now), self.roots))
-        return commits + [Abort(version, reason) for version, reason in sorted(self._aborted.items())]
+        return commits + [Abort(version, reason) for version, reason in sorted(self.aborted.items())]
 
     # -- uploads
 
@@ -208,9 +208,9 @@ class ReferenceLedger:
 
     def _abort(self, version: Version, reason: str) -> list[Decision]:
         self._rounds.pop(version, None)
-        if version in self._aborted:
+        if version in self.aborted:
             return []
-        self._aborted[version] = reason
+        self.aborted[version] = reason
         return [Abort(version, reason)]
 
     def _is_own(self, report: Completed) -> bool:
@@ -241,7 +241,7 @@ class ReferenceLedger:
     def _close(self, version: Version) -> None:
         self.committed, self.roots = version, {}
         self._rounds = {v: r for v, r in self._rounds.items() if v > version}
-        self._aborted = {v: reason for v, reason in self._aborted.items() if v > version}
+        self.aborted = {v: reason for v, reason in self.aborted.items() if v > version}
 
 
 def _agreeing(holders: Mapping[int, tuple[str, ...]], acks: Mapping[Pair, Completed]) -> set[Pair]:

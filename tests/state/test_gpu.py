@@ -135,8 +135,9 @@ def test_slots_are_pinned_pages_of_the_agent(run_id: str, monkeypatch: pytest.Mo
     mapped: list[MappedSlot] = []
 
     def map_and_note(*arguments: Any) -> list[MappedSlot]:
-        mapped.extend(map_slots(*arguments))
-        return mapped
+        slots = map_slots(*arguments)
+        mapped.extend(slots)
+        return slots
 
     monkeypatch.setattr(reservation, "map_slots", map_and_note)
     model = _model()
