@@ -166,6 +166,19 @@ def test_the_node_of_the_batch_script_is_lost(job: Job) -> None:
     assert job.cluster.fact(job.number, "Restarts") == "1"
 
 
+def test_a_job_that_is_cancelled_does_not_come_back(job: Job) -> None:
+    job.submit("--nodes=2")
+    job.wait_for_commit(30)
+    job.cluster.say("scancel", job.number)
+    ended = "the job has ended with status 143"
+    job.cluster.wait_for(lambda: ended in job.cluster.output(job.number), "the end of the batch script", job=job.number)
+    job.cluster.wait_for(
+        lambda: not job.cluster.say("squeue", "-h", "-t", "all", "-j", job.number, "-o", "%T").startswith("COMPL"), "the end"
+    )
+    assert job.cluster.state(job.number) == "CANCELLED"
+    assert job.cluster.fact(job.number, "Restarts") == "0"
+
+
 def test_the_operator_requeues_the_job(job: Job) -> None:
     job.submit("--nodes=2")
     job.wait_for_commit(50)

@@ -1,7 +1,8 @@
 """A SLURM cluster on this machine: a real slurmctld and one real slurmd per node, with ports, spool and secret of their own.
 
-Nodes share the machine's name and have no control groups, in place of which an epilog ends what a job leaves; all else is SLURM's own.
-Nothing outside of the cluster's folder is written.
+Numbers of jobs begin at a port's, so that two clusters on one machine have no job in common. Nodes share the machine's name and have no
+control groups, in place of which an epilog ends what a job leaves; all else is SLURM's own. Nothing outside of the cluster's folder is
+written.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _CONF = """
 ClusterName=gemini{port}
 SlurmctldHost={name}(127.0.0.1)
 SlurmctldPort={port}
+FirstJobId={port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
@@ -157,10 +159,13 @@ class Cluster:
     def finished(self, job: str, seconds: float = 240.0) -> None:
         """Waits until a job has ended well."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL")
+        released: set[str] = set()
 
         def end() -> str:
-            if (now := self.state(job)) == "PENDING" and self.fact(job, "Reason") == "BeginTime":
-                self.say("scontrol", "update", f"JobId={job}", "StartTime=now")  # SLURM has a requeued job wait for two minutes
+            restarts = self.fact(job, "Restarts")
+            if (now := self.state(job)) == "PENDING" and self.fact(job, "Reason") == "BeginTime" and restarts not in released:
+                released.add(restarts)  # SLURM has a requeued job wait for two minutes; what is revoked in the same second does not start
+                self.say("scontrol", "update", f"JobId={job}", "StartTime=now+5")
             return now if now in ended else ""
 
         state = self.wait_for(end, f"the end of job {job}", seconds, job)
