@@ -88,6 +88,11 @@ def unwrapped(package: str, state: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def if_given(weights_only: bool | None) -> dict[str, bool]:
+    """The argument with which 2.6 asks how a checkpoint is to be read; 2.5 does not know it."""
+    return {} if weights_only is None else {"weights_only": weights_only}
+
+
 def group_settings(strategy: Any) -> tuple[str, Any]:
     """Backend and timeout of the process group that ``strategy`` would create."""
     return strategy._get_process_group_backend(), strategy._timeout
