@@ -139,9 +139,7 @@ class GeminiMixin(Gemini, _Strategy):
         fit = self._gemini_fit
         if fit is None or not fit.resuming:
             return load()
-        return fit.newer_of(
-            checkpoint_path, lambda: super(GeminiMixin, self).load_checkpoint(checkpoint_path, **compat.if_given(weights_only))
-        )
+        return fit.newer_of(checkpoint_path, load)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._gemini_fit is not None and self._gemini_fit.resuming:
