@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import itertools
 import json
 import logging
@@ -39,31 +38,13 @@ from gemini_ft.errors import ConfigError
 from gemini_ft.state.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.state.hyperparameters import of_scheduler
 from gemini_ft.state.rng import rng_state, set_rng_state
+from gemini_ft.transformers_versions import SEAMS, check_trainer, counts, told_of_epochs
 
 __all__ = ["GeminiCallback", "protect"]
 
 _log = logging.getLogger("gemini_ft")
 
 _KEY = "transformers"  # in the engine's client_state
-# Methods of the Trainer that are extended, and the arguments they are known by.
-_SEAMS = {
-    "_prepare_for_training": ["max_steps", "train_dataloader", "resume_from_checkpoint"],
-    "_run_epoch": [
-        "model",
-        "epoch",
-        "train_dataloader",
-        "steps_in_epoch",
-        "num_update_steps_per_epoch",
-        "trial",
-        "ignore_keys_for_eval",
-        "start_time",
-        "resume_from_checkpoint",
-        "epochs_trained",
-        "steps_trained_in_current_epoch",
-    ],
-}
-# The Trainer's counters between two logs. `_tr_loss` is a tensor.
-_COUNTS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen", "current_flos")
 # These belong to this process, not to the training.
 _OWN = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks", "log_history")
 _ordinals = itertools.count()  # a script may train several times; a restarted script comes to the same numbers
@@ -194,7 +175,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             "rng": rng_state(),
             "state": {field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.name not in _OWN},
             "history": self._history[1],
-            "counts": {name: getattr(trainer, name) for name in _COUNTS},
+            "counts": counts(trainer),
             "loss": trainer._tr_loss.item(),
             "callbacks": [[name, callback.state()["attributes"]] for name, callback in _with_state(trainer)],
         }
@@ -337,10 +318,8 @@ def _telling_the_whole_loader() -> Iterator[None]:
 
         def set_epoch(epoch: int) -> None:
             rest.iteration = epoch
-            batch_sampler = getattr(loader, "batch_sampler", None)
-            for part in (loader, getattr(batch_sampler, "batch_sampler", None)):  # as the Trainer does for a whole epoch
-                if part is not None and hasattr(part, "set_epoch"):
-                    part.set_epoch(epoch)
+            for part in told_of_epochs(loader):
+                part.set_epoch(epoch)
 
         rest.set_epoch = set_epoch
         return rest
@@ -379,18 +358,10 @@ def _extend_trainer() -> None:
     Raises:
         ConfigError: the Trainer of this version has other methods.
     """
-    for name, arguments in _SEAMS.items():
-        method = getattr(Trainer, name, None)
-        if method is None or list(inspect.signature(method).parameters)[1:] != arguments:
-            raise ConfigError(
-                f"transformers {transformers.__version__} is not supported: Trainer.{name} is missing or takes other arguments; "
-                "install transformers>=5.23,<5.24"
-            )
-    if not hasattr(transformers.trainer, "skip_first_batches"):
-        raise ConfigError(f"transformers {transformers.__version__} is not supported: its Trainer skips batches in another way")
+    check_trainer()
     if hasattr(Trainer._run_epoch, "_gemini_original"):
         return
-    prepare, run_epoch = (getattr(Trainer, name) for name in _SEAMS)
+    prepare, run_epoch = (getattr(Trainer, name) for name in SEAMS)
 
     @functools.wraps(prepare)
     def prepare_or_resume(self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:

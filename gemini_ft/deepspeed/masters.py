@@ -1,6 +1,6 @@
 """Finds the tensors that the optimizers in a DeepSpeed engine update on this rank, from which low-precision weights follow.
 
-DeepSpeed 0.19: `master` tensors are fp32 (partitions of) parameters; optimizer state is keyed by them. The weights that the
+`master` tensors are fp32 (partitions of) parameters; optimizer state is keyed by them. The weights that the
 module computes with are a cast of them, all-gathered where they are partitioned, and are never captured.
 """
 

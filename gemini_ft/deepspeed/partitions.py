@@ -5,7 +5,7 @@ It is found once, when the engine is protected, and travels with every snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from gemini_ft.deepspeed.masters import base_optimizer, masters
 from gemini_ft.deepspeed.reshard import Cut, Fragment
+from gemini_ft.deepspeed.versions import end_to_end, groups_of_sub_groups, offsets_in_group
 from gemini_ft.state.modules import state_dict_tensors
 
 
@@ -92,7 +93,7 @@ def _of_masters(engine: Any) -> Iterator[tuple[str, int, torch.Tensor, int, int]
     optimizer = engine.optimizer
     match optimizer:
         case DeepSpeedZeroOptimizer_Stage3():
-            for i, (params, group) in enumerate(zip(optimizer.fp16_groups, optimizer.sub_group_process_groups, strict=True)):
+            for i, (params, group) in enumerate(zip(optimizer.fp16_groups, groups_of_sub_groups(optimizer), strict=True)):
                 starts = accumulate((param.partition_numel() for param in params), initial=0)
                 for param, offset in zip(params, starts, strict=False):
                     yield f"zero.{i}", offset, param, *own_part(param, group)
@@ -101,14 +102,14 @@ def _of_masters(engine: Any) -> Iterator[tuple[str, int, torch.Tensor, int, int]
             partitions = optimizer.single_partition_of_fp32_groups if zero else optimizer.fp32_groups_flat_partition
             for i, (master, group) in enumerate(zip(partitions, optimizer.real_dp_process_group, strict=True)):
                 params = optimizer.round_robin_bit16_groups[i] if zero else optimizer.bf16_groups[i]
-                offsets = optimizer.round_robin_bit16_offsets[i] if zero else _end_to_end(params)
+                offsets = offsets_in_group(optimizer, i) if zero else end_to_end(params)
                 low = dist.get_rank(group) * master.numel()
                 for param, offset in zip(params, offsets, strict=True):
                     start, stop = max(low - offset, 0), min(low + master.numel() - offset, param.numel())
                     yield f"zero.{i}", offset + start - low, param, start, stop
         case FP16_Optimizer():
             for i, params in enumerate(optimizer.fp16_groups):
-                for param, offset in zip(params, _end_to_end(params), strict=True):
+                for param, offset in zip(params, end_to_end(params), strict=True):
                     yield f"flat.{i}", offset, param, 0, param.numel()
         case FP16_UnfusedOptimizer():
             for i, params in enumerate(optimizer.fp16_groups):
@@ -117,10 +118,6 @@ def _of_masters(engine: Any) -> Iterator[tuple[str, int, torch.Tensor, int, int]
         case torch.optim.Optimizer():
             for name, param in masters(engine):
                 yield name, 0, param, 0, param.numel()
-
-
-def _end_to_end(params: Sequence[torch.Tensor]) -> list[int]:
-    return list(accumulate((param.numel() for param in params), initial=0))[:-1]
 
 
 def own_part(param: Any, group: Any) -> tuple[int, int]:

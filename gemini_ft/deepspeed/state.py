@@ -29,6 +29,7 @@ from gemini_ft.deepspeed.masters import (
 )
 from gemini_ft.deepspeed.partitions import about, others, present_cut
 from gemini_ft.deepspeed.reshard import Cut, OldShards
+from gemini_ft.deepspeed.versions import check_version, counters
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
 from gemini_ft.state import codec
 from gemini_ft.state.hyperparameters import Given, of_groups, of_scheduler
@@ -36,9 +37,7 @@ from gemini_ft.state.modes import Modes, not_users
 from gemini_ft.state.rebuilding import ModuleTree
 from gemini_ft.state.tensors import HOST, Live, Role, Source, captured, describe, split_state_name, state_name
 
-_SUPPORTED = ("0.19.",)  # its optimizers' attributes are relied on
 _WAY_OUT = "Resume with the script and configuration that made it, or start afresh with another run_id or resume='never'."
-_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_unmanaged_backward_count")
 _SCALERS = ("loss_scaler", "loss_scale_config")
 
 
@@ -99,7 +98,7 @@ class EngineState:
         saved: dict[str, Any] = {
             "optimizer": type(engine.optimizer).__qualname__,
             "base optimizer": type(base).__qualname__,
-            "counters": {name: getattr(engine, name) for name in _COUNTERS},
+            "counters": counters(engine),
             **self._fixed,
             "world size": dist.get_world_size(),
             "accumulation": engine.gradient_accumulation_steps(),
@@ -279,8 +278,7 @@ def _room(spec: TensorSpec, master: torch.Tensor) -> torch.Tensor:
 
 def _check(engine: Any) -> None:
     """Refuses by name any state that cannot be captured exactly."""
-    if not deepspeed.__version__.startswith(_SUPPORTED):
-        raise UnsupportedStateError(f"deepspeed {deepspeed.__version__} is not supported; install deepspeed>=0.19.8,<0.20")
+    check_version()
     if engine.optimizer is None or isinstance(engine.optimizer, DummyOptim):
         raise UnsupportedStateError("this engine has no optimizer, so it has no training state; give one to deepspeed.initialize")
     kinds = (deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine)

@@ -1,7 +1,7 @@
 """The versions of Lightning that are supported, and the private parts of its strategies.
 
 Private names of Lightning and torchmetrics are used here and in the ``trainer_*`` modules, nowhere else. They are those of
-Lightning 2.6; :func:`check_lightning` refuses other versions, and says by name what is missing if a release of 2.6 moves
+Lightning 2.5 and 2.6; :func:`check_lightning` refuses other versions, and says by name what is missing if a release moves
 something. The loops are internal to Lightning, and without them no step can be resumed exactly.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from gemini_ft.errors import ConfigError
 
-_SUPPORTED = ("2.6.",)
+_SUPPORTED = ("2.5.", "2.6.")
 
 
 def check_lightning(package: str) -> None:
@@ -27,7 +27,7 @@ def check_lightning(package: str) -> None:
     """
     version = str(importlib.import_module(package).__version__)
     if not version.startswith(_SUPPORTED):
-        raise ConfigError(f"{package} {version} is not supported; install {package.partition('.')[0]}>=2.6,<2.7")
+        raise ConfigError(f"{package} {version} is not supported; install {package.partition('.')[0]}>=2.5,<2.7")
     missing = [name for name in _needed(package) if not _exists(f"{package}.{name}")]
     if missing:
         raise ConfigError(f"{package} {version} lacks {', '.join(missing)}; install {package.partition('.')[0]}==2.6.6")
@@ -86,6 +86,11 @@ def unwrapped(package: str, state: Mapping[str, Any]) -> dict[str, Any]:
     """``state`` with what Fabric's wrappers hold, as Fabric gives it to a strategy."""
     found: dict[str, Any] = importlib.import_module(f"{package}.wrappers")._unwrap_objects(dict(state))
     return found
+
+
+def if_given(weights_only: bool | None) -> dict[str, bool]:
+    """The argument with which 2.6 asks how a checkpoint is to be read; 2.5 does not know it."""
+    return {} if weights_only is None else {"weights_only": weights_only}
 
 
 def group_settings(strategy: Any) -> tuple[str, Any]:

@@ -213,7 +213,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
 
     def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
         if not _is_ours(path):
-            return super().load_checkpoint(path, state, strict, weights_only=weights_only)
+            return super().load_checkpoint(path, state, strict, **compat.if_given(weights_only))
         if not isinstance(state, dict):
             raise ConfigError(f"fabric.load({LATEST!r}, state): state must be the dictionary that is saved, got {type(state).__name__}")
         checkpointer = self.checkpointer

@@ -136,10 +136,11 @@ class GeminiMixin(Gemini, _Strategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads the user's ``ckpt_path``, unless the run has got further than that already."""
+        load = functools.partial(super().load_checkpoint, checkpoint_path, **compat.if_given(weights_only))
         fit = self._gemini_fit
         if fit is None or not fit.resuming:
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        return fit.newer_of(checkpoint_path, lambda: super(GeminiMixin, self).load_checkpoint(checkpoint_path, weights_only))
+            return load()
+        return fit.newer_of(checkpoint_path, load)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._gemini_fit is not None and self._gemini_fit.resuming:

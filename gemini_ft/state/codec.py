@@ -346,7 +346,7 @@ def _make_tensor(name: str, shape: list[int], stride: list[int], device: str, gr
     out = torch.empty_strided(shape, stride, dtype=dtype)
     if raw:
         out.as_strided((numel,), (1,)).view(torch.uint8).copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
-    if device != "cpu" and (accelerator := torch.accelerator.current_accelerator()) and accelerator.type == device:
+    if device != "cpu" and (accelerator := torch.accelerator.current_accelerator(check_available=True)) and accelerator.type == device:
         out = out.to(current_device())
     return torch.nn.Parameter(out, grad) if parameter else out.requires_grad_(grad)
 

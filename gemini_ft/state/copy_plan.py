@@ -7,6 +7,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -136,6 +137,10 @@ class CopyPlan:
         """Copies, at once, the tensors that may change before the next update."""
         for copy, target in zip(self._mutable, self._staged, strict=True):
             target.copy_(copy.view)
+
+    def ready(self) -> Any:
+        """An event that comes after all that the training has queued until now; None where nothing is copied beside it."""
+        return None if self.device is None else accelerator.module_of(self.device).current_stream(self.device).record_event()
 
     def changed(self, marks: list[tuple[int, int]]) -> list[str]:
         """Names of tensors that were written or moved since ``marks``."""

@@ -283,7 +283,7 @@ def _placed(source: Source) -> Source:
 
 def _device(spec: TensorSpec) -> torch.device:
     """The device to load to, as in `gemini_ft.state.codec.decode`: the accelerator's current one if the tensor was on one."""
-    kind, accelerator = spec.logical.removeprefix(PER_RANK).strip(), torch.accelerator.current_accelerator()
+    kind, accelerator = spec.logical.removeprefix(PER_RANK).strip(), torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != kind:
         return torch.device("cpu")
     return current_device()

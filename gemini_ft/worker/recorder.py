@@ -12,7 +12,6 @@ import threading
 import time
 from typing import Any
 
-from gemini_ft import accelerator
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient, as_error
 from gemini_ft.config import GeminiConfig
@@ -139,8 +138,7 @@ class Recorder:
         plan.stage()
         digest_due = self._digest_at is not None and iteration >= self._digest_at
         self._outcomes.begin(iteration)
-        ready = accelerator.module_of(plan.device).current_stream(plan.device).record_event() if plan.device is not None else None
-        job = Job(iteration, blob, self._reservation.digest if digest_due else None, plan.marks(), ready)
+        job = Job(iteration, blob, self._reservation.digest if digest_due else None, plan.marks(), plan.ready())
         self._copy_when.follow(plan, job.marks)
         self._copying.submit(job)
 

@@ -106,7 +106,7 @@ CALLBACKS: dict[str, tuple[Maker, str]] = {
     "Timer": (lambda: shipped.Timer(datetime.timedelta(hours=1)), ""),
     "TQDMProgressBar": (shipped.TQDMProgressBar, ""),
     "EMAWeightAveraging": (lambda: shipped.EMAWeightAveraging(decay=0.8), ""),
-    "WeightAveraging": (shipped.WeightAveraging, ""),
+    "WeightAveraging": (lambda: shipped.WeightAveraging(), ""),  # Lightning 2.5 has none
 }
 STATELESS = {"BasePredictionWriter", "Callback", "Checkpoint", "DeviceStatsMonitor", "LearningRateMonitor", "ModelSummary"}
 STATELESS |= {"OnExceptionCheckpoint", "ProgressBar", "RichModelSummary", "RichProgressBar", "ThroughputMonitor", "TQDMProgressBar"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import os
@@ -112,7 +113,8 @@ def fit(run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
             enable_model_summary=False,
             callbacks=[ModelCheckpoint(tmp_path / "files", every_n_train_steps=1, save_top_k=-1, filename="{step}")],
         )
-        trainer.fit(model, DataLoader(torch.arange(40.0).view(10, 4)), ckpt_path=ckpt_path, weights_only=False)
+        whole = {"weights_only": False} if "weights_only" in inspect.signature(Trainer.fit).parameters else {}  # Lightning 2.5 reads all
+        trainer.fit(model, DataLoader(torch.arange(40.0).view(10, 4)), ckpt_path=ckpt_path, **whole)
         return model
 
     return start

@@ -284,12 +284,6 @@ def test_every_public_name_exists_in_both_modules() -> None:
             module.nothing  # noqa: B018
 
 
-def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lightning.pytorch, "__version__", "2.7.0")
-    with pytest.raises(ConfigError, match=r"lightning.pytorch 2.7.0 is not supported; install lightning>=2.6,<2.7"):
-        compat.check_lightning("lightning.pytorch")
-
-
 def test_what_a_version_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop.advance")
     with pytest.raises(ConfigError, match=r"lacks loops.training_epoch_loop._TrainingEpochLoop.advance"):

@@ -7,6 +7,7 @@ Every value that training produces is written to FOLDER/NAME/rank-R in hexadecim
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import random
@@ -258,7 +259,8 @@ def train(run: dict[str, Any], diary: Diary, out: Path) -> None:
     module = make_module(package, run, diary)
     training = None if run.get("module") == "reloading" else train_loader(run)
     validation = DataLoader(Samples(8), BATCH, **run.get("loader", {}))
-    trainer.fit(module, training, validation, ckpt_path=run.get("ckpt_path"), weights_only=False)
+    whole = {"weights_only": False} if "weights_only" in inspect.signature(trainer.fit).parameters else {}  # Lightning 2.5 reads all
+    trainer.fit(module, training, validation, ckpt_path=run.get("ckpt_path"), **whole)
     diary.note("final", [digest(module), trainer.global_step, trainer.current_epoch, float(torch.rand(())).hex()])
     if checkpoints.best_model_score is not None:
         names = sorted(Path(path).stem.partition("-v")[0] for path in checkpoints.best_k_models)  # -v1: a file saved again

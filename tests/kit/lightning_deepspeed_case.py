@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from dataclasses import dataclass
@@ -134,7 +135,8 @@ def train(case: Case, out: str, plain: bool = False) -> dict[str, Any]:
         gradient_clip_val=1.0,
     )
     module = make_module(package, case, diary, said)
-    trainer.fit(module, train_loader({}), DataLoader(Samples(8), BATCH), ckpt_path=case.ckpt_path or None, weights_only=False)
+    whole = {"weights_only": False} if "weights_only" in inspect.signature(trainer.fit).parameters else {}  # Lightning 2.5 reads all
+    trainer.fit(module, train_loader({}), DataLoader(Samples(8), BATCH), ckpt_path=case.ckpt_path or None, **whole)
     names = sorted(Path(path).stem.partition("-v")[0] for path in checkpoints.best_k_models)  # -v1: saved again
     diary.note("best", [float(checkpoints.best_model_score).hex(), names])
     return said

@@ -431,20 +431,25 @@ import os, sys
 import torch, torch.distributed as dist, gemini_ft
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
-assert torch.get_num_threads() == 2, torch.get_num_threads()
-gemini_ft.init_process_group("gloo")
-torch.manual_seed(0)
-model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256)))
-optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-data = DataLoader(TensorDataset(torch.randn(2048, 256)), batch_size=512, num_workers=1, persistent_workers=True)
-for _ in range(2):
-    for (batch,) in data:
-        optimizer.zero_grad()
-        loss = (model(batch + dist.get_rank()) - batch).square().mean()
-        loss.backward()
-        optimizer.step()
-forked = b"gemini_ft.launch.forkserver" in open("/proc/self/cmdline", "rb").read()
-sys.stdout.write(f"{forked} {sum(p.double().sum() for p in model.parameters()).item().hex()}\\n")
+
+def main():
+    assert torch.get_num_threads() == 2, torch.get_num_threads()
+    gemini_ft.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256)))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    data = DataLoader(TensorDataset(torch.randn(2048, 256)), batch_size=512, num_workers=1, persistent_workers=True)
+    for _ in range(2):
+        for (batch,) in data:
+            optimizer.zero_grad()
+            loss = (model(batch + dist.get_rank()) - batch).square().mean()
+            loss.backward()
+            optimizer.step()
+    forked = b"gemini_ft.launch.forkserver" in open("/proc/self/cmdline", "rb").read()
+    sys.stdout.write(f"{forked} {sum(p.double().sum() for p in model.parameters()).item().hex()}\\n")
+
+if __name__ == "__main__":  # from Python 3.14 on, processes of a DataLoader import the script
+    main()
 """
 
 

@@ -20,11 +20,13 @@ from capture_kit import slot_of
 from fake_accelerator import DEVICE, FakeAccelerator, installed
 
 import gemini_ft
+import gemini_ft.worker.snapshot
 from gemini_ft.config import TrafficConfig
 from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.core.roots import checksum
 from gemini_ft.errors import AgentError
-from gemini_ft.state.copy_plan import CopyPlan, MappedSlot
+from gemini_ft.state import copy_plan
+from gemini_ft.state.copy_plan import MappedSlot
 from gemini_ft.state.tensors import Source
 from gemini_ft.wire.messages import Chunk
 from gemini_ft.wire.worker_messages import Collect, Copied, Dispatch, GiveUp
@@ -36,16 +38,16 @@ PIECE = 4096  # bytes that travel at a time; the smallest there are
 Scenario = Callable[[Any, FakeAccelerator], None]
 
 
-def _plan(fake: FakeAccelerator) -> tuple[torch.Tensor, CopyPlan, Any]:
+def _plan(fake: FakeAccelerator, plans: Any = copy_plan, mutable: bool = False) -> tuple[torch.Tensor, Any, Any]:
     weights = fake.tensor(torch.zeros(COUNT))
-    source = Source(TensorSpec("weights", "float32", (COUNT,), (0,)), weights, False)
+    source = Source(TensorSpec("weights", "float32", (COUNT,), (0,)), weights, mutable)
     layout = build_layout([source.spec], 0, 1)
-    return weights, CopyPlan([source], layout, CHUNK), layout
+    return weights, plans.CopyPlan([source], layout, CHUNK), layout
 
 
-def snapshot(module: Any, fake: FakeAccelerator) -> None:
+def snapshot(module: Any, fake: FakeAccelerator, plans: Any = copy_plan) -> None:
     """The snapshot has the values of its own step, although the next update is queued while the copy is; nothing is published early."""
-    weights, plan, layout = _plan(fake)
+    weights, plan, layout = _plan(fake, plans)
     told: list[Any] = []
     with slot_of(layout) as slot:
         snapshotter = module.Snapshotter(
@@ -54,7 +56,7 @@ def snapshot(module: Any, fake: FakeAccelerator) -> None:
         snapshotter.plan, snapshotter.slots = plan, {0: slot}
         with fake.held():
             weights.fill_(1.0)
-            snapshotter.submit(module.Job(1, b"", None, plan.marks(), ready=fake.current_stream().record_event()))
+            snapshotter.submit(module.Job(1, b"", None, plan.marks(), ready=plan.ready()))
             snapshotter.granted(1, 0)
             snapshotter.before_update()
             weights.fill_(2.0)
@@ -69,6 +71,23 @@ def snapshot(module: Any, fake: FakeAccelerator) -> None:
         assert isinstance(told[-1], Copied)
         assert torch.equal(slot.tensor, expected)
     assert weights.cpu().tolist() == [2.0] * COUNT
+
+
+def readiness(module: Any, fake: FakeAccelerator) -> None:
+    """The copy comes after the update that the training has queued before it."""
+    snapshot(gemini_ft.worker.snapshot, fake, plans=module)
+
+
+def staging(module: Any, fake: FakeAccelerator) -> None:
+    """A tensor that may change at any time has been copied when the training goes on."""
+    weights, plan, _ = _plan(fake, module, mutable=True)
+    weights.fill_(1.0)
+    plan.stage()
+    weights.fill_(2.0)
+    with slot_of(_plan(fake)[2]) as slot:
+        for number, batch in enumerate(plan.batches):
+            slot.write(number, batch)
+        assert torch.equal(slot.tensor, torch.ones(COUNT).view(torch.uint8))
 
 
 def agent_dies(module: Any, fake: FakeAccelerator) -> None:
@@ -94,7 +113,7 @@ def agent_dies(module: Any, fake: FakeAccelerator) -> None:
         )
         snapshotter.plan, snapshotter.slots = plan, {0: slot}
         weights.fill_(1.0)
-        snapshotter.submit(module.Job(1, b"", None, plan.marks(), ready=fake.current_stream().record_event()))
+        snapshotter.submit(module.Job(1, b"", None, plan.marks(), ready=plan.ready()))
         snapshotter.granted(1, 0)
         eventually(lambda: bool(at_recovery))
         snapshotter.slots = {}
@@ -202,6 +221,8 @@ def courier(module: Any, fake: FakeAccelerator) -> None:
 
 SCENARIOS: dict[str, tuple[str, Scenario]] = {
     "snapshot": ("gemini_ft.worker.snapshot", snapshot),
+    "readiness": ("gemini_ft.state.copy_plan", readiness),
+    "staging": ("gemini_ft.state.copy_plan", staging),
     "agent dies": ("gemini_ft.worker.snapshot", agent_dies),
     "lanes": ("gemini_ft.pipeline.lanes", lanes),
     "turns": ("gemini_ft.sync.turns", turns),
@@ -210,7 +231,7 @@ SCENARIOS: dict[str, tuple[str, Scenario]] = {
 }
 
 # A wait, as the source has it, what stands in its place in the mutant, and the scenario that must fail.
-_WAIT = re.compile(r"\.(?:wait_event|wait_stream|synchronize|record_event)\(")
+_WAIT = re.compile(r"\.(?:wait_event|wait_stream|synchronize|record_event)\(|\bmodule\.stream\(")
 _STREAM_OF_PLAN = "accelerator.module_of(self.plan.device).current_stream(self.plan.device)"
 WAITS = [
     ("snapshot", f"{_STREAM_OF_PLAN}.wait_event(job.copied)", "pass"),
@@ -220,8 +241,15 @@ WAITS = [
         "",
     ),  # no wait, but asked when the wait is queued
     ("snapshot", "self._stream.wait_event(job.ready)", "pass"),
+    ("snapshot", "with module.stream(self._stream):", "if True:"),
     ("snapshot", "events[number].synchronize()", "pass"),
     ("snapshot", "events.append(self._stream.record_event())", "events.append(module.Event())"),
+    (
+        "readiness",
+        "accelerator.module_of(self.device).current_stream(self.device).record_event()",
+        "accelerator.module_of(self.device).Event()",
+    ),
+    ("staging", "target.copy_(copy.view)", "target.copy_(copy.view, non_blocking=True)"),
     ("agent dies", "self._stream.synchronize()", "pass"),
     ("lanes", "self._module.current_stream(self._device).record_event()", "self._module.Event()"),
     ("lanes", "self._stream.wait_event(job.ready)", "pass"),
@@ -271,7 +299,7 @@ def test_a_wait_that_is_missing_is_found(name: str, wait: str, instead: str) -> 
 
 
 def test_every_wait_of_the_package_is_among_them() -> None:
-    """But for the recorder's event, which `tests/state/test_gpu.py` needs a whole job for; `synchronize` of gradients is another thing."""
+    """`synchronize` of the pipeline's synchronizer is another thing: it ends an iteration's averaging."""
     found: dict[str, int] = {}
     roots = [Path(path) for path in gemini_ft.__path__]
     files = [
@@ -280,7 +308,7 @@ def test_every_wait_of_the_package_is_among_them() -> None:
     ]
     for file in files:
         waits = _WAIT.findall(file.read_text())
-        if waits and file.name not in ("recorder.py", "synchronizer.py"):
+        if waits and file.name != "synchronizer.py":
             found[file.stem] = len(waits)
     told: dict[str, int] = {}
     for name, wait, _ in WAITS:

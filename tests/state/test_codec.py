@@ -398,7 +398,7 @@ def test_state_that_contains_itself_is_refused() -> None:
     with pytest.raises(StateError, match="must not contain themselves"):
         codec.encode(loop)
     deep: object = 0
-    for _ in range(600):
+    for _ in range(1500):  # Python 3.12 and newer take more levels than 3.11
         deep = [deep]
     with pytest.raises(StateError, match="nest deeper than 500 levels"):
         codec.encode(deep)

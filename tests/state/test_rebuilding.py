@@ -109,7 +109,7 @@ def test_a_module_that_the_first_iteration_makes_is_the_scripts() -> None:
         take(state)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated", "ignore:`torch.jit.script` is not supported in Python 3.14")
 def test_scripted_modules_are_walked() -> None:
     model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.ReLU())
     take(PlainState.of(model, torch.optim.SGD(model.parameters(), 0.1), None))

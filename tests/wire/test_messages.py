@@ -123,7 +123,7 @@ def test_versions_keep_their_type_and_order() -> None:
     assert list(back.spec.holders) == [0]
 
 
-@pytest.mark.parametrize("kinds", [ToAgent, ToWorker, PeerMessage])
+@pytest.mark.parametrize("kinds", [ToAgent, ToWorker, PeerMessage], ids=["to an agent", "to a worker", "between agents"])
 def test_every_kind_is_told_apart_by_its_name(kinds: UnionType) -> None:
     names = {kind_of(kind) for kind in get_args(kinds)}
     assert len(names) == len(get_args(kinds)) > 20

@@ -1,0 +1,55 @@
+"""The differences between the supported versions of DeepSpeed, in one place.
+
+Its optimizers' attributes are relied on. 0.18.6 is the first version that keeps the scale of a loss in fp16 at stage 0 in an object of
+its own (``loss_scale_config``); before, it is spread over attributes of the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import deepspeed
+import torch
+from packaging.version import Version
+
+from gemini_ft.errors import UnsupportedStateError
+
+_OLDEST, _FIRST_UNKNOWN = "0.18.6", "0.20"
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_unmanaged_backward_count")
+
+
+def check_version() -> None:
+    """Refuses a DeepSpeed whose optimizers are not known.
+
+    Raises:
+        UnsupportedStateError: another version.
+    """
+    if not Version(_OLDEST) <= Version(Version(deepspeed.__version__).base_version) < Version(_FIRST_UNKNOWN):
+        raise UnsupportedStateError(f"deepspeed {deepspeed.__version__} is not supported; install deepspeed>={_OLDEST},<{_FIRST_UNKNOWN}")
+
+
+def counters(engine: Any) -> dict[str, Any]:
+    """What the engine counts. Older versions do not count the backward passes that the engine was not told of."""
+    return {name: getattr(engine, name) for name in _COUNTERS if hasattr(engine, name)}
+
+
+def offsets_in_group(optimizer: Any, group: int) -> Sequence[int]:
+    """Where each parameter of a group begins in the flat group of ZeRO 1 and 2.
+
+    Older versions do not know ``parameter_alignment``: there parameters lie end to end.
+    """
+    known: Sequence[Sequence[int]] | None = getattr(optimizer, "round_robin_bit16_offsets", None)
+    return end_to_end(optimizer.round_robin_bit16_groups[group]) if known is None else known[group]
+
+
+def groups_of_sub_groups(optimizer: Any) -> Sequence[Any]:
+    """The process group over which ZeRO 3 partitions each sub-group. Older versions have one for all of them."""
+    known: Sequence[Any] | None = getattr(optimizer, "sub_group_process_groups", None)
+    return [optimizer.dp_process_group] * len(optimizer.fp16_groups) if known is None else known
+
+
+def end_to_end(params: Sequence[torch.Tensor]) -> list[int]:
+    """Where each parameter begins if nothing lies between them."""
+    return list(accumulate((param.numel() for param in params), initial=0))[:-1]
