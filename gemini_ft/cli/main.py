@@ -30,6 +30,7 @@ COMMANDS = {
     ),
     "export": Command("gemini_ft.cli.export", "command", "write a checkpoint for Lightning, torch.distributed.checkpoint or safetensors"),
     "pipeline": Command("gemini_ft.cli.pipeline", "command", "show what a gradient pipeline does with each parameter of a model"),
+    "switch": Command("gemini_ft.cli.switch", "command", "add up gradients of other hosts, as a switch in the network would"),
     "store": Command("gemini_ft.cli.store", "command", "serve the store of a rendezvous apart from the training hosts"),
 }
 
