@@ -149,8 +149,17 @@ class Client:
         def ask(part: _Part) -> Message:
             if (welcome := welcomes[part]) is None:
                 return Hello()
-            about = {"adder": self._terms.adder, "largest": self._terms.largest, "slots": self._slots_each, "nbytes": self._terms.nbytes}
-            return Join(cookie=welcome.cookie, job=job, rank=self._rank, world=self._world, **about)
+            terms = self._terms
+            return Join(
+                cookie=welcome.cookie,
+                job=job,
+                rank=self._rank,
+                world=self._world,
+                adder=terms.adder,
+                largest=terms.largest,
+                slots=self._slots_each,
+                nbytes=terms.nbytes,
+            )
 
         def hear(part: _Part, message: Message) -> None:
             if isinstance(message, Refused) and message.job == job:

@@ -24,6 +24,7 @@ GIVEN, SUMMED = 1, 2  # kinds: of a worker, of the switch
 SWITCH = 255  # the rank in what the switch sends
 MOST_RANKS = 64  # bits of a slot's bitmap
 HEADER = np.dtype([("kind", "u1"), ("rank", "u1"), ("part", "<u2"), ("slot", "<u4"), ("round", "<u4"), ("tag", "u1", 16), ("side", "<i8")])
+_NONE: Array = np.zeros(0, np.int64)
 _NONCE, _TAGGED = 12, 28  # where the nonce ends, and where begins what follows the tag
 
 
@@ -69,9 +70,9 @@ class Packets:
 
 
 def _concatenate(parts: Sequence[Packets]) -> Packets:
-    columns = [np.concatenate([getattr(part, name) for part in parts]) for name in ("slots", "rounds", "sides")]
+    slots, rounds, sides = (np.concatenate([getattr(part, name) for part in parts]) for name in ("slots", "rounds", "sides"))
     values = [part.values for part in parts if part.values is not None]
-    return Packets(*columns, np.concatenate(values) if values else None)
+    return Packets(slots, rounds, sides, np.concatenate(values) if values else None)
 
 
 def span(places: Array) -> Array | slice:
@@ -91,7 +92,7 @@ def encode(packets: Packets, kind: int, rank: int, part: int, key: AESGCM) -> Ar
     header["slot"], header["round"], header["side"] = packets.slots, packets.rounds, packets.sides
     if packets.values is not None:
         datagrams[:, HEADER.itemsize :] = packets.values
-    lines, length, seal = memoryview(datagrams.reshape(-1)), datagrams.shape[1], key.encrypt
+    lines, length, seal = datagrams.reshape(-1).data, datagrams.shape[1], key.encrypt
     for at in range(0, len(lines), length):
         lines[at + _NONCE : at + _TAGGED] = seal(lines[at : at + _NONCE], b"", lines[at + _TAGGED : at + length])
     return datagrams
@@ -101,10 +102,10 @@ def decode(datagrams: Array, kind: int, rank: int, part: int, key: AESGCM) -> tu
     """The packets in datagrams of equal length that are from this sender and sealed by it, and how many are not."""
     length, unseal = datagrams.shape[1], key.decrypt
     if length < HEADER.itemsize:
-        return Packets(*np.zeros((3, 0), np.int64), None), len(datagrams)
+        return Packets(_NONE, _NONE, _NONE, None), len(datagrams)
     header = datagrams[:, : HEADER.itemsize].view(HEADER)[:, 0]
     good = (header["kind"] == kind) & (header["rank"] == rank) & (header["part"] == part)
-    lines = memoryview(np.ascontiguousarray(datagrams).reshape(-1))
+    lines = np.ascontiguousarray(datagrams).reshape(-1).data
     for number in np.flatnonzero(good).tolist():
         at = number * length
         try:

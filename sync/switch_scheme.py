@@ -55,7 +55,8 @@ class SwitchScheme(Scheme, Generic[Gradient]):
 
     def in_use(self, group: ProcessGroup | None = None) -> bool:
         """Whether the latest sums of a group (None: the default one) went through the switch; the same on all its ranks."""
-        links = self._links.get(group or dist.group.WORLD, {})
+        chosen = group if group is not None else dist.group.WORLD
+        links = self._links.get(chosen, {}) if chosen is not None else {}
         return bool(links) and all(link.ready for link in links.values())
 
     def _sum(self, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

@@ -44,7 +44,7 @@ class Server:
     def serve(self, stop: socket.socket) -> None:
         """Serves until ``stop`` can be read."""
         while True:
-            ready, _, _ = select.select([self._socket, stop], [], [])
+            ready, _, _ = select.select([self._socket.socket, stop], [], [])
             if stop in ready:
                 return
             self._take(self._socket.receive(), time.monotonic())

@@ -62,7 +62,7 @@ class Datagrams:
         at = 0
         while at + _MOST_RECEIVED <= len(self._room):
             try:
-                count, ancillary, _, sender = self.socket.recvmsg_into([self._room[at:]], self._ancillary, socket.MSG_DONTWAIT)
+                count, ancillary, _, sender = self.socket.recvmsg_into([self._room[at:].data], self._ancillary, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 break
             length = next((struct.unpack("i", data)[0] for level, kind, data in ancillary if (level, kind) == (_SOL_UDP, _UDP_GRO)), count)
@@ -88,7 +88,7 @@ class Datagrams:
             part = datagrams[at : at + step]
             cut = [(_SOL_UDP, _UDP_SEGMENT, struct.pack("=H", length))] if len(part) > 1 else []
             try:
-                self.socket.sendmsg([part], cut, 0, *where)
+                self.socket.sendmsg([part.data], cut, 0, *where)
             except OSError as error:
                 if error.errno not in _UNABLE or len(part) == 1:
                     raise

@@ -27,7 +27,9 @@ def exponents(packets: Array) -> Array:
 
 def factors(exponent: Array, world: int) -> Array:
     """What values are multiplied by, float32 [k, 1]."""
-    return (_MOST_INTEGER / (world * np.exp2(exponent.astype(np.float64)))).astype(np.float32)[:, None]
+    factor: Array = _MOST_INTEGER / (world * np.exp2(exponent.astype(np.float64)))
+    rounded: Array = factor.astype(np.float32)[:, None]
+    return rounded
 
 
 def to_integers(packets: Array, factor: Array) -> Array:
