@@ -32,6 +32,15 @@ SCHEME_OPTIONS: dict[str, type[BaseModel]] = {
         seed=(Seed, 0),
     ),
     "switchml": options_model("switchml", switch=_SWITCH, slots=_SLOTS, packet=_packet(1408), patience=_PATIENCE),
+    "omnireduce-streaming": options_model("omnireduce-streaming", switch=_SWITCH, slots=_SLOTS, patience=_PATIENCE),
+    "fpisa": options_model(
+        "fpisa",
+        switch=_SWITCH,
+        mode=(Annotated[Literal["fpisa", "fpisa-a"], Field(description="how the switch adds, fpisa or fpisa-a")], "fpisa"),
+        slots=_SLOTS,
+        packet=_packet(1408),
+        patience=_PATIENCE,
+    ),
     "hierarchical": options_model(
         "hierarchical",
         local_size=(

@@ -8,8 +8,10 @@ from typing import Any, cast
 from .agsparse import AGsparse
 from .base import Dimensions, Scheme, SparseScheme
 from .dense import Dense
+from .fpisa import FPISA
 from .hierarchical import Hierarchical
 from .omnireduce import OmniReduce
+from .omnireduce_streaming import OmniReduceStreaming
 from .parameter_server import SparsePS
 from .sparcml import DSARSplitAllgather, SSARRecursiveDoubling, SSARSplitAllgather
 from .switch_scheme import SwitchScheme
@@ -22,7 +24,7 @@ SCHEMES: Mapping[str, type[SparseScheme]] = {
 }
 """The schemes that can be made without arguments, by name."""
 
-SWITCH_SCHEMES: Mapping[str, type[SwitchScheme[Any]]] = {scheme.name: scheme for scheme in (SwitchML,)}
+SWITCH_SCHEMES: Mapping[str, type[SwitchScheme[Any]]] = {scheme.name: scheme for scheme in (SwitchML, OmniReduceStreaming, FPISA)}
 """The schemes that go through a switch, whose address and key they need, by name."""
 
 

@@ -27,7 +27,7 @@ class Limits:
     """
 
     memory: int = 2**28
-    jobs: int = 16
+    jobs: int = 64
     idle: float = 120.0
 
 

@@ -46,9 +46,10 @@ class SwitchScheme(Scheme, Generic[Gradient]):
     whole: ClassVar[bool]
     """Whether it takes gradients whole, so that those that are dense travel together."""
 
-    def __init__(self, switch: str, key: Key, slots: int = 256, packet: int = 1408, patience: float = 3.0) -> None:
-        given = {"switch": switch, "slots": slots, "packet": packet, "patience": patience}
-        check_options(type(self).__name__, SCHEME_OPTIONS[self.name], given)
+    def __init__(self, switch: str, key: Key, slots: int = 256, packet: int = 1408, patience: float = 3.0, **more: object) -> None:
+        given = {"switch": switch, "slots": slots, "packet": packet, "patience": patience, **more}
+        model = SCHEME_OPTIONS[self.name]
+        check_options(type(self).__name__, model, {name: value for name, value in given.items() if name in model.model_fields})
         self._places = [place.strip() for place in switch.split(",")]
         self._key, self._slots, self._packet, self._patience = key, slots, packet, patience
         self._links: weakref.WeakKeyDictionary[ProcessGroup, dict[str, Link]] = weakref.WeakKeyDictionary()

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .switch_adders import Adder
 from .switch_packets import Array, Packets
+from .switch_registers import Adder
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Slots:
         self._missing = np.repeat(np.array([world, 0]), slots)
         self._filled = np.zeros(2 * slots, np.bool_)  # whether any worker gave values
         self._side = np.zeros(2 * slots, np.int64)
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = adder.counts
 
     def take(self, rank: int, packets: Packets) -> Outcome:
         """Takes packets of one worker, in any order, and any of them again."""

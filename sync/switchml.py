@@ -8,7 +8,7 @@ from .exchange import Exchange
 from .switch_client import Terms
 from .switch_link import Link
 from .switch_packets import Array
-from .switch_scheme import DenseSwitchScheme, add_up_without
+from .switch_scheme import DenseSwitchScheme, Key, add_up_without
 from .switchml_stream import SwitchMLStream
 
 
@@ -21,6 +21,9 @@ class SwitchML(DenseSwitchScheme):
     """
 
     name = "switchml"
+
+    def __init__(self, switch: str, key: Key, slots: int = 256, packet: int = 1408, patience: float = 3.0) -> None:
+        super().__init__(switch, key, slots, packet, patience)
 
     def _terms(self, dtype: torch.dtype) -> Terms:
         return Terms("int32", True, self._slots, self._packet, self._patience)

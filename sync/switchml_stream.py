@@ -37,7 +37,8 @@ def to_integers(packets: Array, factor: Array) -> Array:
     scaled = packets * factor
     whole = np.trunc(scaled)
     whole += np.copysign(np.abs(scaled - whole) >= 0.5, scaled)
-    return whole.astype(np.int32)
+    integers: Array = whole.astype(np.int32)
+    return integers
 
 
 def to_floats(sums: Array, factor: Array, out: Array, places: Array | slice) -> None:

@@ -24,7 +24,9 @@ from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.hierarchical import Hierarchical
 from gemini_ft.sync.schemes import SCHEMES, SWITCH_SCHEMES
 
-NEEDED: dict[str, dict[str, Any]] = {"hard_threshold": {"count": 10}, "hierarchical": {"local_size": 1}}
+NEEDED: dict[str, dict[str, Any]] = {"hard_threshold": {"count": 10}, "hierarchical": {"local_size": 1}} | {
+    name: {"switch": "host:1"} for name in SWITCH_SCHEMES
+}
 
 
 def all_parameters(**options: Any) -> list[dict[str, Any]]:

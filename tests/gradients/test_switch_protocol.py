@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gemini_ft.sync.omnireduce_streaming import OmniReduceStream
 from gemini_ft.sync.switch_adders import ADDERS
 from gemini_ft.sync.switch_packets import Array, Packets
 from gemini_ft.sync.switch_slots import Slots
@@ -191,3 +192,70 @@ def test_the_error_is_below_the_bound(world: int, scale: int, seed: int) -> None
 def test_packets_that_integers_cannot_carry_are_told_apart() -> None:
     values = np.array([[1, np.nan], [np.inf, 0], [0, -np.inf], [2.0**126, 0], [-(2.0**126), 1], [1e-45, 0], [0, 0], [3, -5]], np.float32)
     assert exponents(values).tolist() == [SPECIAL] * 5 + [-90, -90, 3]
+
+
+# -- OmniReduce
+
+
+@settings(max_examples=60, deadline=None)
+@given(worlds, st.integers(1, 5), st.integers(1, 25), st.floats(0, 1), st.integers(0, 2**32), losses, losses)
+def test_streams_of_blocks_add_up_what_any_worker_has(
+    world: int, slots: int, blocks: int, density: float, seed: int, loss: float, twice: float
+) -> None:
+    """Section 4: only blocks that are not zero travel, and no one's next pointer may be overtaken."""
+    noise = np.random.default_rng(seed)
+    has = noise.random((world, blocks)) < density
+    parts = noise.integers(1, 100, (world, blocks, ELEMENTS)).astype(np.float32) * has[:, :, None]  # exact in any order
+    streams = [
+        OmniReduceStream(blocks, np.flatnonzero(own), part[own].reshape(-1, ELEMENTS).view(np.uint8), slots)
+        for own, part in zip(has, parts, strict=True)
+    ]
+    switch = pool(world, slots, "float32", largest=False)
+    assert simulate([[stream] for stream in streams], slots, switch, Air(seed, loss, twice))
+    for stream in streams:
+        indices, sums = stream.sums()
+        assert indices.tolist() == np.flatnonzero(has.any(0)).tolist()
+        np.testing.assert_array_equal(sums.view(np.float32), parts.sum(0)[indices])
+
+
+# -- FPISA
+
+
+def fpisa(mode: str, values: Sequence[float]) -> tuple[float, dict[str, int]]:
+    adder = ADDERS[f"{mode}-float32"](1, 4)
+    for number, value in enumerate(values):
+        (adder.add if number else adder.store)(np.array([0]), np.array([[value]], np.float32).view(np.uint8))
+    return float(adder.read(np.array([0])).view(np.float32)[0, 0]), adder.counts
+
+
+@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=64))
+def test_fpisa_loses_a_unit_of_the_largest_value_per_addition(values: list[float]) -> None:
+    total, _ = fpisa("fpisa", values)
+    largest = float(np.spacing(np.float32(max(map(abs, values)))))
+    assert abs(total - sum(values)) <= len(values) * largest + abs(sum(values)) * 2.0**-22
+
+
+def test_fpisa_has_room_for_as_many_workers_as_a_job_may_have() -> None:
+    most = float(np.nextafter(np.float32(2), np.float32(0)))
+    assert fpisa("fpisa", [most] * 64)[0] == 64 * most
+    assert fpisa("fpisa", [-most] * 128)[0] == -128 * most
+
+
+def test_fpisa_a_shifts_left_in_its_room_and_overwrites_beyond() -> None:
+    assert fpisa("fpisa-a", [1.0, 128.0]) == (129.0, {"overwritten": 0, "overflowed": 0})
+    assert fpisa("fpisa-a", [1.0, 256.0]) == (256.0, {"overwritten": 1, "overflowed": 0})
+    assert fpisa("fpisa-a", [1.0, 255.0, 255.0])[1]["overflowed"] == 1
+    assert fpisa("fpisa", [1.0, 256.0])[0] == 257.0
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
+def test_fpisa_gives_single_values_back_as_they_were(name: str) -> None:
+    width = np.uint32 if name == "float32" else np.uint16
+    fraction = {"float32": 23, "float16": 10, "bfloat16": 7}[name]
+    bits = np.arange(2**16, dtype=width) if name != "float32" else np.arange(0, 2**32, 65521, dtype=np.uint64).astype(np.uint32)
+    size = 8 * np.dtype(width).itemsize
+    infinite = (bits >> fraction) & ((1 << (size - 1 - fraction)) - 1) == (1 << (size - 1 - fraction)) - 1
+    bits = bits[~infinite & (bits != 1 << (size - 1))]  # a negative zero becomes a zero
+    adder = ADDERS[f"fpisa-{name}"](1, bits.nbytes)
+    adder.store(np.array([0]), bits[None].view(np.uint8))
+    np.testing.assert_array_equal(adder.read(np.array([0])).view(width)[0], bits)

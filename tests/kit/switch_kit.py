@@ -63,7 +63,7 @@ def places(made: list[Switch]) -> str:
 def _serve(pipe: Any, port: int, part: int, parts: int, key: bytes, limits: Limits | None) -> None:
     listening = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     listening.bind(("127.0.0.1", port))
-    server = Server(listening, key, limits, part, parts)
+    server = Server(listening, key, limits or Limits(jobs=1000), part, parts)  # ranks of tests end without a word
     stop, stopped = socket.socketpair()
 
     def wait() -> None:
