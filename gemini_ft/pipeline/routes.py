@@ -85,10 +85,11 @@ class Plain(Route):
 
     Args:
         dtype: that travels and is added up, as by torch's hooks; None: the gradients' own.
+        scheme: adds up in place of the backend's all-reduce.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype | None = None, scheme: Scheme | None = None) -> None:
+        self._dtype, self._scheme = dtype, scheme
         self.buffers: dict[tuple[str, ...], tuple[int, list[Tensor]]] = {}  # by names: when it was used last, and buffers
 
     def average(self, gradients: Gradients, turn: Turn, group: Any, scale: float) -> Work:
@@ -102,7 +103,10 @@ class Plain(Route):
             flat.div_(turn.world)
         if turn.world > 1:
             nbytes = sum(flat.nbytes for flat in flats)
-            yield Call(partial(_all_reduce, flats, group), nbytes, begin=partial(_begin_all_reduce, flats, group))
+            if self._scheme is None:
+                yield Call(partial(_all_reduce, flats, group), nbytes, begin=partial(_begin_all_reduce, flats, group))
+            else:
+                flats = yield Call(partial(_sums, self._scheme, flats, group), nbytes)
         means: dict[str, Tensor] = {}
         for flat, kind in zip(flats, by_dtype.values(), strict=True):
             parts = flat.split_with_sizes([gradient.numel() for gradient in kind.values()])
@@ -128,6 +132,10 @@ def _lines(gradients: Gradients) -> list[Tensor]:
 def _all_reduce(flats: Sequence[Tensor], group: Any) -> None:
     for flat in flats:
         dist.all_reduce(flat, group=group)
+
+
+def _sums(scheme: Scheme, flats: Sequence[Tensor], group: Any) -> list[Tensor]:
+    return [scheme.all_reduce(flat, group) for flat in flats]
 
 
 def _begin_all_reduce(flats: Sequence[Tensor], group: Any) -> torch.futures.Future[Any]:
@@ -292,6 +300,8 @@ def route_of(rule: Rule, make_scheme: Callable[[], Scheme]) -> Route:
     """A fresh route for a rule, whose schemes `scheme_maker` makes."""
     if rule.compress is not None:
         return Compressed(rule.compress.make(), make_scheme() if rule.is_sparse else None)
+    if rule.is_whole:
+        return Plain(scheme=make_scheme())
     return Sparse(make_scheme) if rule.is_sparse else Plain()
 
 

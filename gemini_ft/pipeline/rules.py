@@ -22,16 +22,17 @@ from gemini_ft.compression.feedback import ErrorFeedback
 from gemini_ft.compression.methods import COMPRESSORS, METHODS, create
 from gemini_ft.compression.options import METHOD_OPTIONS
 from gemini_ft.compression.sparse import Sparsifier, WithRatio
-from gemini_ft.config import Bytes
+from gemini_ft.config import Bytes, load_config
 from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.options import SCHEME_OPTIONS
 from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.base import Scheme
 from gemini_ft.sync.hierarchical import Hierarchical
-from gemini_ft.sync.schemes import SCHEMES
+from gemini_ft.sync.schemes import SCHEMES, SWITCH_SCHEMES
 from gemini_ft.validation import check_options
+from gemini_ft.wire.trust import switch_key
 
-SYNCS = (*SCHEMES, "auto", "hierarchical")
+SYNCS = (*SCHEMES, "auto", "hierarchical", *SWITCH_SCHEMES)
 PLANNED = ("cupcake", "espresso", "auto")  # fusions for which training is observed first
 MOST_OF_INT8 = 127  # ranks, whose integers must have a sum of eight bits
 _OURS = ("feedback", "two_phase")  # options of compress that are not the method's own
@@ -95,6 +96,8 @@ class Sync(BaseModel):
             options = {"inter": "zen"} | self.options
             inter = options.pop("inter")
             return Hierarchical(SCHEMES[inter](), **options)
+        if self.scheme in SWITCH_SCHEMES:
+            return SWITCH_SCHEMES[self.scheme](**self.options, key=lambda: switch_key(load_config()))
         make: Callable[..., Scheme] = Auto if self.scheme == "auto" else SCHEMES[self.scheme]
         return make(**self.options)
 
@@ -165,6 +168,8 @@ class Rule(_Model):
                 f"sync {self.sync.scheme} adds up what a sparsifier has picked, such as topk, sidco_e or dgc; "
                 f"{what} is none: leave one of the two out"
             )
+        if self.is_whole and (self.compress is not None or self.fusion in PLANNED):
+            raise ValueError(f"sync {self.sync.scheme} takes whole gradients as they are: leave compress out, and fusions that are planned")
         if self.is_sparse and self.compress is None and self.fusion not in (DEFAULT_FUSION, "layer-wise"):
             raise ValueError(
                 f"fusion {self.fusion!r}: sync {self.sync.scheme} takes gradients one by one; leave fusion out, or add compress"
@@ -191,12 +196,17 @@ class Rule(_Model):
     @property
     def is_sparse(self) -> bool:
         """Whether a sparse scheme adds up."""
-        return self.sync.scheme != "dense"
+        return self.sync.scheme != "dense" and not self.is_whole
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether gradients are added up whole, in groups, by a scheme of its own."""
+        return self.sync.scheme in SWITCH_SCHEMES and SWITCH_SCHEMES[self.sync.scheme].whole
 
     @property
     def is_plain(self) -> bool:
         """Whether an all-reduce is all that the rule asks for."""
-        return self.compress is None and not self.is_sparse
+        return self.compress is None and self.sync.scheme == "dense"
 
     def matches(self, name: str) -> bool:
         """Whether the rule is for a parameter of that name."""

@@ -262,6 +262,23 @@ def sparse_schemes() -> list[str]:
     return wrong
 
 
+def switched(place: str) -> list[str]:
+    """Whole gradients in buckets through a switch, and other parameters without it."""
+    join()
+    rules = [{"params": "*", "sync": {"scheme": "switchml", "switch": place, "patience": 20.0}, "fusion": {"groups": 2}}]
+    wrong = []
+    for ddp in (False, True):
+        trial = Loop(rules, ddp)
+        for step in range(3):
+            means = trial.step(own(step))
+            if not close(means, exact(own(step)), 1e-5):
+                wrong.append(f"ddp={ddp}, step {step}: not the mean")
+            if not alike(hexed(means)):
+                wrong.append(f"ddp={ddp}, step {step}: ranks differ")
+        trial.close()
+    return wrong
+
+
 def no_rule_for_sparse() -> list[str]:
     """A sparse gradient without a rule is averaged too, and one that is left out on one rank."""
     join()

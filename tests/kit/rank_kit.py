@@ -165,9 +165,9 @@ class World:
             attempt.kill()
 
 
-def on_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def on_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments: Any, **environ: str) -> list[Any]:
     """What each rank returned; an exception of one is raised."""
-    with World(folder, size) as world:
+    with World(folder, size, **environ) as world:
         results = world.outcome(function, *arguments)
     for result in results:
         if isinstance(result, Exception):
