@@ -157,6 +157,7 @@ def test_a_node_is_lost_and_there_is_no_spare(job: Job) -> None:
     assert job.at_work() == ["n1", "n3"]
 
 
+@pytest.mark.xfail(strict=False, reason="SLURM may end the other nodes' tasks before one has requeued the job, which then runs on empty")
 def test_the_node_of_the_batch_script_is_lost(job: Job) -> None:
     job.submit("--nodes=2")
     job.wait_for_commit(50)
