@@ -22,7 +22,7 @@ from gemini_ft.hosts import host_id
 from gemini_ft.launch import slurm
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.wire.network import bind_address, is_loopback
-from gemini_ft.worker.secret import read_secret
+from gemini_ft.wire.trust import read_secret
 
 _FEW_DESCRIPTORS = 4096
 _SLOW_LINK = 10_000  # Mbit/s
