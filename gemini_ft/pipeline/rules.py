@@ -17,9 +17,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from gemini_ft.compression.base import Compressor, Reducer
+from gemini_ft.compression.dgc import MomentumCorrection
+from gemini_ft.compression.feedback import ErrorFeedback
 from gemini_ft.compression.methods import COMPRESSORS, METHODS, create
 from gemini_ft.compression.options import METHOD_OPTIONS
-from gemini_ft.compression.sparse import Sparsifier
+from gemini_ft.compression.sparse import Sparsifier, WithRatio
 from gemini_ft.config import Bytes, load_config
 from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.options import SCHEME_OPTIONS
@@ -50,6 +52,19 @@ class Groups(_Model):
     """A given number of groups of about as many tensors each."""
 
     groups: int = Field(ge=1, description="Groups; fewer where there are fewer tensors.")
+
+
+class Control(_Model):
+    """A ratio that follows the network."""
+
+    method: Literal["dc2"]
+    deadline: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds that its collectives may take in a step; default: as long as a step computes.",
+    )
+    every: int = Field(5, ge=1, description="Steps between two decisions.")
 
 
 Fusion = Literal["layer-wise", "cupcake", "espresso", "auto"] | Buckets | Groups
@@ -134,6 +149,10 @@ class Rule(_Model):
         description="Which gradients travel together: layer-wise, {bucket: 25MB}, {groups: 4}, or planned by cupcake, espresso, or auto.",
     )
 
+    control: Annotated[Control | None, _named("method")] = Field(
+        None, description="Whether the ratio of compress follows the network: dc2; default: it stays."
+    )
+
     @field_validator("params")
     @classmethod
     def _some(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -155,9 +174,24 @@ class Rule(_Model):
             raise ValueError(
                 f"fusion {self.fusion!r}: sync {self.sync.scheme} takes gradients one by one; leave fusion out, or add compress"
             )
+        if self.control is not None:
+            self._check_control()
         if self.fusion in ("espresso", "auto") and self.compress is None:
             raise ValueError(f"fusion {self.fusion} chooses between compressing and not; add compress")
         return self
+
+    def _check_control(self) -> None:
+        if self.compress is None or steerable(self.compress.make()) is None:
+            what = f"compress {self.compress.method}" if self.compress is not None else "no compress"
+            raise ValueError(
+                f"control dc2 changes the ratio of a method whose error feedback keeps what is left out; {what} as it is given here has "
+                "none: take topk, randomk, sampled_threshold, sidco_e, sidco_p, sidco_gp, adaq or dgc, without two_phase and feedback 0"
+            )
+        if self.fusion in ("espresso", "auto"):
+            raise ValueError(
+                f"fusion {self.fusion} chooses whether to compress by costs that do not change, control dc2 by the network's delay: "
+                "leave one of them out, or take fusion cupcake"
+            )
 
     @property
     def is_sparse(self) -> bool:
@@ -185,6 +219,7 @@ class Rule(_Model):
     def __str__(self) -> str:
         parts = [f"params={list(self.params) if len(self.params) > 1 else self.params[0]!r}", f"sync={self.sync.scheme}"]
         parts += [f"compress={self.compress.method}"] if self.compress is not None else []
+        parts += [f"control={self.control.method}"] if self.control is not None else []
         return ", ".join(parts)
 
 
@@ -239,6 +274,13 @@ def sparsifier_of(reducer: Reducer) -> Sparsifier | None:
     """The sparsifier inside a method, if its payload is that of one."""
     inner = getattr(reducer, "inner", reducer)
     return inner if isinstance(inner, Sparsifier) and not hasattr(reducer, "owner") else None
+
+
+def steerable(reducer: Reducer) -> ErrorFeedback | MomentumCorrection | None:
+    """The method, if its ratio can be changed, up to sending everything by an all-reduce, and nothing is lost by that."""
+    if not isinstance(reducer, ErrorFeedback | MomentumCorrection) or not isinstance(reducer.inner, WithRatio):
+        return None
+    return reducer
 
 
 def payload_of_one_length(reducer: Reducer) -> Compressor | None:

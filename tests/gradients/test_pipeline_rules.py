@@ -51,7 +51,8 @@ class TestRules:
     def test_options_reach_what_they_are_of(self) -> None:
         sync = {"scheme": "hierarchical", "local_size": 4, "inter": "agsparse"}
         [rule] = load_rules(all_parameters(sync=sync, compress={"method": "topk", "ratio": 0.5, "feedback": 0.9}))
-        assert (vars(rule.sync.make())["_local_size"], vars(rule.sync.make())["_inter"].name) == (4, "agsparse")
+        scheme: Any = rule.sync.make()
+        assert (scheme.local_size, scheme.inter.name) == (4, "agsparse")
         assert rule.compress is not None
         made: Any = rule.compress.make()
         assert (made.beta, made.inner.ratio) == (0.9, 0.5)

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from rank_kit import on_ranks
 from switch_kit import KEY, places, switches
 
+from gemini_ft.sync import omnireduce
 from gemini_ft.sync.base import Scheme
 from gemini_ft.sync.dense import Dense
 from gemini_ft.sync.hierarchical import Hierarchical
+from gemini_ft.sync.rows import SparseRows
 from gemini_ft.sync.schemes import SCHEMES
 from gemini_ft.sync.switchml import SwitchML
 from gemini_ft.sync.zen import Zen
@@ -126,6 +128,30 @@ def test_the_hook_averages_as_ddp_does(tmp_path: Path) -> None:
     assert len(first) == 10
     assert max(first[:5]) < 1e-5
     assert max(first[5:]) < 2e-2
+
+
+def test_the_hook_takes_what_the_hooks_of_torch_take(tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, 2, sync_case.hook_without_state) == ["state='zen': must be a HookState, a process group, or None"] * 2
+
+
+@pytest.mark.parametrize(("rows", "width"), [(40, 256), (90, 64), (2000, 1), (33, 300), (20, 512), (50, 7)])
+def test_blocks_come_back_as_rows(rows: int, width: int) -> None:
+    """Also the last block, which is not full, and rows of which only some blocks hold anything but zeros."""
+    stream = torch.Generator().manual_seed(1)
+    matrix = torch.randn(rows, width, generator=stream) * (torch.rand(rows, 1, generator=stream) < 0.3)
+    matrix[:, : width // 2] = 0
+    given = SparseRows(rows, torch.arange(rows), matrix)
+    blocks = omnireduce.to_blocks(given)
+    assert blocks.values.shape[1] == omnireduce.BLOCK
+    assert bool(blocks.values.any(1).all())
+    back = omnireduce.from_blocks(blocks, rows, width)
+    assert torch.equal(back.indices, matrix.any(1).nonzero().flatten())
+    assert torch.equal(back.dense(), matrix)
+
+
+def test_rows_that_are_blocks_stay_where_they_are() -> None:
+    blocks = SparseRows(9, torch.tensor([2, 7]), torch.ones(2, omnireduce.BLOCK))
+    assert omnireduce.from_blocks(blocks, 9, omnireduce.BLOCK).values.data_ptr() == blocks.values.data_ptr()
 
 
 def test_without_a_group_it_is_said_what_to_do() -> None:

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import switch_kit
@@ -76,9 +77,13 @@ def draw(count: int, limit: int, rank: int, skew: float = 1.0) -> torch.Tensor:
     return (torch.rand(count, generator=torch.Generator().manual_seed(100 + rank)) ** skew * limit).long()
 
 
+def _rows_of(dtype: torch.dtype, rank: int) -> torch.Tensor:
+    return rows((1009, 12), draw(150, 1009, rank), dtype, rank)
+
+
 def cases(world: int) -> Iterator[tuple[str, Make]]:
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-        yield f"rows {dtype}", lambda rank, dtype=dtype: rows((1009, 12), draw(150, 1009, rank), dtype, rank)
+        yield f"rows {dtype}", partial(_rows_of, dtype)
     yield "rows skewed", lambda rank: rows((5000, 4), draw(400, 5000, rank, 6.0), torch.float32, rank)
     yield "rows of 256", lambda rank: rows((300, 256), draw(40, 300, rank), torch.float32, rank)
     yield "rows of two dimensions", lambda rank: rows((70, 3, 5), draw(20, 70, rank), torch.float32, rank)
@@ -131,7 +136,7 @@ def bound(make: Make, world: int) -> torch.Tensor:
     """How far a sum in another order may be off: one unit in the last place of the sum of magnitudes per addition."""
     gradients = [make(rank) for rank in range(world)]
     dense = [gradient.coalesce().to_dense() if gradient.is_sparse else gradient for gradient in gradients]
-    return world * torch.finfo(dense[0].dtype).eps * sum(each.double().abs() for each in dense)
+    return world * torch.finfo(dense[0].dtype).eps * torch.stack([each.double().abs() for each in dense]).sum(0)
 
 
 def sums(third: int | None = None) -> list[str]:
@@ -218,9 +223,9 @@ def refusals() -> list[tuple[str, str, str]]:
         "shape": torch.zeros(4 if last else 3),
         "same size, other shape": torch.zeros(*((2, 6) if last else (3, 4))),
         "dtype": torch.zeros(3, dtype=torch.float64 if last else torch.float32),
-        "layout": torch.zeros(3).to_sparse_coo() if last else torch.zeros(3),
+        "layout": torch.zeros(3).to_sparse() if last else torch.zeros(3),
         "integers": torch.zeros(3, dtype=torch.int64) if last else torch.zeros(3),
-        "csr": torch.eye(3).to_sparse_coo() if rank else torch.eye(3),
+        "csr": torch.eye(3).to_sparse() if rank else torch.eye(3),
         "index": outside,
     }
     found = []
@@ -240,7 +245,7 @@ def other_schemes() -> list[str]:
     """What is said where ranks have different schemes, different seeds, different ways of hashing."""
     rank = join().rank()
     choices = (Zen() if rank else SCHEMES["sparse-ps"](), Zen(seed=rank), Zen("hierarchical" if rank else "rotation"))
-    return [_error(lambda scheme=scheme: scheme.all_reduce(torch.zeros(3))) for scheme in choices]
+    return [_error(partial(scheme.all_reduce, torch.zeros(3))) for scheme in choices]
 
 
 # -- special values, order, threads
@@ -257,7 +262,7 @@ def special_values() -> list[str]:
     own[400] = 1e-45
     wrong = []
     for scheme in schemes(group.size()):
-        for tensor in (own, own.to_sparse_coo()):
+        for tensor in (own, own.to_sparse()):
             result = scheme.all_reduce(tensor).to_dense()
             marks = [*range(group.size()), 200]
             good = result[marks].isnan().all() and result.isnan().sum() == len(marks)
@@ -320,7 +325,7 @@ def subgroups() -> list[str]:
                     wrong.append(scheme.name)
                 if isinstance(scheme, SwitchScheme) and not scheme.in_use(group):
                     wrong.append(f"{scheme.name}: did not go through the switch")
-            elif "not a member" not in _error(lambda scheme=scheme, group=group: scheme.all_reduce(torch.zeros(3), group)):
+            elif "not a member" not in _error(partial(scheme.all_reduce, torch.zeros(3), group)):
                 wrong.append(f"{scheme.name}: a stranger was let in")
     return wrong
 
@@ -399,13 +404,15 @@ def ddp_gradients() -> list[float]:
     """How far the averaged gradients are from DDP's own, with a dense embedding: of each parameter."""
     group = join()
 
+    states = {torch.float32: HookState(group=group), torch.bfloat16: group}  # a group stands for its defaults, as in torch's hooks
+
     def gradients(sparse: bool, dtype: torch.dtype) -> list[torch.Tensor]:
         torch.manual_seed(0)
         embed = torch.nn.Embedding(300, 8, sparse=sparse)
         model = torch.nn.Sequential(embed, torch.nn.Flatten(), torch.nn.Linear(32, 200), torch.nn.Linear(200, 3)).to(dtype)
         ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
         if sparse:
-            ddp.register_comm_hook(HookState(group=group), hook)
+            ddp.register_comm_hook(states[dtype], hook)
         for step in range(3):  # DDP sorts its buckets anew after the first
             ddp.zero_grad()
             ddp(draw(24, 300, 10 * step + group.rank()).view(6, 4)).square().sum().backward()
@@ -416,3 +423,20 @@ def ddp_gradients() -> list[float]:
         for dtype in (torch.float32, torch.bfloat16)
         for one, other in zip(gradients(True, dtype), gradients(False, dtype), strict=True)
     ]
+
+
+def hook_without_state() -> str:
+    """Averages through the hook with None as its state; the beginning of the error that another state gets."""
+    join()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    model.register_comm_hook(None, hook)
+    model(torch.full((1, 4), 1.0 + torch.distributed.get_rank())).sum().backward()
+    gradient = model.module.weight.grad
+    assert gradient is not None
+    assert torch.equal(gradient, torch.full((4, 4), 1.5))
+    bucket: Any = None
+    try:
+        hook("zen", bucket)  # type: ignore[arg-type]
+    except TypeError as error:
+        return str(error).partition(";")[0]
+    return "none"

@@ -113,3 +113,17 @@ def test_files_that_are_named_exist(page: str) -> None:
     named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", (ROOT / page).read_text()))
     assert named
     assert [name for name in sorted(named) if not any((ROOT / base / name).is_file() for base in ("", "gemini_ft"))] == []
+
+
+def test_the_papers_are_where_the_page_says() -> None:
+    """Each row of docs/papers.md names code and a test that are there, or says that there is none."""
+    rows = re.findall(r"^\| (.*) \|$", (ROOT / "docs" / "papers.md").read_text(), re.MULTILINE)
+    found = [row.split(" | ") for row in rows if not row.startswith("from the paper")]
+    assert len(found) > 40
+    for claim, code, test, _ in found:
+        if code == "*not here*":
+            assert test == "-", claim
+            continue
+        assert (ROOT / code.strip("`")).is_file(), claim
+        file, _, name = test.strip("`").partition("::")
+        assert re.search(rf"^\s*def {name}\(", (ROOT / file).read_text(), re.MULTILINE), claim
