@@ -110,7 +110,7 @@ class Client:
 
     def __init__(self, places: Sequence[str], key: bytes, rank: int, world: int, terms: Terms) -> None:
         self._rank, self._world, self._terms, self._key = rank, world, terms, key
-        self._parts: list[_Part] = []
+        self.parts: list[_Part] = []
         self._job: str | None = None
         self._slots_each = -(-terms.slots // len(places))
         self.slots = self._slots_each * len(places)
@@ -118,7 +118,7 @@ class Client:
         envelope = Envelope(key)
         try:
             for place in places:
-                self._parts.append(_Part(place, envelope))
+                self.parts.append(_Part(place, envelope))
         except SwitchSilentError:
             self.close()
             raise
@@ -144,7 +144,7 @@ class Client:
             SwitchRefusedError: a switch cannot take the job.
         """
         refused: list[str] = []
-        welcomes = {part: part.welcome for part in self._parts}
+        welcomes = {part: part.welcome for part in self.parts}
 
         def ask(part: _Part) -> Message:
             if (welcome := welcomes[part]) is None:
@@ -168,9 +168,9 @@ class Client:
                 part.key = job_key(self._key, welcome.boot, job)
 
         for number, (part, welcome) in enumerate(welcomes.items()):
-            if welcome is not None and (welcome.part, welcome.parts) != (number, len(self._parts)):
+            if welcome is not None and (welcome.part, welcome.parts) != (number, len(self.parts)):
                 has = f"{welcome.part + 1}/{welcome.parts}"
-                raise SwitchRefusedError(f"switch {part.place} has part {has}, and is given as {number + 1}/{len(self._parts)}: see --part")
+                raise SwitchRefusedError(f"switch {part.place} has part {has}, and is given as {number + 1}/{len(self.parts)}: see --part")
         self._job = job
         self._until(seconds, lambda part: part.key is not None or bool(refused), ask, hear)
         if refused:
@@ -198,13 +198,13 @@ class Client:
                 if now - heard > self._terms.patience:
                     raise SwitchSilentError(f"no sums came for {self._terms.patience:g} s from switch {self._named()}")
                 if not progress:
-                    select.select([part.socket for part in self._parts], [], [], _TICK)
+                    select.select([part.socket for part in self.parts], [], [], _TICK)
         except OSError as error:
             raise SwitchSilentError(f"switch {self._named()}: {error.strerror}") from None
 
     def close(self) -> None:
         """Ends the job, for all its ranks."""
-        for part in self._parts:
+        for part in self.parts:
             if self._job is not None:
                 part.say(Leave(job=self._job))
             part.socket.close()
@@ -212,23 +212,23 @@ class Client:
     def _receive(self) -> bool:
         """Takes what has come; returns whether any of it was new."""
         before, given = self._worker.completed, list[Packets]()
-        for number, part in enumerate(self._parts):
+        for number, part in enumerate(self.parts):
             assert part.key is not None
             for array, _ in part.socket.receive():
                 sums, _ = decode(array, SUMMED, SWITCH, number, part.key)
                 if sums.values is None or sums.values.shape[1] == self._terms.nbytes:
-                    whole = Packets(sums.slots * len(self._parts) + number, sums.rounds, sums.sides, sums.values)
+                    whole = Packets(sums.slots * len(self.parts) + number, sums.rounds, sums.sides, sums.values)
                     given += self._worker.take(whole, time.monotonic())
         self._send(Packets.join(given))
         return self._worker.completed > before
 
     def _send(self, given: Iterable[Packets]) -> None:
         for each in given:
-            for number, part in enumerate(self._parts):
+            for number, part in enumerate(self.parts):
                 assert part.key is not None
-                own = each if len(self._parts) == 1 else each.pick(each.slots % len(self._parts) == number)
+                own = each if len(self.parts) == 1 else each.pick(each.slots % len(self.parts) == number)
                 if len(own):
-                    local = Packets(own.slots // len(self._parts), own.rounds, own.sides, own.values)
+                    local = Packets(own.slots // len(self.parts), own.rounds, own.sides, own.values)
                     part.socket.send(encode(local, GIVEN, self._rank, number, part.key))
 
     def _welcome(self, part: _Part, message: Message) -> None:
@@ -241,10 +241,10 @@ class Client:
         """Asks all parts again and again until all are done, or for so long."""
         end = time.monotonic() + seconds
         while True:
-            for part in self._parts:
+            for part in self.parts:
                 for message in part.answers():
                     hear(part, message)
-            left = [part for part in self._parts if not done(part)]
+            left = [part for part in self.parts if not done(part)]
             for part in left:
                 part.say(ask(part))
             wait = min(_ASK_AGAIN, end - time.monotonic())
@@ -253,8 +253,8 @@ class Client:
             select.select([part.socket for part in left], [], [], wait)
 
     def _silent(self, done: Callable[[_Part], bool]) -> str | None:
-        silent = [part.place for part in self._parts if not done(part)]
+        silent = [part.place for part in self.parts if not done(part)]
         return f"switch {', '.join(silent)} does not answer (is it running, and has it the same secret?)" if silent else None
 
     def _named(self) -> str:
-        return ", ".join(part.place for part in self._parts)
+        return ", ".join(part.place for part in self.parts)

@@ -110,7 +110,7 @@ def test_what_belongs_to_no_job_is_dropped_and_counted() -> None:
         client = Client([switch.place], KEY, 0, 1, TERMS)
         assert client.reaches(WAIT) is None
         client.join(os.urandom(16).hex(), WAIT)
-        client._parts[0].socket.socket.send(bytes([1, 0]) + os.urandom(98))  # from the right address
+        client.parts[0].socket.socket.send(bytes([1, 0]) + os.urandom(98))  # from the right address
         stream = SwitchMLStream(packets, client.slots, 1)
         client.run(stream)
         np.testing.assert_allclose(stream.sums, packets, rtol=1e-6)

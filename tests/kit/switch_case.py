@@ -50,7 +50,7 @@ def through_a_death(place: str, folder: str) -> Lived:
         right = sum((gradient(rank, step).double() for rank in range(group.size())), torch.zeros(SIZE, dtype=torch.float64))
         if float((total - right).abs().max()) > 1e-5:
             lived.wrong.append(step)
-        lived.ranks_differ = lived.ranks_differ or not sync_case._alike(total, group)
+        lived.ranks_differ = lived.ranks_differ or not sync_case.alike(total, group)
         if step == 3:
             lived.before = scheme.in_use()
             mark(folder, "killed please")

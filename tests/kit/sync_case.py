@@ -154,7 +154,7 @@ def sums(third: int | None = None) -> list[str]:
         problem = _problem_huge(make, result, world) if case == HUGE else _problem(make, result, world, scheme.name)
         if problem or not _same(own, kept):
             wrong.append(f"{scheme.name}, {case}: {problem or 'the input was changed'}")
-        elif not _alike(result, group):
+        elif not alike(result, group):
             wrong.append(f"{scheme.name}, {case}: ranks differ")
         if world > 1 and isinstance(scheme, SwitchScheme) and not scheme.in_use():
             wrong.append(f"{scheme.name}, {case}: did not go through the switch")
@@ -201,7 +201,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
 
 
-def _alike(result: torch.Tensor, group: dist.ProcessGroup) -> bool:
+def alike(result: torch.Tensor, group: dist.ProcessGroup) -> bool:
     """Whether all ranks have the same bits."""
     parts = [part.contiguous().flatten().view(torch.uint8) for part in _parts(result)]
     own = hash(tuple(bytes(part.numpy()) for part in parts))
@@ -265,9 +265,9 @@ def special_values() -> list[str]:
         for tensor in (own, own.to_sparse()):
             result = scheme.all_reduce(tensor).to_dense()
             marks = [*range(group.size()), 200]
-            good = result[marks].isnan().all() and result.isnan().sum() == len(marks)
-            good = good and result[100] == math.inf and result[300] == math.inf
-            good = good and (scheme.name in INTEGERS or result[400] == group.size() * torch.tensor(1e-45))
+            good = bool(result[marks].isnan().all()) and int(result.isnan().sum()) == len(marks)
+            good = good and float(result[100]) == math.inf and float(result[300]) == math.inf
+            good = good and (scheme.name in INTEGERS or bool(result[400] == group.size() * torch.tensor(1e-45)))
             if not good:
                 wrong.append(f"{scheme.name} {tensor.layout}")
     return wrong
