@@ -9,14 +9,18 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgpack
 import pytest
+import xxhash
 from agent_kit import end_agent, eventually
 
 from gemini_ft.agent import lifecycle, slot_files
+from gemini_ft.agent.home import HostRun
 from gemini_ft.agent.identity import Identity, Past
 from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape
 from gemini_ft.agent.revival import Estate
 from gemini_ft.agent.slot_files import SlotFiles
+from gemini_ft.agent.streams import Streams
 from gemini_ft.agent.vault import Vault
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.roots import checksum
@@ -67,6 +71,40 @@ def test_the_next_agent_finds_what_was_complete_and_the_secret(root: Path) -> No
     found.close()
     again.clear()
     assert not again.folder.exists()
+
+
+def test_a_folder_has_one_agent_and_an_agent_that_leaves_takes_nothing_from_the_next(root: Path) -> None:
+    leaving, coming = SlotFiles(root, "run", "a"), SlotFiles(root, "run", "a")
+    held = leaving.claim()
+    assert held is not None
+    assert coming.claim() is None  # the same user in another container, or an agent that still clears the folder
+    leaving.clear()
+    os.close(held)
+    held = coming.claim()
+    assert held is not None
+    complete(coming).close()
+    assert len(slots(coming)) == 1
+    assert leaving.claim() is None
+    os.close(held)
+
+
+def test_a_file_that_is_no_slot_is_given_back_unless_another_release_can_read_it(root: Path) -> None:
+    files = SlotFiles(root, "run", "a")
+    os.close(files.make(2**20))  # its maker was killed before there was a header
+    complete(files).close()
+    torn = complete(files)
+    torn.memory[20] ^= 1
+    torn.close()
+    other = complete(files)
+    other.memory[:12] = b"GEMINIFT" + (len(body := msgpack.packb({"format": 1}))).to_bytes(4, "little")
+    other.memory[12 : 20 + len(body)] = body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
+    kept = os.readlink(f"/proc/self/fd/{other.fd}")
+    other.close()
+    streams = Streams(HostRun("run", "a", files))
+    streams.adopt(files.left())
+    (sound,) = streams.by_name["main"].home.vault.memory.values()
+    assert sound.version == VERSION
+    assert {str(files.folder / name) for name in slots(files)} == {os.readlink(f"/proc/self/fd/{sound.fd}"), kept}
 
 
 def test_memory_that_is_given_back_has_no_file_any_more(root: Path) -> None:
