@@ -69,6 +69,7 @@ class Leader:
         self._paced: Paced | None = None  # the last change
         self._newest = 0  # iteration that was spoken of
         self._upload: tuple[Version | None, float] = (None, 0.0)  # under way, since (or when that was last said)
+        self._drained: set[str] = set()  # hosts that were asked to leave; one that could not be told is when it joins again
         self._roots: deque[tuple[Version, Mapping[int, str]]] = deque(maxlen=_REMEMBERED)
         self._tasks = Tasks()
         self._tasks.spawn(self._tick())
@@ -121,6 +122,7 @@ class Leader:
         elif isinstance(message, UploadSoon):
             self._apply(self.book.upload_soon(now))
         elif isinstance(message, DrainHost):
+            self._drained.add(message.host)
             self._tell(message)
         elif isinstance(message, ReportFinished):
             self._finished.add(message.rank)
@@ -142,6 +144,8 @@ class Leader:
         self._settle_upload(message.uploading, member)
         if self._paced is not None:
             self._tell(self._paced, member)
+        if member is not None and host in self._drained:
+            self._tell(DrainHost(host=host), member)
 
     @property
     def ending(self) -> bool:

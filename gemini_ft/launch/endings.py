@@ -38,6 +38,7 @@ _PASSING |= {"AcceleratorError", "KeyboardInterrupt"}
 _LASTING = {"FileNotFoundError", "NotADirectoryError", "IsADirectoryError", "PermissionError"}  # of the OSErrors
 _OF_PEERS = re.compile(r"nccl|gloo|connection|timed? ?out|socket|broken pipe|cuda error|another rank", re.IGNORECASE)
 UNPROTECTED_SECONDS = 120.0
+_OVER = (WorkerState.FAILED, WorkerState.SUCCEEDED)
 
 
 class Endings:
@@ -122,7 +123,8 @@ def final_endings(notes: Notes, run: str, drain: HostDrain) -> Iterator[Endings]
         if notes.have(DRAINED):
             await_workers(agent._pcontext)
         result: RunResult = original(agent, group)
-        if result.is_failed() and (drain.begun or notes.have(DRAINED)):
+        # A script that takes the end of a drained rank for its own has not finished, either: as a success it would end the whole job.
+        if (result.is_failed() and drain.begun) or (result.state in _OVER and notes.have(DRAINED)):
             drain.await_uploads()
             endings.status = LEFT
             raise SignalException("this host is drained", signal.SIGTERM)  # the one end after which the others' rendezvous goes on

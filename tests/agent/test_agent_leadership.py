@@ -17,7 +17,17 @@ from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError, StorageError
 from gemini_ft.wire.handshake import dial, listen
 from gemini_ft.wire.messages import Notice, kind_of, pack
-from gemini_ft.wire.peer_messages import AllFinished, Claims, Heartbeat, PeerMessage, Rejoin, ReportFinished, ReportUploaded, peers
+from gemini_ft.wire.peer_messages import (
+    AllFinished,
+    Claims,
+    DrainHost,
+    Heartbeat,
+    PeerMessage,
+    Rejoin,
+    ReportFinished,
+    ReportUploaded,
+    peers,
+)
 from gemini_ft.wire.tcp import Connection
 from gemini_ft.wire.worker_messages import GetInventory
 
@@ -288,6 +298,19 @@ def test_a_host_that_joins_is_answered_alone() -> None:
             await crowd.until(lambda: len(crowd.heard["m1"]) == 2)
             assert crowd.heard["m1"][1] == Commit(version(1), freeze=False, roots={1: "root 1", 2: "root 2"})
             assert len(crowd.heard["m0"]) == len(crowd.heard["m2"]) == 1
+
+    asyncio.run(work())
+
+
+def test_a_host_that_could_not_be_told_to_leave_is_when_it_joins_again() -> None:
+    async def work() -> None:
+        async with Crowd(3) as crowd:
+            connection = crowd.links["m1"].connection
+            assert connection is not None
+            connection.abort("cut")  # which the leader does not know yet
+            crowd.leader.take(DrainHost(host="m1"))
+            await crowd.until(lambda: bool(crowd.heard["m1"]))
+            assert crowd.heard["m1"] == [DrainHost(host="m1")]
 
     asyncio.run(work())
 
