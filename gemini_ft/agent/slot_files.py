@@ -44,7 +44,11 @@ class SlotFiles:
                 f"memory.folder={str(root)!r} is on a file system of type {kind:#x} and not on a tmpfs, which writes. "
                 "Name a folder under /dev/shm, or on a volume whose medium is memory"
             )
-        self._make_folder()
+        try:
+            with contextlib.suppress(FileNotFoundError):  # an agent that leaves has removed it between two steps; `claim` makes it again
+                self._make_folder()
+        except OSError as error:
+            raise ConfigError(f"memory.folder={str(root)!r}: {error.strerror}; name a folder on a tmpfs that this user may write to") from None
 
     def _make_folder(self) -> None:
         own_folder(self.folder.parent)

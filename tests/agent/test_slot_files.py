@@ -135,6 +135,10 @@ def test_no_file_is_taken_that_others_could_have_prepared(root: Path) -> None:
 def test_a_folder_that_is_no_memory_or_not_this_users_alone_is_refused(root: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"not on a tmpfs.*Name a folder under /dev/shm"):
         SlotFiles(Path("/var/tmp") / root.name, "run", "a")
+    root.touch()
+    with pytest.raises(ConfigError, match=r"memory.folder=.*; name a folder on a tmpfs that this user may write to"):
+        SlotFiles(root, "run", "a")
+    root.unlink()
     SlotFiles(root, "run", "a")
     (root / f"gemini-ft-{os.getuid()}").chmod(0o777)
     with pytest.raises(ConfigError, match="mode 0777, so that others may write to it"):
