@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gemini_ft.deepspeed.versions import manages_accumulation
 from gemini_ft.errors import ConfigError
 from gemini_ft.launch import deepspeed_hook as wrapping
 from gemini_ft.lightning import compat
@@ -44,7 +45,7 @@ class EngineFit(Fit):
         from gemini_ft.deepspeed.engine import bound_collectives
         from gemini_ft.deepspeed.state import EngineState
 
-        if not self._engine.managed_gradient_accumulation():
+        if not manages_accumulation(self._engine):
             raise ConfigError("managed_gradient_accumulation=false is not supported under Lightning, which does the accumulation itself")
         wrapping.protected = True
         self.checkpointer.bind_state(EngineState(self._engine, modes=False))

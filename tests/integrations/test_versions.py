@@ -68,6 +68,11 @@ def test_what_an_engine_or_a_trainer_does_not_count_is_left_out() -> None:
     assert counts(SimpleNamespace(current_flos=1.0)) == {"current_flos": 1.0}
 
 
+def test_an_older_engine_manages_accumulation() -> None:
+    assert versions.manages_accumulation(SimpleNamespace())
+    assert not versions.manages_accumulation(SimpleNamespace(managed_gradient_accumulation=lambda: False))
+
+
 @pytest.mark.parametrize(("version", "told"), [("5.16.1", 1), ("5.17.0", 2), (transformers.__version__, None)])
 def test_a_sampler_is_told_of_epochs_where_the_trainer_tells_it(version: str, told: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last case compares with the Trainer's own source."""
