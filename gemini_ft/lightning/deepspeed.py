@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gemini_ft.deepspeed.versions import manages_accumulation
 from gemini_ft.errors import ConfigError
 from gemini_ft.launch import deepspeed_hook as wrapping
 from gemini_ft.lightning import compat
@@ -44,6 +43,7 @@ class EngineFit(Fit):
     def _bind_state(self) -> None:
         from gemini_ft.deepspeed.engine import bound_collectives
         from gemini_ft.deepspeed.state import EngineState
+        from gemini_ft.deepspeed.versions import manages_accumulation  # only here: it loads DeepSpeed
 
         if not manages_accumulation(self._engine):
             raise ConfigError("managed_gradient_accumulation=false is not supported under Lightning, which does the accumulation itself")
