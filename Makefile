@@ -12,7 +12,7 @@ WHEEL_TESTS = tests/project/test_imports.py tests/core/test_layout.py tests/core
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: help venv test compat gpu gpu-kit soak chaos demo lint format types imports wheel wheel-test site check clean
+.PHONY: help venv test compat gpu gpu-kit soak test-slurm chaos demo lint format types imports wheel wheel-test site check clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -33,6 +33,9 @@ test: $(STAMP) ## all tests except the long ones
 
 soak: $(STAMP) ## the long tests
 	$(BIN)/python -m pytest -m soak --timeout 7200 $(ARGS)
+
+test-slurm: $(STAMP) ## jobs on a real SLURM (apt-get install slurmctld slurmd slurm-client munge); part of soak
+	$(BIN)/python -m pytest -m slurm -n 0 $(ARGS)
 
 chaos: $(STAMP) ## random failures on real processes; ARGS=--quick: under two minutes
 	$(BIN)/python benchmarks/chaos.py $(ARGS)
@@ -67,7 +70,7 @@ FORCE:
 
 # The package, and what the tests share: kits, servers, the model of the protocol.
 MYPY = $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
-KIT = $(addprefix $(CURDIR)/tests/,conftest.py kit/*_kit.py kit/disks.py kit/relay.py kit/s3_server.py kit/miniature/*.py)
+KIT = $(addprefix $(CURDIR)/tests/,conftest.py kit/*.py kit/miniature/*.py kit/parity/*.py)
 
 types: $(STAMP) $(TREE) ## mypy --strict
 	cd $(TREE) && $(MYPY) -p gemini_ft

@@ -114,7 +114,7 @@ def ratios(plan: Plan, alone: Mapping[str, Table], linked: Mapping[str, Table]) 
         found["powersgd_vs_torch"] = common.ratio(fused["powersgd"]["torch"], fused["powersgd"]["fused"])
     for name, row in encode.items():
         if "textbook" in row:
-            found[f"encode_vs_public_{name}"] = common.ratio(row["textbook"], row["encode"])
+            found[f"encode_vs_textbook_{name}"] = common.ratio(row["textbook"], row["encode"])
     for name, row in fused.items():
         found[f"fused_vs_layerwise_{name}"] = common.ratio(row["layered"], row["fused"])
     for rate, table in linked.items():
@@ -174,7 +174,7 @@ def _summary(found: Mapping[str, float | None]) -> str:
 
 def _place(ratio: str) -> tuple[str, str]:
     """The column and the method of a ratio's name."""
-    for kind in ("encode_vs_public", "fused_vs_layerwise", "iteration_vs_bf16"):
+    for kind in ("encode_vs_textbook", "fused_vs_layerwise", "iteration_vs_bf16"):
         if ratio.startswith(kind):
             method = ratio.removeprefix(f"{kind}_")
             rate = next((f"_{rate}" for rate in (*RATES, UNSHAPED) if method.endswith(f"_{rate}")), "")

@@ -209,7 +209,7 @@ def link(megabytes: float, count: int, rounds: int, names: Sequence[str]) -> dic
     hooks = {name: Hook(name) for name in names if name in HOOKS}
     columns: dict[str, dict[str, list[float]]] = {name: {} for name in names}
     for number in range(max(map(settle, names)) + rounds):
-        for name in names:
+        for name in random.Random(number).sample(names, len(names)):  # an order that changes, alike on all ranks
             if number >= settle(name) + rounds:
                 continue
             dist.barrier()

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from . import kernels
 from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn, cut, join
-from .sparse import check_ratio, kept
+from .buffers import BUFFERS
+from .sparse import WithRatio, kept
 
 _SAMPLE = 65536  # elements of a tensor that are looked at for a border
 _LEAST = 2.0**-126  # the smallest normal float32: zeros and nearly zero elements are on neither side
 
 
-class AdaQ(Compressor):
+class AdaQ(WithRatio, Compressor):
     """Sends about ``ratio`` of the positive and of the negative elements of each tensor, the largest, as their means.
 
     Two thresholds, because gradients need not be symmetric; large tensors are sampled for them. Biased: use it with error feedback.
@@ -26,7 +27,7 @@ class AdaQ(Compressor):
     primitive = Primitive.ALL_GATHER_V
 
     def __init__(self, ratio: float = 0.01) -> None:
-        self.ratio = check_ratio(ratio)
+        self.ratio = ratio
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         layout = bundle.layout
@@ -52,7 +53,7 @@ class AdaQ(Compressor):
         sides = 2 * len(layout.names)
         count = payload.data.numel() // 4 - 2 * sides
         means, counts, indices = cut(payload.data, (torch.float32, sides), (torch.int32, sides), (torch.int32, count))
-        flat = torch.zeros(layout.total, device=payload.data.device)
+        flat = BUFFERS.zeros(layout.total, device=payload.data.device)
         # A NaN is on both sides, so that its index may come twice: the mean is NaN both times.
         flat.index_copy_(0, indices.long(), torch.repeat_interleave(means, counts))
         return Bundle(layout, flat)

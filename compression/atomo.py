@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn
+from .norms import row_norms
 from .powersgd import split
 from .randomness import generator
 
@@ -50,8 +51,8 @@ class Atomo(Compressor):
         if not bool(torch.isfinite(matrix).all()):
             return matrix.new_full((count, matrix.shape[0]), torch.nan), matrix.new_full((count, matrix.shape[1]), torch.nan)
         lefts, rights = atoms(matrix)
-        weights = torch.linalg.vector_norm(lefts, dim=1) * torch.linalg.vector_norm(rights, dim=1)
-        chances = probabilities(weights.double(), count)
+        weights = row_norms(lefts).double() * row_norms(rights).double()
+        chances = probabilities(weights, count)
         drawn = systematic(chances, count, offset)
         scale = torch.where(chances > 0, 1 / chances, 0.0)[drawn].to(matrix.dtype)
         scale[int((weights > 0).sum()) :] = 0  # there are fewer atoms than the budget

@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from .buffers import BUFFERS
 from .topology import Scope
 
 Shape: TypeAlias = tuple[int, ...]
@@ -199,14 +200,19 @@ class Bundle:
         first = given[0]
         if len(given) == 1 and first.dtype == torch.float32 and first.is_contiguous() and first.numel() == layout.total:
             return cls(layout, first.view(-1))
-        flat = torch.empty(layout.total, device=first.device)
+        flat = BUFFERS.empty(layout.total, device=first.device)
         torch._foreach_copy_([view.view(shape) for view, shape in zip(layout.views(flat), layout.shapes, strict=True)], given)
         return cls(layout, layout.clear_padding(flat), own=True)
 
     def plus(self, other: Tensor, alpha: float = 1.0) -> Bundle:
         """``self + alpha other``, in memory that may be written."""
-        flat = self.flat.add_(other, alpha=alpha) if self.own else torch.add(self.flat, other, alpha=alpha)
-        return Bundle(self.layout, flat, own=True)
+        out = self.flat if self.own else BUFFERS.empty(self.layout.total, device=self.flat.device)
+        return Bundle(self.layout, torch.add(self.flat, other, alpha=alpha, out=out), own=True)
+
+    def magnitudes(self) -> list[Tensor]:
+        """The magnitudes of each tensor's elements, float32 (size,), in memory of their own."""
+        flat = BUFFERS.empty(self.layout.total, device=self.flat.device)
+        return self.layout.views(torch.abs(self.flat, out=flat))
 
     @cached_property
     def views(self) -> list[Tensor]:
@@ -268,6 +274,25 @@ class Reducer(ABC):
             world: ranks.
             selected: elements that were picked, for the methods in which the data decide; others ignore it.
         """
+
+    @property
+    def ratio(self) -> float:
+        """Part of each tensor that travels. Another one may be set between steps, alike on all ranks; it is an option and not state.
+
+        Raises:
+            AttributeError: the method has none.
+        """
+        return self._with_ratio().ratio
+
+    @ratio.setter
+    def ratio(self, ratio: float) -> None:
+        self._with_ratio().ratio = ratio
+
+    def _with_ratio(self) -> Reducer:
+        inner: Reducer | None = getattr(self, "inner", None)  # of a method around another one
+        if inner is None:
+            raise AttributeError(f"{type(self).__name__} has no ratio; topk, randomk, dgc, sidco_e and adaq are among the methods that do")
+        return inner
 
     def state_dict(self) -> State:
         """All state that the next step depends on: tensors (not copied), numbers and dicts. It differs between ranks."""
@@ -341,7 +366,8 @@ def divided(bundle: Bundle, world: int) -> Bundle:
 def join(*parts: Tensor) -> Tensor:
     """One payload of several tensors, uint8. Those of larger elements come first, so that each can be read where it lies."""
     full = [part.reshape(-1).view(torch.uint8) for part in parts if part.numel()]  # empty ones may have strides that have no view
-    return torch.cat(full) if full else torch.empty(0, dtype=torch.uint8, device=parts[0].device)
+    data = BUFFERS.empty(sum(part.numel() for part in full), torch.uint8, parts[0].device)
+    return torch.cat(full, out=data) if full else data
 
 
 def cut(data: Tensor, *parts: tuple[torch.dtype, int]) -> list[Tensor]:

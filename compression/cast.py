@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .base import Bundle, Layout, Payload, Summed, Turn
+from .buffers import BUFFERS
 
 
 class Identity(Summed):
@@ -14,10 +15,10 @@ class Identity(Summed):
     unbiased = True
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
-        return Payload(bundle.layout, bundle.flat.to(self.dtype, copy=True))
+        return Payload(bundle.layout, BUFFERS.empty(bundle.layout.total, self.dtype, bundle.flat.device).copy_(bundle.flat))
 
     def decompress(self, payload: Payload) -> Bundle:
-        return Bundle(payload.layout, payload.data.to(torch.float32, copy=True))
+        return Bundle(payload.layout, BUFFERS.empty(payload.layout.total, device=payload.data.device).copy_(payload.data))
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
         return self.dtype.itemsize * layout.total

@@ -24,6 +24,7 @@ from torch import Tensor
 from gemini_ft.torch_versions import all_gather_single
 
 from .base import Bundle, Exchange, Reducer, Request, Turn
+from .buffers import BUFFERS
 from .topology import Scope, Topology
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ def _answers(requests: Sequence[Request]) -> list[list[Tensor]]:
 def added(tensors: Sequence[Tensor]) -> Tensor:
     """The sum in rank order, in the tensors' dtype; 16-bit floats are added in float32."""
     narrow = tensors[0].dtype in (torch.float16, torch.bfloat16)
-    total = tensors[0].float() if narrow else tensors[0].clone()
+    total = BUFFERS.empty(tensors[0].numel(), torch.float32 if narrow else tensors[0].dtype, tensors[0].device).copy_(tensors[0])
     for tensor in tensors[1:]:
         total.add_(tensor)
     return total.to(tensors[0].dtype)
@@ -228,7 +229,8 @@ def _max(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
-    gathered = tensor.new_empty(dist.get_world_size(group), tensor.numel())
+    world = dist.get_world_size(group)
+    gathered = BUFFERS.empty(world * tensor.numel(), tensor.dtype, tensor.device).view(world, -1)
     all_gather_single(_bytes(gathered.view(-1)), _bytes(tensor), group=group)
     return _rows(gathered)
 
@@ -279,7 +281,7 @@ def _broadcast(tensor: Tensor, length: int, group: ProcessGroup | None) -> Tenso
 
 
 def _all_to_all(tensor: Tensor, lengths: Sequence[int], received: int, group: ProcessGroup | None) -> list[Tensor]:
-    answers = tensor.new_empty(len(lengths), received)
+    answers = BUFFERS.empty(len(lengths) * received, tensor.dtype, tensor.device).view(len(lengths), received)
     size = tensor.element_size()
     incoming, outgoing = [received * size] * len(lengths), [length * size for length in lengths]
     dist.all_to_all_single(_bytes(answers.view(-1)), _bytes(tensor), incoming, outgoing, group=group)

@@ -25,11 +25,10 @@ _LATE, _EARLY = 1.1, 0.9  # delay over deadline beyond which feedback acts
 _RISE = 0.3  # of the ratio, added when there is time left
 _BAND = 2.0  # how far feedback may move from the model's ratio
 _CLIMB = 1.2  # of a higher rung that must be affordable before it is taken
-_BYTES = 8  # of an element that is sent, index included
 
 
 @dataclass
-class Link:
+class LinkEstimate:
     """The network as it is measured: ``seconds = alpha + beta nbytes``, by regression with exponentially fading weights.
 
     Attributes:
@@ -111,29 +110,50 @@ class DelayControl:
         elements: of the group.
         world: ranks.
         deadline: seconds that the collective may take: until the backward pass is over, or what the user wants.
-        divisible: sent by parts (`TwoPhase`) and not by an all-gather.
+        divisible: sent by parts (`TwoPhase`, an all-reduce, a sparse scheme) and not by an all-gather.
+        entry: bytes of an element that is sent, its index included.
         ladder: ratios to choose from, falling.
         every: steps between decisions.
     """
 
     def __init__(
-        self, elements: int, world: int, deadline: float, *, divisible: bool = False, ladder: tuple[float, ...] = LADDER, every: int = 5
+        self,
+        elements: int,
+        world: int,
+        deadline: float,
+        *,
+        divisible: bool = False,
+        entry: int = 8,
+        ladder: tuple[float, ...] = LADDER,
+        every: int = 5,
     ) -> None:
         if elements < 1 or world < 1 or every < 1 or not deadline > 0:
             raise ValueError(f"elements={elements}, world={world}, every={every}, deadline={deadline} s: all must be above 0")
         if list(ladder) != sorted(set(ladder), reverse=True) or not ladder or not 0 < ladder[-1] <= ladder[0] <= 1:
             raise ValueError(f"ladder={ladder}: ratios above 0, at most 1, falling; for example {LADDER}")
         self.elements, self.world, self.deadline, self.every, self.ladder = elements, world, deadline, every, ladder
-        self._factor = 2 * (world - 1) / world if divisible else world - 1
-        self.link = Link()
+        self._dense_factor = 2 * (world - 1) / world
+        self._factor, self._entry = self._dense_factor if divisible else world - 1, entry
+        self.link = LinkEstimate()
         self.ratio = ladder[0]
         self._wanted = ladder[0]  # before it is put on the ladder
         self._delays: list[float] = []  # since the last decision
 
     def nbytes(self, ratio: float) -> float:
         """Bytes that reach one rank in one step at some ratio; 1.0 is a dense all-reduce of float32."""
-        dense = 4 * self.elements * 2 * (self.world - 1) / self.world
-        return dense if ratio == 1.0 else min(dense, _BYTES * ratio * self.elements * self._factor)
+        return min(4 * self.elements * self._dense_factor, self._sparse(ratio)) if ratio < 1.0 else 4 * self.elements * self._dense_factor
+
+    @property
+    def dense(self) -> bool:
+        """Whether a dense all-reduce brings no more bytes than the present ratio does."""
+        return self.ratio == 1.0 or self._sparse(self.ratio) >= self.nbytes(1.0)
+
+    def received(self, sent: float) -> float:
+        """Bytes that reach a rank at the present ratio, where every rank hands ``sent`` bytes to collectives."""
+        return sent * (self._dense_factor if self.dense else self._factor)
+
+    def _sparse(self, ratio: float) -> float:
+        return self._entry * ratio * self.elements * self._factor
 
     def observe(self, nbytes: float, seconds: float) -> float:
         """One step's collective: bytes that reached this rank, and the slowest rank's seconds. Returns the ratio for the next."""
@@ -151,7 +171,7 @@ class DelayControl:
         carried = self.link.carries(self.deadline)
         if carried >= self.nbytes(1.0):
             return 1.0
-        return carried / (_BYTES * self.elements * self._factor) if self._factor else 1.0
+        return carried / self._sparse(1.0) if self._factor else 1.0
 
     def _decide(self, delay: float) -> None:
         error, model = delay / self.deadline, self.feed_forward()
@@ -177,5 +197,5 @@ class DelayControl:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a `state_dict`."""
-        self.link = Link(**{**state["link"], "residuals": list(state["link"]["residuals"])})
+        self.link = LinkEstimate(**{**state["link"], "residuals": list(state["link"]["residuals"])})
         self.ratio, self._wanted, self._delays = state["ratio"], state["wanted"], list(state["delays"])

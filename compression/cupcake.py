@@ -25,7 +25,7 @@ _ROUNDING = 1 + 1e-9  # a bound and the plan that it bounds are added up in diff
 
 
 @dataclass(frozen=True)
-class Plan:
+class GroupingPlan:
     """A grouping, and the seconds of one iteration that the timeline predicts for it.
 
     Attributes:
@@ -39,7 +39,7 @@ class Plan:
     bound: float
 
 
-def plan(backward: Backward, costs: GroupCosts, most: int = 64) -> Plan:
+def plan(backward: Backward, costs: GroupCosts, most: int = 64) -> GroupingPlan:
     """The grouping of the least predicted time.
 
     Args:
@@ -47,7 +47,7 @@ def plan(backward: Backward, costs: GroupCosts, most: int = 64) -> Plan:
         costs: of their groups, of any shape.
         most: ways to exchange the first k tensors that are followed up for each k, where costs are not affine, or there is
             decoding or an encoder of its own. Fewer are needed nearly always, and then the plan is the best one; if not,
-            `Plan.bound` says how much better another one could be.
+            `GroupingPlan.bound` says how much better another one could be.
 
     Raises:
         ValueError: ``most`` is below 1.
@@ -59,7 +59,7 @@ def plan(backward: Backward, costs: GroupCosts, most: int = 64) -> Plan:
     else:
         grouping, bound = _by_labels(backward, costs, most)
     seconds = simulate(backward, costs, grouping).seconds
-    return Plan(grouping, seconds, min(seconds, bound))
+    return GroupingPlan(grouping, seconds, min(seconds, bound))
 
 
 def _of_the_paper(costs: GroupCosts) -> bool:
@@ -218,7 +218,7 @@ def _cheapest_division(cost: Floats) -> Floats:
     return least
 
 
-def algorithm_1(backward: Backward, costs: GroupCosts, *, bound: bool = True, prefix: bool = True) -> Plan:
+def algorithm_1(backward: Backward, costs: GroupCosts, *, bound: bool = True, prefix: bool = True) -> GroupingPlan:
     """The paper's own search (algorithm 1), as a reference: of exponential time in the worst case.
 
     Args:
@@ -247,9 +247,9 @@ class _Search:
         self._ready, self._filled = [0.0, *accumulate(backward.seconds)], [0, *accumulate(backward.nbytes)]
         tensors = len(backward)
         first = even(tensors, min(2, tensors))
-        self._best = Plan(first, simulate(backward, costs, first).seconds, -math.inf)
+        self._best = GroupingPlan(first, simulate(backward, costs, first).seconds, -math.inf)
 
-    def best(self) -> Plan:
+    def best(self) -> GroupingPlan:
         self._find((), 0, 0.0, 0.0)
         return self._best
 
@@ -258,7 +258,7 @@ class _Search:
         if begin == tensors:
             if communicated + self._backward.forward < self._best.seconds:
                 seconds = communicated + self._backward.forward
-                self._best = Plan(Grouping(ends), seconds, -math.inf)
+                self._best = GroupingPlan(Grouping(ends), seconds, -math.inf)
             return
         for end in range(self._first_end(begin, communicated - computed) if self._prefix and ends else begin + 1, tensors + 1):
             if self._bound and self._lower_bound(begin, end, computed, communicated) > self._best.seconds:

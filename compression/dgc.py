@@ -1,6 +1,6 @@
 """Deep Gradient Compression (Lin et al., ICLR 2018): momentum before compression, and a threshold from a sample.
 
-    method = MomentumCorrection(SampledThreshold(ratio=0.001, warmup_steps=5 * steps_per_epoch), momentum=0.9)
+    method = MomentumCorrection(SampledThreshold(ratio=0.001, warmup_steps=4 * steps_per_epoch), momentum=0.9)
 
 What comes out holds the momentum already: the optimizer must have none.
 """
@@ -16,14 +16,17 @@ import torch
 from torch import Tensor
 
 from .base import Bundle, Exchange, Layout, Payload, Reducer, State, Turn, join
+from .buffers import BUFFERS
+from .feedback import WHOLE
 from .memory import Memory, non_finite, put_back
-from .sparse import Sparsifier, above, check_ratio, kept, largest
+from .norms import norms
+from .sparse import Sparsifier, WithRatio, above, check_ratio, kept, largest
 
-_WARMUP_STAGES = 5
+_WARMUP_STAGES, _WARMUP_RATIO = 4, 0.25
 _ADAPTATIONS = 10
 
 
-class SampledThreshold(Sparsifier):
+class SampledThreshold(WithRatio, Sparsifier):
     """About ``ratio`` of each tensor, above a threshold that is estimated from a sample of it.
 
     The estimate is corrected until between 0.8 and 1.3 of the target pass; of more, exactly the largest are taken.
@@ -31,24 +34,24 @@ class SampledThreshold(Sparsifier):
     Args:
         ratio: the target, 0.001 in the paper.
         sample: part of a tensor that is looked at.
-        warmup_steps: steps in which the ratio falls to the target in five stages: 0.25, 0.063, ... for 0.001.
+        warmup_steps: steps in which the ratio falls to the target, in four stages of one length: 0.25, 0.063, 0.016 and 0.004 for 0.001.
     """
 
     low, high = 0.8, 1.3
 
     def __init__(self, ratio: float = 0.001, sample: float = 0.01, warmup_steps: int = 0) -> None:
-        self.ratio, self.sample, self.warmup_steps = check_ratio(ratio), check_ratio(sample), warmup_steps
+        self.ratio, self.sample, self.warmup_steps = ratio, check_ratio(sample), warmup_steps
 
     def ratio_at(self, step: int) -> float:
-        """The target of one step (section 3.3, warm-up training)."""
-        if step >= self.warmup_steps:
+        """The target of one step: the sparsity rises exponentially from 75 % (section 3.3, warm-up training)."""
+        if step >= self.warmup_steps or self.ratio >= _WARMUP_RATIO:
             return self.ratio
         stage = step * _WARMUP_STAGES // self.warmup_steps
-        return max(self.ratio, math.pow(self.ratio, (stage + 1) / (_WARMUP_STAGES + 1)))
+        return _WARMUP_RATIO * math.pow(self.ratio / _WARMUP_RATIO, stage / _WARMUP_STAGES)
 
     def pick(self, bundle: Bundle, turn: Turn) -> Tensor:
         layout, ratio = bundle.layout, self.ratio_at(turn.step if turn.update is None else turn.update)
-        magnitudes = layout.views(bundle.flat.abs())
+        magnitudes = bundle.magnitudes()
         picked = [self._pick(view, ratio) + at for view, at in zip(magnitudes, layout.starts, strict=True)]
         return torch.cat(picked).int()
 
@@ -83,6 +86,9 @@ class MomentumCorrection(Reducer):
         momentum: m.
         nesterov: ``u = m (u + g)``, ``v = v + u + g``.
         clip_norm: each tensor's gradient is scaled to at most this L2 norm divided by sqrt(ranks) first; None: not at all.
+
+    Attributes:
+        dense: send everything by an all-reduce of float32, with ordinary momentum, as long as this is set; see `ErrorFeedback`.
     """
 
     def __init__(self, inner: Sparsifier, momentum: float = 0.9, nesterov: bool = False, clip_norm: float | None = None) -> None:
@@ -90,6 +96,7 @@ class MomentumCorrection(Reducer):
             raise ValueError(f"momentum={momentum}: must be at least 0 and below 1")
         self.inner, self.momentum, self.nesterov, self.clip_norm = inner, momentum, nesterov, clip_norm
         self.primitive, self.align = inner.primitive, inner.align
+        self.dense = False
         self.velocities, self.residuals = Memory(), Memory()
 
     def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
@@ -102,14 +109,21 @@ class MomentumCorrection(Reducer):
         residual.add_(velocity)
         if self.nesterov:
             residual.add_(gradient)
-        whole, picked = self._pick(Bundle(layout, residual), turn)
-        indices = torch.cat([whole, picked])
-        payload = Payload(layout, join(residual.index_select(0, indices), indices))
-        residual.index_fill_(0, indices.long(), 0)
-        velocity.index_fill_(0, picked.long(), 0)
+        payload = WHOLE.compress(Bundle(layout, residual), turn) if self.dense else self._picked(Bundle(layout, residual), velocity, turn)
+        if self.dense:
+            residual.zero_()
         for memory, saved in zip((velocity, residual), before, strict=True):
             put_back(layout, memory, saved, bad)
-        return (yield from self.inner.share(payload, turn))
+        return (yield from (WHOLE if self.dense else self.inner).share(payload, turn))
+
+    def _picked(self, bundle: Bundle, velocity: Tensor, turn: Turn) -> Payload:
+        """The elements to send, which leave the memories."""
+        whole, picked = self._pick(bundle, turn)
+        indices = torch.cat([whole, picked])
+        payload = Payload(bundle.layout, join(bundle.flat.index_select(0, indices), indices))
+        bundle.flat.index_fill_(0, indices.long(), 0)
+        velocity.index_fill_(0, picked.long(), 0)
+        return payload
 
     def _pick(self, bundle: Bundle, turn: Turn) -> tuple[Tensor, Tensor]:
         """Indices of all elements of vectors, and of what is picked from the other tensors; int32."""
@@ -122,13 +136,13 @@ class MomentumCorrection(Reducer):
         if self.clip_norm is None:
             return bundle.flat
         limit = self.clip_norm / turn.world**0.5
-        flat = bundle.flat.clone()
-        for view, norm in zip(bundle.layout.views(flat), torch._foreach_norm(bundle.views), strict=True):
+        flat = BUFFERS.copy(bundle.flat)
+        for view, norm in zip(bundle.layout.views(flat), norms(bundle.views), strict=True):
             view.mul_((limit / norm).clamp_(max=1.0))
         return flat
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
-        return self.inner.wire_bytes(layout, world=world, selected=selected)
+        return (WHOLE if self.dense else self.inner).wire_bytes(layout, world=world, selected=selected)
 
     def forget(self, names: Collection[str]) -> None:
         self.velocities.forget(names)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import kernels
 from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn, cut, join
+from .buffers import BUFFERS
 from .quantise import inverse, magnitudes
 
 _DECADES = 7
@@ -24,7 +25,7 @@ class Dynamic8(Compressor):
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         scales = magnitudes(bundle)
-        codes = torch.empty(bundle.layout.total, dtype=torch.uint8, device=scales.device)
+        codes = BUFFERS.empty(bundle.layout.total, torch.uint8, scales.device)
         for part, relative in kernels.scaled_blocks(bundle.flat, bundle.layout, inverse(scales)):
             codes[part] = nearest(relative)
         return Payload(bundle.layout, join(scales, codes))
@@ -32,9 +33,8 @@ class Dynamic8(Compressor):
     def decompress(self, payload: Payload) -> Bundle:
         layout = payload.layout
         scales, codes = cut(payload.data, (torch.float32, len(layout.names)), (torch.uint8, layout.total))
-        flat = codebook(codes.device).index_select(0, codes.int())
-        torch._foreach_mul_(layout.views(flat), list(scales.unbind()))
-        return Bundle(layout, flat)
+        tables = codebook(codes.device).view(1, 256, 1) * scales.view(-1, 1, 1)
+        return Bundle(layout, kernels.look_up_each(codes, layout, tables))
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
         return layout.total + 4 * len(layout.names)

@@ -25,7 +25,7 @@ _BETTER = 1 - 1e-12  # less is rounding
 
 
 @dataclass(frozen=True)
-class Plan:
+class OptionPlan:
     """An option for each tensor, and the seconds of one iteration that the timeline predicts for them."""
 
     options: tuple[Option, ...]
@@ -41,7 +41,7 @@ def predict(backward: Backward, costs: TensorCosts, chosen: Sequence[Option]) ->
     return Exchange(backward, OptionTable(chosen, (), costs), chosen).seconds()
 
 
-def plan(backward: Backward, costs: TensorCosts, candidates: Iterable[Option] | None = None, exhaustive: int = 500) -> Plan:
+def plan(backward: Backward, costs: TensorCosts, candidates: Iterable[Option] | None = None, exhaustive: int = 500) -> OptionPlan:
     """Runs both algorithms; by its prediction the result is never slower than an all-reduce of every tensor.
 
     Args:
@@ -64,7 +64,7 @@ def plan(backward: Backward, costs: TensorCosts, candidates: Iterable[Option] | 
     choose(exchange, backward.nbytes)
     if moved:
         offload(exchange, backward.nbytes, exhaustive)
-    return Plan(exchange.options, exchange.seconds())
+    return OptionPlan(exchange.options, exchange.seconds())
 
 
 def choose(exchange: Exchange, nbytes: Sequence[int], *, skip: bool = True) -> None:
@@ -125,7 +125,7 @@ def _alike(exchange: Exchange, nbytes: Sequence[int]) -> Iterator[list[int]]:
 
 
 class _Group:
-    """Tensors with one option, of which the first few have it on the CPU."""
+    """Tensors that are exchanged by the same option; it runs on the CPU for the first ``count`` of them, on the GPU for the others."""
 
     def __init__(self, exchange: Exchange, tensors: list[int]) -> None:
         self.tensors, self._exchange, self._count = tensors, exchange, 0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from .costs import Affine, Cost
-from .espresso_options import Codec, Collective, Operation, Option, Processor, Routine, Step
+from .espresso_options import Codec, Collective, ExchangePart, Operation, Option, Processor, Routine
 from .topology import Scope, Topology
 
 Network = Mapping[tuple[Routine, Scope], Cost]
@@ -124,11 +124,11 @@ def loads(option: Option, topology: Topology, adds: bool = False) -> Iterator[Lo
             payloads = 1
             continue
         members = topology.members(operation.scope)
-        if operation.step is Step.SECOND:
+        if operation.step is ExchangePart.SECOND:
             splits //= members if operation.sharded else 1
             continue
         if operation.compressed and not adds:
             payloads *= members
-        if operation.step is Step.FIRST and operation.sharded:
+        if operation.step is ExchangePart.FIRST and operation.sharded:
             splits *= members
             groups = topology.ranks if operation.scope is Scope.INTRA else groups

@@ -20,7 +20,7 @@ from torch import Tensor
 from .base import Bundle, Compressor, Exchange, Kind, Layout, Payload, Primitive, Reducer, Request, State, Turn
 from .collective import added
 from .espresso_held import DENSE, Held, blocks, divides
-from .espresso_options import Collective, Option, Processor, Step
+from .espresso_options import Collective, ExchangePart, Option, Processor
 from .feedback import compress_parts
 from .memory import Memory
 from .parts import Worlds, divide, layouts, renamed, selection, unite
@@ -198,12 +198,12 @@ class _Course:
     # -- collectives
 
     def _communicate(self, operation: Collective) -> Steps:
-        if operation.step is Step.SECOND:
+        if operation.step is ExchangePart.SECOND:
             yield from self._gather(operation) if operation.sharded else self._broadcast(operation)
         elif not self.held.compressed and not divides(operation):
-            kind: Kind = "sum" if operation.step is Step.WHOLE else "reduce"
+            kind: Kind = "sum" if operation.step is ExchangePart.WHOLE else "reduce"
             self.cells = [(yield self._request(kind, operation, self.cells[0][0]))]
-        elif operation.step is Step.WHOLE:
+        elif operation.step is ExchangePart.WHOLE:
             self._receive((yield self._request("gather", operation, self._message())), self.held.lengths(operation))
         else:
             yield from self._send(operation)

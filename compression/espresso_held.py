@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from .base import Layout
-from .espresso_options import Codec, Collective, Operation, Step
+from .espresso_options import Codec, Collective, ExchangePart, Operation
 from .parts import Worlds, layouts
 from .topology import Scope, Topology
 
@@ -63,7 +63,7 @@ class Held:
     def lengths(self, operation: Collective) -> list[int]:
         """Elements of each part that a collective moves, from one source: bytes of a payload, or dense values."""
         members = (self.topology.members(operation.scope),)
-        if operation.step is Step.SECOND and operation.sharded:
+        if operation.step is ExchangePart.SECOND and operation.sharded:
             moved = layouts(self.layouts[-2], members + self.worlds)
         elif divides(operation) and not self.compressed:
             moved = layouts(self.layouts[-1], members)
@@ -74,7 +74,7 @@ class Held:
     def handed(self, operation: Collective) -> int:
         """Bytes that a rank which takes part hands over."""
         lengths = self.lengths(operation)
-        if operation.step is Step.SECOND and operation.sharded:
+        if operation.step is ExchangePart.SECOND and operation.sharded:
             lengths = [max(map(sum, blocks(lengths, self.topology.members(operation.scope))))]
         return sum(lengths) * self.sources * (1 if self.compressed else DENSE.itemsize)
 
@@ -85,24 +85,24 @@ class Held:
             self.compressed, self.stage = operation.compress, self.stage + operation.compress
             return
         members, place = self.topology.members(operation.scope), self.topology.place(self.rank, operation.scope)
-        if operation.step is not Step.SECOND:
+        if operation.step is not ExchangePart.SECOND:
             self.sources *= members if self.compressed else 1
         if divides(operation):
             self.layouts.append(layouts(self.layouts[-1], (members,))[place])
             self.worlds = self.worlds[1:]
-        elif operation.step is Step.FIRST and place and self.waiting is None:
+        elif operation.step is ExchangePart.FIRST and place and self.waiting is None:
             self.waiting = operation.scope
-        elif operation.step is Step.SECOND and operation.sharded:
+        elif operation.step is ExchangePart.SECOND and operation.sharded:
             self.layouts.pop()
             self.worlds = (members, *self.worlds) if self.compressed else ()
-        elif operation.step is Step.SECOND and self.waiting is operation.scope:
+        elif operation.step is ExchangePart.SECOND and self.waiting is operation.scope:
             self.waiting = None
-        self.repeated |= operation.scope is Scope.INTER and operation.step is not Step.FIRST
+        self.repeated |= operation.scope is Scope.INTER and operation.step is not ExchangePart.FIRST
 
 
 def divides(operation: Collective) -> bool:
     """Whether the operation leaves each rank with a part of its own."""
-    return operation.step is Step.FIRST and operation.sharded
+    return operation.step is ExchangePart.FIRST and operation.sharded
 
 
 def blocks(lengths: Sequence[int], members: int) -> list[Sequence[int]]:

@@ -45,7 +45,7 @@ class Routine(Enum):
     GATHER = "gather"
 
 
-class Step(Enum):
+class ExchangePart(Enum):
     """The part of an exchange that a collective does."""
 
     WHOLE = "whole"
@@ -70,7 +70,7 @@ class Collective:
 
     routine: Routine
     scope: Scope
-    step: Step
+    step: ExchangePart
     compressed: bool
 
     @property
@@ -114,7 +114,7 @@ class Option:
     def divisible(self) -> bool:
         """Whether the exchange over all ranks, or between machines, has two steps."""
         return any(
-            isinstance(operation, Collective) and operation.scope is not Scope.INTRA and operation.step is Step.FIRST
+            isinstance(operation, Collective) and operation.scope is not Scope.INTRA and operation.step is ExchangePart.FIRST
             for operation in self.operations
         )
 
@@ -124,7 +124,7 @@ class Option:
         return Option(tuple(moved))
 
 
-UNCOMPRESSED = Option((Collective(Routine.ALL_REDUCE, Scope.FLAT, Step.WHOLE, compressed=False),))
+UNCOMPRESSED = Option((Collective(Routine.ALL_REDUCE, Scope.FLAT, ExchangePart.WHOLE, compressed=False),))
 
 
 @cache
@@ -151,16 +151,16 @@ def _then(*parts: Iterable[Operations]) -> Iterator[Operations]:
 
 
 def _whole(scope: Scope, compressed: bool) -> list[Operations]:
-    return [(Collective(Routine.ALL_GATHER if compressed else Routine.ALL_REDUCE, scope, Step.WHOLE, compressed),)]
+    return [(Collective(Routine.ALL_GATHER if compressed else Routine.ALL_REDUCE, scope, ExchangePart.WHOLE, compressed),)]
 
 
 def _first(scope: Scope, compressed: bool, sharded: bool) -> list[Operations]:
     dense, payloads = (Routine.REDUCE_SCATTER, Routine.ALL_TO_ALL) if sharded else (Routine.REDUCE, Routine.GATHER)
-    return [(Collective(payloads if compressed else dense, scope, Step.FIRST, compressed),)]
+    return [(Collective(payloads if compressed else dense, scope, ExchangePart.FIRST, compressed),)]
 
 
 def _second(scope: Scope, compressed: bool, sharded: bool) -> list[Operations]:
-    return [(Collective(Routine.ALL_GATHER if sharded else Routine.BROADCAST, scope, Step.SECOND, compressed),)]
+    return [(Collective(Routine.ALL_GATHER if sharded else Routine.BROADCAST, scope, ExchangePart.SECOND, compressed),)]
 
 
 class _Grammar:

@@ -10,8 +10,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from .base import Bundle, Compressor, Exchange, Layout, Payload, Reducer, State, Turn
+from .cast import Identity
 from .memory import Memory, non_finite, put_back
 from .parts import Worlds, divide, renamed, unite
+
+WHOLE = Identity()
 
 
 class ErrorFeedback(Reducer):
@@ -28,6 +31,10 @@ class ErrorFeedback(Reducer):
 
     Raises:
         ValueError: beta is not in (0, 1].
+
+    Attributes:
+        dense: send everything, residual included, by an all-reduce of float32, as long as this is set. An option and not state: alike on
+            all ranks, changed between steps.
     """
 
     def __init__(self, inner: Compressor, beta: float = 1.0, follow_lr: bool = False) -> None:
@@ -35,6 +42,7 @@ class ErrorFeedback(Reducer):
             raise ValueError(f"beta={beta}: must be above 0 and at most 1; use the compressor alone for no error feedback")
         self.inner, self.beta, self.follow_lr = inner, beta, follow_lr
         self.primitive, self.align = inner.primitive, inner.align
+        self.dense = False
         self.residuals = Memory()
         self._lr: dict[str, float] = {}  # of the step that each residual is from
 
@@ -44,11 +52,12 @@ class ErrorFeedback(Reducer):
         scale = self._rescaled(layout, turn)
         compensated = bundle.plus(kept, self.beta * scale)
         bad = non_finite(compensated)
-        payload = self.inner.compress(compensated, turn)
-        left = self.inner.residual(compensated, payload)
+        inner = WHOLE if self.dense else self.inner
+        payload = inner.compress(compensated, turn)
+        left = inner.residual(compensated, payload)
         put_back(layout, left, kept if scale == 1 else kept * scale, bad)
         self.residuals.replace(layout, left)
-        return (yield from self.inner.share(payload, turn))
+        return (yield from inner.share(payload, turn))
 
     def _rescaled(self, layout: Layout, turn: Turn) -> float:
         if not self.follow_lr:
@@ -64,7 +73,7 @@ class ErrorFeedback(Reducer):
         return before.pop() / turn.lr
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
-        return self.inner.wire_bytes(layout, world=world, selected=selected)
+        return (WHOLE if self.dense else self.inner).wire_bytes(layout, world=world, selected=selected)
 
     def hold_still(self) -> None:
         self.residuals.fixed = True

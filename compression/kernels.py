@@ -17,9 +17,10 @@ from torch import Tensor
 from gemini_ft.accelerator import holds
 
 from .base import Layout, Turn
+from .buffers import BUFFERS
 from .randomness import random_words, stream_seed, uniform
 
-_BLOCK = 120 * 1024  # elements that fit, with their results, into a core's own cache; a multiple of every method's run
+BLOCK = 120 * 1024  # elements that fit, with their results, into a core's own cache; a multiple of every method's run
 
 
 @cache
@@ -46,8 +47,8 @@ def select(flat: Tensor, layout: Layout, thresholds: Tensor) -> Tensor:
     if holds(flat):
         found: Tensor = _triton().select(flat, layout, thresholds)
         return found
-    below = np.empty(layout.total, dtype=bool)
-    magnitudes = flat.abs().numpy()
+    below = BUFFERS.empty(layout.total, torch.bool).numpy()
+    magnitudes = torch.abs(flat, out=BUFFERS.empty(layout.total)).numpy()
     for at, span, threshold in zip(layout.starts, layout.spans, thresholds.numpy(), strict=True):
         np.less(magnitudes[at : at + span], threshold, out=below[at : at + span])
     return torch.from_numpy(np.flatnonzero(np.logical_not(below, out=below)).astype(np.int32))
@@ -100,7 +101,7 @@ def pack_signs_and_zeros(flat: Tensor) -> tuple[Tensor, Tensor | None, bool]:
     """
     if holds(flat):
         return pack_signs(flat), pack(flat == 0), bool(torch.isfinite(flat.sum()))
-    values, mask = flat.numpy(), np.empty(min(_BLOCK, flat.numel()), dtype=bool)
+    values, mask = flat.numpy(), np.empty(min(BLOCK, flat.numel()), dtype=bool)
     signs, nowhere, squares = np.empty(values.size // 8, dtype=np.uint8), True, 0.0
     with np.errstate(over="ignore", invalid="ignore"):
         for part in _blocks(values.size):
@@ -113,7 +114,7 @@ def pack_signs_and_zeros(flat: Tensor) -> tuple[Tensor, Tensor | None, bool]:
 
 
 def _blocks(total: int) -> Iterator[slice]:
-    return (slice(begin, min(begin + _BLOCK, total)) for begin in range(0, total, _BLOCK))
+    return (slice(begin, min(begin + BLOCK, total)) for begin in range(0, total, BLOCK))
 
 
 def mean_log(values: Tensor) -> float:
@@ -135,7 +136,7 @@ def scaled_blocks(flat: Tensor, layout: Layout, factors: Tensor) -> Iterator[tup
         yield slice(0, layout.total), scaled
         return
     values, ends = flat.numpy(), zip(np.cumsum(layout.spans).tolist(), factors.tolist(), strict=True)
-    buffer = np.empty(min(_BLOCK, layout.total), dtype=np.float32)
+    buffer = np.empty(min(BLOCK, layout.total), dtype=np.float32)
     end, factor = next(ends)
     for part in _blocks(layout.total):
         at = part.start
@@ -149,16 +150,48 @@ def scaled_blocks(flat: Tensor, layout: Layout, factors: Tensor) -> Iterator[tup
         yield part, torch.from_numpy(buffer[: part.stop - part.start])
 
 
+def look_up(codes: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
+    """The row of a table that each code stands for, one after the other: float32 (codes * width,).
+
+    Args:
+        codes: uint8.
+        table: float32 (codes there are, width), contiguous.
+        out: where to.
+    """
+    rows, width = table.shape
+    flat = BUFFERS.empty(codes.numel() * width, device=table.device) if out is None else out
+    if holds(codes):
+        torch.index_select(table, 0, codes.int(), out=flat.view(-1, width))
+        return flat
+    row = f"V{4 * width}"  # numpy copies rows as wide items, three times as fast as torch; codes are not checked
+    np.take(table.numpy().view(row).reshape(rows), codes.numpy(), out=flat.numpy().view(row), mode="clip")
+    return flat
+
+
+def look_up_each(codes: Tensor, layout: Layout, tables: Tensor) -> Tensor:
+    """`look_up` with a table for each tensor, (tensors, codes there are, width), so that scaling takes no pass: float32 (layout.total,)."""
+    width = tables.shape[2]
+    flat = BUFFERS.empty(layout.total, device=codes.device)
+    parts = zip(codes.split_with_sizes([span // width for span in layout.spans]), flat.split_with_sizes(layout.spans), strict=True)
+    for (part, out), table in zip(parts, tables.unbind(), strict=True):
+        look_up(part, table, out)
+    return flat
+
+
 @cache
-def _bit_table(device: torch.device, low: float) -> Tensor:
-    """The eight values that each byte stands for, float32 (256, 8)."""
-    bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
-    return torch.where(bits.bool(), 1.0, low).to(device)
+def bit_table(device: torch.device) -> Tensor:
+    """The eight bits of each byte, the lowest first: bool (256, 8)."""
+    return (torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1).bool().to(device)
+
+
+@cache
+def _signs_of_bits(device: torch.device, low: float) -> Tensor:
+    return torch.where(bit_table(device), 1.0, low)
 
 
 def unpack_signs(packed: Tensor, low: float = -1.0) -> Tensor:
     """1.0 where a bit is set, ``low`` elsewhere: float32 (8 * bytes,)."""
-    return _bit_table(packed.device, low).index_select(0, packed.int()).view(-1)
+    return look_up(packed, _signs_of_bits(packed.device, low))
 
 
 def pack_small(codes: Tensor, bits: int) -> Tensor:
@@ -171,7 +204,8 @@ def pack_small(codes: Tensor, bits: int) -> Tensor:
 
 
 @cache
-def _small_table(device: torch.device, bits: int, offset: int) -> Tensor:
+def small_table(device: torch.device, bits: int, offset: int) -> Tensor:
+    """The codes of 2 or 4 bits in each byte, minus ``offset``: float32 (256, 8 / bits)."""
     shifts = torch.arange(0, 8, bits)
     values = (torch.arange(256).unsqueeze(1) >> shifts & (2**bits - 1)) - offset
     table: Tensor = values.float().to(device)
@@ -180,7 +214,7 @@ def _small_table(device: torch.device, bits: int, offset: int) -> Tensor:
 
 def unpack_small(packed: Tensor, bits: int, offset: int) -> Tensor:
     """Codes minus ``offset``: float32 (bytes * 8 / bits,)."""
-    return _small_table(packed.device, bits, offset).index_select(0, packed.int()).view(-1)
+    return look_up(packed, small_table(packed.device, bits, offset))
 
 
 def stochastic_round(flat: Tensor, layout: Layout, scales: Tensor, limit: int, seed: int, turn: Turn, bucket: int = 0) -> Tensor:
@@ -204,7 +238,7 @@ def stochastic_round(flat: Tensor, layout: Layout, scales: Tensor, limit: int, s
             part.addcmul_(values, scale)
     else:
         scaled.view(-1, bucket).addcmul_(flat.view(-1, bucket), scales.unsqueeze(1))
-    codes = torch.empty(layout.total, dtype=torch.int8)
+    codes = BUFFERS.empty(layout.total, torch.int8)
     for block in _blocks(layout.total):
         codes[block] = scaled[block].floor_().clamp_(-limit, limit).nan_to_num_(0.0)
     return codes
@@ -219,7 +253,7 @@ def natural(flat: Tensor, layout: Layout, seed: int, turn: Turn) -> Tensor:
         rounded: Tensor = _triton().natural(flat, layout, stream_seeds(layout, flat.device, seed, turn))
         return rounded
     words, bits = random_words(layout, seed, turn), flat.numpy().view(np.uint32)
-    exponents = np.empty(layout.total, dtype=np.uint8)
+    exponents = BUFFERS.empty(layout.total, torch.uint8).numpy()
     for part in _blocks(layout.total):
         # A carry out of the mantissa rounds up: it comes with a probability of mantissa / 2^23. From an exponent of 254 it
         # would make an infinity, so the largest power of two is the last.

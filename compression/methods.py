@@ -54,7 +54,7 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "atomo": Atomo,
 }
 
-REDUCERS: dict[str, Callable[..., Reducer]] = {  # with a memory of their own, or none that could be apart
+REDUCERS: dict[str, Callable[..., Reducer]] = {  # methods that keep their own residuals, or none: they take no error feedback around them
     "dgc": lambda momentum=0.9, nesterov=False, clip_norm=None, ratio=0.001, sample=0.01, warmup_steps=0: MomentumCorrection(
         SampledThreshold(ratio, sample, warmup_steps), momentum, nesterov, clip_norm
     ),

@@ -9,6 +9,7 @@ import torch
 
 from . import kernels
 from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn, cut, join
+from .buffers import BUFFERS
 
 _LOW = 18  # below the smallest biased exponent of seven bits, 19; 0 stands for zero, 127 for values that are not finite
 _INFINITE = 127
@@ -30,7 +31,7 @@ class Natural(Compressor):
     def decompress(self, payload: Payload) -> Bundle:
         total = payload.layout.total
         exponents, bits = cut(payload.data, (torch.uint8, total), (torch.uint8, total // 8))
-        powers = (exponents.int() << 23).view(torch.float32)
+        powers = BUFFERS.empty(total, torch.int32, bits.device).copy_(exponents).bitwise_left_shift_(23).view(torch.float32)
         return Bundle(payload.layout, powers.mul_(kernels.unpack_signs(bits)))
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
@@ -47,7 +48,7 @@ class Natural8(Natural):
         return Payload(bundle.layout, codes.add_(kernels.negative(bundle.flat).view(torch.uint8), alpha=128))
 
     def decompress(self, payload: Payload) -> Bundle:
-        return Bundle(payload.layout, _table(payload.data.device).index_select(0, payload.data.int()))
+        return Bundle(payload.layout, kernels.look_up(payload.data, _table(payload.data.device).unsqueeze(1)))
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
         return layout.total

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from .base import Bundle, Exchange, Layout, Primitive, Reducer, Request, State, Turn
+from .buffers import BUFFERS
 from .memory import Memory, put_back
+from .norms import norms
 from .randomness import SHARED, generator
 
 _ALIGN = 16  # elements, 64 bytes: how a product is rounded depends on where its operands lie
@@ -69,7 +71,7 @@ class PowerSGD(Reducer):
         if runs:
             yield from projections.average(turn)
 
-        result = Bundle(layout, layout.clear_padding(torch.empty_like(left.flat)))
+        result = Bundle(layout, layout.clear_padding(BUFFERS.empty(layout.total, device=device)))
         for run, p, q in zip(runs, products.parts, projections.parts, strict=True):
             _expand(p, q, run.matrices(result.flat))
         for number, mean in zip(whole, products.rest.split_with_sizes([view.numel() for view in dense]), strict=True):
@@ -83,12 +85,12 @@ class PowerSGD(Reducer):
         """Q' of the last step of each matrix, (count, rank, columns), rows of length 1. One that has come to zero is drawn anew."""
         kept = [self._kept(names[number], run.rank, run.columns, device) for number in run.numbers]
         rows = [row for q in kept for row in q.unbind()]
-        norms = torch.stack(torch._foreach_norm(rows))
-        if not bool(norms.all()):
+        lengths = norms(rows)
+        if not bool(lengths.all()):
             for number, q in zip(run.numbers, kept, strict=True):
                 self._draw(names[number], q, turn)
-            norms = torch.stack(torch._foreach_norm(rows))
-        return _aligned((len(kept), run.rank, run.columns), device).copy_(torch.stack(kept)).div_(norms.view(-1, run.rank, 1))
+            lengths = norms(rows)
+        return _aligned((len(kept), run.rank, run.columns), device).copy_(torch.stack(kept)).div_(lengths.view(-1, run.rank, 1))
 
     def _kept(self, name: str, rank: int, columns: int, device: torch.device) -> Tensor:
         factor = self.factors.get(name)
@@ -100,7 +102,7 @@ class PowerSGD(Reducer):
 
     def _draw(self, name: str, factor: Tensor, turn: Turn) -> None:
         fresh = generator(name, self.seed, turn, SHARED).standard_normal(tuple(factor.shape), dtype="float32")
-        zero = torch.linalg.vector_norm(factor, dim=1, keepdim=True) == 0
+        zero = (factor == 0).all(1, keepdim=True)
         factor.copy_(torch.where(zero, torch.from_numpy(fresh).to(factor.device), factor))
 
     def _keep_factors(self, names: Sequence[str], runs: Sequence[Run], projections: _Stacks) -> list[int]:
@@ -234,7 +236,7 @@ def _multiply(matrices: Tensor, factors: Tensor, out: Tensor) -> None:
 
 
 def _expand(lefts: Tensor, rights: Tensor, out: Tensor) -> None:
-    """P Q' of each matrix."""
+    """The product P Q' for each matrix."""
     if lefts.shape[1] == 1:  # one rounding an element, however many at once
         torch.mul(lefts.transpose(1, 2), rights, out=out)
         return
@@ -248,9 +250,9 @@ def orthonormalise(stacks: Sequence[Tensor]) -> None:
         first = _norms(stack) if stack.shape[1] > 1 else None
         for place in range(stack.shape[1]):
             rows = stack[:, place]
-            norms = _norms(rows)
+            lengths = _norms(rows)
             least = 0.0 if place == 0 or first is None else _DEPENDENT * first.view(stack.shape[:2])[:, place]
-            rows.mul_(torch.where(norms <= least, 0.0, 1 / norms).unsqueeze(1))
+            rows.div_(lengths.masked_fill(lengths <= least, torch.inf).unsqueeze(1))
             for matrix in stack.unbind() if place + 1 < stack.shape[1] else ():
                 rest = matrix[place + 1 :]
                 rest.addr_(torch.mv(rest, matrix[place]), matrix[place], alpha=-1)
@@ -258,4 +260,4 @@ def orthonormalise(stacks: Sequence[Tensor]) -> None:
 
 def _norms(rows: Tensor) -> Tensor:
     """The norm of each row, computed one by one: (rows,) for (..., m)."""
-    return torch.stack(torch._foreach_norm(list(rows.reshape(-1, rows.shape[-1]).unbind())))
+    return norms(rows.reshape(-1, rows.shape[-1]).unbind())

@@ -7,6 +7,10 @@ from torch import Tensor
 
 from . import kernels
 from .base import Bundle, Compressor, Exchange, Layout, Payload, Primitive, Reducer, Request, Turn, cut, divided, join
+from .buffers import BUFFERS
+from .norms import norms, row_norms
+
+_LEAST = 2.0**-126  # its reciprocal is finite
 
 
 def magnitudes(bundle: Bundle) -> Tensor:
@@ -18,6 +22,11 @@ def magnitudes(bundle: Bundle) -> Tensor:
 def inverse(scales: Tensor, levels: float = 1.0) -> Tensor:
     """``levels / scales``, or 0 where that is not finite: for scales that are zero, nearly zero, or not finite themselves."""
     return (levels / scales).nan_to_num_(0.0, 0.0, 0.0)
+
+
+def divisible(scales: Tensor, levels: float = 1.0) -> Tensor:
+    """Scales of which none is so small that its `inverse` is 0: such a one is made larger, which leaves rounding unbiased. 0 stays 0."""
+    return torch.where(scales > 0, scales.clamp(min=levels * _LEAST), scales)
 
 
 class QSGD(Compressor):
@@ -44,17 +53,23 @@ class QSGD(Compressor):
         self._bits = 4 if levels <= 7 else 8
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
-        norms = torch.linalg.vector_norm(bundle.flat.view(-1, self.align), dim=1)
-        codes = kernels.stochastic_round(bundle.flat, bundle.layout, inverse(norms, self.levels), self.levels, self.seed, turn, self.align)
+        lengths = divisible(row_norms(bundle.flat.view(-1, self.align)), self.levels)
+        codes = kernels.stochastic_round(
+            bundle.flat, bundle.layout, inverse(lengths, self.levels), self.levels, self.seed, turn, self.align
+        )
         packed = codes if self._bits == 8 else kernels.pack_small((codes + 8).view(torch.uint8), 4)
-        return Payload(bundle.layout, join(norms, packed))
+        return Payload(bundle.layout, join(lengths, packed))
 
     def decompress(self, payload: Payload) -> Bundle:
         layout = payload.layout
         buckets = layout.total // self.align
-        norms, packed = cut(payload.data, (torch.float32, buckets), (torch.int8, layout.total * self._bits // 8))
-        flat = packed.float() if self._bits == 8 else kernels.unpack_small(packed.view(torch.uint8), 4, 8)
-        flat.view(buckets, -1).mul_((norms / self.levels).unsqueeze(1))
+        lengths, packed = cut(payload.data, (torch.float32, buckets), (torch.int8, layout.total * self._bits // 8))
+        flat = (
+            BUFFERS.empty(layout.total, device=packed.device).copy_(packed)
+            if self._bits == 8
+            else kernels.unpack_small(packed.view(torch.uint8), 4, 8)
+        )
+        flat.view(buckets, -1).mul_((lengths / self.levels).unsqueeze(1))
         return Bundle(layout, flat)
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
@@ -82,15 +97,15 @@ class TernGrad(Compressor):
         scales = magnitudes(bundle)
         if self.clip is not None:
             scales = torch.minimum(scales, self.clip * deviations(bundle))
+        scales = divisible(scales)
         codes = kernels.stochastic_round(bundle.flat, bundle.layout, inverse(scales), 1, self.seed, turn)
         return Payload(bundle.layout, join(scales, kernels.pack_small((codes + 1).view(torch.uint8), 2)))
 
     def decompress(self, payload: Payload) -> Bundle:
         layout = payload.layout
         scales, packed = cut(payload.data, (torch.float32, len(layout.names)), (torch.uint8, layout.total // 4))
-        flat = kernels.unpack_small(packed, 2, 1)
-        torch._foreach_mul_(layout.views(flat), list(scales.unbind()))
-        return Bundle(layout, flat)
+        tables = kernels.small_table(packed.device, 2, 1) * scales.view(-1, 1, 1)
+        return Bundle(layout, kernels.look_up_each(packed, layout, tables))
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
         return layout.total // 4 + 4 * len(layout.names)
@@ -98,12 +113,12 @@ class TernGrad(Compressor):
 
 def deviations(bundle: Bundle) -> Tensor:
     """Standard deviation of each tensor, float32 (tensors,); of a single element, its magnitude, so that it is not clipped away."""
-    squares = torch.stack(torch._foreach_norm(bundle.views)).square_()
-    sums = torch.stack([view.sum() for view in bundle.views])
+    lengths, sums = norms(bundle.views), torch.stack([view.sum() for view in bundle.views])
     sizes = torch.tensor(bundle.layout.sizes, device=sums.device)
-    variance = (squares / sizes - (sums / sizes).square()).clamp_(min=0)
-    # Of equal elements only rounding would be left: their scale is their magnitude.
-    return torch.where(variance > 1e-6 * squares / sizes, variance.sqrt(), squares.sqrt())
+    root_mean_square = lengths / sizes.sqrt()
+    share = 1 - (sums / sizes / root_mean_square).square()  # of the mean square that the variance is
+    # The variance of equal elements would be nothing but rounding errors, so their magnitude is taken as the scale.
+    return torch.where(share > 1e-6, root_mean_square * share.sqrt(), lengths)
 
 
 class GlobalInt8(Reducer):
@@ -124,10 +139,11 @@ class GlobalInt8(Reducer):
         levels = 127 // turn.world
         if levels == 0:
             raise ValueError(f"GlobalInt8 on {turn.world} ranks: their sum fits int8 on at most 127; reduce hierarchically or use QSGD")
-        (scales,) = yield Request("max", magnitudes(bundle))
+        (largest,) = yield Request("max", magnitudes(bundle))
+        scales = divisible(largest, levels)
         codes = kernels.stochastic_round(bundle.flat, layout, inverse(scales, levels), levels, self.seed, turn)
         (total,) = yield Request("sum", codes)
-        flat = total.float()
+        flat = BUFFERS.empty(layout.total, device=total.device).copy_(total)
         torch._foreach_mul_(layout.views(flat), list((scales / levels).unbind()))
         return divided(Bundle(layout, flat), turn.world)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .base import Layout, Turn
+from .buffers import BUFFERS
 
 SHARED = -1  # in place of a rank: the same numbers on all ranks
 
@@ -46,7 +47,7 @@ def generator(name: str, seed: int, turn: Turn, rank: int) -> np.random.Generato
 
 def uniform(layout: Layout, device: torch.device, seed: int, turn: Turn) -> Tensor:
     """Numbers in [0, 1) for each element of a layout, float32 (layout.total,)."""
-    flat = torch.empty(layout.total, device=device)
+    flat = BUFFERS.empty(layout.total, device=device)
     layout.clear_padding(flat)
     for name, view in zip(layout.names, layout.views(flat), strict=True):
         if device.type == "cpu":
@@ -58,7 +59,7 @@ def uniform(layout: Layout, device: torch.device, seed: int, turn: Turn) -> Tens
 
 def random_words(layout: Layout, seed: int, turn: Turn) -> npt.NDArray[np.uint32]:
     """32 random bits for each element of a layout, on the CPU, uint32 (layout.total,)."""
-    words = np.empty(layout.total, dtype=np.uint32)
+    words = BUFFERS.empty(layout.total, torch.int32).numpy().view(np.uint32)
     for name, at, span in zip(layout.names, layout.starts, layout.spans, strict=True):
         raw: npt.NDArray[np.uint64] = generator(name, seed, turn, turn.rank).bit_generator.random_raw(-(-span // 2))
         words[at : at + span] = raw.view(np.uint32)[:span]

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from . import kernels
 from .base import Bundle, State, Turn
-from .sparse import Sparsifier, above, check_ratio, kept
+from .norms import moderate
+from .sparse import Sparsifier, WithRatio, above, kept
 
 Fit: TypeAlias = Callable[[Tensor, float, float], float]
 
@@ -25,6 +26,7 @@ _EVERY = 5  # steps between two decisions of the controller
 _TOLERANCE = 0.2
 _FLAT = 1e-6  # a shape parameter below is that of an exponential distribution
 _NEWTON_STEPS = 12
+_EQUAL = 1e-6  # difference of two logarithms in float32 that only rounding may have made: all values are the same
 
 
 def exponential(values: Tensor, at: float, ratio: float) -> float:
@@ -52,13 +54,13 @@ def gamma(values: Tensor, at: float, ratio: float) -> float:
         return 0.0
     mean = float(positive.mean())
     spread = math.log(mean) - kernels.mean_log(positive)
-    if spread <= 0:  # all equal
+    if spread <= _EQUAL:
         return mean
     shape = (3 - spread + math.sqrt((spread - 3) ** 2 + 24 * spread)) / (12 * spread)
-    return mean / shape * _gamma_quantile(shape, ratio * values.numel() / positive.numel())
+    return mean / shape * gamma_quantile(shape, ratio * values.numel() / positive.numel())
 
 
-def _gamma_quantile(shape: float, upper: float) -> float:
+def gamma_quantile(shape: float, upper: float) -> float:
     """x with Q(shape, x) = upper, the regularised upper incomplete gamma function; from Wilson and Hilferty's
     approximation on, or that for small x.
     """
@@ -122,7 +124,7 @@ class Stages:
         self.stages = min(max(1, self.stages + self.direction), most)
 
 
-class SIDCo(Sparsifier):
+class SIDCo(WithRatio, Sparsifier):
     """Sends about ``ratio`` of each tensor, above a threshold fitted in O(d).
 
     Args:
@@ -133,24 +135,27 @@ class SIDCo(Sparsifier):
     def __init__(self, ratio: float = 0.001, distribution: Literal["exponential", "pareto", "gamma"] = "exponential") -> None:
         if distribution not in _FITS:
             raise ValueError(f"distribution={distribution!r}: must be one of {', '.join(_FITS)}")
-        self.ratio = check_ratio(ratio)
+        self.ratio = ratio
         self._first, self._later = _FITS[distribution]
-        self._most = max(1, math.ceil(math.log(self.ratio, 0.5)))
         self.stages: dict[str, Stages] = {}
 
     def pick(self, bundle: Bundle, turn: Turn) -> Tensor:
         layout = bundle.layout
-        magnitudes = layout.views(bundle.flat.abs())
-        picked = []
+        magnitudes = bundle.magnitudes()
+        picked, most = [], max(1, math.ceil(math.log(self.ratio, 0.5)))
         for name, view, at in zip(layout.names, magnitudes, layout.starts, strict=True):
             control = self.stages.setdefault(name, Stages())
             found = above(view, self.threshold(view, control.stages))
-            control.observe(found.numel() / kept(view.numel(), self.ratio), self._most)
+            control.observe(found.numel() / kept(view.numel(), self.ratio), most)
             picked.append(found + at)
         return torch.cat(picked).int()
 
     def threshold(self, magnitudes: Tensor, stages: int) -> float:
         """The threshold that ``stages`` stages estimate; NaN where magnitudes are not finite, 0 where all are zero."""
+        magnitudes, factor = moderate(magnitudes)
+        return self._estimate(magnitudes, stages) / factor
+
+    def _estimate(self, magnitudes: Tensor, stages: int) -> float:
         if stages == 1 or self.ratio >= _FIRST_RATIO:
             return self._first(magnitudes, 0.0, self.ratio)
         threshold = self._first(magnitudes, 0.0, _FIRST_RATIO)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import kernels
 from .base import Bundle, Compressor, Exchange, Layout, Payload, Primitive, Reducer, Request, State, Turn, cut, join
+from .buffers import BUFFERS
 from .memory import Memory, non_finite, put_back
 from .randomness import random_bytes
 
@@ -24,16 +25,14 @@ class ScaledSign(Compressor):
     primitive = Primitive.ALL_GATHER
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
-        sums = torch.stack([view.sum() for view in bundle.layout.views(bundle.flat.abs())])
+        sums = torch.stack([view.sum() for view in bundle.magnitudes()])
         sizes = torch.tensor(bundle.layout.sizes, device=sums.device).clamp_(min=1)
         return Payload(bundle.layout, join(sums / sizes, kernels.pack_signs(bundle.flat)))
 
     def decompress(self, payload: Payload) -> Bundle:
         layout = payload.layout
         scales, bits = cut(payload.data, (torch.float32, len(layout.names)), (torch.uint8, layout.total // 8))
-        flat = kernels.unpack_signs(bits)
-        torch._foreach_mul_(layout.views(flat), list(scales.unbind()))
-        return Bundle(layout, layout.clear_padding(flat))
+        return Bundle(layout, _of_bits(layout, bits, -scales, scales))
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
         return layout.total // 8 + 4 * len(layout.names)
@@ -50,26 +49,28 @@ class OneBit(Compressor):
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         layout = bundle.layout
         bits = kernels.pack_signs(bundle.flat)
-        # From sums over all elements, without taking the signs apart: sum|x| + sum x is twice the sum of the positive ones.
-        absolute = torch.stack([view.sum() for view in layout.views(bundle.flat.abs())])
-        total = torch.stack([view.sum() for view in bundle.views])
         below = torch.stack([torch.count_nonzero(part) for part in layout.views(kernels.negative(bundle.flat))])
-        sizes = torch.tensor(layout.sizes, device=total.device)
-        low = (total - absolute) / 2 / below.clamp(min=1)
-        high = (total + absolute) / 2 / (sizes - below).clamp(min=1)
+        sizes = torch.tensor(layout.sizes, device=below.device)
+        # Each side is added up for itself: as the difference of two sums over all elements, the smaller one would be lost in rounding.
+        side = torch.clamp(bundle.flat, max=0, out=BUFFERS.empty(layout.total, device=bundle.flat.device))
+        low = torch.stack([view.sum() for view in layout.views(side)]) / below.clamp(min=1)
+        torch.clamp(bundle.flat, min=0, out=side)
+        high = torch.stack([view.sum() for view in layout.views(side)]) / (sizes - below).clamp(min=1)
         return Payload(layout, join(low, high, bits))
 
     def decompress(self, payload: Payload) -> Bundle:
         layout, count = payload.layout, len(payload.layout.names)
         low, high, bits = cut(payload.data, (torch.float32, count), (torch.float32, count), (torch.uint8, payload.layout.total // 8))
-        flat = kernels.unpack_signs(bits, low=0.0)
-        views = layout.views(flat)
-        torch._foreach_mul_(views, list((high - low).unbind()))
-        torch._foreach_add_(views, list(low.unbind()))
-        return Bundle(layout, layout.clear_padding(flat))
+        return Bundle(layout, _of_bits(layout, bits, low, high))
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
         return layout.total // 8 + 8 * len(layout.names)
+
+
+def _of_bits(layout: Layout, bits: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Each tensor's ``high`` where a bit is set, its ``low`` elsewhere, zeros as padding: float32 (layout.total,)."""
+    tables = torch.where(kernels.bit_table(bits.device), high.view(-1, 1, 1), low.view(-1, 1, 1))
+    return layout.clear_padding(kernels.look_up_each(bits, layout, tables))
 
 
 class MajorityVote(Reducer):

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from . import kernels
 from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn, cut, join
 
 _BINS = 64  # six bits
@@ -16,7 +17,8 @@ _SAMPLE = 16384
 class Sketch(Compressor):
     """64 bins per tensor, as many elements in each, in six bits; bin means are exact, borders are from a sample.
 
-    Borders are rounded to the precision of bfloat16, so that an element's bin is looked up and not searched. Needs error feedback.
+    An element's bin is looked up by the upper 16 bits of its float, as if borders were rounded to bfloat16, wherever that leaves bins
+    apart. Elements between borders that bfloat16 cannot tell apart are searched for. Needs error feedback.
     Payload: 64 means of each tensor (float32), then four codes in three bytes. Computed on the CPU.
     """
 
@@ -30,19 +32,14 @@ class Sketch(Compressor):
         means = np.empty((len(layout.names), _BINS), np.float32)
         for row, size, at in zip(means, layout.sizes, layout.starts, strict=True):
             part = slice(at, at + size)
-            codes[part] = _bins(keys[part])
+            codes[part] = _bins(keys[part], values[part])
             row[:] = _means(codes[part], values[part])
         return Payload(layout, join(torch.from_numpy(means), torch.from_numpy(_pack6(codes))).to(device))
 
     def decompress(self, payload: Payload) -> Bundle:
         layout, count = payload.layout, len(payload.layout.names)
         means, packed = cut(payload.data, (torch.float32, count * _BINS), (torch.uint8, layout.total * 3 // 4))
-        codes = _unpack6(packed).int()
-        flat = torch.empty(layout.total, device=payload.data.device)
-        for view, part, table in zip(
-            flat.split_with_sizes(layout.spans), codes.split_with_sizes(layout.spans), means.view(count, _BINS), strict=True
-        ):
-            torch.index_select(table, 0, part, out=view)
+        flat = kernels.look_up_each(_unpack6(packed), layout, means.view(count, _BINS, 1))
         return Bundle(layout, layout.clear_padding(flat))
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
@@ -55,13 +52,20 @@ def _ordered(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     return upper ^ ((upper.view(np.int16) >> 15).view(np.uint16) | np.uint16(0x8000))
 
 
-def _bins(keys: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint8]:
+def _bins(keys: npt.NDArray[np.uint16], values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     """The bin of each element, by borders between equal parts of a sorted sample."""
-    sample = np.sort(keys[:: max(1, keys.size // _SAMPLE)])
-    borders = sample[np.arange(1, _BINS) * sample.size // _BINS].astype(np.int64)
-    lengths = np.diff(borders, prepend=0, append=65536)
-    table = np.repeat(np.arange(_BINS, dtype=np.uint8), lengths)
-    return table[keys]
+    sample = np.sort(values[:: max(1, values.size // _SAMPLE)])
+    borders = sample[np.arange(1, _BINS) * sample.size // _BINS]
+    upper = np.maximum.accumulate(_ordered(borders).astype(np.int64))  # numpy sorts a NaN last, whatever its sign
+    table = np.repeat(np.arange(_BINS, dtype=np.uint8), np.diff(upper, prepend=0, append=65536))
+    bins = table[keys]
+    crowded = np.unique(upper[:-1][(upper[1:] == upper[:-1]) & (borders[1:] > borders[:-1])])
+    if crowded.size:
+        among = np.zeros(65536, dtype=bool)
+        among[crowded] = True
+        places = np.flatnonzero(among[keys])
+        bins[places] = np.searchsorted(borders, values[places], side="right")
+    return bins
 
 
 def _means(codes: npt.NDArray[np.uint8], values: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:

@@ -17,6 +17,7 @@ from gemini_ft.accelerator import holds
 
 from . import kernels
 from .base import Bundle, Compressor, Layout, Payload, Primitive, Summed, Turn, cut, divided, join
+from .buffers import BUFFERS
 from .randomness import SHARED, generator
 
 _FEW = 4096  # elements; below, looking for candidates first costs more than it saves
@@ -53,7 +54,7 @@ class Sparsifier(Compressor):
 
     def _summed(self, payloads: Sequence[Payload]) -> Bundle:
         layout, data = payloads[0].layout, payloads[0].data
-        total = torch.zeros(layout.total, device=data.device)
+        total = BUFFERS.zeros(layout.total, device=data.device)
         for payload in payloads:
             values, indices = entries(payload)
             total.index_add_(0, indices, values)
@@ -100,17 +101,30 @@ def above(magnitudes: Tensor, threshold: float) -> Tensor:
     return kernels.not_below(magnitudes, threshold) if threshold >= _LEAST else kernels.indices(magnitudes.ne(0))
 
 
-class TopK(Sparsifier):
+class WithRatio:
+    """A method of which an option says what part of each tensor travels."""
+
+    @property
+    def ratio(self) -> float:
+        """Part of each tensor that travels; see `gemini_ft.compression.base.Reducer.ratio`."""
+        return self._ratio
+
+    @ratio.setter
+    def ratio(self, ratio: float) -> None:
+        self._ratio = check_ratio(ratio)
+
+
+class TopK(WithRatio, Sparsifier):
     """Sends the k = max(1, floor(ratio d)) largest magnitudes of each tensor. Stich et al., NeurIPS 2018."""
 
     primitive = Primitive.ALL_GATHER
 
     def __init__(self, ratio: float = 0.01) -> None:
-        self.ratio = check_ratio(ratio)
+        self.ratio = ratio
 
     def pick(self, bundle: Bundle, turn: Turn) -> Tensor:
         layout = bundle.layout
-        magnitudes = layout.views(bundle.flat.abs())
+        magnitudes = bundle.magnitudes()
         picked = [
             largest(view, kept(size, self.ratio)) + at for view, size, at in zip(magnitudes, layout.sizes, layout.starts, strict=True)
         ]
@@ -142,7 +156,7 @@ class Threshold(Sparsifier):
         return kernels.select(bundle.flat, bundle.layout, torch.full((len(bundle.layout.names),), self.value, device=bundle.flat.device))
 
 
-class RandomK(Summed):
+class RandomK(WithRatio, Summed):
     """Sends k = max(1, floor(ratio d)) elements of each tensor, drawn alike on all ranks, so that indices do not travel.
 
     Args:
@@ -152,7 +166,7 @@ class RandomK(Summed):
     """
 
     def __init__(self, ratio: float = 0.01, seed: int = 0, scaled: bool = False) -> None:
-        self.ratio, self.seed, self.scaled = check_ratio(ratio), seed, scaled
+        self.ratio, self.seed, self.scaled = ratio, seed, scaled
         self.unbiased = scaled
 
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
@@ -177,7 +191,7 @@ class RandomK(Summed):
 
     def decompress(self, payload: Payload) -> Bundle:
         assert payload.shared is not None
-        flat = torch.zeros(payload.layout.total, device=payload.data.device)
+        flat = BUFFERS.zeros(payload.layout.total, device=payload.data.device)
         return Bundle(payload.layout, flat.index_copy_(0, payload.shared, payload.data))
 
     def residual(self, bundle: Bundle, payload: Payload) -> Tensor:

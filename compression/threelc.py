@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import kernels
 from .base import Bundle, Compressor, Layout, Payload, Primitive, Turn, cut, join
+from .buffers import BUFFERS
 from .quantise import inverse, magnitudes
 
 _ZEROS = 121  # a byte of five zeros
@@ -38,7 +39,7 @@ class ThreeLC(Compressor):
     def compress(self, bundle: Bundle, turn: Turn) -> Payload:
         scales = magnitudes(bundle).mul_(self.sparsity)
         weights = _WEIGHTS.to(scales)
-        quartic = torch.empty(bundle.layout.total // 5, dtype=torch.uint8, device=scales.device)
+        quartic = BUFFERS.empty(bundle.layout.total // 5, torch.uint8, scales.device)
         for part, scaled in kernels.scaled_blocks(bundle.flat, bundle.layout, inverse(scales)):
             digits = torch.mv(scaled.round_().view(-1, 5), weights)
             quartic[part.start // 5 : part.stop // 5] = digits.nan_to_num_(0.0).add_(_ZEROS)
@@ -48,9 +49,8 @@ class ThreeLC(Compressor):
         layout = payload.layout
         count = len(layout.names)
         scales, runs = cut(payload.data, (torch.float32, count), (torch.uint8, payload.data.numel() - 4 * count))
-        flat = _digits(runs.device).index_select(0, lengthen(runs).int()).view(-1)
-        torch._foreach_mul_(layout.views(flat), list(scales.unbind()))
-        return Bundle(layout, flat)
+        tables = _digits(runs.device) * scales.view(-1, 1, 1)
+        return Bundle(layout, kernels.look_up_each(lengthen(runs), layout, tables))
 
     def wire_bytes(self, layout: Layout, *, world: int = 1, selected: int | None = None) -> int:
         """Bytes of the payload, where ``selected`` is the number of bytes left after runs of zeros are shortened."""

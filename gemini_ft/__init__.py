@@ -10,6 +10,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gemini_ft.beside import show_names as _show_names
 from gemini_ft.lightning.registration import install as _register_strategies
 
 _here = Path(__file__).parent
@@ -67,3 +68,5 @@ def __dir__() -> list[str]:
 
 
 _register_strategies()
+for _beside in ("sync", "compression"):
+    _show_names(f"{__name__}.{_beside}")

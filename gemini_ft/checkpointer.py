@@ -36,13 +36,13 @@ from gemini_ft.recovery.restore import fill, read_extras
 from gemini_ft.state.base import PlainState, TrainingState
 from gemini_ft.state.ddp import ddp_state, findings, refuse_hooks, restore_buckets, restore_sync
 from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence
-from gemini_ft.state.hyperparameters import Given, Hyperparameters
+from gemini_ft.state.hyperparameters import Given, Hyperparameters, warn
 from gemini_ft.state.optimizer_steps import OptimizerSteps
 from gemini_ft.state.rebuilding import Changes
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.storage.base import WORD
 from gemini_ft.worker.recorder import Recorder
-from gemini_ft.worker.rendezvous import on_all_ranks
+from gemini_ft.worker.rendezvous import exchange_or_raise, on_all_ranks
 from gemini_ft.worker.stats import Stats
 
 EXPLAIN = "GEMINI_EXPLAIN"  # in the environment: print the census
@@ -194,6 +194,7 @@ class Checkpointer:
         self._blocked += time.perf_counter() - begin
         self.stats.note_blocked(self._blocked)
         self._blocked = 0.0
+        self._joined.leave_if_drained(self._iteration)
 
     # -- finer grain
 
@@ -208,8 +209,8 @@ class Checkpointer:
             self._bound.remember()
         self._hyperparameters.note(self._bound.hyperparameters)
         atexit.register(self._leave_if_interrupted)
-        self._recorder = recorder = Recorder(self.config, self.name, self.stats, self._resizable)
         notes.say(notes.PROTECTED)
+        self._recorder = recorder = Recorder(self.config, self.name, self.stats, self._resizable)
         if not self._resizable:
             notes.say(notes.FIXED)
         session, plan = recorder.session, recorder.session.plan
@@ -305,7 +306,9 @@ class Checkpointer:
         if session.plan.version is None:
             raise RecoveryError("load_tensors() was called, but open() found nothing to resume")
         begin = time.perf_counter()
-        self._hyperparameters.compare(self._iteration, aloud=session.rank == 0)
+        changed = exchange_or_raise(lambda: self._hyperparameters.compare(self._iteration))
+        if session.rank == 0:
+            warn(changed)
         if isinstance(self._bound, PlainState):
             self._bound.remember()
         changes = self._state_extras[session.rank % session.plan.world_size].get("changes")
@@ -340,6 +343,7 @@ class Checkpointer:
         self._save(iteration, extras)
         self.stats.note_blocked(self._blocked + time.perf_counter() - begin)
         self._blocked = 0.0
+        self._joined.leave_if_drained(iteration)
 
     def marks(self) -> dict[str, list[tuple[int, int]]]:
         """Name -> a value that changes with every write, of each tensor that the last snapshot has."""

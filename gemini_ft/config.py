@@ -112,6 +112,13 @@ class TrafficConfig(_Model):
         return self
 
 
+class MemoryConfig(_Model):
+    """Options for the memory in which agents keep slots."""
+
+    folder: Path | None = Field(None, description="Folder on a tmpfs for slots as files, which the next agent on this host finds even if everything was killed at once (containers); default: memory without a name, gone with the last process that has it. Set it as a variable, where agents start.")
+
+
+DEFAULT_MEMORY = MemoryConfig.model_validate({})
 DEFAULT_TRAFFIC = TrafficConfig.model_validate({})
 
 
@@ -124,6 +131,7 @@ class GeminiConfig(_Model):
     run_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=64, description="Name of the run (letters, digits and . _ -); default: a hash of uid, working directory and command.")
     resume: Literal["auto", "never", "require", "found"] = Field("auto", description="Whether to resume a snapshot; found: the newest that can be found, even if a newer one was reported as stored.")
     memory_limit: Bytes | None = Field(None, description="The most bytes that one host's agent may hold; default: 60 % of the memory available to it.")
+    memory: MemoryConfig = Field(DEFAULT_MEMORY, description="Where the agents' memory is.")
     interface: str | None = Field(None, description="Network for replicas: interface name or CIDR; default: the route to the master.")
     port_range: tuple[int, int] | None = Field(None, description="First and last TCP port agents may listen on; default: any.")
     domain: str | None = Field(None, description="Failure domain of this host, for example its rack.")
@@ -140,6 +148,8 @@ class GeminiConfig(_Model):
     agent_timeout: float = Field(10.0, ge=0, description="Seconds without an answer until a host's agent is killed and started anew with its memory; 0 = never.")
     start_timeout: float = Field(1800.0, ge=0, description="Seconds without progress until local workers are killed that join, restore or make their first three steps; 0 = never.")
     hang_timeout: float | None = Field(None, ge=0, description="Seconds without progress until local workers are killed; 0 = never; default: the greater of 300 s and 10 median steps.")
+    drain_signal: Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "none"] = Field("SIGUSR1", description="Signal at which `gemini run`, or a worker, finishes its step, commits it and ends with status 85, unless the script has its own use of it.")
+    drain_seconds: float = Field(25.0, gt=0, description="Seconds that a drain may take, uploads included; then `gemini run` ends its workers as at SIGTERM.")
     linger: float = Field(1800.0, ge=0, description="Seconds an agent keeps its memory after the job has crashed.")
     max_retries: int = Field(3, ge=1, description="Failures without progress after which a snapshot is given up for an older one.")
 
@@ -208,13 +218,13 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 VARIABLES = {
     "GEMINI_CONFIG": "JSON or YAML file with options.",
     "GEMINI_RUN_ID_VARIABLES": "Names of variables, separated by commas, whose values tell jobs of the same command apart.",
-    "GEMINI_HOST_ID": "Name of this host; default: its hostname with the machine's boot id.",
+    "GEMINI_HOST_ID": "Name of this host; default: the node's in a SLURM job, else the hostname with the machine's boot id.",
     "GEMINI_SECRET": "The run secret itself, where there is no secret_file.",
     "GEMINI_EVENTS": "File to which events are appended as lines of JSON.",
     "GEMINI_LOG_DIR": "Folder for the agents' logs; default: this user's own under XDG_RUNTIME_DIR or the temporary directory.",
     "GEMINI_STATE_DIR": "Folder in which a host remembers what was stored; default: gemini-ft in XDG_STATE_HOME.",
     "GEMINI_EXPLAIN": "Print what the state of the job consists of, as `gemini run --explain` does.",
-    "GEMINI_WRAP": "0: leave deepspeed.initialize and transformers' Trainer as they are.",
+    "GEMINI_WRAP": "0: leave deepspeed.initialize, transformers' Trainer and the locks of torch's builds as they are.",
     "GEMINI_DATA_RESUME": "As `data_resume` of the Lightning strategies (docs/lightning.md).",
     "GEMINI_EPOCH_HOOKS": "As `epoch_hooks` of the Lightning strategies (docs/lightning.md).",
     "GEMINI_FAULTS": "Failures to inject (README, failure drills).",
@@ -226,7 +236,7 @@ SET_BY_LAUNCHER = ("GEMINI_LAUNCH", "GEMINI_LAUNCHER_PID", "GEMINI_NOTES_FILE")
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Warnings of ``GEMINI_*`` variables that nothing reads, each with the nearest name that is read."""
-    sections: dict[str, type[BaseModel]] = {"": GeminiConfig, "STORAGE__": StorageConfig, "TRAFFIC__": TrafficConfig}
+    sections: dict[str, type[BaseModel]] = {"": GeminiConfig, "STORAGE__": StorageConfig, "TRAFFIC__": TrafficConfig, "MEMORY__": MemoryConfig}
     options = [prefix + name.upper() for prefix, model in sections.items() for name in model.model_fields]
     known = {*options, *(name.removeprefix("GEMINI_") for name in (*VARIABLES, *SET_BY_LAUNCHER))}
     found = []
@@ -248,6 +258,8 @@ def _explain(error: ValidationError) -> str:
         if item["type"] == "extra_forbidden":
             model = _SECTIONS.get(name.partition(".")[0], GeminiConfig) if "." in name else GeminiConfig
             lines.append(f"unknown option {name!r}; allowed: {', '.join(sorted(model.model_fields))}")
+        elif item["type"] == "missing":  # its input is the whole section
+            lines.append(f"{name} must be given")
         else:
             lines.append(f"{name}={item.get('input')!r}: {item['msg']}")
     return "gemini options: " + "; ".join(lines)

@@ -8,6 +8,7 @@ system's clock), ``pid``, ``host``, ``rank`` and ``stream``, and besides:
     step       iteration: it has ended
     committed  iteration: all its copies are complete
     skipped    iteration: it will have no copies
+    drained    iteration: this rank has left after it, as its host is drained
     fault      fault (as given), iteration, moment: injected by gemini_ft.faults.inject
     left       finished, interrupted; neither after a failure
 """

@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def host_id() -> str:
-    """Name of this host: GEMINI_HOST_ID, or its hostname with the machine's boot id (two containers may share a name)."""
-    return os.environ.get("GEMINI_HOST_ID") or f"{socket.gethostname()}-{machine_id()[:8]}"
+    """Name of this host: GEMINI_HOST_ID, the node's in a SLURM job, or the hostname with the boot id (two containers may share a name)."""
+    return os.environ.get("GEMINI_HOST_ID") or os.environ.get("SLURMD_NODENAME") or f"{socket.gethostname()}-{machine_id()[:8]}"
 
 
 def machine_id() -> str:

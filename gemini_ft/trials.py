@@ -49,7 +49,7 @@ class Trial:
 
     @property
     def current(self) -> int:
-        """The way to take in the next step."""
+        """The number of the way to take in the next step."""
         return self.left[self.turn]
 
     def note(self, terms: Terms, seconds: float | None) -> bool:

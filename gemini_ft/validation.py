@@ -47,5 +47,6 @@ def check_options(what: str, model: type[BaseModel], options: Mapping[str, Any],
 def _allowed(model: type[BaseModel], name: str) -> str:
     field = model.model_fields[name]
     kinds = {"int": "a whole number", "float": "a number", "bool": "true or false"}
-    kind = next((words for word, words in kinds.items() if word in str(field.annotation)), "one of its names")
+    otherwise = "a text" if field.annotation is str else "one of its names"
+    kind = next((words for word, words in kinds.items() if word in str(field.annotation)), otherwise)
     return f"{kind} ({field.description})"

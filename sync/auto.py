@@ -26,7 +26,7 @@ _PATIENCE = 3  # calls in a row of another regime
 
 
 @dataclass
-class Plan:
+class Findings:
     """All that is known about gradients of one shape.
 
     Attributes:
@@ -55,7 +55,7 @@ class Plan:
         return copy.deepcopy({"traffic": traffic, "trial": asdict(self.trial), **{name: getattr(self, name) for name in names}})
 
     @classmethod
-    def unpack(cls, packed: Mapping[str, Any]) -> Plan:
+    def unpack(cls, packed: Mapping[str, Any]) -> Findings:
         """Makes a plan of the plain data that `pack` gave."""
         given = copy.deepcopy(dict(packed))
         if (traffic := given.pop("traffic")) is not None:
@@ -78,8 +78,8 @@ class Auto(SparseScheme):
     def __init__(self) -> None:
         self._schemes = {name: scheme() for name, scheme in SCHEMES.items()}
         self._links: dict[str, Link] = {}  # by name of the group
-        self.plans: dict[tuple[object, ...], Plan] = {}
-        self._restored: dict[tuple[object, ...], Plan] = {}  # by key without the group
+        self.plans: dict[tuple[object, ...], Findings] = {}
+        self._restored: dict[tuple[object, ...], Findings] = {}  # by key without the group
 
     @property
     def dimensions(self) -> Dimensions:
@@ -89,12 +89,12 @@ class Auto(SparseScheme):
 
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
         key = (exchange.group.group_name, gradient.rows, gradient.width, gradient.values.dtype)
-        plan = self.plans.get(key) or self._restored.pop(key[1:], Plan())
+        plan = self.plans.get(key) or self._restored.pop(key[1:], Findings())
         if plan.chosen is not None:
             result = self._schemes[plan.chosen].reduce(gradient, exchange)
         else:
             result = self._explore(plan, gradient, exchange)
-        self.plans[key] = Plan() if _is_over(plan, len(result.indices)) else plan
+        self.plans[key] = Findings() if _is_over(plan, len(result.indices)) else plan
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,12 +107,12 @@ class Auto(SparseScheme):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.plans.clear()
         self._restored = {
-            (rows, width, getattr(torch, dtype.removeprefix("torch."))): Plan.unpack(plan)
+            (rows, width, getattr(torch, dtype.removeprefix("torch."))): Findings.unpack(plan)
             for rows, width, dtype, plan in state.get("plans", ())
         }
         self._links = {name: Link(alpha, beta) for name, alpha, beta in state.get("links", ())}
 
-    def _explore(self, plan: Plan, gradient: SparseRows, exchange: Exchange) -> SparseRows:
+    def _explore(self, plan: Findings, gradient: SparseRows, exchange: Exchange) -> SparseRows:
         exchange.agree()
         if plan.traffic is None:
             self._predict(plan, gradient, exchange)
@@ -123,7 +123,7 @@ class Auto(SparseScheme):
             plan.chosen = plan.tried[best]
         return result
 
-    def _predict(self, plan: Plan, gradient: SparseRows, exchange: Exchange) -> None:
+    def _predict(self, plan: Findings, gradient: SparseRows, exchange: Exchange) -> None:
         group = exchange.group.group_name
         if group not in self._links:
             self._links[group] = profiling.link(exchange)
@@ -147,7 +147,7 @@ def candidates(names: Iterable[str], traffic: Traffic, link: Link) -> list[str]:
     return [name for name in names if name in near]
 
 
-def _is_over(plan: Plan, units: int) -> bool:
+def _is_over(plan: Findings, units: int) -> bool:
     """Counts one more sum; returns whether the plan is for gradients that do not come any more."""
     if plan.chosen is None:
         return False

@@ -131,6 +131,24 @@ FORMULAS: Mapping[str, Formula] = {
 """By scheme: (messages one after the other, bytes through the busiest rank's link in its busier direction)."""
 
 
+def textbook(ranks: int, nbytes: int, link: Link) -> dict[str, float]:
+    """Seconds of a dense sum over all ranks by the textbook's four patterns, in the alpha-beta model.
+
+    Every rank's link, the server's too, carries both directions at once. "parameter server": one server, whose link brings in all ranks'
+    gradients, one after the other, and takes out as many sums, 2 alpha + 2 p d beta. "ring": reduce-scatter and all-gather. "tree":
+    recursive doubling, with a round more where p is no power of two. "switch": sums are made under way, 2 alpha + d beta whatever p is.
+    """
+    if ranks == 1:
+        return dict.fromkeys(("parameter server", "ring", "tree", "switch"), 0.0)
+    rounds = math.ceil(math.log2(ranks))
+    return {
+        "parameter server": 2 * link.alpha + 2 * ranks * nbytes * link.beta,
+        "ring": 2 * (ranks - 1) * link.alpha + 2 * (ranks - 1) / ranks * nbytes * link.beta,
+        "tree": rounds * (link.alpha + nbytes * link.beta),
+        "switch": 2 * link.alpha + nbytes * link.beta,
+    }
+
+
 def seconds(scheme: str, traffic: Traffic, link: Link) -> float:
     """Time that a scheme takes by its formula, transfers only.
 

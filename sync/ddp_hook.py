@@ -31,8 +31,20 @@ class HookState:
     group: ProcessGroup | None = None
 
 
-def hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Averages a bucket over all ranks, in the background of the backward pass."""
+def hook(state: HookState | ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages a bucket over all ranks, in the background of the backward pass.
+
+    Args:
+        state: the schemes; a process group, or None for the default group, as torch's own hooks take it: the default schemes in that group.
+        bucket: of DDP.
+
+    Raises:
+        TypeError: another state.
+    """
+    if state is None or isinstance(state, ProcessGroup):
+        state = HookState(group=state)
+    elif not isinstance(state, HookState):
+        raise TypeError(f"state={state!r}: must be a HookState, a process group, or None; for a scheme, give HookState(sparse=scheme)")
     gradient = bucket.buffer()
     gradient.div_(dist.get_world_size(state.group))  # before the sum, as DDP does: in 16 bits the sum may be too large
     scheme = state.sparse if gradient.layout == torch.sparse_coo else state.dense

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+ROUNDS = 3  # k, hash functions of hierarchical hashing's level two; a fourth gains nothing (section 4.5)
 _WORD = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9  # spreads seeds that are small numbers
 

@@ -33,7 +33,7 @@ class Hierarchical(Scheme):
 
     def __init__(self, inter: SparseScheme, local_size: int) -> None:
         check_options("Hierarchical", SCHEME_OPTIONS["hierarchical"], {"local_size": local_size})
-        self._inter, self._local_size = inter, local_size
+        self.inter, self.local_size = inter, local_size
         self._groups: tuple[ProcessGroup, ProcessGroup, ProcessGroup] | None = None  # whole, host, place
 
     def _sum(self, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -46,21 +46,21 @@ class Hierarchical(Scheme):
         own = padded.new_empty(share, width)
         reduce_scatter_single(own, padded, group=host)
         between = open_exchange(place, exchange.device, self._describe(tensor))
-        all_gather_single(padded, self._inter.reduce(from_dense(own), between).dense(), group=host)
+        all_gather_single(padded, self.inter.reduce(from_dense(own), between).dense(), group=host)
         whole = padded[:rows]
         return whole.reshape(tensor.shape).to(tensor.device) if tensor.layout == torch.strided else to_tensor(from_dense(whole), tensor)
 
     @property
     def _title(self) -> str:
-        return f"{self.name} with hosts of {self._local_size}, {self._inter._title} between them,"
+        return f"{self.name} with hosts of {self.local_size}, {self.inter._title} between them,"
 
     def _groups_of(self, whole: ProcessGroup) -> tuple[ProcessGroup, ProcessGroup]:
         if self._groups is None:
             ranks, at = dist.get_process_group_ranks(whole), whole.rank()
-            if len(ranks) % self._local_size:
-                raise ValueError(f"local_size={self._local_size}: {len(ranks)} ranks are no multiple of it")
-            first = at - at % self._local_size
-            members = ranks[first : first + self._local_size], ranks[at % self._local_size :: self._local_size]
+            if len(ranks) % self.local_size:
+                raise ValueError(f"local_size={self.local_size}: {len(ranks)} ranks are no multiple of it")
+            first = at - at % self.local_size
+            members = ranks[first : first + self.local_size], ranks[at % self.local_size :: self.local_size]
             host, place = (dist.new_group(each, use_local_synchronization=True) for each in members)
             self._groups = whole, host, place
         known, host, place = self._groups

@@ -13,9 +13,8 @@ import torch
 
 from gemini_ft.accelerator import holds
 
-from .hashing import murmur
+from .hashing import ROUNDS, murmur
 
-ROUNDS = 3  # k, hash functions of level two; a fourth gains nothing (section 4.5)
 SERIAL = 10  # r1 / r2: the serial memory is a tenth of the parallel one
 
 
@@ -63,14 +62,14 @@ def _attempt(indices: torch.Tensor, parts: torch.Tensor, count: int, seed: int, 
 
         memory, serial = fill(indices, parts, count, seed, slots, slots // SERIAL)
     else:
-        memory, serial = _fill(indices, parts, count, seed, slots, slots // SERIAL)
+        memory, serial = fill_table(indices, parts, count, seed, slots, slots // SERIAL)
     if int(serial.max()) > slots // SERIAL:
         return None
     used = memory != 0
     return Grouping(memory[used] - 1, used.sum(1).tolist(), int(serial.sum()), memory.numel(), attempts)
 
 
-def _fill(
+def fill_table(
     indices: torch.Tensor, parts: torch.Tensor, count: int, seed: int, parallel: int, serial: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same rounds as the kernel's, each for all indices at once: of those that want a slot, one gets it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+import math
 
 from .base import Dimensions, SparseScheme
 from .exchange import Exchange
@@ -29,33 +29,31 @@ class OmniReduce(SparseScheme):
 
 def to_blocks(gradient: SparseRows) -> SparseRows:
     """Blocks of the flattened matrix as units, those without a value other than zero left out; the last one is filled up."""
-    blocks = -(-gradient.rows * gradient.width // BLOCK)
-    if gradient.width % BLOCK == 0:
-        per_row = gradient.width // BLOCK
-        indices = _spread(gradient.indices * per_row, per_row)
-        values = gradient.values.reshape(len(indices), BLOCK)
-    else:
-        elements = _spread(gradient.indices * gradient.width, gradient.width)
-        indices, (places,) = union([elements // BLOCK], blocks)
-        values = gradient.values.new_zeros(len(indices), BLOCK)
-        values[places, elements % BLOCK] = gradient.values.flatten()
-    kept = values.ne(0).any(1)
-    return SparseRows(blocks, indices[kept], values[kept])
+    return regrouped(gradient, -(-gradient.rows * gradient.width // BLOCK), BLOCK)
 
 
 def from_blocks(blocks: SparseRows, rows: int, width: int) -> SparseRows:
     """The inverse of `to_blocks`, but for units that are all zero."""
     if width == 0:
         return SparseRows(rows, blocks.indices.new_zeros(0), blocks.values.new_zeros(0, 0))
-    elements = _spread(blocks.indices * BLOCK, BLOCK).view(-1, BLOCK)
-    block, column = blocks.values.nonzero(as_tuple=True)
-    elements = elements[block, column]
-    indices, (places,) = union([elements // width], rows)
-    values = blocks.values.new_zeros(len(indices), width)
-    values[places, elements % width] = blocks.values[block, column]
-    return SparseRows(rows, indices, values)
+    return regrouped(blocks, rows, width)
 
 
-def _spread(starts: torch.Tensor, count: int) -> torch.Tensor:
-    """``count`` consecutive numbers from each start, flat."""
-    return (starts.unsqueeze(1) + torch.arange(count, device=starts.device)).flatten()
+def regrouped(units: SparseRows, rows: int, width: int) -> SparseRows:
+    """The same flattened matrix in ``rows`` units of another width, those that are all zero left out.
+
+    Values move in the longest pieces that lie in one unit both before and after; where units keep their width, none moves.
+    """
+    piece = math.gcd(units.width, width)
+    before, after = units.width // piece, width // piece
+    values = units.values.reshape(-1, piece)
+    present = (values.view(-1) if piece == 1 else values.ne(0).any(1)).nonzero().flatten()
+    numbers = units.indices[present // before] * before + present % before if before > 1 else units.indices[present]
+    if len(present) < len(values):
+        values = values[present]
+    if after == 1:
+        return SparseRows(rows, numbers, values)
+    indices, (places,) = union([numbers // after], rows)
+    matrix = values.new_zeros(len(indices), after, piece)
+    matrix[places, numbers % after] = values
+    return SparseRows(rows, indices, matrix.view(-1, width))

@@ -8,6 +8,19 @@ from pydantic import BaseModel, Field
 
 from gemini_ft.validation import Flag, Seed, options_model
 
+_SWITCH = (
+    Annotated[str, Field(pattern=r"^[^,\s]+:\d+(\s*,\s*[^,\s]+:\d+)*$", description="host:port of the switch, or of several, with commas")],
+    ...,
+)
+_SLOTS = (Annotated[int, Field(ge=1, le=2**16, description="packets that are under way at once, from 1 to 65536")], 256)
+_PATIENCE = (Annotated[float, Field(gt=0, description="seconds of silence after which a switch counts as dead, above 0")], 3.0)
+
+
+def _packet(default: int) -> tuple[object, int]:
+    said = "bytes of a packet's values, a multiple of 8 from 8 to 32768"
+    return Annotated[int, Field(ge=8, le=2**15, multiple_of=8, description=said)], default
+
+
 SCHEME_OPTIONS: dict[str, type[BaseModel]] = {
     "dense": options_model("dense", check=(Annotated[Flag, Field(description="compare the ranks' shapes and dtypes first")], True)),
     "zen": options_model(
@@ -17,6 +30,16 @@ SCHEME_OPTIONS: dict[str, type[BaseModel]] = {
             "rotation",
         ),
         seed=(Seed, 0),
+    ),
+    "switchml": options_model("switchml", switch=_SWITCH, slots=_SLOTS, packet=_packet(1408), patience=_PATIENCE),
+    "omnireduce-streaming": options_model("omnireduce-streaming", switch=_SWITCH, slots=_SLOTS, patience=_PATIENCE),
+    "fpisa": options_model(
+        "fpisa",
+        switch=_SWITCH,
+        mode=(Annotated[Literal["fpisa", "fpisa-a"], Field(description="how the switch adds, fpisa or fpisa-a")], "fpisa"),
+        slots=_SLOTS,
+        packet=_packet(1408),
+        patience=_PATIENCE,
     ),
     "hierarchical": options_model(
         "hierarchical",

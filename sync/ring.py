@@ -38,7 +38,7 @@ class Ring:
         """Starts the ring and returns an iterator like `Exchange.relay`'s. All that this rank adds is under way at once."""
         rank = self._group.rank()
         self._send(rank, head, _AHEAD)
-        # Of two ranks each asks the other over the connection on which its own data flow: then it asks before it sends.
+        # Where there are only two ranks, each asks over the connection on which its own data flow, so it asks before it sends.
         waits = self._left == self._right
         if not waits:
             self._send_data(rank, data)

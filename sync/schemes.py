@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 from .agsparse import AGsparse
 from .base import Dimensions, Scheme, SparseScheme
 from .dense import Dense
+from .fpisa import FPISA
 from .hierarchical import Hierarchical
 from .omnireduce import OmniReduce
+from .omnireduce_streaming import OmniReduceStreaming
 from .parameter_server import SparsePS
 from .sparcml import DSARSplitAllgather, SSARRecursiveDoubling, SSARSplitAllgather
+from .switch_scheme import SwitchScheme
+from .switchml import SwitchML
 from .zen import Zen
 
 SCHEMES: Mapping[str, type[SparseScheme]] = {
@@ -20,11 +24,14 @@ SCHEMES: Mapping[str, type[SparseScheme]] = {
 }
 """The schemes that can be made without arguments, by name."""
 
+SWITCH_SCHEMES: Mapping[str, type[SwitchScheme[Any]]] = {scheme.name: scheme for scheme in (SwitchML, OmniReduceStreaming, FPISA)}
+"""The schemes that go through a switch, whose address and key they need, by name."""
+
 
 def dimensions_table() -> str:
     """The four dimensions of every scheme, as a Markdown table."""
     rows = ["| scheme | class | communication | aggregation | partition | balance |", "|" + "---|" * 6]
-    schemes: list[type[Scheme]] = [*SCHEMES.values(), Hierarchical]
+    schemes: list[type[Scheme]] = [*SCHEMES.values(), Hierarchical, *SWITCH_SCHEMES.values()]
     for scheme in schemes:
         place = cast(Dimensions, scheme.dimensions)  # a property of the base class, a plain value in these
         cells = (place.communication, place.aggregation, place.partition, place.balance or "n/a")

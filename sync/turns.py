@@ -16,7 +16,7 @@ from gemini_ft.ordered import Ordered
 T = TypeVar("T")
 
 
-class _Line:
+class Line:
     """The calls of one group. Those in the background share a thread, which ends when the group is gone."""
 
     def __init__(self) -> None:
@@ -64,15 +64,15 @@ class _Line:
             self._background.close(timeout=0)
 
 
-_lines: weakref.WeakKeyDictionary[ProcessGroup, _Line] = weakref.WeakKeyDictionary()
+_lines: weakref.WeakKeyDictionary[ProcessGroup, Line] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
 
 
-def line_of(group: ProcessGroup) -> _Line:
-    """The one line of a group."""
+def line_of(group: ProcessGroup) -> Line:
+    """The line that all calls of a group share."""
     with _making:
         if group not in _lines:
-            _lines[group] = line = _Line()
+            _lines[group] = line = Line()
             weakref.finalize(group, line.end)
         return _lines[group]
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import shutil
@@ -26,8 +27,24 @@ settings.register_profile("soak", deadline=None, print_blob=True)
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
 
-# Options of the developer's own shell must not reach the tests, nor the processes they start.
-_OURS = ("GEMINI_", "TORCHELASTIC_")
+
+# A test that was killed in a build has left its lock, for which torch would wait without an end. A living process has the file open.
+def _is_open(path: Path) -> bool:
+    mark = path.stat()
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(file.stat(), mark):
+                return True
+    return False
+
+
+for _lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):
+    with contextlib.suppress(FileNotFoundError):
+        if not _is_open(_lock):
+            _lock.unlink()
+
+# Options of the developer's own shell, or of the allocation that the tests run in, must not reach them, nor the processes they start.
+_OURS = ("GEMINI_", "TORCHELASTIC_", "SLURM")
 
 
 def _ours() -> dict[str, str]:
@@ -82,6 +99,17 @@ def _world(folder: Path, size: int) -> Iterator[World]:
 def store(tmp_path: Path) -> Path:
     """Where a run's checkpoints go."""
     return tmp_path / "store"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Computes on one thread: for tiny tensors a pool of threads only fights with the other tests for the cores."""
+    import torch  # only where it matters: the pure tests start without it
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def pytest_configure(config: pytest.Config) -> None:

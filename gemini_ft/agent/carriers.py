@@ -22,7 +22,7 @@ from gemini_ft.wire.worker_messages import Dispatch
 _SAMPLES = 32  # newest pieces that say how long the shortest of them takes
 
 
-class Way(Protocol):
+class Carrier(Protocol):
     """A carrier of chunks. Messages that must not overtake them go by ``send`` too."""
 
     @property
@@ -46,7 +46,7 @@ class Way(Protocol):
 
 
 class ByAgents:
-    """The way from agent to agent: the bytes follow their message on the connection."""
+    """The carrier from agent to agent: the bytes follow their message on the connection."""
 
     def __init__(self, connection: Connection, traffic: TrafficConfig) -> None:
         self._connection = connection
@@ -73,7 +73,7 @@ class ByAgents:
 
 
 class ByWorkers:
-    """The way through workers: the connection carries messages only, chunks go from worker to worker in pieces, several at a time.
+    """The carrier through workers: the connection carries messages only, chunks go from worker to worker in pieces, several at a time.
 
     Args:
         connection: to the peer's agent.

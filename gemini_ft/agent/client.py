@@ -48,10 +48,10 @@ class AgentClient:
     """
 
     def __init__(self, run: str, host: str, hello: Hello, on_event: Callable[[ToWorker], None], timeout: float) -> None:
-        self._run, self._host, self._on_event, self._timeout = run, host, on_event, timeout
-        self._socket = revival.connect(run, host, hello.agent_timeout)
-        self._agent, self._pulse = revival.Listener.of(self._socket), revival.Pulse(hello.agent_timeout)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, lifecycle.timeval(timeout))
+        self._run, self._host, self.on_event, self._timeout = run, host, on_event, timeout
+        self.sock = revival.connect(run, host, hello.agent_timeout)
+        self._agent, self._pulse = revival.Listener.of(self.sock), revival.Pulse(hello.agent_timeout)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, lifecycle.timeval(timeout))
         self._calls: dict[int, queue.SimpleQueue[tuple[Answer, list[int]] | None]] = {}  # number -> where its answer is waited for
         self._numbers = itertools.count(1)
         self._calls_lock = threading.Lock()
@@ -64,7 +64,7 @@ class AgentClient:
         try:
             self._thread.start()
         except RuntimeError as error:
-            self._socket.close()
+            self.sock.close()
             self._agent.close()
             raise AgentError(f"no thread can be started that listens to the agent ({error}); see `ulimit -u` and pids.max") from None
         try:
@@ -85,8 +85,8 @@ class AgentClient:
             raise self._gone("its connection is closed")
         try:
             with self._send_lock:
-                sent = socket.send_fds(self._socket, [frame], list(fds)) if fds else 0
-                self._socket.sendall(memoryview(frame)[sent:])
+                sent = socket.send_fds(self.sock, [frame], list(fds)) if fds else 0
+                self.sock.sendall(memoryview(frame)[sent:])
         except BlockingIOError:
             self._hang_up()  # a part of the message may be on its way: nothing can follow it
             raise self._gone(f"it took nothing in for {self._timeout:g} s") from None
@@ -101,10 +101,10 @@ class AgentClient:
             return False
         try:
             writable = select.poll()
-            writable.register(self._socket, select.POLLOUT)
-            if writable.poll(0) != [(self._socket.fileno(), select.POLLOUT)]:
+            writable.register(self.sock, select.POLLOUT)
+            if writable.poll(0) != [(self.sock.fileno(), select.POLLOUT)]:
                 return False
-            self._socket.sendall(frame)
+            self.sock.sendall(frame)
         except OSError:
             self.lost = True
             return False
@@ -181,11 +181,11 @@ class AgentClient:
     def _hang_up(self) -> None:
         self.lost = True
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     def forget(self) -> None:
         """Closes without a message, in a forked child: the connection, and all that is kept for the agent, are the parent's."""
-        self._socket.close()
+        self.sock.close()
         for fd in self.custody.values():
             os.close(fd)
 
@@ -195,7 +195,7 @@ class AgentClient:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
             self._agent.close()
-        self._socket.close()
+        self.sock.close()
         for fd in self.custody.values():
             os.close(fd)
         self.custody.clear()
@@ -207,7 +207,7 @@ class AgentClient:
         inbox, fds, buffer = bytearray(), list[int](), memoryview(bytearray(256 * 1024))
         try:
             while self._await_data():
-                data, more, flags = receive_fds(self._socket, buffer, 250)
+                data, more, flags = receive_fds(self.sock, buffer, 250)
                 if not data:
                     break
                 fds += more
@@ -232,7 +232,7 @@ class AgentClient:
     def _await_data(self) -> bool:
         """Waits for something to read; False: nothing will come, because the agent hung and has been replaced."""
         readable = select.poll()
-        readable.register(self._socket.fileno(), select.POLLIN)
+        readable.register(self.sock.fileno(), select.POLLIN)
         while not readable.poll(self._pulse.tick and 1000 * self._pulse.tick):
             if self._pulse.over:
                 replaced = revival.replace(self._run, self._host, self._agent, f"it did not answer for {self._pulse.timeout:g} s")
@@ -252,13 +252,13 @@ class AgentClient:
             if not message.drop:
                 self.custody[message.key] = fds.pop(0)
         elif isinstance(message, Failed) and not message.call:
-            self._on_event(message)
+            self.on_event(message)
         elif isinstance(message, Answer):
             count = len(message.slots) if isinstance(message, Reserved) else isinstance(message, Mapped)
             mine, fds = fds[:count], fds[count:]
             self._answered(message, mine)
         elif not isinstance(message, Pong):  # it only shows that the agent lives
-            self._on_event(message)
+            self.on_event(message)
         return fds
 
 

@@ -23,6 +23,7 @@ class Departure:
     Attributes:
         linger: seconds for which the agent stays without a worker.
         idle_since: when the last worker was seen, on the monotonic clock.
+        follows: whether it leaves after its workers, as it was told to end while they are drained.
     """
 
     def __init__(self, streams: Mapping[str, Stream], workers: Set[WorkerConnection]) -> None:
@@ -30,12 +31,13 @@ class Departure:
         self.linger = 1800.0
         self.idle_since = time.monotonic()
         self._asked_to_leave = False
+        self.follows = False
         self._interrupted: set[WorkerConnection] = set()  # by Ctrl-C: the other workers will follow, and the job does not come back
         self._askers: list[WorkerConnection] = []  # launchers that wait for the end
         self._waits_until = 0.0  # for the last upload, on the monotonic clock
 
     def stay(self, linger: float) -> None:
-        """Takes back every wish to leave: a worker has come."""
+        """Takes back every wish to leave, but for that of a drained host: a worker has come."""
         self.linger, self._asked_to_leave = linger, False
         self._interrupted.clear()
 
@@ -46,6 +48,10 @@ class Departure:
             self._askers.append(asker)
             patience = max((stream.patience for stream in self._streams.values()), default=0.0)
             self._waits_until = time.monotonic() + _PARTING + patience
+
+    def follow(self) -> None:
+        """Has the agent leave once its workers, which are told to end after their step, have done so."""
+        self.follows = True
 
     def interrupt(self, worker: WorkerConnection) -> None:
         """Takes note of a worker that the user has interrupted."""
@@ -65,7 +71,7 @@ class Departure:
             return False  # the leader's word on the last upload is still to come
         if any(stream.unstored for stream in streams) and not self._asked_to_leave and now - self.idle_since < _VERDICT:
             return False  # a launcher, if there is one, will ask how it has ended
-        return (self._asked_to_leave or bool(self._interrupted) or finished) and not uploading
+        return (self._asked_to_leave or self.follows or bool(self._interrupted) or finished) and not uploading
 
     def tell_askers(self) -> None:
         """Tells the launchers that wait what was not stored."""

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gemini_ft.config import TrafficConfig
-from gemini_ft.core.schedule import Link
+from gemini_ft.core.schedule import LinkCost
 from gemini_ft.core.traffic import Profile, room
 from gemini_ft.wire.control_page import ControlPage
 
-_LEAST = 16 * 2**10  # bytes of a slice, if there are as many
-_SLICE = 128 * 2**10  # bytes of a slice while the speed of the network is not known
-# How long an unforeseen collective may have to wait for the network. Pieces that workers carry cost more each.
+LEAST = 16 * 2**10  # bytes of a slice, if there are as many
+SLICE = 128 * 2**10  # bytes of a slice while the speed of the network is not known
+# Seconds for which an unforeseen collective may have to wait for the network. Pieces that workers carry cost more each, so they are larger.
 _SLICE_SECONDS = {"tcp": 0.004, "collective": 0.02}
-_LARGEST = 4 * 2**20  # bytes of a slice
-_PATIENCE = 1.0  # seconds that a snapshot has for idle network, while the length of a step is not known
+LARGEST = 4 * 2**20  # bytes of a slice
+PATIENCE = 1.0  # seconds that a snapshot has for idle network, while the length of a step is not known
 _BREATH = 0.001  # seconds between looks at how much is on its way
 _OVERDUE = 0.05  # seconds between looks at whether a collective that was to come has not
 
@@ -36,8 +36,8 @@ class Pass:
     outside: bool = False
 
 
-class Way(Protocol):
-    """A carrier of bytes."""
+class InFlight(Protocol):
+    """A count of the bytes that one sender has on the network; every carrier keeps one."""
 
     @property
     def unacknowledged(self) -> int:
@@ -51,9 +51,9 @@ class Gate:
         self._traffic = traffic
         self._pages: dict[int, ControlPage] = {}  # rank -> its page
         self.profiles: dict[int, Profile] = {}
-        self.link: Link | None = None
+        self.link: LinkCost | None = None
         self.interval = 1  # steps between snapshots
-        self._ways: dict[object, Way] = {}  # sender -> its carrier
+        self._in_flight: dict[object, InFlight] = {}  # sender -> its carrier
         self._waiting = 0
         self._changed = asyncio.Event()
 
@@ -81,12 +81,12 @@ class Gate:
 
     # -- the links that send
 
-    def register(self, sender: object, way: Way) -> None:
+    def register(self, sender: object, carrier: InFlight) -> None:
         """Counts the bytes that this sender has under way."""
-        self._ways[sender] = way
+        self._in_flight[sender] = carrier
 
     def release(self, sender: object) -> None:
-        self._ways.pop(sender, None)
+        self._in_flight.pop(sender, None)
 
     @property
     def step_seconds(self) -> float | None:
@@ -96,7 +96,7 @@ class Gate:
     @property
     def patience(self) -> float:
         """Seconds that a snapshot has to travel in idle network: until the next one is due."""
-        return _PATIENCE if self.step_seconds is None else self.interval * self.step_seconds
+        return PATIENCE if self.step_seconds is None else self.interval * self.step_seconds
 
     def poke(self) -> None:
         """Makes all that wait look again."""
@@ -134,7 +134,7 @@ class Gate:
         moments = {rank: page.read() for rank, page in self._pages.items()}
         gaps = {rank: profile.gaps for rank, profile in self.profiles.items()}
         free = room(moments, gaps, time.monotonic(), self._under_way, self.link, self._traffic.gamma, self._slice)
-        if free < min(nbytes, _LEAST):
+        if free < min(nbytes, LEAST):
             return None
         moment = next(iter(moments.values()))
         return Pass(min(nbytes, free), span=(moment.step, moment.begun))
@@ -146,12 +146,12 @@ class Gate:
     @property
     def _slice(self) -> int:
         if self.link is None:
-            return _SLICE
-        return max(_LEAST, min(_LARGEST, int(_SLICE_SECONDS[self._traffic.transport] * self.link.bandwidth)))
+            return SLICE
+        return max(LEAST, min(LARGEST, int(_SLICE_SECONDS[self._traffic.transport] * self.link.bandwidth)))
 
     @property
     def _under_way(self) -> int:
-        return sum(way.unacknowledged for way in self._ways.values())
+        return sum(carrier.unacknowledged for carrier in self._in_flight.values())
 
     def _listen(self, more: int) -> None:
         self._waiting += more

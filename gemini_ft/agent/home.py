@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from gemini_ft.agent.custody import Custodians
 from gemini_ft.agent.memory import Budget
+from gemini_ft.agent.slot_files import SlotFiles
 from gemini_ft.agent.vault import Vault
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.effects import Effect
@@ -29,10 +30,11 @@ class HostRun:
         host: id of the host.
         secret: known to all agents of the run; empty until a worker brings it.
         budget: bytes that the slots of all streams may take.
+        files: where slots are made; None: in memory without a name.
     """
 
-    def __init__(self, run_id: str, host: str) -> None:
-        self.run_id, self.host = run_id, host
+    def __init__(self, run_id: str, host: str, files: SlotFiles | None = None) -> None:
+        self.run_id, self.host, self.files = run_id, host, files
         self.secret = b""
         self.budget = Budget(None)
 
@@ -65,7 +67,7 @@ class Home:
         self.host = Host(run.host)
         self.workers: dict[int, WorkerConnection] = {}
         self.custodians = Custodians(self.workers.values)
-        self.vault = Vault(self.host, run.budget, self.log, self.custodians.take_back)
+        self.vault = Vault(self.host, run.budget, self.log, self.custodians.take_back, run.files)
         self.counters = dict.fromkeys(_COUNTED, 0)
 
     def log(self, text: str) -> None:

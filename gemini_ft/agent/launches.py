@@ -36,7 +36,7 @@ class Launches:
 
 
 def is_alive(run: str, host: str, launch: Launch) -> str:
-    """The words in which a second launch is refused."""
+    """The text of the error with which a second launch is refused."""
     since = datetime.fromtimestamp(launch.started).astimezone()
     return (
         f"run {run} is alive on host {host}: process {launch.pid} has run it since {since:%Y-%m-%d %H:%M:%S} "

@@ -11,26 +11,37 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 
 from gemini_ft.agent.storing import Storing
 from gemini_ft.agent.tasks import Tasks
-from gemini_ft.core.effects import Completed, Skipped
-from gemini_ft.core.ledger import Commit, Decision, Ledger, Manifest, Thaw
+from gemini_ft.core.bundles import Bundles
+from gemini_ft.core.effects import Completed, Copies, Skipped
+from gemini_ft.core.ledger import Commit, Decision, Holders, Ledger, Manifest, Thaw
 from gemini_ft.core.traffic import Pace
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError
-from gemini_ft.wire.messages import Notice, Paced, kind_of
-from gemini_ft.wire.peer_messages import AllFinished, Heartbeat, PeerMessage, Rejoin, ReportFinished, ReportNeed, ReportUploaded
+from gemini_ft.wire.messages import Notice, Paced, kind_of, pack
+from gemini_ft.wire.peer_messages import (
+    AllFinished,
+    DrainHost,
+    Heartbeat,
+    PeerMessage,
+    Rejoin,
+    ReportFinished,
+    ReportNeed,
+    ReportUploaded,
+    UploadSoon,
+)
 from gemini_ft.wire.tcp import Connection, Handler
 
 _REMEMBERED = 16  # commits whose roots are kept for readers: the job has moved on when they ask
 _TICK = 0.25  # seconds between looks for late holders
+_GATHER = 0.25  # seconds for which a host waits for more to report, unless it has all it holds
 _HEARTBEAT = 1.0  # seconds
 _SILENCE = 2.5  # seconds after which a host of which nothing is heard may be lost
 _AGAIN = 5.0  # seconds between two attempts at the last upload of a job
-_SLOW_UPLOAD = 600.0  # seconds
-_TIDY_AGAIN = 2.0  # seconds between two attempts to delete old checkpoints
+SLOW_UPLOAD = 600.0  # seconds
+TIDY_AGAIN = 2.0  # seconds between two attempts to delete old checkpoints
 _AHEAD = 8  # steps that a change of pace is announced before it counts; a rank that hears it later loses a snapshot
 
 
@@ -87,10 +98,10 @@ class Leader:
     def leave(self, connection: Connection) -> None:
         self._members.pop(connection, None)
 
-    def take(self, message: PeerMessage) -> None:
-        """Takes a report, from another host or our own."""
+    def take(self, message: PeerMessage, member: Connection | None = None) -> None:
+        """Takes a report, from another host (on its connection ``member``) or our own."""
         now = time.monotonic()
-        if isinstance(message, Completed | Skipped):
+        if isinstance(message, Completed | Copies | Skipped):
             self._newest = max(self._newest, message.version.iteration)
             self._apply(self.book.report(message, now))
         elif isinstance(message, ReportUploaded):
@@ -101,15 +112,16 @@ class Leader:
             )
             self._apply(outcome)
         elif isinstance(message, Rejoin):
-            self._apply(self.book.rejoin(message.committed, now, message.roots))
-            self._settle_upload(message.uploading)
-            if self._paced is not None:
-                self._tell(self._paced)
+            self._welcome(message, now, member)
         elif isinstance(message, ReportNeed):
             self._pace = self._pace or Pace(message.interval)
             if self._pace.report(message.host, message.steps):
                 self._paced = Paced(start=self._newest + _AHEAD, interval=self._pace.interval, why=message.why)
                 self._tell(self._paced)
+        elif isinstance(message, UploadSoon):
+            self._apply(self.book.upload_soon(now))
+        elif isinstance(message, DrainHost):
+            self._tell(message)
         elif isinstance(message, ReportFinished):
             self._finished.add(message.rank)
             if len(self._finished) == self._world_size and self._ends_by is None:
@@ -117,6 +129,19 @@ class Leader:
                 self._end(now)
         else:
             raise PeerError(f"{kind_of(message)!r} is not a report")
+
+    def _welcome(self, message: Rejoin, now: float, member: Connection | None) -> None:
+        """Tells a host that has joined what it may have missed; all others as well, if it is news to this leader too."""
+        before = self.book.committed
+        host = self._members.get(member, "") if member is not None else ""
+        for decision in self.book.rejoin(message.committed, now, message.roots, host):
+            if member is None or isinstance(decision, Manifest) or (isinstance(decision, Commit) and self.book.committed != before):
+                self._apply([decision])
+            elif not isinstance(decision, Manifest):  # of which a host that joins is told nothing
+                member.send(self.book.addressed(decision, host) if isinstance(decision, Commit) else decision)
+        self._settle_upload(message.uploading, member)
+        if self._paced is not None:
+            self._tell(self._paced, member)
 
     @property
     def ending(self) -> bool:
@@ -134,12 +159,12 @@ class Leader:
             self._again_at = now + _AGAIN
             self._apply(self.book.upload_last())
 
-    def _settle_upload(self, theirs: Version | None) -> None:
+    def _settle_upload(self, theirs: Version | None, member: Connection | None) -> None:
         """Ends an upload in the middle of which one side was restarted: it cannot become whole any more."""
         if self.book.uploading is not None and theirs != self.book.uploading:
             self._apply(self.book.upload_over(self.book.uploading, "an agent was restarted during the upload"))
         if theirs is not None and theirs != self.book.uploading:
-            self._tell(Thaw(version=theirs, error="the leader's agent was restarted during the upload"))
+            self._tell(Thaw(version=theirs, error="the leader's agent was restarted during the upload"), member)
 
     async def _tick(self) -> None:
         while True:
@@ -155,11 +180,11 @@ class Leader:
         version, since = self._upload
         if self.book.uploading != version:
             self._upload = (self.book.uploading, now)
-        elif version is not None and now - since > _SLOW_UPLOAD:
+        elif version is not None and now - since > SLOW_UPLOAD:
             self._upload = (version, now)
-            self._tell(Notice(text=f"storage: the upload of {version} is not over after {_SLOW_UPLOAD:g} s more; does the storage hang?"))
+            self._tell(Notice(text=f"storage: the upload of {version} is not over after {SLOW_UPLOAD:g} s more; does the storage hang?"))
 
-    def _apply(self, decisions: list[Decision]) -> None:
+    def _apply(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, Manifest):
                 self._tasks.spawn(self._manifest(decision))
@@ -175,7 +200,7 @@ class Leader:
             await self._storing.uploader.write_manifest(decision.version, dict(decision.records))
             if trouble := await self._storing.tidy():
                 self.book.obstacle = trouble
-                self._tasks.spawn(self._tidy(_TIDY_AGAIN))
+                self._tasks.spawn(self._tidy(TIDY_AGAIN))
         except GeminiError as failure:
             error = str(failure)
         except Exception as failure:  # a fault of ours must not leave the upload unfinished for ever
@@ -188,20 +213,26 @@ class Leader:
         assert self._storing is not None
         while trouble := await self._storing.tidy():
             self.book.obstacle = trouble
-            await asyncio.sleep(_TIDY_AGAIN)
+            await asyncio.sleep(TIDY_AGAIN)
         self._apply(self.book.unobstructed(time.monotonic()))
 
-    def _tell(self, message: PeerMessage) -> None:
-        for member, host in list(self._members.items()):
-            member.send(self._for_host(host, message))
+    def _tell(self, message: PeerMessage, member: Connection | None = None) -> None:
+        """Tells all hosts, this one last; or one of them alone."""
+        if member is not None:
+            member.send(message)
+            return
+        frame, agreed = b"", b""  # packed once, as nearly all hosts hear the same
+        for connection, host in list(self._members.items()):
+            told = self.book.addressed(message, host) if isinstance(message, Commit) else message
+            if isinstance(told, Commit) and not told.agreed:
+                connection.send(told)
+            elif isinstance(told, Commit):
+                agreed = agreed or pack(told)
+                connection.send_frame(agreed)
+            else:
+                frame = frame or pack(told)
+                connection.send_frame(frame)
         self._on_decision(message)
-
-    def _for_host(self, host: str, message: PeerMessage) -> PeerMessage:
-        """The decision without roots of shards that the host does not hold, so that its size does not grow with the job."""
-        if not isinstance(message, Commit):
-            return message
-        holders = self.book.holders
-        return replace(message, roots={owner: root for owner, root in message.roots.items() if host in holders[owner]})
 
 
 class MemberPort:
@@ -213,7 +244,7 @@ class MemberPort:
     def on_message(self, message: PeerMessage) -> memoryview | None:
         self._leader.hear(self._host)
         if not isinstance(message, Heartbeat):
-            self._leader.take(message)
+            self._leader.take(message, self._connection)
         return None
 
     def on_bytes(self, message: PeerMessage) -> None:
@@ -231,6 +262,7 @@ class MemberLink:
         on_decision: carries decisions out on this host.
         reports: everything undecided, which a leader that is reached anew must hear.
         log: takes lines for the agent's log.
+        bundles: gathers what is complete here, so that it is one message per step.
     """
 
     def __init__(
@@ -239,26 +271,55 @@ class MemberLink:
         on_decision: Callable[[PeerMessage], None],
         reports: Callable[[], Sequence[PeerMessage]],
         log: Callable[[str], None],
+        bundles: Bundles,
     ) -> None:
-        self._dial, self._on_decision, self._reports, self._log = dial, on_decision, reports, log
-        self._connection: Connection | None = None
+        self._dial, self._on_decision, self._reports, self._log, self._bundles = dial, on_decision, reports, log, bundles
+        self._late: asyncio.TimerHandle | None = None  # sends what waits, complete or not
+        self._spoke = 0.0  # when something was sent
+        self.connection: Connection | None = None
         self._finished: set[int] = set()
         self._lost = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def close(self) -> None:
         self._task.cancel()
-        if self._connection is not None:
-            self._connection.abort("the session is over")
+        self._stop_waiting()
+        if self.connection is not None:
+            self.connection.abort("the session is over")
 
     def take(self, message: PeerMessage) -> None:
         """Sends a report now, or with all others once the leader is reached again."""
         if isinstance(message, ReportFinished):
             self._finished.add(message.rank)
-        if self._connection is not None:
-            self._connection.send(message)
+        if self.connection is None:
+            return
+        if isinstance(message, Completed):
+            if self._bundles.add(message):
+                self._flush()
+            elif self._late is None:
+                self._late = asyncio.get_running_loop().call_later(_GATHER, self._flush)
+        else:
+            self._flush()  # what was said before comes before
+            self._send(message)
+
+    def _flush(self) -> None:
+        self._stop_waiting()
+        for copies in self._bundles.take():
+            self._send(copies)
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _send(self, message: PeerMessage) -> None:
+        if self.connection is not None:
+            self._spoke = time.monotonic()
+            self.connection.send(message)
 
     def on_message(self, message: PeerMessage) -> memoryview | None:
+        if isinstance(message, Holders):
+            self._bundles.exclude(message.excluded)
         self._on_decision(message)
         return None
 
@@ -266,7 +327,8 @@ class MemberLink:
         raise PeerError("raw bytes on a reporting connection")
 
     def on_lost(self, reason: str) -> None:
-        self._connection = None
+        self.connection = None
+        self._stop_waiting()
         self._lost.set()
 
     async def _run(self) -> None:
@@ -274,7 +336,7 @@ class MemberLink:
         while True:
             self._lost.clear()
             try:
-                connection = self._connection = await self._dial(self)
+                self.connection = await self._dial(self)
             except GeminiError as error:
                 if delay == 0.05:
                     self._log(f"leader: {error}")
@@ -282,9 +344,13 @@ class MemberLink:
                 delay = min(2 * delay, 2.0)
                 continue
             delay = 0.05
+            self._bundles.forget()
             for message in [*self._reports(), *(ReportFinished(rank=rank) for rank in self._finished)]:
-                connection.send(message)
+                self.take(message)
+            self._flush()
             while not self._lost.is_set():
-                connection.send(Heartbeat())
+                if (quiet := time.monotonic() - self._spoke) >= _HEARTBEAT:
+                    self._send(Heartbeat())
+                    quiet = 0.0
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._lost.wait(), _HEARTBEAT)
+                    await asyncio.wait_for(self._lost.wait(), _HEARTBEAT - quiet)

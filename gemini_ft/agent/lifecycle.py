@@ -29,10 +29,10 @@ from gemini_ft.wire.worker_messages import GetStatus, Leave, Left, Status, ToAge
 
 _log = logging.getLogger("gemini_ft")
 _LOGS, _LOG_SECONDS = 100, 86400.0  # logs that are kept, and how long any of them is
-_QUEUE_SECONDS = 2.0  # that a connection waits in the agent's queue of new ones
+QUEUE_SECONDS = 2.0  # that a connection waits in the agent's queue of new ones
 STACKS_SIGNAL = signal.SIGRTMIN + 11
 _stacks: list[IO[bytes]] = []  # the file of `write_stacks_on_request`, which must stay open
-_children: list[subprocess.Popen[bytes]] = []  # agents this process has started, to collect those that have ended
+started: list[subprocess.Popen[bytes]] = []  # agents this process has started, to collect those that have ended
 
 
 def socket_name(run: str, host: str) -> bytes:
@@ -72,7 +72,7 @@ def try_connect(run: str, host: str) -> socket.socket | None:
 def _try_connect(address: bytes, what: str = "an agent") -> socket.socket | None:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(_QUEUE_SECONDS))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(QUEUE_SECONDS))
         sock.connect(address)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(0.0))
         check_listener(sock, what)
@@ -82,7 +82,7 @@ def _try_connect(address: bytes, what: str = "an agent") -> socket.socket | None
     except BlockingIOError:  # the listener cannot be known before
         sock.close()
         why = "it hangs, or another user's process has the address; end that one, or give the run another id (GEMINI_RUN_ID)"
-        raise AgentTimeoutError(f"{what} has taken in no connection for {_QUEUE_SECONDS:g} s; {why}") from None
+        raise AgentTimeoutError(f"{what} has taken in no connection for {QUEUE_SECONDS:g} s; {why}") from None
     except AgentError:
         sock.close()
         raise
@@ -103,8 +103,8 @@ def is_listening(run: str, host: str) -> bool:
 
 def spawn(run: str, host: str, fds: Sequence[int] = (), arguments: Sequence[str] = ()) -> subprocess.Popen[bytes]:
     """Starts an agent in its own session: signals to the worker's group do not reach it. It inherits only ``fds``."""
-    _children[:] = [child for child in _children if child.poll() is None]
-    with _open_log(run, host) as log:
+    started[:] = [child for child in started if child.poll() is None]
+    with agent_log(run, host) as log:
         command = [sys.executable, "-m", "gemini_ft.agent.main", "--run", run, "--host", host, *arguments]
         process = subprocess.Popen(
             command,
@@ -117,11 +117,11 @@ def spawn(run: str, host: str, fds: Sequence[int] = (), arguments: Sequence[str]
             cwd="/",
             env=_agent_environment(),
         )
-    _children.append(process)
+    started.append(process)
     return process
 
 
-def _open_log(run: str, host: str) -> IO[bytes]:
+def agent_log(run: str, host: str) -> IO[bytes]:
     """The open log of an agent; a null file if the disk is full, as without an agent there would be no snapshots either."""
     try:
         path = log_path(run, host)
@@ -146,7 +146,7 @@ def write_stacks_on_request(run: str, host: str) -> None:
     if signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
         return  # the script's own
     with contextlib.suppress(OSError):
-        before, _stacks[:] = list(_stacks), [_open_log(run, host)]
+        before, _stacks[:] = list(_stacks), [agent_log(run, host)]
         faulthandler.register(STACKS_SIGNAL, _stacks[0])
         for log in before:  # of an earlier run in this process
             log.close()
@@ -172,12 +172,13 @@ def yield_to_training() -> None:
 
 
 def _agent_environment() -> dict[str, str]:
-    """The environment in which the agent imports this very gemini_ft, wherever its working directory is."""
+    """The environment in which the agent imports this very gemini_ft and finds the same options, wherever its working directory is."""
     import gemini_ft
 
     paths = [str(Path(entry).resolve().parent) for entry in gemini_ft.__path__[:1]]
     existing = [str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, *existing])}
+    options = {"GEMINI_CONFIG": os.path.abspath(path)} if (path := os.environ.get("GEMINI_CONFIG")) else {}
+    return {**os.environ, **options, "PYTHONPATH": os.pathsep.join([*paths, *existing])}
 
 
 def ask(run: str, host: str, message: ToAgent, timeout: float = 5.0) -> ToWorker | None:
@@ -257,6 +258,6 @@ def job_finished(run: str) -> str:
                 if status(run, host) is None:
                     break
                 if not said:
-                    _log.warning("the job has finished; its last upload has not, and is waited for (storage.patience)")
+                    _log.warning("the job has finished; waiting for its last upload (storage.patience)")
                     said = True
     return ""

@@ -17,8 +17,11 @@ import sys
 from gemini_ft.agent.home import HostRun
 from gemini_ft.agent.lifecycle import raise_descriptor_limit, set_oom_score, socket_name, yield_to_training
 from gemini_ft.agent.requests import Requests
+from gemini_ft.agent.revival import mapped_by_others
+from gemini_ft.agent.slot_files import SlotFiles
 from gemini_ft.agent.streams import Streams
 from gemini_ft.agent.workers import Desk
+from gemini_ft.config import load_config
 
 _TICK = 0.2  # seconds between looks at hangs and at whether to leave
 
@@ -28,7 +31,15 @@ async def _serve(run: HostRun, streams: Streams, listener: socket.socket) -> Non
     requests, leaving = Requests(run, streams), asyncio.Event()
     desk = Desk(requests, listener)
     run.log(f"agent {os.getpid()} of run {run.run_id!r} on host {run.host!r}; may hold {run.budget.limit:,} bytes")
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, leaving.set)
+
+    def told_to_end() -> None:
+        """A scheduler that drains by SIGTERM sends it to all processes of a host: workers may need this one for their last commit."""
+        if load_config().drain_signal == "SIGTERM" and requests.drain():
+            requests.departure.follow()
+        else:
+            leaving.set()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told_to_end)
     while not leaving.is_set():
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(leaving.wait(), _TICK)
@@ -40,6 +51,8 @@ async def _serve(run: HostRun, streams: Streams, listener: socket.socket) -> Non
     await asyncio.sleep(_TICK)  # the last messages, such as that all have finished, must get out before connections close
     for stream in streams.by_name.values():
         stream.close_session()
+    if run.files is not None and not (leaving.is_set() or requests.departure.follows):
+        run.files.clear()  # else this process only makes way for another one
     run.log("leaving")
 
 
@@ -61,13 +74,20 @@ def main(argv: list[str] | None = None) -> int:
     raise_descriptor_limit()
     yield_to_training()
     set_oom_score(0)  # a worker that restarted us has raised its own
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the workers; they say goodbye
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):  # Ctrl-C, or a scheduler's notice to all processes, is for the workers
+        signal.signal(number, signal.SIG_IGN)
 
     async def run() -> None:
-        host_run = HostRun(options.run, options.host)
+        folder = load_config().memory.folder
+        files = SlotFiles(folder, options.run, options.host) if folder is not None else None
+        host_run = HostRun(options.run, options.host, files)
         streams = Streams(host_run)
         if options.inherit or options.identity >= 0:
             streams.inherit(options.inherit, options.identity)
+        elif files is not None:
+            mapped, fds = mapped_by_others(os.getpid()), files.left()
+            slots = ",".join(f"{fd}{'!' * (os.fstat(fd).st_ino in mapped)}" for fd in fds)
+            streams.inherit(slots, files.identity(), f"the folder {files.folder}")
         with contextlib.suppress(OSError):  # another agent is there already
             await _serve(host_run, streams, _bind(options.run, options.host))
         os._exit(0)  # asyncio would wait for a thread that hangs in storage, and the memory stay as long

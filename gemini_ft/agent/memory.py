@@ -31,6 +31,8 @@ import msgpack
 import psutil
 import xxhash
 
+from gemini_ft.agent import slot_files
+from gemini_ft.agent.slot_files import SlotFiles
 from gemini_ft.core.roots import checksum, layout_digest, shard_root
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, MemoryBudgetError
@@ -74,7 +76,7 @@ class SlotShape:
 
     @cached_property
     def layout_digest(self) -> bytes:
-        """The layout's part in every root."""
+        """The digest of the layout, as it enters the root of every version."""
         return layout_digest(self.layout)
 
     @property
@@ -137,14 +139,13 @@ class SlotMemory:
         self.completed_at = 0.0
 
     @classmethod
-    def create(cls, shape: SlotShape) -> SlotMemory:
-        """Makes a sealed memfd: a client that truncated it would kill every process that maps it."""
-        fd = os.memfd_create(f"gemini:{shape.stream}:{shape.owner}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    def create(cls, shape: SlotShape, files: SlotFiles | None = None) -> SlotMemory:
+        """Makes a file in ``files``, or a sealed memfd: a client that truncated it would kill every process that maps it."""
+        fd = files.make(shape.total) if files is not None else _sealed(f"gemini:{shape.stream}:{shape.owner}", shape.total)
         try:
-            os.ftruncate(fd, shape.total)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             slot = cls(shape, fd)
         except OSError:
+            slot_files.forget(fd)
             os.close(fd)
             raise
         slot._view[shape.layout_offset : shape.layout_offset + len(shape.layout)] = shape.layout
@@ -158,7 +159,7 @@ class SlotMemory:
         Raises:
             CorruptDataError: the header is not whole, or of another format; or layout and checksums are not those of the version it names.
         """
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS and not slot_files.is_safe(fd, _HEADER_BYTES):
             raise CorruptDataError("a slot's memory is not sealed: a process that truncated it would kill this one")
         with mmap.mmap(fd, _HEADER_BYTES, prot=mmap.PROT_READ) as head:
             fields = _read_header(head[:])
@@ -299,10 +300,26 @@ class SlotMemory:
         self._release()
         os.close(self.fd)
 
+    def drop(self) -> None:
+        """Closes the slot for good: no later agent finds it."""
+        slot_files.forget(self.fd)
+        self.close()
+
     def _release(self) -> None:
         self._view.release()
         with contextlib.suppress(BufferError):  # a reader still has a view: the mapping goes with it
             self.memory.close()
+
+
+def _sealed(name: str, nbytes: int) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _read_header(raw: bytes) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from gemini_ft.agent.home import Home
 from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.agent.outgoing import Outgoing, end_of
 from gemini_ft.agent.pacing import Pacing
-from gemini_ft.agent.sending import Common, Link
+from gemini_ft.agent.sending import Common, PeerLink
 from gemini_ft.core.versions import Version
 from gemini_ft.wire.peer_messages import End
 from gemini_ft.wire.worker_messages import Dispatched, SessionSpec
@@ -21,7 +21,7 @@ class Outbound:
         self.gate = Gate(spec.traffic)
         self.pacing = Pacing(home.host.name, spec.traffic, self.gate, spec.interval, home.report, home.tell_workers)
         self._common = Common(home, spec.traffic, self.gate, self.pacing, lambda: home.run.secret)
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, PeerLink] = {}
 
     def close(self) -> None:
         for link in list(self._links.values()):
@@ -30,7 +30,7 @@ class Outbound:
 
     def send(self, owner: int, version: Version, slot: int, memory: SlotMemory, peer: str) -> None:
         if peer not in self._links:
-            self._links[peer] = Link(self._common, peer, self._spec.addresses[peer], self._home.claims("replicate", peer))
+            self._links[peer] = PeerLink(self._common, peer, self._spec.addresses[peer], self._home.claims("replicate", peer))
         end = end_of(owner, memory) if memory.version == version else None  # copied already, with an agent before this one
         self._links[peer].send(Outgoing(owner, version, slot, memory, end))
 
@@ -38,7 +38,7 @@ class Outbound:
         if peer in self._links:
             self._links[peer].cancel(owner, version)
 
-    def links_of(self, owner: int) -> list[Link]:
+    def links_of(self, owner: int) -> list[PeerLink]:
         """The links on which an owner's shard travels."""
         return [self._links[peer] for peer in self._home.host.holders.get(owner, ())[1:] if peer in self._links]
 

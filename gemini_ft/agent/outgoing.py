@@ -30,7 +30,7 @@ class Outgoing:
     drop_sent: bool = False
     resend: deque[int] = field(default_factory=deque)
     resends: int = 0
-    presumed: set[int] = field(default_factory=set)  # chunks that were only said to be unchanged
+    presumed: set[int] = field(default_factory=set)  # chunks that were announced as unchanged, and not sent
     sent_bytes: int = 0
     sent_before: int = 0  # of these, in attempts that were broken off
     begun_at: float = 0.0
@@ -59,7 +59,7 @@ class Outgoing:
 
 
 def end_of(owner: int, memory: SlotMemory, digest: str = "") -> End:
-    """What follows the last chunk of a shard that is complete here."""
+    """The message that ends a shard which is complete here."""
     assert memory.version is not None
     return End(
         owner=owner,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from gemini_ft.agent.gate import Gate
 from gemini_ft.agent.outgoing import Outgoing
 from gemini_ft.config import TrafficConfig
-from gemini_ft.core.schedule import Link, Transfer, arrival, schedule, steps_per_snapshot
+from gemini_ft.core.schedule import LinkCost, Transfer, arrival, schedule, steps_per_snapshot
 from gemini_ft.core.traffic import Profile, common
 from gemini_ft.wire.messages import Notice
 from gemini_ft.wire.peer_messages import PeerMessage, ReportNeed
@@ -113,7 +113,7 @@ class Pacing:
         self._rates.append((meter.acked - before.acked) / (meter.busy - before.busy))
         self._delays.append(meter.rtt)
         rates = sorted(self._rates)
-        self._gate.link = Link(min(self._delays), rates[3 * len(rates) // 4])
+        self._gate.link = LinkCost(min(self._delays), rates[3 * len(rates) // 4])
 
     @property
     def _profile(self) -> Profile | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 _EVERY = 10.0  # seconds between two lines in the log
 
 
-class Transfer:
+class TransferProgress:
     """Counts the bytes of one transfer; any thread may add to it.
 
     Attributes:

@@ -16,7 +16,7 @@ from gemini_ft.wire.messages import Chunk, kind_of
 from gemini_ft.wire.peer_messages import Ack, Astray, Begin, Drop, End, Offer, Parcel, PeerMessage, Ready, Refused, Resend, Unchanged
 from gemini_ft.wire.tcp import Connection
 
-_FULL = 0.05  # seconds after which a sender may try again, when there is no slot
+FULL = 0.05  # seconds after which a sender may try again, when there is no slot
 
 
 class _Parcels:
@@ -188,7 +188,7 @@ class Receiver:
 
     def _ask_anew(self, owner: int, iteration: int) -> None:
         restart = Resend(owner=owner, iteration=iteration, chunks=[], restart=True)
-        asyncio.get_running_loop().call_later(_FULL, self._connection.send, restart)
+        asyncio.get_running_loop().call_later(FULL, self._connection.send, restart)
 
     def _abandon(self, owner: int, iteration: int) -> None:
         """Gives a shard up; its memory is free as soon as no worker writes to it any more."""

@@ -24,6 +24,8 @@ from gemini_ft.wire.messages import PROTOCOL_VERSION, kind_of
 from gemini_ft.wire.trust import fingerprint
 from gemini_ft.wire.worker_messages import (
     Adopt,
+    AskDrain,
+    Draining,
     GetInventory,
     GetStatus,
     Goodbye,
@@ -84,6 +86,8 @@ class Requests:
                 worker.send(Status(call=message.call, document=self._status()))
             case Visit():
                 worker.send(self._visited(message))
+            case AskDrain():
+                worker.send(self._drain(message))
             case Leave(finished=finished):
                 self.departure.ask(worker, finished)
             case Ping():
@@ -269,6 +273,19 @@ class Requests:
         }
         run, address = self._run, self._streams.address
         return Visited(call=visit.call, run=run.run_id, host=run.host, address=address, secret=run.secret, streams=streams)
+
+    def drain(self) -> int:
+        """Drains this host; returns the number of workers that have been told."""
+        return sum(stream.drain() for stream in self._streams.by_name.values())
+
+    def _drain(self, wish: AskDrain) -> Draining:
+        if wish.host in ("", self._run.host):
+            return Draining(call=wish.call, workers=self.drain(), relayed=False)
+        streams = self._streams.by_name.values()
+        if not [stream for stream in streams if stream.drain_other(wish.host)]:
+            hosts = sorted({host for stream in streams if stream.home.spec is not None for host in stream.home.spec.hosts})
+            raise AgentError(f"run {self._run.run_id!r} has no host {wish.host!r} at work; its hosts are {', '.join(hosts) or 'none'}")
+        return Draining(call=wish.call, workers=0, relayed=True)
 
     def _at_work(self) -> list[tuple[int, Launch]]:
         return [(worker.pid, worker.launch) for worker in self._workers if worker.alive and worker.launch is not None]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import select
 import signal
 import socket
@@ -18,7 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from gemini_ft.agent import lifecycle
+from gemini_ft.agent import lifecycle, slot_files
 from gemini_ft.errors import AgentTimeoutError, GeminiError
 from gemini_ft.wire.frames import frame_length
 from gemini_ft.wire.messages import pack
@@ -30,7 +31,8 @@ _START_TIMEOUT = 20.0  # seconds
 _LOOKS = 6  # an agent is asked at least so often within its timeout
 _POLL = 0.01  # seconds
 _BATCH = 100  # descriptors beside one message; the kernel takes 253
-_SLOT, _IDENTITY = "/memfd:gemini:", "/memfd:gemini-agent"  # the kernel's name for an agent's memory
+# The names of an agent's memory in /proc: without a file, and with one.
+_SLOT, _IDENTITY = re.compile(f"/memfd:gemini:|{slot_files.SLOT}"), re.compile(f"/memfd:gemini-agent|{slot_files.IDENTITY}")
 
 
 @dataclass
@@ -75,7 +77,7 @@ class Estate:
     def of(cls, pid: int) -> Estate:
         """Takes over the memory of a process of this user; logs memory that cannot be taken over."""
         estate, seen, failed = cls(), set[int](), 0
-        mapped = _mapped_by_others(pid)
+        mapped = mapped_by_others(pid)
         try:
             names = os.listdir(f"/proc/{pid}/fd")
         except OSError as error:
@@ -84,7 +86,7 @@ class Estate:
         for entry in (f"/proc/{pid}/fd/{name}" for name in sorted(names, key=int)):
             try:
                 target = os.readlink(entry)
-                if not target.startswith((_SLOT, _IDENTITY)):
+                if not (_SLOT.search(target) or _IDENTITY.search(target)):
                     continue
                 fd = os.open(entry, os.O_RDWR | os.O_CLOEXEC)
             except FileNotFoundError:
@@ -95,7 +97,7 @@ class Estate:
             inode = os.fstat(fd).st_ino
             if inode in seen:
                 os.close(fd)
-            elif target.startswith(_SLOT):
+            elif _SLOT.search(target):
                 estate.slots.append(fd)
                 estate.shared.append(inode in mapped)
             else:
@@ -121,14 +123,14 @@ class Estate:
         self.slots, self.shared, self.identity = [], [], -1
 
 
-def _mapped_by_others(pid: int) -> set[int]:
+def mapped_by_others(pid: int) -> set[int]:
     """Inodes of slots that any process but this agent maps."""
     found: set[int] = set()
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit() or int(entry.name) == pid:
             continue
         with contextlib.suppress(OSError), open(f"/proc/{entry.name}/maps", errors="replace") as maps:  # not one that has ended
-            found.update(int(line.split(maxsplit=5)[4]) for line in maps if _SLOT in line)
+            found.update(int(line.split(maxsplit=5)[4]) for line in maps if _SLOT.search(line))
     return found
 
 
@@ -136,7 +138,7 @@ def _mapped_by_others(pid: int) -> set[int]:
 
 
 @contextlib.contextmanager
-def _sole_starter(run: str, host: str) -> Iterator[bool]:
+def sole_starter(run: str, host: str) -> Iterator[bool]:
     """Whether this process may start the agent now; the kernel releases that right if this process dies."""
     name = lifecycle.socket_name(run, host).replace(b"gemini-ft-", b"gemini-start-", 1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as lock:
@@ -181,7 +183,7 @@ def connect(run: str, host: str, patience: float = 0.0) -> socket.socket:
             sock.close()
             patience = 0.0 if answer is False else patience
             continue
-        with _sole_starter(run, host) as mine:
+        with sole_starter(run, host) as mine:
             if mine and not lifecycle.is_listening(run, host):
                 _start(run, host, Estate(), deadline)
         time.sleep(_POLL)
@@ -257,9 +259,9 @@ def replace(run: str, host: str, listener: Listener, why: str) -> bool:
         return False
     deadline = time.monotonic() + _START_TIMEOUT
     while not listener.ended() and time.monotonic() < deadline:
-        with _sole_starter(run, host) as mine:
+        with sole_starter(run, host) as mine:
             if mine and not listener.ended():
-                _log.warning("the agent of host %s (pid %d) hangs: %s; another gets its memory", host, listener.pid, why)
+                _log.warning("the agent of host %s (pid %d) hangs: %s; starting another with its memory", host, listener.pid, why)
                 with contextlib.closing(Estate.of(listener.pid)) as estate:
                     if not listener.kill():
                         _log.error("the agent of host %s (pid %d) cannot be killed", host, listener.pid)
@@ -306,7 +308,7 @@ class Watchman(threading.Thread):
 
     def __init__(self, run: str, host: str, timeout: float) -> None:
         super().__init__(name="gemini-agent-watch", daemon=True)
-        self._run_id, self._host, self._pulse = run, host, Pulse(timeout)
+        self._run_id, self._host, self.pulse = run, host, Pulse(timeout)
         self._over = threading.Event()
 
     def stop(self) -> None:
@@ -315,7 +317,7 @@ class Watchman(threading.Thread):
 
     def run(self) -> None:
         said = ""
-        while not self._over.wait(self._pulse.tick or 1.0):
+        while not self._over.wait(self.pulse.tick or 1.0):
             try:
                 if (sock := lifecycle.try_connect(self._run_id, self._host)) is not None:
                     with sock, contextlib.closing(Listener.of(sock)) as listener:
@@ -329,16 +331,16 @@ class Watchman(threading.Thread):
 
     def _look(self, sock: socket.socket, listener: Listener) -> None:
         """Watches until the agent ends, is replaced, or the watch is over."""
-        self._pulse.heard()
+        self.pulse.heard()
         inbox = bytearray()
-        while not self._over.wait(self._pulse.tick or 1.0):
-            if self._pulse.over:
-                replace(self._run_id, self._host, listener, f"it did not answer for {self._pulse.timeout:g} s")
+        while not self._over.wait(self.pulse.tick or 1.0):
+            if self.pulse.over:
+                replace(self._run_id, self._host, listener, f"it did not answer for {self.pulse.timeout:g} s")
                 return
             try:
                 data = sock.recv(4096, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                self._pulse.nothing()
+                self.pulse.nothing()
             else:
                 if not data:
                     return
@@ -348,9 +350,9 @@ class Watchman(threading.Thread):
                 sock.send(pack(Ping()), socket.MSG_DONTWAIT)
 
     def _take(self, inbox: bytearray) -> None:
-        self._pulse.heard()
+        self.pulse.heard()
         while len(inbox) >= 4 and len(inbox) >= 4 + (length := frame_length(inbox[:4])):
             answer = to_worker.unpack(inbox[4 : 4 + length])
             del inbox[: 4 + length]
             if isinstance(answer, Pong):
-                self._pulse.timeout = answer.agent_timeout
+                self.pulse.timeout = answer.agent_timeout

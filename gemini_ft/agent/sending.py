@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from gemini_ft.agent.carriers import ByAgents, ByWorkers, Way
+from gemini_ft.agent.carriers import ByAgents, ByWorkers, Carrier
 from gemini_ft.agent.gate import Gate
 from gemini_ft.agent.home import Home
 from gemini_ft.agent.memory import SlotShape
@@ -48,7 +48,7 @@ class Common:
     tags: Iterator[int] = field(default_factory=itertools.count)  # for pieces that workers carry
 
 
-class Link:
+class PeerLink:
     """Sends everything for one peer, over one connection that is dialled for as long as there is something to send."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Link:
         self._log = Sparing(common.home.log)  # an attacker in between can break every connection
         self._by_workers = common.traffic.transport == "collective"
         self._keepers: dict[int, int] = {}  # owner -> rank of the peer's worker that keeps its replica
-        self._way: Way | None = None
+        self._carrier: Carrier | None = None
         self._active: list[Outgoing] = []
         self._rooms: dict[int, tuple[SlotShape, int]] = {}  # owner -> the last offer to the peer, and that call's number
         self._calls = itertools.count(1)
@@ -149,14 +149,14 @@ class Link:
 
     def dispatched(self, tag: int, error: str) -> None:
         """Takes a local worker's report that it has sent a piece, or could not; it may be one of another link."""
-        if isinstance(self._way, ByWorkers):
-            self._way.dispatched(tag, error)
+        if isinstance(self._carrier, ByWorkers):
+            self._carrier.dispatched(tag, error)
 
     def on_lost(self, reason: str) -> None:
         self._connection = None
-        if self._way is not None:
-            self._way.close()
-            self._way = None
+        if self._carrier is not None:
+            self._carrier.close()
+            self._carrier = None
         self._gate.release(self)
         for out in [o for o in self._active if o.cancelled]:
             self._over(out)
@@ -188,9 +188,9 @@ class Link:
 
     def _measure(self, out: Outgoing) -> None:
         """Logs, once per link, how fast a replica travelled, was verified and acknowledged."""
-        if self._way is None or out.busy_before is None:
+        if self._carrier is None or out.busy_before is None:
             return
-        now = self._way.meter()
+        now = self._carrier.meter()
         if not self._measured and out.sent >= _MEASURABLE:
             self._measured = True
             self._tell_speed(out.sent / max(1e-9, now.busy - out.busy_before.busy))
@@ -224,15 +224,15 @@ class Link:
                 continue
             delay = 0.05
             self._connection = connection
-            self._way = self._choose_way(connection)
-            self._gate.register(self, self._way)
+            self._carrier = self._choose_carrier(connection)
+            self._gate.register(self, self._carrier)
             self._rooms.clear()
             self._ready.clear()
             for out in self._active:
                 out.restart()
-            await self._pump(connection, self._way)
+            await self._pump(connection, self._carrier)
 
-    def _choose_way(self, connection: Connection) -> Way:
+    def _choose_carrier(self, connection: Connection) -> Carrier:
         if not self._by_workers:
             return ByAgents(connection, self._common.traffic)
         return ByWorkers(connection, self._common.traffic, self._common.tags, self._order, self._keepers.__getitem__, self.astray)
@@ -245,16 +245,16 @@ class Link:
             self._wake.clear()
             await self._wake.wait()
 
-    async def _pump(self, connection: Connection, way: Way) -> None:
+    async def _pump(self, connection: Connection, carrier: Carrier) -> None:
         while not connection.closed.is_set():
-            advanced = [self._advance(out, connection, way) for out in list(self._active)]  # all of them, not up to the first
+            advanced = [self._advance(out, connection, carrier) for out in list(self._active)]  # all of them, not up to the first
             if any(advanced):
-                await way.flushed(_IN_FLIGHT)
+                await carrier.flushed(_IN_FLIGHT)
             else:
                 self._wake.clear()
                 await self._wake.wait()
 
-    def _advance(self, out: Outgoing, connection: Connection, way: Way) -> bool:
+    def _advance(self, out: Outgoing, connection: Connection, carrier: Carrier) -> bool:
         """Queues the next frame of one shard; False when it has to wait."""
         shape = out.memory.shape
         if out.cancelled:
@@ -277,11 +277,11 @@ class Link:
             return False
         if not out.begun:
             out.begun, out.begun_at, out.sent_before = True, time.monotonic(), out.sent_bytes
-            out.busy_before = way.meter()
+            out.busy_before = carrier.meter()
             connection.send(Begin(owner=out.owner, iteration=out.version.iteration, committed=self._home.host.slots(out.owner).committed))
-        return self._send_chunk(out, connection, way)
+        return self._send_chunk(out, connection, carrier)
 
-    def _send_chunk(self, out: Outgoing, connection: Connection, way: Way) -> bool:
+    def _send_chunk(self, out: Outgoing, connection: Connection, carrier: Carrier) -> bool:
         again = bool(out.resend)
         if again:
             index = out.resend.popleft()
@@ -290,7 +290,7 @@ class Link:
             out.cursor += 1
         elif out.end is not None and not out.end_sent and out.cursor >= out.end.chunks:
             out.end_sent = True
-            way.send(out.end)
+            carrier.send(out.end)
             return True
         else:
             return False
@@ -301,7 +301,7 @@ class Link:
             connection.send(Unchanged(chunk=chunk))
         else:
             out.sent_bytes += nbytes
-            way.send_chunk(chunk, out.slot, out.memory.data(offset, nbytes), partial(self._allowed, out))
+            carrier.send_chunk(chunk, out.slot, out.memory.data(offset, nbytes), partial(self._allowed, out))
         return True
 
     async def _allowed(self, out: Outgoing, nbytes: int) -> int:

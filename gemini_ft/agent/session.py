@@ -9,6 +9,7 @@ from gemini_ft.agent.home import Home
 from gemini_ft.agent.leadership import Leader, MemberLink, MemberPort
 from gemini_ft.agent.outbound import Outbound
 from gemini_ft.agent.storing import Storing
+from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.ledger import Cadence, Ledger
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import PeerError
@@ -37,8 +38,9 @@ class Session:
             self._leader = Leader(_book(home, spec), spec.world_size, self.storing, on_decision, self.patience)
         else:
             address, claims = spec.addresses[spec.leader], home.claims("report", spec.leader)
+            bundles = Bundles(home.host.name, home.host.holders)
             self._member = MemberLink(
-                lambda handler: dial(address, claims, home.run.secret, handler), on_decision, self._undecided, home.log
+                lambda handler: dial(address, claims, home.run.secret, handler), on_decision, self._undecided, home.log, bundles
             )
 
     def close(self) -> None:

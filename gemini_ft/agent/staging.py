@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 from gemini_ft.agent.memory import SlotMemory, SlotShape, extras_room
-from gemini_ft.agent.progress import Transfer
+from gemini_ft.agent.progress import TransferProgress
 from gemini_ft.config import StorageConfig
 from gemini_ft.core.roots import checksum
 from gemini_ft.errors import CorruptDataError
@@ -54,7 +54,7 @@ class StoredCopy:
             StorageError: the storage cannot be read.
         """
         size, step = memory.shape.data_bytes, _CHUNKS * self._stored.record.chunk_bytes
-        transfer = Transfer(f"rank {self._order.owner}'s shard of {self._order.version} from storage", size, self._log)
+        transfer = TransferProgress(f"rank {self._order.owner}'s shard of {self._order.version} from storage", size, self._log)
 
         def read(offset: int) -> None:
             nbytes = min(step, size - offset)

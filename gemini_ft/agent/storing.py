@@ -32,7 +32,7 @@ class Storing:
             self._say(owner, version, record, error)
 
         if any("upload" in held.readers for held in host.slots(owner).slots.values()):
-            # One more slot, and nothing could be committed.
+            # If one more slot were kept from the rotation, nothing could be committed any more.
             self._say(owner, version, "", "an upload of an earlier incarnation still hangs in storage")
             return
         # It may be thawed on all hosts, after a failure elsewhere, while our thread still reads: hold the slot until that ends.

@@ -23,7 +23,7 @@ from gemini_ft.core.ledger import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import PeerError, RecoveryError, SupersededError
 from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of
-from gemini_ft.wire.peer_messages import AllFinished, PeerMessage, ReportFinished
+from gemini_ft.wire.peer_messages import AllFinished, DrainHost, PeerMessage, ReportFinished, UploadSoon
 from gemini_ft.wire.worker_messages import (
     Collected,
     Dispatched,
@@ -35,6 +35,7 @@ from gemini_ft.wire.worker_messages import (
     Observed,
     Room,
     SessionSpec,
+    StopAfterStep,
     ToAgent,
 )
 
@@ -203,6 +204,23 @@ class Stream:
         self.finishing = True
         self.report(ReportFinished(rank=rank))
 
+    def drain(self) -> int:
+        """Has this host's workers end after a step that is committed, and is stored if it can be; returns how many there are."""
+        present = [worker for worker in self.home.workers.values() if worker.alive and self.home.is_present(worker)]
+        if present:
+            self.home.log("this host is drained")
+            self.report(UploadSoon())
+            self.home.tell_workers(StopAfterStep())
+        return len(present)
+
+    def drain_other(self, host: str) -> bool:
+        """Has another host drained, by way of the leader; whether there is such a host."""
+        spec = self.home.spec
+        if self._session is None or spec is None or host not in spec.hosts:
+            return False
+        self.report(DrainHost(host=host))
+        return True
+
     def worker_lost(self, worker: WorkerConnection) -> None:
         """Takes note that a worker is proven dead."""
         if self.home.workers.get(worker.rank) is worker and self.home.is_present(worker):
@@ -261,10 +279,10 @@ class Stream:
         """Carries out a decision of the leader."""
         home, host = self.home, self.home.host
         match message:
-            case Commit(version, freeze, roots=roots):
+            case Commit(version, freeze, roots=roots, agreed=agreed):
                 home.counters["committed"] += 1
                 self._progressed = True
-                self.perform(host.on_commit(version, freeze, roots))
+                self.perform(host.on_commit(version, freeze, roots, agreed))
                 home.tell_workers(message)
             case Abort(version):
                 home.counters["aborted"] += version not in host.aborted  # it is repeated for workers that may not have heard it
@@ -286,11 +304,14 @@ class Stream:
             case Notice(text=text):
                 home.log(text)
                 home.tell_workers(message)
+            case DrainHost(host=name):
+                if name == host.name:
+                    self.drain()
             case AllFinished(unstored=unstored):
                 self.finished = self._progressed = True
                 self.finishing, self.unstored = False, unstored
                 if unstored:
-                    home.log(f"the job has finished, and its last upload has not: {unstored}")
+                    home.log(f"the job has finished, but its last upload has not: {unstored}")
                 self.perform(host.finish())
             case _:
                 raise PeerError(f"{kind_of(message)!r} is not a decision")

@@ -63,7 +63,7 @@ class Streams:
                 self._run.log(f"a slot could not be adopted: {error}")
                 os.close(fd)
 
-    def inherit(self, slots: str, identity: int) -> None:
+    def inherit(self, slots: str, identity: int, former: str = "an agent that hung") -> None:
         """Begins with a former agent's estate: ``5,6!`` are descriptors of its slots, ! those that others may still write to."""
         entries = [entry for entry in slots.split(",") if entry]
         fds = [int(entry.rstrip("!")) for entry in entries]
@@ -75,7 +75,7 @@ class Streams:
             self._run.secret, self.known = past.secret, past.known
             for name, origin in past.origins.items():
                 self.named(name).inherited = origin
-        self._run.log(f"begins with {len(fds)} slots of an agent that hung")
+        self._run.log(f"begins with {len(fds)} slots of {former}")
 
     # -- peers
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from gemini_ft.agent.memory import SlotMemory
-from gemini_ft.agent.progress import Transfer
+from gemini_ft.agent.progress import TransferProgress
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.config import StorageConfig
 from gemini_ft.core.layout import Layout
@@ -35,7 +35,7 @@ _HOME_SECONDS = 5.0  # for this host's note in its home folder, which may hang
 _ATTEMPTS = 4
 _DELETING = "deleting old checkpoints"
 _UPLOADS = "an upload"
-_BACKOFF = 0.5  # seconds before the second attempt, doubled for each further one
+BACKOFF = 0.5  # seconds before the second attempt, doubled for each further one
 
 
 class Uploader:
@@ -51,9 +51,9 @@ class Uploader:
         keep = (self.config.kept, self.config.keep_every)
         self._closed = asyncio.Event()
         self._retention = Retention(self._reopen, run, spec.stream, *keep, frozenset(spec.damaged))
-        self._tasks, self._background = Tasks(), Tasks()
+        self._tasks, self.background = Tasks(), Tasks()
         self._logical_hash = ""
-        self._transfers: dict[int, Transfer] = {}  # owner -> its shard's upload
+        self._transfers: dict[int, TransferProgress] = {}  # owner -> its shard's upload
         self._written: dict[Version, set[str]] = {}  # keys of this host's shards of uploads that are not over
         self._leftovers: set[str] = set()  # and of those that failed
         self._clearing = threading.Lock()
@@ -105,7 +105,8 @@ class Uploader:
             self._clear_away(version)
             return self._failed(version, error)
         self._newest = (version, time.time())
-        self._background.spawn(asyncio.to_thread(note_on_host, self.config.url, self._run, self._spec.stream, version))  # a home may hang
+        # Not waited for, as the home folder may be on a network file system that hangs.
+        self.background.spawn(asyncio.to_thread(note_on_host, self.config.url, self._run, self._spec.stream, version))
         self._written.pop(version, None)
         since, _ = self._failures.pop(_UPLOADS, (0.0, ""))
         if not since:
@@ -138,7 +139,7 @@ class Uploader:
         if keys := self._written.pop(version, set()):
             with self._clearing:
                 self._leftovers |= keys
-            self._background.spawn(asyncio.to_thread(self._delete_leftovers))
+            self.background.spawn(asyncio.to_thread(self._delete_leftovers))
 
     def _delete_leftovers(self) -> str:
         """Deletes leftovers; returns the reason if they could not be deleted, else an empty string."""
@@ -174,7 +175,7 @@ class Uploader:
             raise StorageError(f"nothing more is written while the shards of failed uploads cannot be deleted: {trouble}")
         self._recall()
         self._written.setdefault(version, set()).add(key)
-        transfer = self._transfers[owner] = Transfer(f"upload of rank {owner}'s shard of {version}", shape.data_bytes, self._log)
+        transfer = self._transfers[owner] = TransferProgress(f"upload of rank {owner}'s shard of {version}", shape.data_bytes, self._log)
         committed = Committed(owner, version, memory.root, shape.chunk_bytes)
         record = write_shard(self._storage, key, Layout.from_bytes(shape.layout), data, extras, transfer.add, committed)
         try:
@@ -260,7 +261,7 @@ class Uploader:
         try:
             await asyncio.to_thread(self._retention.tidy, this)
         except Exception as error:  # a fault of ours must not leave storage unused for ever without a word
-            with contextlib.suppress(TimeoutError):  # a home may hang
+            with contextlib.suppress(TimeoutError):  # a home may be a network file system that hangs
                 await asyncio.wait_for(asyncio.to_thread(self._recall), _HOME_SECONDS)
             begins = _DELETING not in self._failures
             self._failures[_DELETING] = (self._failures.get(_DELETING, (time.time(), ""))[0], str(error))
@@ -290,7 +291,7 @@ class Uploader:
                 if begins:
                     self._log(f"storage: {error}; it is tried again")
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._closed.wait(), _BACKOFF * 2**attempt)
+                    await asyncio.wait_for(self._closed.wait(), BACKOFF * 2**attempt)
             else:
                 if what in self._failures:
                     self._log(f"storage: {what} works again after {time.time() - self._failures.pop(what)[0]:.0f} s")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape, available_memory, populate
+from gemini_ft.agent.slot_files import SlotFiles
 from gemini_ft.agent.staging import StoredCopy
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.effects import Free
@@ -34,9 +35,16 @@ class Giver:
 class Vault:
     """Makes, finds and frees slot memory. The protocol (``host``) decides what a slot's bytes are worth."""
 
-    def __init__(self, host: Host, budget: Budget, log: Callable[[str], None], on_free: Callable[[SlotMemory], None]) -> None:
+    def __init__(
+        self,
+        host: Host,
+        budget: Budget,
+        log: Callable[[str], None],
+        on_free: Callable[[SlotMemory], None],
+        files: SlotFiles | None = None,
+    ) -> None:
         self.memory: dict[tuple[int, int], SlotMemory] = {}  # (owner, slot) -> its memfd
-        self._host, self._budget, self._log, self._on_free = host, budget, log, on_free
+        self._host, self._budget, self._log, self._on_free, self._files = host, budget, log, on_free, files
         self._givers: dict[tuple[int, int], Giver | None] = {}
         self._wanted: dict[int, tuple[SlotShape, int]] = {}  # owner -> the shape of its slots, and how many there should be
         self._checks: dict[Version, asyncio.Task[list[int]]] = {}  # under way
@@ -102,8 +110,11 @@ class Vault:
         if same and not shared:
             slots.slots[same[0]].retired = self._host.is_stranger(owner)  # its writer has come to us
             self._givers[owner, same[0]] = giver
-        if same or (memory.version is not None and slots.find(memory.version) is not None):
+        if same:
             memory.close()  # from another worker, or from one that only believed this agent to be dead
+            return False
+        if memory.version is not None and slots.find(memory.version) is not None:
+            memory.drop()
             return False
         self._budget.take_over(memory.shape.total)
         index = max(slots.slots, default=-1) + 1
@@ -134,7 +145,7 @@ class Vault:
         memory: SlotMemory | None = None
         adopted = False
         try:
-            memory = SlotMemory.create(shape)
+            memory = SlotMemory.create(shape, self._files)
             await asyncio.to_thread(copy.fill, memory)
             slots = self._host.slots(shape.owner)
             if wanted() and slots.find(version) is None:
@@ -146,7 +157,7 @@ class Vault:
             if not adopted:
                 self._budget.give_back(shape.total)
                 if memory is not None:
-                    memory.close()
+                    memory.drop()
 
     def _drop_empty(self, owner: int, keep: int) -> None:
         """Frees empty slots that have no readers, until ``keep`` are left."""
@@ -203,10 +214,10 @@ class Vault:
         made: list[SlotMemory] = []
         try:
             for _ in range(number):
-                made.append(SlotMemory.create(shape))
+                made.append(SlotMemory.create(shape, self._files))
         except OSError as error:
             for memory in made:
-                memory.close()
+                memory.drop()
             self._budget.give_back(number * shape.total)
             raise MemoryBudgetError(
                 f"{what}: the kernel gives no memory or descriptor for it ({error.strerror}); "
@@ -240,7 +251,7 @@ class Vault:
         self._givers.pop((owner, slot), None)
         self._budget.give_back(memory.shape.total)
         self._on_free(memory)
-        memory.close()
+        memory.drop()
 
     def writing(self, owner: int, version: Version) -> SlotMemory | None:
         """The memory into which ``version`` is being written."""

@@ -32,7 +32,7 @@ STACKS_SECONDS = 1.0  # for a worker to write down where its threads are
 
 
 class Office(Protocol):
-    """The answering side of the workers' desk. A Protocol, as it keeps the connections that are made here: it imports this module."""
+    """The part of the agent that answers workers. Its implementation imports this module, hence the Protocol."""
 
     def on_worker_message(self, worker: WorkerConnection, message: ToAgent, fds: list[int]) -> None: ...
 
@@ -66,10 +66,6 @@ class WorkerConnection:
     @property
     def alive(self) -> bool:
         return self._alive
-
-    @property
-    def connected(self) -> bool:
-        return self._connected
 
     def send(self, message: ToWorker, fds: Sequence[int] = ()) -> None:
         """Queues a message; descriptors are duplicated now, so that the caller may close its own.

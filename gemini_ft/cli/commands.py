@@ -9,21 +9,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from gemini_ft.agent import lifecycle
+from gemini_ft.agent import lifecycle, slot_files
+from gemini_ft.agent.client import as_error
 from gemini_ft.cli.table import table
 from gemini_ft.config import load_config
 from gemini_ft.core.versions import Version
 from gemini_ft.core.words import in_words
-from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
+from gemini_ft.errors import AgentError, ConfigError, CorruptDataError, StorageError
 from gemini_ft.hosts import host_id
 from gemini_ft.recovery.agent_memory import Remembered, remembered
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import Manifest, examine, list_checkpoints
 from gemini_ft.storage.opening import open_existing
 from gemini_ft.storage.shard import StoredShard
-from gemini_ft.wire.worker_messages import GetStatus, Status
+from gemini_ft.wire.messages import Failed
+from gemini_ft.wire.worker_messages import AskDrain, Draining, GetStatus, Status
 
 Row = tuple[str, ...]
 _STATE = 6  # column of a row
@@ -47,7 +50,7 @@ def status(arguments: Sequence[str]) -> int:
         document = lifecycle.status(options.run_id, options.host)
         documents = [json.loads(document)] if document is not None else []
     else:
-        documents = _documents(options.host)
+        documents = documents_of(options.host)
     if not documents:
         print(f"no agent of run {options.run_id!r} on host {options.host!r}" if options.run_id else f"no agent on host {options.host!r}")
         return 1
@@ -65,13 +68,13 @@ def ps(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--all", action="store_true", help="of all hosts that this machine stands for (GEMINI_HOST_ID)")
     options = parser.parse_args(arguments)
-    rows = [_process(document) for document in _documents(None if options.all else host_id())]
+    rows = [_process(document) for document in documents_of(None if options.all else host_id())]
     head = ("run", "host", "command", "state", "step", "age", "memory", "linger left")
     print(table([head, *rows]) if rows else "no run has an agent here")
     return 0
 
 
-def _documents(host: str | None) -> list[dict[str, Any]]:
+def documents_of(host: str | None) -> list[dict[str, Any]]:
     """The accounts of this user's agents on a host, or on all of this machine, that answer; by run and host."""
     found = [json.loads(answer.document) for answer in lifecycle.ask_all(GetStatus()) if isinstance(answer, Status)]
     wanted = [document for document in found if host in (None, document["host"])]
@@ -100,7 +103,54 @@ def leave(arguments: Sequence[str]) -> int:
     options = _with_run("leave", "End this host's agent. The snapshots it holds are gone; uploads under way are finished.").parse_args(
         arguments
     )
-    lifecycle.leave(_run(options), options.host)
+    run = _run(options)
+    account = lifecycle.status(run, options.host)
+    if account is not None:
+        lifecycle.leave(run, options.host)
+    files = _forget_files(run, options.host)
+    if account is None and not files:
+        print(f"no agent of run {run!r} on host {options.host!r}: there is nothing to forget here (gemini ps lists the runs of this host)")
+        return 1
+    document = json.loads(account) if account is not None else {"workers": {}, "memory": {"used": 0}}
+    if document["workers"]:
+        print(
+            f"run {run} is at work: its workers {sorted(document['workers'].values())} start another agent and give it the memory back. "
+            "To forget the run, end it first"
+        )
+    else:
+        what = f"{document['memory']['used']:,} bytes of memory" if account is not None else f"what lay in {files}"
+        print(f"run {run} is forgotten on host {options.host}: {what}; what is in storage stays")
+    return 0
+
+
+def _forget_files(run: str, host: str) -> Path | None:
+    """Removes the slots that the run keeps as files on this host, unless an agent is at work; returns the folder they were in."""
+    if (parent := load_config().memory.folder) is None or lifecycle.is_listening(run, host):
+        return None
+    folder = slot_files.folder_of(parent, run, host)
+    if not folder.exists():
+        return None
+    slot_files.remove(folder)
+    return folder
+
+
+def drain(arguments: Sequence[str]) -> int:
+    """``gemini drain [HOST]``: a host of a run leaves it after a step that is committed; a spare takes its place."""
+    parser = argparse.ArgumentParser(
+        prog="gemini drain", description="Have a host's workers end after a step that is committed; its `gemini run` ends with status 85."
+    )
+    parser.add_argument("drained", nargs="?", metavar="HOST", help="id of the host (default: the one whose agent is asked)")
+    parser.add_argument("--run-id", default=os.environ.get("GEMINI_RUN_ID"), help="run id (default: GEMINI_RUN_ID)")
+    parser.add_argument("--host", default=host_id(), help="host whose agent is asked (default: GEMINI_HOST_ID, or this machine's)")
+    options = parser.parse_args(arguments)
+    answer = lifecycle.ask(_run(options), options.host, AskDrain(host=options.drained or ""))
+    if isinstance(answer, Failed):
+        raise as_error(answer)
+    if not isinstance(answer, Draining):
+        raise AgentError(f"no agent of run {options.run_id!r} on host {options.host!r}; `gemini ps` lists the runs of a host")
+    if not (answer.relayed or answer.workers):
+        raise AgentError(f"run {options.run_id!r} has no worker at work on host {options.host!r}")
+    print(f"host {options.drained or options.host} is drained: its workers end after a step that is committed")
     return 0
 
 
@@ -212,12 +262,12 @@ def _describe(document: dict[str, Any]) -> str:
         lines.append(f"  {name}: incarnation {stream['incarnation']}, {stream['world_size']} ranks, {state}")
         lines += [f"    shard of rank {owner}: {', '.join(slots)}" for owner, slots in stream["shards"].items()]
         lines += [f"    left out: host {host} for rank {owner}" for owner, host in stream["excluded"]]
-        lines += _describe_gradients(stream["gradients"])
+        lines += describe_gradients(stream["gradients"])
         lines += _describe_storage(stream["storage"], stream["committed"]) if stream["storage"] else []
     return "\n".join(lines)
 
 
-def _describe_gradients(gradients: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+def describe_gradients(gradients: dict[str, dict[str, dict[str, float]]]) -> list[str]:
     """A line for each rule, as the first rank on this host has it."""
     first = min(gradients, key=int, default=None)
     if first is None:

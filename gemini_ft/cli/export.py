@@ -14,7 +14,7 @@ from gemini_ft.export import dcp, deepspeed, lightning, safetensors
 from gemini_ft.export.source import Checkpoint, from_memory, from_storage
 from gemini_ft.export.target import DCP, DEEPSPEED, Target, staged
 from gemini_ft.storage.opening import open_existing
-from gemini_ft.worker.secret import read_secret
+from gemini_ft.wire.trust import read_secret
 
 _log = logging.getLogger("gemini_ft")
 FORMATS = ("lightning", "dcp", "safetensors", "deepspeed")

@@ -21,15 +21,20 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "run": Command("gemini_ft.launch.launcher", "command", "start a training script as torchrun does, with fast and reliable restarts"),
+    "doctor": Command("gemini_ft.cli.doctor", "command", "look at a host before its first job, and say what is wrong"),
     "agent": Command("gemini_ft.cli.commands", "agent", "own a host's snapshot memory in the foreground, as a service"),
     "status": Command("gemini_ft.cli.commands", "status", "show what this host's agent holds and does"),
     "ps": Command("gemini_ft.cli.commands", "ps", "list the runs of this host"),
     "leave": Command("gemini_ft.cli.commands", "leave", "end this host's agent"),
+    "drain": Command("gemini_ft.cli.commands", "drain", "have a host leave its run after a step that is committed"),
     "checkpoints": Command(
         "gemini_ft.cli.commands", "checkpoints", "list the checkpoints in storage and in memory, and what is wrong with them"
     ),
     "export": Command("gemini_ft.cli.export", "command", "write a checkpoint for Lightning, torch.distributed.checkpoint or safetensors"),
     "pipeline": Command("gemini_ft.cli.pipeline", "command", "show what a gradient pipeline does with each parameter of a model"),
+    "simulate": Command("gemini_ft.cli.planning", "simulate", "forecast lost work and effective training time of a cluster that fails"),
+    "plan": Command("gemini_ft.cli.planning", "plan", "say how many replicas and how much memory a cluster needs, and what to expect"),
+    "switch": Command("gemini_ft.cli.switch", "command", "add up gradients of other hosts, as a switch in the network would"),
     "store": Command("gemini_ft.cli.store", "command", "serve the store of a rendezvous apart from the training hosts"),
 }
 

@@ -24,6 +24,7 @@ from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.assignment import assign, trained
 from gemini_ft.pipeline.plan import NO_RULE, Tensor, first_plan, rule_at
 from gemini_ft.pipeline.rules import Compression, Rule, Rules, load_rules
+from gemini_ft.sync.costs import Link, textbook
 
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 
@@ -52,7 +53,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter and the way its gradient takes."""
+    """One parameter, and how its gradient is synchronised."""
 
     parameter: str
     shape: tuple[int, ...]
@@ -65,15 +66,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Description:
-    """A pipeline applied to a model: ``ranks`` of them, ``rate`` in bits per second and direction."""
+    """A pipeline applied to a model: ``ranks`` of them, ``rate`` in bits per second and direction.
+
+    ``dense`` has the seconds of all gradients in float32 by the four patterns of `gemini_ft.sync.costs.textbook`, with ``latency`` seconds
+    per message: what there is to gain or lose by another pattern.
+    """
 
     ranks: int
     rate: float
+    latency: float
     parameters: tuple[Row, ...]
     rules: tuple[Cost, ...]
+    dense: Mapping[str, float]
 
 
-def describe(model: nn.Module, rules: Rules, ranks: int, rate: float) -> Description:
+def describe(model: nn.Module, rules: Rules, ranks: int, rate: float, latency: float = 0.0) -> Description:
     """Predicts how training would exchange gradients under these rules.
 
     Args:
@@ -81,6 +88,7 @@ def describe(model: nn.Module, rules: Rules, ranks: int, rate: float) -> Descrip
         rules: as `load_rules` gives them.
         ranks: at least 1.
         rate: of each rank's link, bits per second.
+        latency: seconds of a message without bytes; only the dense patterns count it.
 
     Raises:
         ConfigError: as in training, where the rules do not fit the model.
@@ -95,7 +103,8 @@ def describe(model: nn.Module, rules: Rules, ranks: int, rate: float) -> Descrip
         groups = [[by_name[name] for name in group.names] for group in plan.groups if group.rule == number]
         costs.append(_cost(number, rule_at(rules, number), groups, dtypes, ranks, rate))
     rows = [_row(tensor, rule_at(rules, tensor.rule), group_of[tensor.name]) for tensor in tensors]
-    return Description(ranks, rate, tuple(rows), tuple(costs))
+    dense = textbook(ranks, 4 * sum(tensor.nbytes // tensor.itemsize for tensor in tensors), Link(latency, 8 / rate))
+    return Description(ranks, rate, latency, tuple(rows), tuple(costs), dense)
 
 
 def _row(tensor: Tensor, rule: Rule, group: int) -> Row:
@@ -125,6 +134,7 @@ def _cost(number: int, rule: Rule, groups: Sequence[Sequence[Tensor]], dtypes: M
     tensors = [tensor for group in groups for tensor in group]
     dense, elements = sum(tensor.nbytes for tensor in tensors), sum(tensor.nbytes // tensor.itemsize for tensor in tensors)
     wire, by, primitive = _wire(rule, groups, dtypes, ranks)
+    by += f"; control {rule.control.method} moves the ratio" if rule.control is not None else ""
     name = "no rule" if number == NO_RULE else f"{number + 1}: {rule}"
     seconds = None if wire is None else _seconds(primitive, wire, ranks, rate)
     plain = [_seconds(Primitive.ALL_REDUCE, size * elements, ranks, rate) for size in (4, 2)]
@@ -182,12 +192,15 @@ def command(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", required=True, metavar="MODULE:FUNCTION", help="called without arguments, it returns the nn.Module")
     parser.add_argument("--ranks", type=int, default=8, help="workers (default: 8)")
     parser.add_argument("--rate", default="1gbit", help="of each worker's link, such as 200mbit or 25gbit (default: 1gbit)")
+    parser.add_argument("--latency", type=float, default=50.0, help="of a message, in microseconds, for the dense patterns (default: 50)")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(arguments)
     if options.ranks < 1:
         raise ConfigError(f"--ranks {options.ranks}: must be at least 1")
+    if not 0 <= options.latency < 1e9:
+        raise ConfigError(f"--latency {options.latency:g}: must be microseconds, at least 0; for example 50")
     rate, rules = _rate(options.rate), load_rules(options.config)
-    description = describe(_model(options.model), rules, options.ranks, rate)
+    description = describe(_model(options.model), rules, options.ranks, rate, 1e-6 * options.latency)
     print(json.dumps(asdict(description), indent=2) if options.json else _shown(description))
     return 0
 
@@ -242,7 +255,9 @@ def _shown(description: Description) -> str:
         seconds = _or(cost.seconds, ".4f"), f"{cost.fp32_seconds:.4f}", f"{cost.bf16_seconds:.4f}"
         rules.append((cost.rule, f"{cost.dense_bytes:,}", _or(cost.wire_bytes, ","), *seconds, cost.by))
     text = f"{description.ranks} ranks at {description.rate / 1e6:,g} Mbit/s; seconds on the network alone"
-    return "\n".join([table(parameters), "", text, table(rules)])
+    patterns = [tuple(description.dense), tuple(f"{seconds:.4f}" for seconds in description.dense.values())]
+    dense = f"all gradients in float32, by pattern, with {1e6 * description.latency:g} us per message"
+    return "\n".join([table(parameters), "", text, table(rules), "", dense, table(patterns)])
 
 
 def _or(value: float | None, form: str) -> str:

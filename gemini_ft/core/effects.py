@@ -20,6 +20,21 @@ class Completed:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """Several `Completed` of one host in one message, alike in all but owner and root."""
+
+    host: str
+    version: Version
+    layout: str
+    digest: str
+    roots: dict[int, str]  # owner -> root of the copy
+
+    def each(self) -> list[Completed]:
+        """The reports one by one."""
+        return [Completed(owner, self.host, self.version, self.layout, self.digest, root) for owner, root in self.roots.items()]
+
+
+@dataclass(frozen=True)
 class Skipped:
     """A report: ``owner`` has no snapshot of ``version``, so it can never be committed."""
 

@@ -6,14 +6,13 @@ once made, stands. If the leader's agent restarts, the others repeat their repor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
-from gemini_ft.core.effects import Completed, Report, Skipped
+from gemini_ft.core.effects import Completed, Copies, Report, Skipped
 from gemini_ft.core.protocol import NO_ROOTS
+from gemini_ft.core.rounds import Pair, Round
 from gemini_ft.core.versions import Version
-
-Pair = tuple[int, str]  # (owner, holding host)
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,7 @@ class Commit:
     freeze: bool
     digest_at: int | None = None  # iteration from which ranks must add digests of their replicated state
     roots: dict[int, str] = field(default_factory=dict)  # owner -> root of its shard: of its own copy, and of every other that counts
+    agreed: bool = False  # to one host: the roots of what it holds are those that it reported, and are not repeated
 
 
 @dataclass(frozen=True)
@@ -78,29 +78,28 @@ class Cadence:
     every_seconds: float | None = None
     last_iteration: int = 0
     last_time: float = 0.0
+    hurried: bool = False  # the next one that can be is due, because a host is leaving
 
     def due(self, iteration: int, now: float) -> bool:
         by_steps = self.every_steps is not None and iteration // self.every_steps > self.last_iteration // self.every_steps
         by_time = self.every_seconds is not None and now - self.last_time >= self.every_seconds
-        return by_steps or by_time
+        return by_steps or by_time or self.hurried
 
     def next_iteration(self, iteration: int, now: float) -> int | None:
         """The first iteration after ``iteration`` that may be uploaded, as far as can be said now."""
-        if self.every_seconds is not None and now - self.last_time >= self.every_seconds:
+        if self.hurried or (self.every_seconds is not None and now - self.last_time >= self.every_seconds):
             return iteration + 1
         if self.every_steps is not None:
             return (self.last_iteration // self.every_steps + 1) * self.every_steps
         return None
 
 
-@dataclass
-class _Round:
-    acks: dict[Pair, Completed] = field(default_factory=dict)
-    own_copies_since: float | None = None  # when the last owner's own copy was complete
-
-
 class Ledger:
-    """Collects reports, decides commits. ``holders``: owner -> hosts, the owner's own first."""
+    """Collects reports, decides commits. ``holders``: owner -> hosts, the owner's own first.
+
+    Hundreds of thousands of reports may come per step, so that none of them may cost a walk over all ranks: what they come to is
+    counted (`gemini_ft.core.rounds`). Such a walk is left to what happens once per version, or when something goes wrong.
+    """
 
     def __init__(
         self,
@@ -112,6 +111,8 @@ class Ledger:
         self.holders = dict(holders)
         self.committed = committed
         self.roots: dict[int, str] = {}  # of the committed version, where this ledger has seen it come about
+        self._judged: Version | None = None  # the newest version that was committed by reports made to this ledger
+        self._doubtful: set[str] = set()  # hosts with a copy that did not count then
         self.epoch = 0
         self.excluded: set[Pair] = set()
         self.uploading: Version | None = None
@@ -120,15 +121,28 @@ class Ledger:
         self._held_back: Version | None = None  # was due meanwhile
         self._timeout = replica_timeout
         self._cadence = cadence
-        self._rounds: dict[Version, _Round] = {}
-        self._aborted: dict[Version, str] = {}  # above the committed one -> reason
+        self._pairs = sum(map(len, self.holders.values()))
+        self._held: dict[str, set[int]] = {}  # host -> owners of the shards that it holds
+        for owner, hosts in self.holders.items():
+            for host in hosts:
+                self._held.setdefault(host, set()).add(owner)
+        self._joined: dict[str, Version | None] = {}  # host -> newest version that had been reported when it joined, for the last time
+        self._newest: Version | None = None  # that was reported
+        self._rounds: dict[Version, Round] = {}  # never one that an owner has gone past without its own copy: that is aborted
+        self.aborted: dict[Version, str] = {}  # above the committed one -> reason
         self._passed: dict[int, Version] = {}  # owner -> newest version it has spoken of
+        self._newest_passed: Version | None = None  # the newest of them
         self._records: dict[int, str] = {}
 
     # -- reports
 
-    def report(self, report: Report, now: float) -> list[Decision]:
+    def report(self, report: Report | Copies, now: float) -> list[Decision]:
         """Takes in a host's reports, in the order in which they were made. Old news changes nothing."""
+        if isinstance(report, Copies):
+            current = self._rounds.get(report.version)
+            if current is not None and current.is_first_of(report.host) and report.roots.keys() <= self._held.get(report.host, set()):
+                return self._take(report, current, now)
+            return [decision for each in report.each() for decision in self.report(each, now)]
         if self.committed is not None and report.version <= self.committed:
             return self._readmit(self._caught_up(report))
         if isinstance(report, Skipped):
@@ -136,14 +150,34 @@ class Ledger:
             return decisions + self._overtaken(report.owner, report.version)
         if report.host not in self.holders.get(report.owner, ()):
             return []
-        if report.version in self._aborted:  # its host was away when that was decided; replicas go with the owner's next version
-            return [Abort(report.version, self._aborted[report.version])] if self._is_own(report) else []
-        current = self._rounds.setdefault(report.version, _Round())
-        current.acks[report.owner, report.host] = report
-        decisions = self._readmit(_agreeing(self.holders, current.acks))
+        current = self._rounds.get(report.version)
+        if current is None:
+            if report.version in self.aborted:  # its host was away when that was decided; replicas go with the owner's next version
+                return [Abort(report.version, self.aborted[report.version])] if self._is_own(report) else []
+            current = self._rounds[report.version] = Round(self.holders, self._pairs, self.excluded)
+            self._newest = max(report.version, self._newest or report.version)
+            current.add(report.owner, report.host, (report.layout, report.digest), report.root, now)
+            gone = self._gone_past(report.version, current)
+        else:
+            current.add(report.owner, report.host, (report.layout, report.digest), report.root, now)
+            gone = None
+        decisions = self._readmit(current.back)
         if self._is_own(report):
             decisions += self._overtaken(report.owner, report.version)
+        if gone is not None:
+            return decisions + self._abandon(report.version, gone)
         return decisions + self._judge(report.version, current, now)
+
+    def _take(self, copies: Copies, current: Round, now: float) -> list[Decision]:
+        """Takes in the first that a host says of a version which is under way, as one by one, but judged once."""
+        at_home = current.add_first(copies.host, (copies.layout, copies.digest), copies.roots, now)
+        decisions: list[Decision] = []
+        if len(self._rounds) == 1 and (self._newest_passed is None or self._newest_passed <= copies.version):
+            self._passed.update(dict.fromkeys(at_home, copies.version))  # nobody can be left behind
+            self._newest_passed = copies.version if at_home else self._newest_passed
+        else:
+            decisions = [decision for owner in at_home for decision in self._overtaken(owner, copies.version)]
+        return decisions + self._judge(copies.version, current, now)
 
     def tick(self, now: float, absent: Collection[str] = ()) -> list[Decision]:
         """Leaves out holders that keep the others waiting; the owner's own copy always counts.
@@ -153,32 +187,54 @@ class Ledger:
             absent: hosts of which nothing is heard. An owner's own copy there may be lost: then its replicas are still waited for, and
                 what was committed before stays where it is.
         """
-        for version, current in sorted(self._rounds.items()):
-            if current.own_copies_since is None or now - current.own_copies_since < self._timeout:
+        silent = frozenset(absent)
+        for version in sorted(self._rounds):
+            current = self._rounds[version]
+            if current.own_since is None or now - current.own_since < self._timeout:
                 continue
-            missing = self._expected() - _agreeing(self.holders, current.acks)
-            late = frozenset((owner, host) for owner, host in missing if self.holders[owner][0] not in absent)
+            missing = list(current.missing())
+            late = frozenset((owner, host) for owner, host in missing if self.holders[owner][0] not in silent)
             if not late and missing:
                 continue
             self.excluded |= late
-            return [*([self._epoch(late)] if late else []), *self._try_commit(version, now)]
+            for each in self._rounds.values():
+                each.exclude(late)
+            return [*([self._epoch(late)] if late else []), *self._try_commit(version, current, now)]
         return []
 
-    def rejoin(self, committed: Version | None, now: float = 0.0, roots: Mapping[int, str] = NO_ROOTS) -> list[Decision]:
+    def rejoin(
+        self, committed: Version | None, now: float = 0.0, roots: Mapping[int, str] = NO_ROOTS, host: str = ""
+    ) -> list[Commit | Abort]:
         """Takes in a host that connects for the first time, or again: either side may have missed the newest decisions.
 
         Comes before that host's repeated reports. ``roots``: of what is held there of ``committed`` (`protocol.Host.heard_roots`).
+        The decisions are for that host; a commit that is new to this ledger is for all.
         """
-        before, commits = self.committed, list[Decision]()
+        self._joined[host] = self._newest
+        before, commits = self.committed, list[Commit]()
         newest = max((version for version in (committed, before) if version is not None), default=None)
         if newest is not None and newest != before:
             self._close(newest)  # our own host may not know it either, after a restart of its agent
         lacks = committed == newest and any(not root and owner in self.roots for owner, root in roots.items())
         if committed == newest:
-            self.roots = {owner: root for owner, root in roots.items() if root} | self.roots
+            for owner, root in roots.items():
+                if root:
+                    self.roots.setdefault(owner, root)
         if newest is not None and (lacks or not committed == before == newest):
             commits.append(Commit(newest, False, self._digest_at(newest, now), self.roots))
-        return commits + [Abort(version, reason) for version, reason in sorted(self._aborted.items())]
+        return [*commits, *(Abort(version, reason) for version, reason in sorted(self.aborted.items()))]
+
+    def addressed(self, commit: Commit, host: str) -> Commit:
+        """A commit as one host must hear it, so that its size does not grow with the job.
+
+        A host whose copies all agreed, as it has reported them itself since it joined, does not hear their roots again. One that
+        joined later may be an agent that has lost its memory, and one that was left out may have a damaged copy.
+        """
+        joined = self._joined.get(host)
+        reported = host in self._joined and commit.version == self._judged and (joined is None or commit.version > joined)
+        if reported and host not in self._doubtful:
+            return replace(commit, roots={}, agreed=True)
+        return replace(commit, roots={owner: commit.roots[owner] for owner in self._held.get(host, ()) if owner in commit.roots})
 
     # -- uploads
 
@@ -208,6 +264,13 @@ class Ledger:
         self._begin(version, now)
         return [Commit(version, True, self._digest_at(version, now), self.roots)]
 
+    def upload_soon(self, now: float) -> list[Decision]:
+        """Makes the next version due for storage; the ranks hear that from now on they must add digests."""
+        if self._cadence is None:
+            return []
+        self._cadence.hurried = True
+        return [Commit(self.committed, False, self._digest_at(self.committed, now), self.roots)] if self.committed is not None else []
+
     def upload_last(self) -> list[Decision]:
         """Uploads the committed version once more, as the job has finished and its last upload has failed."""
         if self.committed is None or self.uploading is not None or not self.upload_error or self.obstacle:
@@ -216,9 +279,6 @@ class Ledger:
         return [Commit(self.committed, freeze=True)]
 
     # -- inside
-
-    def _expected(self) -> set[Pair]:
-        return {(owner, host) for owner, hosts in self.holders.items() for host in hosts} - self.excluded
 
     def _caught_up(self, report: Report) -> set[Pair]:
         """The holder whose copy of the committed version is reported; an older or a damaged copy is not enough."""
@@ -231,45 +291,43 @@ class Ledger:
         if not (back := self.excluded.intersection(holders)):
             return []
         self.excluded -= back
+        for each in self._rounds.values():
+            each.readmit(back)
         return [self._epoch(frozenset())]
 
     def _epoch(self, newly: frozenset[Pair]) -> Holders:
         self.epoch += 1
         return Holders(self.epoch, frozenset(self.excluded), newly)
 
-    def _conflict(self, current: _Round) -> Fatal | None:
-        by_layout = _by_value((ack.layout, ack.owner) for ack in current.acks.values() if ack.layout)
-        if len(by_layout) > 1:
+    def _conflict(self, current: Round) -> Fatal:
+        if len(by_layout := current.by_layout()) > 1:
             text = "; ".join(f"ranks {ranks} have layout {layout}" for layout, ranks in by_layout.items())
             problem = f"ranks disagree on names, dtypes, shapes or frozenness of the state: {text}; build the same model on every rank"
             return Fatal("LayoutMismatchError", problem)
-        by_digest = _by_value((ack.digest, ack.owner) for ack in current.acks.values() if ack.digest)
-        if len(by_digest) > 1:
-            text = "; ".join(f"ranks {ranks} have {digest}" for digest, ranks in by_digest.items())
-            return Fatal(
-                "ReplicaDivergedError",
-                f"state that must be the same on all ranks differs: {text}; a restored state would be one that no rank ever had. "
-                "Look for updates that depend on the rank, or for gradients that were not reduced.",
-            )
-        return None
+        text = "; ".join(f"ranks {ranks} have {digest}" for digest, ranks in current.by_digest().items())
+        return Fatal(
+            "ReplicaDivergedError",
+            f"state that must be the same on all ranks differs: {text}; a restored state would be one that no rank ever had. "
+            "Look for updates that depend on the rank, or for gradients that were not reduced.",
+        )
 
-    def _try_commit(self, version: Version, now: float) -> list[Decision]:
-        current = self._rounds.get(version)
-        if current is None or current.own_copies_since is None or not self._expected() <= _agreeing(self.holders, current.acks):
+    def _try_commit(self, version: Version, current: Round, now: float) -> list[Decision]:
+        if not current.complete:
             return []
         self._close(version)
-        self.roots = {owner: root for owner, hosts in self.holders.items() if (root := current.acks[owner, hosts[0]].root)}
+        self._judged, self._doubtful = version, {host for _, host in self.excluded}
+        self.roots = {owner: root for owner, root in current.own.items() if root}
         freeze = self._freeze(version, current, now)
         return [Commit(version, freeze, self._digest_at(version, now), self.roots)]
 
     def _digest_at(self, version: Version, now: float) -> int | None:
         return self._cadence.next_iteration(version.iteration, now) if self._cadence else None
 
-    def _freeze(self, version: Version, current: _Round, now: float) -> bool:
+    def _freeze(self, version: Version, current: Round, now: float) -> bool:
         cadence = self._cadence
         if cadence is None or self.uploading is not None or not cadence.due(version.iteration, now):
             return False
-        if not all(current.acks[owner, hosts[0]].digest for owner, hosts in self.holders.items()):
+        if not current.compared:
             return False  # the ranks did not know yet that this one may be uploaded; they do after this commit
         if self.obstacle:
             self._held_back, self.upload_error = version, self.obstacle
@@ -279,14 +337,14 @@ class Ledger:
 
     def _begin(self, version: Version, now: float) -> None:
         if self._cadence is not None:
-            self._cadence.last_iteration, self._cadence.last_time = version.iteration, now
+            self._cadence.last_iteration, self._cadence.last_time, self._cadence.hurried = version.iteration, now, False
         self.uploading, self._records = version, {}
 
     def _abort(self, version: Version, reason: str) -> list[Decision]:
         self._rounds.pop(version, None)
-        if version in self._aborted:
+        if version in self.aborted:
             return []
-        self._aborted[version] = reason
+        self.aborted[version] = reason
         return [Abort(version, reason)]
 
     def _is_own(self, report: Completed) -> bool:
@@ -294,40 +352,29 @@ class Ledger:
 
     def _overtaken(self, owner: int, version: Version) -> list[Decision]:
         """Aborts the versions that an owner has gone past: what it has not completed by now, it never will."""
-        self._passed[owner] = max(version, self._passed.get(owner, version))
-        return [d for older in sorted(self._rounds) if older < version for d in self._judge_passed(older)]
+        at = self._passed[owner] = max(version, self._passed.get(owner, version))
+        if self._newest_passed is None or at > self._newest_passed:
+            self._newest_passed = at
+        left = [older for older, current in self._rounds.items() if older < version and owner not in current.own]
+        return [decision for older in sorted(left) for decision in self._abandon(older, owner)]
 
-    def _judge_passed(self, version: Version) -> list[Decision]:
-        acks = self._rounds[version].acks
-        for owner, at in self._passed.items():
-            if at > version and (owner, self.holders[owner][0]) not in acks:
-                return self._abort(version, f"rank {owner} has gone on to {at} without it")
-        return []
+    def _gone_past(self, version: Version, current: Round) -> int | None:
+        """The first owner that had gone past a version, without its own copy, before anybody reported it."""
+        if self._newest_passed is None or self._newest_passed <= version:
+            return None
+        return next((owner for owner, at in self._passed.items() if at > version and owner not in current.own), None)
 
-    def _judge(self, version: Version, current: _Round, now: float) -> list[Decision]:
+    def _abandon(self, version: Version, owner: int) -> list[Decision]:
+        return self._abort(version, f"rank {owner} has gone on to {self._passed[owner]} without it")
+
+    def _judge(self, version: Version, current: Round, now: float) -> list[Decision]:
         """Aborts, waits or commits."""
-        if gone := self._judge_passed(version):
-            return gone
-        if conflict := self._conflict(current):
+        if current.disputed:
+            conflict = self._conflict(current)
             return [*self._abort(version, conflict.text), conflict]
-        if current.own_copies_since is None and all((o, hosts[0]) in current.acks for o, hosts in self.holders.items()):
-            current.own_copies_since = now
-        return self._try_commit(version, now)
+        return self._try_commit(version, current, now)
 
     def _close(self, version: Version) -> None:
         self.committed, self.roots = version, {}
         self._rounds = {v: r for v, r in self._rounds.items() if v > version}
-        self._aborted = {v: reason for v, reason in self._aborted.items() if v > version}
-
-
-def _agreeing(holders: Mapping[int, tuple[str, ...]], acks: Mapping[Pair, Completed]) -> set[Pair]:
-    """The holders whose copies have the root of the owner's own; a copy with another one is damaged, and does not count."""
-    own = {owner: acks[owner, hosts[0]].root for owner, hosts in holders.items() if (owner, hosts[0]) in acks}
-    return {pair for pair, ack in acks.items() if ack.root == own.get(pair[0])}
-
-
-def _by_value(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
-    out: dict[str, set[int]] = {}
-    for value, owner in pairs:
-        out.setdefault(value, set()).add(owner)
-    return {value: sorted(owners) for value, owners in sorted(out.items())}
+        self.aborted = {v: reason for v, reason in self.aborted.items() if v > version}

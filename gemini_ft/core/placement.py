@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from heapq import heapify, heappop, heappush
 from math import comb
 
 from gemini_ft.errors import ConfigError
@@ -80,8 +81,7 @@ def survival_probability(placement: Mapping[str, Iterable[str]], lost: int) -> F
     """
     if not 0 <= lost <= len(placement):
         raise ConfigError(f"lost={lost} hosts of {len(placement)}: must be between 0 and the number of hosts")
-    fatal = list(dict.fromkeys(frozenset(holders) for holders in placement.values()))
-    return Fraction(_safe_choices(list(placement), fatal, lost), comb(len(placement), lost))
+    return _survival_probabilities(placement, lost)[lost]
 
 
 def fatal_domains(placement: Mapping[str, Iterable[str]], domains: Mapping[str, str]) -> list[str]:
@@ -99,8 +99,8 @@ def describe(placement: Mapping[str, Sequence[str]], domains: Mapping[str, str] 
     if replicas == 1:
         return f"{hosts} hosts, 1 replica: a lost process is survived, a lost host is not; replicas=2 would survive any single one."
     text = f"{hosts} hosts, {replicas} replicas, {_count_parts(hosts, replicas)}. The loss of any {_hosts(replicas - 1)} is survived"
-    for lost in range(replicas, max(replicas + 1, min(replicas + 3, hosts))):
-        probability = survival_probability(placement, lost)
+    most = max(replicas, min(replicas + 2, hosts - 1))
+    for lost, probability in enumerate(_survival_probabilities(placement, most)[replicas:], start=replicas):
         text += f"; {_hosts(lost)} at once {_chance(probability)}"
         if not probability:
             break
@@ -125,15 +125,21 @@ def _check(hosts: Sequence[str], replicas: int, domains: Mapping[str, str]) -> N
 
 def _spread(hosts: Sequence[str], replicas: int, domains: Mapping[str, str]) -> list[str]:
     """Orders hosts so that `mixed` cuts them into parts that span as many domains as they can."""
-    sizes = part_sizes(len(hosts), replicas)
-    parts: list[list[str]] = [[] for _ in sizes]
-    present: list[Counter[str]] = [Counter() for _ in sizes]
-    for domain, members in _by_domain(hosts, domains):
+    parts: list[list[str]] = [[] for _ in part_sizes(len(hosts), replicas)]
+    free = [(-size, j) for j, size in enumerate(part_sizes(len(hosts), replicas))]  # much room first; each part once
+    heapify(free)
+    for _, members in _by_domain(hosts, domains):
+        used: list[tuple[int, int]] = []  # parts that have one more host of this domain than those in ``free``
         for host in members:
-            free = (j for j, size in enumerate(sizes) if len(parts[j]) < size)
-            j = min(free, key=lambda j: (present[j][domain], len(parts[j]) - sizes[j], j))  # few of its kind, then much room
+            if not free:
+                free, used = used, []
+                heapify(free)
+            minus_room, j = heappop(free)
             parts[j].append(host)
-            present[j][domain] += 1
+            if minus_room < -1:
+                used.append((minus_room + 1, j))
+        for part in used:
+            heappush(free, part)
     return [host for part in parts for host in _apart(part, domains)]
 
 
@@ -158,15 +164,48 @@ def _by_domain(hosts: Sequence[str], domains: Mapping[str, str]) -> list[tuple[s
 # -- counting -------------------------------------------------------------------------------------
 
 
-def _safe_choices(hosts: Sequence[str], fatal: Sequence[frozenset[str]], lost: int) -> int:
-    """Ways to choose ``lost`` hosts so that no fatal set is lost whole.
+def _survival_probabilities(placement: Mapping[str, Iterable[str]], most: int) -> list[Fraction]:
+    """Probabilities that every shard has a holder after 0, 1, ... ``most`` hosts are lost at once."""
+    known: dict[tuple[frozenset[int], ...], list[int]] = {}  # a part's fatal sets -> its ways: most parts have the same form
+    total = [1] + [0] * most
+    for size, fatal in _independent(placement):
+        if fatal not in known:
+            known[fatal] = _safe_choices(range(size), fatal, most)
+        ways = known[fatal]
+        total = [sum(total[i] * ways[lost - i] for i in range(lost + 1)) for lost in range(most + 1)]
+    return [Fraction(safe, comb(len(placement), lost)) for lost, safe in enumerate(total)]
+
+
+def _independent(placement: Mapping[str, Iterable[str]]) -> Iterator[tuple[int, tuple[frozenset[int], ...]]]:
+    """Cuts the hosts into parts of which no fatal set spans two: the number of hosts, and the fatal sets of hosts numbered from 0."""
+    fatal = list(dict.fromkeys(frozenset(holders) for holders in placement.values()))
+    containing: dict[str, list[int]] = {}
+    for i, members in enumerate(fatal):
+        for host in members:
+            containing.setdefault(host, []).append(i)
+    seen = [False] * len(fatal)
+    for start in range(len(fatal)):
+        if seen[start]:
+            continue
+        part, seen[start] = [start], True
+        for i in part:  # grows meanwhile
+            for j in (j for host in sorted(fatal[i]) for j in containing[host] if not seen[j]):
+                seen[j] = True
+                part.append(j)
+        numbers: dict[str, int] = {}
+        sets = tuple(frozenset(numbers.setdefault(host, len(numbers)) for host in sorted(fatal[i])) for i in part)
+        yield len(numbers), sets
+
+
+def _safe_choices(hosts: Sequence[int], fatal: Sequence[frozenset[int]], most: int) -> list[int]:
+    """Ways to choose 0, 1, ... ``most`` hosts so that no fatal set is lost whole.
 
     Decides host after host. Of what was decided, the rest depends only on which fatal sets may still come
     true, so choices that agree in this are counted together, by how many hosts they have lost so far.
     """
     containing = {host: frozenset(i for i, members in enumerate(fatal) if host in members) for host in hosts}
     undecided = [len(members) for members in fatal]
-    ways: dict[frozenset[int], list[int]] = {frozenset(): [1] + [0] * lost}  # sets that may still come true -> ways by losses
+    ways: dict[frozenset[int], list[int]] = {frozenset(): [1] + [0] * most}  # sets that may still come true -> ways by losses
     for host in _walk(hosts, fatal, containing):
         begun = {i for i in containing[host] if undecided[i] == len(fatal[i])}
         for i in containing[host]:
@@ -179,7 +218,7 @@ def _safe_choices(hosts: Sequence[str], fatal: Sequence[frozenset[str]], lost: i
             if not threatened & ended:
                 _add(following, threatened, [0, *counts[:-1]])  # the host is lost
         ways = following
-    return sum(counts[lost] for counts in ways.values())
+    return [sum(counts) for counts in zip(*ways.values(), strict=True)]
 
 
 def _add(ways: dict[frozenset[int], list[int]], key: frozenset[int], counts: list[int]) -> None:
@@ -188,15 +227,16 @@ def _add(ways: dict[frozenset[int], list[int]], key: frozenset[int], counts: lis
         ways[key] = counts if known is None else [a + b for a, b in zip(known, counts, strict=True)]
 
 
-def _walk(hosts: Sequence[str], fatal: Sequence[frozenset[str]], containing: Mapping[str, frozenset[int]]) -> Iterator[str]:
+def _walk(hosts: Sequence[int], fatal: Sequence[frozenset[int]], containing: Mapping[int, frozenset[int]]) -> Iterator[int]:
     """Orders all hosts so that every fatal set that is begun is finished soon: few are open at a time."""
-    left = dict.fromkeys(hosts)
+    left = set(hosts)
+    order = iter(hosts)
     remaining = {i: set(members) for i, members in enumerate(fatal)}
     begun: dict[int, None] = {}
     while left:
         nearest = min(begun, key=lambda i: len(remaining[i]), default=None)
-        host = next(iter(left)) if nearest is None else min(remaining[nearest])
-        del left[host]
+        host = next(host for host in order if host in left) if nearest is None else min(remaining[nearest])
+        left.remove(host)
         for i in sorted(containing[host]):
             remaining[i].discard(host)
             begun[i] = None

@@ -73,7 +73,7 @@ class Host:
     ) -> list[Effect]:
         """Begins a new incarnation from ``resumed`` (None: from nothing). Versions above it will never be committed.
 
-        They stay until somebody trains, as does what was committed before: this incarnation may never come about.
+        They stay until a worker takes the first step, and so does the last commit: this incarnation may never come about.
         The former incarnation's connections must be closed. Shards that are no longer held here stay readable
         until the next commit: nobody else may have a copy yet. ``roots``: of the shards of ``resumed``.
         """
@@ -240,12 +240,16 @@ class Host:
 
     # -- decisions of the ledger
 
-    def on_commit(self, version: Version, freeze: bool, roots: Mapping[int, str] = NO_ROOTS) -> list[Effect]:
+    def on_commit(self, version: Version, freeze: bool, roots: Mapping[int, str] = NO_ROOTS, agreed: bool = False) -> list[Effect]:
         """Takes note that ``version`` is complete everywhere. ``freeze``: it is also the one to upload, on all hosts alike.
 
         A send of an older version is of no more use to anybody; a peer that has hung must not keep its slot. ``roots``: of the shards
-        that are held here; a copy that has another one was left out of this commit, and is damaged.
+        that are held here; a copy that has another one was left out of this commit, and is damaged. ``agreed``: they are those of
+        the copies here, as this host has reported them.
         """
+        if agreed:
+            copies = {owner: slots.complete_version(version) for owner, slots in self.shards.items() if not self.is_stranger(owner)}
+            roots = {owner: slot.root for owner, slot in copies.items() if slot is not None and slot.root}
         if self.committed is None or version > self.committed:
             self.committed, self.roots = version, {}
         if version == self.committed:

@@ -5,7 +5,7 @@ buffer; chunks are put into the spans between collectives, in order, as many as 
 What fits into no span is *overflow*: it would delay the next update, so it is measured, and the interval between snapshots
 grows until it is gone.
 
-    plan = schedule(spans, Transfer(nbytes, copies, ...), Link(alpha, bandwidth))
+    plan = schedule(spans, Transfer(nbytes, copies, ...), LinkCost(alpha, bandwidth))
     interval = steps_per_snapshot(spans, transfer, link)    # 1 where plan.overflow_bytes is 0
 """
 
@@ -19,7 +19,7 @@ OVERFLOW = -1  # the span of chunks for which there is no room
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkCost:
     """The cost of one message: ``alpha`` seconds, and its bytes at ``bandwidth`` bytes per second."""
 
     alpha: float
@@ -71,7 +71,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ScheduledChunk:
     """Bytes ``offset:offset + nbytes`` of the shard, to peer number ``copy``, in span number ``span`` (or `OVERFLOW`)."""
 
     span: int
@@ -91,13 +91,13 @@ class Schedule:
         overflow_seconds: how long they delay the next update, by the cost model.
     """
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ScheduledChunk, ...]
     used: tuple[float, ...]
     overflow_bytes: int
     overflow_seconds: float
 
 
-def schedule(spans: Sequence[float], transfer: Transfer, link: Link) -> Schedule:
+def schedule(spans: Sequence[float], transfer: Transfer, link: LinkCost) -> Schedule:
     """Puts every byte of every copy into spans, in order (algorithm 2).
 
     Args:
@@ -109,7 +109,7 @@ def schedule(spans: Sequence[float], transfer: Transfer, link: Link) -> Schedule
         Every byte exactly once per copy; no span holds more than ``gamma`` of its seconds.
     """
     waiting = _Waiting(transfer)
-    chunks: list[Chunk] = []
+    chunks: list[ScheduledChunk] = []
     used = []
     for index, seconds in enumerate(spans):
         left = budget = transfer.gamma * seconds
@@ -122,7 +122,7 @@ def schedule(spans: Sequence[float], transfer: Transfer, link: Link) -> Schedule
     return Schedule((*chunks, *overflow), tuple(used), sum(chunk.nbytes for chunk in overflow), late)
 
 
-def steps_per_snapshot(spans: Sequence[float], transfer: Transfer, link: Link, most: int = 1000) -> int:
+def steps_per_snapshot(spans: Sequence[float], transfer: Transfer, link: LinkCost, most: int = 1000) -> int:
     """The fewest steps over which the spans can carry one snapshot; ``most`` where that many steps cannot either.
 
     The spans of a step repeat in each of its successors. Each step is filled as the first one is, until nothing is left.
@@ -139,7 +139,7 @@ def steps_per_snapshot(spans: Sequence[float], transfer: Transfer, link: Link, m
     return steps
 
 
-def arrival(begins: Sequence[float], spans: Sequence[float], period: float, transfer: Transfer, link: Link) -> float | None:
+def arrival(begins: Sequence[float], spans: Sequence[float], period: float, transfer: Transfer, link: LinkCost) -> float | None:
     """Predicts when the last byte of a snapshot arrives, in seconds since the beginning of the step at which it was taken.
 
     Args:
@@ -173,18 +173,18 @@ class _Waiting:
         self._transfer = transfer
         self._copy, self._offset = 0, 0
 
-    def take(self, span: int, size: int) -> Chunk | None:
+    def take(self, span: int, size: int) -> ScheduledChunk | None:
         """The next chunk, of at most ``size`` bytes; None: all have gone."""
         if self._copy >= self._transfer.copies or self._transfer.nbytes == 0:
             return None
         nbytes = min(size, self._transfer.nbytes - self._offset)
-        chunk = Chunk(span, self._copy, self._offset, nbytes)
+        chunk = ScheduledChunk(span, self._copy, self._offset, nbytes)
         self._offset += nbytes
         if self._offset == self._transfer.nbytes:
             self._copy, self._offset = self._copy + 1, 0
         return chunk
 
-    def rest(self) -> Iterator[Chunk]:
+    def rest(self) -> Iterator[ScheduledChunk]:
         """The bytes that are left, in chunks of full size."""
         while (chunk := self.take(OVERFLOW, self._transfer.chunk_bytes)) is not None:
             yield chunk

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gemini_ft.core.schedule import Link
+from gemini_ft.core.schedule import LinkCost
 
 _STRANGERS = 3  # steps in a row with another order of collectives, until that one counts
 _LOW = 0.1  # the quantile of a span's length that is relied upon
@@ -56,7 +56,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Step:
+class ObservedStep:
     """One step of the training, on one rank.
 
     Attributes:
@@ -119,11 +119,11 @@ class Profiler:
     def __init__(self, window: int) -> None:
         self.profile: Profile | None = None
         self._order: tuple[str, ...] | None = None
-        self._steps: deque[Step] = deque(maxlen=window)
+        self._steps: deque[ObservedStep] = deque(maxlen=window)
         self._strangers = 0
         self._fresh = 0  # steps since the last look
 
-    def add(self, step: Step) -> bool:
+    def add(self, step: ObservedStep) -> bool:
         """Takes in a step; returns whether ``profile`` has changed: after each window, and when it became void.
 
         Single steps of another order (a logged value that is reduced now and then) are passed over. When they follow each
@@ -149,7 +149,7 @@ class Profiler:
         return True
 
 
-def summary(steps: Iterable[Step]) -> Profile:
+def summary(steps: Iterable[ObservedStep]) -> Profile:
     """The profile of steps that all have the same order of collectives."""
     steps = list(steps)
     spans = list(zip(*(step.idle() for step in steps), strict=True))  # of each number of collectives, those of all steps
@@ -184,7 +184,7 @@ def room(
     gaps: Mapping[int, Sequence[float]],
     now: float,
     outstanding: int,
-    link: Link | None,
+    link: LinkCost | None,
     gamma: float,
     most: int,
 ) -> int:

@@ -111,7 +111,7 @@ class EngineGradients(Body):
             return
         gradients, dtype = self._accumulated(), engine.communication_data_type
         for name in gradients:
-            self._watch.ready(name)
+            self._ready_times.ready(name)
         means = self._average({name: gradient.to(dtype) for name, gradient in gradients.items()})
         for name, gradient in gradients.items():
             if gradient.is_sparse:
@@ -190,7 +190,7 @@ class EngineGradients(Body):
         """Gives the engine its own methods back, and ends the threads."""
         for target, name in self._replaced:
             vars(target).pop(name, None)
-        self._watch.close()
+        self._ready_times.close()
         self.averager.close()
 
     def _tell(self, rules: Rules) -> None:

@@ -52,7 +52,7 @@ def read_whole(shards: Sequence[ShardReader], wanted: Callable[[str], bool]) -> 
     flat = {f"{name}@{group[0]}": tensor for name, held in parts.items() for group, tensor in held.items()}
     for owner, shard in enumerate(shards):
         scatter(shard, _reads(owner, layouts[owner], flat), flat)
-    return {name: _join(name, words[name], parts.pop(name), len(shards)) for name in sorted(words)}
+    return {name: join_parts(name, words[name], parts.pop(name), len(shards)) for name in sorted(words)}
 
 
 def _key(piece: Piece) -> str:
@@ -74,7 +74,7 @@ def _check_covered(pieces: Sequence[Piece]) -> None:
             raise CorruptDataError(f"{piece.name} is not whole: {covered[_key(piece)]} of its {math.prod(piece.shape)} elements are there")
 
 
-def _join(name: str, words: str, parts: Parts, world_size: int) -> torch.Tensor:
+def join_parts(name: str, words: str, parts: Parts, world_size: int) -> torch.Tensor:
     """The whole tensor of all its parts."""
     first = parts[min(parts)]
     if words == PER_RANK:

@@ -34,7 +34,7 @@ class Stage:
     """
 
     def __init__(self, lock: Path, fd: int) -> None:
-        self.folder, self._old = _beside(lock)
+        self.folder, self._old = folders_of(lock)
         self._fd = fd
 
     def take_place(self, target: Path, own: Callable[[str], bool]) -> None:
@@ -47,7 +47,7 @@ class Stage:
         if not target.exists():
             self.folder.rename(target)
             return
-        before = self.folder if _exchange(self.folder, target) else self._change_over(target)
+        before = self.folder if exchange(self.folder, target) else self._change_over(target)
         for path in list(before.iterdir()):
             if not own(path.name):
                 path.rename(target / path.name)
@@ -81,7 +81,7 @@ def stage(where: Path, mode: int = 0o777) -> Iterator[Stage]:
         made.folder.mkdir(mode)
         yield made
     finally:
-        shutil.rmtree(_beside(lock)[0], ignore_errors=True)
+        shutil.rmtree(folders_of(lock)[0], ignore_errors=True)
         lock.unlink(missing_ok=True)
         os.close(fd)
 
@@ -94,7 +94,7 @@ def clear_leftovers(where: Path, now: float | None = None) -> None:
 def _remove(lock: Path) -> None:
     if lock.parent.stat().st_mode & stat.S_ISVTX and lock.lstat().st_uid != os.geteuid():
         return  # as in /tmp: another user may have made it up
-    new, old = _beside(lock)
+    new, old = folders_of(lock)
     name = os.fsdecode(lock.read_bytes())
     if old.exists() and name == Path(name).name and not (lock.parent / name).exists():
         old.rename(lock.parent / name)
@@ -108,17 +108,17 @@ def _remove(lock: Path) -> None:
 def _written(lock: Path) -> float:
     """The time at which an export last wrote something."""
     newest = partials.last_byte(lock)
-    for path in _beside(lock)[0].rglob("*"):
+    for path in folders_of(lock)[0].rglob("*"):
         with suppress(FileNotFoundError):
             newest = max(newest, partials.last_byte(path))
     return newest
 
 
-def _beside(lock: Path) -> tuple[Path, Path]:
+def folders_of(lock: Path) -> tuple[Path, Path]:
     return lock.with_name(f"{lock.name}.new"), lock.with_name(f"{lock.name}.old")
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def exchange(one: Path, other: Path) -> bool:
     """Exchanges two folders in one go; False: this file system or this kernel cannot."""
     if not hasattr(_libc, "renameat2"):
         return False

@@ -119,7 +119,7 @@ def _existing(found: Sequence[str], target: Target, to: str, overwrite: bool) ->
 
 
 def _upload(storage: Storage, folder: Path, target: Target, old: Sequence[str]) -> None:
-    """Puts the new files beside the old ones, then the one that names them in place of the old one, and deletes the old ones last."""
+    """Writes the new files beside the old ones, then replaces the file that names them, and deletes the old ones last."""
     if target.tagged:
         _make_unlike(folder, target, old)
     files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]

@@ -117,7 +117,7 @@ class EngineStates:
         return {}
 
     def optimizers(self) -> list[OptimizerState]:
-        """The one optimizer; values that are no tensors are those of the masters that a parameter begins in."""
+        """The engine's optimizer. Values other than tensors come from the flat partition in which a parameter begins."""
         groups, extras = self._engine.about["groups"], self._engine.extras[0]
         names = [name for group in groups for name in group]
         state = {name: {key: tensor for key, tensor in self._params[name].items() if key} | self._values(name) for name in names}

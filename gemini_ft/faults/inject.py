@@ -74,8 +74,8 @@ def at_step(iteration: int, moment: str = "end_of_step") -> None:
     Raises:
         InjectedFault: asked for by a fault of kind ``exception``.
     """
-    if _drill is not None:
-        _drill.at(iteration, moment)
+    if drill is not None:
+        drill.at(iteration, moment)
 
 
 # -- before the first step ------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class Orders:
         if not from_environment():
             return cls("")
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        return cls(os.environ["GEMINI_FAULTS"], frozenset(path.name for path in _files(_folder(run))), restarted)
+        return cls(os.environ["GEMINI_FAULTS"], frozenset(path.name for path in _files(notes_folder(run))), restarted)
 
     @classmethod
     def agree(cls, everyone: Sequence[Orders]) -> Orders:
@@ -140,13 +140,13 @@ def arm(orders: Orders, scene: Scene) -> None:
     Raises:
         ConfigError: a fault names what this job does not have, or would do harm.
     """
-    global _drill
+    global drill
     faults = parse(orders.text)
     for fault in faults:
         fault.check(scene.world)
         if fault.kind == "storage_full":
-            _check_room(scene.storage)
-    folder, happened = _folder(scene.run), set(orders.happened)
+            check_room(scene.storage)
+    folder, happened = notes_folder(scene.run), set(orders.happened)
     if not (scene.has_past or orders.restarted):
         _forget(folder)
         happened.clear()
@@ -154,13 +154,13 @@ def arm(orders: Orders, scene: Scene) -> None:
         _log.warning("fault injection: %s", "; ".join(f.text for f in faults if f.name not in happened) or "no fault is left to happen")
         if happened:
             _log.warning("fault injection: %d of the faults will not happen again (see %s)", len(happened), folder)
-    _drill = Drill(faults, happened, folder, scene)
+    drill = Drill(faults, happened, folder, scene)
 
 
-_drill: Drill | None = None
+drill: Drill | None = None
 
 
-def _folder(run: str) -> Path:
+def notes_folder(run: str) -> Path:
     chosen = os.environ.get("GEMINI_FAULTS_DIR")
     return Path(chosen) if chosen else runtime_folder() / f"faults-{run}"
 
@@ -250,7 +250,7 @@ def _do(fault: Fault, scene: Scene) -> None:
                 for owner in fault.owners(scene.world, scene.host):
                     scene.client().tell(Inject(fault="corrupt", owner=owner))
         case "storage_full":
-            _check_room(scene.storage)
+            check_room(scene.storage)
             _fill(_storage_folder(scene.storage) / _FILLER)
 
 
@@ -300,7 +300,7 @@ def _storage_folder(url: str | None) -> Path:
     return Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path))
 
 
-def _check_room(url: str | None) -> None:
+def check_room(url: str | None) -> None:
     """Limits how much a drill may write: it must not write a terabyte, least of all into a shared file system.
 
     Raises:

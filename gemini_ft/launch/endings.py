@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import signal
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,12 +17,14 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.core.words import in_words
 from gemini_ft.errors import GeminiError, RunAliveError, StorageUnclearError
-from gemini_ft.launch.notes import PROTECTED, Notes
+from gemini_ft.launch.drain import LEFT, HostDrain, await_workers
+from gemini_ft.launch.notes import DRAINED, PROTECTED, Notes
 
 _log = logging.getLogger(__name__)
 
@@ -31,10 +34,10 @@ NOT_STORED = 73  # EX_CANTCREAT
 _BY_WORKERS = {StorageUnclearError.exit_status, RunAliveError.exit_status}
 # Bases of exceptions that come from outside of the script, and go away as they have come.
 _PASSING = {"OSError", "DistError", "AgentError", "PeerError", "StorageError", "CorruptDataError", "BotoCoreError", "ClientError"}
-_PASSING |= {"AcceleratorError", "KeyboardInterrupt", "SystemExit"}
+_PASSING |= {"AcceleratorError", "KeyboardInterrupt"}
 _LASTING = {"FileNotFoundError", "NotADirectoryError", "IsADirectoryError", "PermissionError"}  # of the OSErrors
 _OF_PEERS = re.compile(r"nccl|gloo|connection|timed? ?out|socket|broken pipe|cuda error|another rank", re.IGNORECASE)
-_UNPROTECTED_SECONDS = 120.0
+UNPROTECTED_SECONDS = 120.0
 
 
 class Endings:
@@ -42,10 +45,12 @@ class Endings:
 
     Attributes:
         status: with which the job ends for good; 0: not yet.
+        repeated: the failure that has come twice, of one worker.
     """
 
     def __init__(self, notes: Notes, run: str) -> None:
         self.status = 0
+        self.repeated: ProcessFailure | None = None
         self._notes, self._run = notes, run
         self._before: set[tuple[str, str, str, str]] = set()
         self._since = time.monotonic()
@@ -55,28 +60,29 @@ class Endings:
         """Workers have failed; whether that is final."""
         failed = list(failures)
         self.status = next((failure.exitcode for failure in failed if failure.exitcode in _BY_WORKERS), 0)
-        found = {place for failure in failed if (place := _place(failure.error_file_data)) is not None}
-        repeated, self._before = found & self._before, found
+        found = {place: failure for failure in failed if (place := _place(failure.error_file_data)) is not None}
+        repeated, self._before = found.keys() & self._before, {*found}
         if not self.status and repeated:
             self.status = REPEATED
-            kind, _, where, step = min(repeated)
-            when = f"after step {step}" if step else "before the first step"
-            _log.error(
-                "the same %s for the second time, %s, at %s: another restart would only repeat it. %s", kind, when, where, self._kept()
-            )
+            kind, _, where, step = first = min(repeated)
+            self.repeated = found[first]
+            when = {"": "", "0": ", before the first step"}.get(step, f", after step {step}")
+            text = "the same %s for the second time%s, at %s: another restart would only repeat it. %s"
+            _log.error(text, kind, when, where, self._kept())
         self.look(has_failed=True)
         return bool(self.status)
 
     def look(self, has_failed: bool = False) -> None:
         """Says once that nothing is protected, when that has cost something or workers have had time to join a run."""
-        if not self._has_warned and (has_failed or time.monotonic() - self._since > _UNPROTECTED_SECONDS):
+        if not self._has_warned and (has_failed or time.monotonic() - self._since > UNPROTECTED_SECONDS):
             self._has_warned = True
             if not self._notes.have(PROTECTED):
                 _log.warning(
-                    "nothing in this job is protected%s: no worker has joined a run, so a restart begins at the beginning. A loop needs a "
+                    "nothing in this job is protected%s: no worker has joined a run, so a restart begins at the beginning. %s loop needs a "
                     'gemini_ft.Checkpointer, Lightning strategy="gemini", transformers\' Trainer a gemini_ft.huggingface.GeminiCallback, '
                     'and DeepSpeed a "gemini" section in its configuration; see the README',
-                    "" if has_failed else f" after {_UNPROTECTED_SECONDS:g} s",
+                    "" if has_failed else f" after {UNPROTECTED_SECONDS:g} s",
+                    "Unless the script has failed before it came that far: a" if has_failed else "A",
                 )
 
     def _kept(self) -> str:
@@ -108,12 +114,18 @@ def _place(data: Any) -> tuple[str, str, str, str] | None:
 
 
 @contextmanager
-def final_endings(notes: Notes, run: str) -> Iterator[Endings]:
-    """Inside, torch's launcher restarts no workers whose failure is final."""
+def final_endings(notes: Notes, run: str, drain: HostDrain) -> Iterator[Endings]:
+    """Inside, torch's launcher restarts no workers whose failure is final, and none of a host that is drained."""
     original, endings = LocalElasticAgent._monitor_workers, Endings(notes, run)
 
     def monitor(agent: LocalElasticAgent, group: WorkerGroup) -> RunResult:
+        if notes.have(DRAINED):
+            await_workers(agent._pcontext)
         result: RunResult = original(agent, group)
+        if result.is_failed() and (drain.begun or notes.have(DRAINED)):
+            drain.await_uploads()
+            endings.status = LEFT
+            raise SignalException("this host is drained", signal.SIGTERM)  # the one end after which the others' rendezvous goes on
         if result.is_failed() and endings.judge(result.failures.values()):
             agent._remaining_restarts = 0
         elif result.state == WorkerState.HEALTHY:

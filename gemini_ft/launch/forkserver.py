@@ -48,9 +48,9 @@ from gemini_ft.wire import channel as messages
 GO = b"!"  # the launcher's word to a worker that it may begin
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _TRIAL_SECONDS = 20.0  # after which a forked child counts as hanging; it needs milliseconds
-_SIGNAL_GROUP = 4  # flag of pidfd_send_signal, since Linux 6.9: to the process group that this process leads or has led
+SIGNAL_GROUP = 4  # flag of pidfd_send_signal, since Linux 6.9: to the process group that this process leads or has led
 # A signal to all processes of a job is meant for its workers. This one ends when the launcher does.
-_NOT_MEANT_HERE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_NOT_MEANT_HERE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main() -> None:
@@ -172,7 +172,7 @@ def _serve(channel: socket.socket, refusal: str | None, dispositions: Mapping[in
                 return request
             os.close(gun)
             messages.send(channel, {"number": request["number"], "pid": pid, "failed": failed})
-    _see_off(forked)
+    see_off(forked)
     return None
 
 
@@ -232,7 +232,7 @@ def _ended(worker: int) -> bool:
     return bool(select.select([worker], [], [], 0)[0])
 
 
-def _see_off(forked: Mapping[int, int]) -> None:
+def see_off(forked: Mapping[int, int]) -> None:
     """Kills the sessions of workers that are left without a launcher."""
     for pid, worker in forked.items():
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -242,7 +242,7 @@ def _see_off(forked: Mapping[int, int]) -> None:
 def _kill_session(pid: int, worker: int) -> None:
     """Kills a worker and all it has started, but no process that was given its number after it ended."""
     try:
-        signal.pidfd_send_signal(worker, signal.SIGKILL, None, _SIGNAL_GROUP)
+        signal.pidfd_send_signal(worker, signal.SIGKILL, None, SIGNAL_GROUP)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise

@@ -18,7 +18,9 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import api as torch_api
 
-_TO_HANDLER = "_terminate_process_handler"  # torch's function that turns a signal into SignalException
+TO_HANDLER = "_terminate_process_handler"  # torch's function that turns a signal into SignalException
+# Signal -> the function that hears it, on the thread that passes signals on; it returns whether the workers are to be spared.
+watched: dict[int, Callable[[], bool]] = {}
 _STOP_SECONDS = 30.0  # for workers to end after a signal, as torch's launcher gives them
 
 
@@ -64,16 +66,16 @@ class Workers:
 
     def __init__(self) -> None:
         self.stopped_by: signal.Signals | None = None  # the first signal that was passed on; no worker begins after it
-        self._all: list[Process] = []
+        self.all: list[Process] = []
         self._lock = threading.RLock()  # a pid that is being signalled must not be reaped in between, and come to mean another process
         self._held = 0  # depth of `undisturbed` in the main thread
         self._pending: int | None = None  # a signal that waits for its end
-        self._raise: Callable[[int, FrameType | None], None] = getattr(torch_api, _TO_HANDLER)
+        self._raise: Callable[[int, FrameType | None], None] = getattr(torch_api, TO_HANDLER)
 
     def adopt(self, pid: int, reap: Callable[[], int | None]) -> Process:
         """Takes in a process that has been started within :meth:`undisturbed`; it gets the signal that has already been passed on."""
         process = Process(self, pid, reap)
-        self._all = [*(other for other in self._all if other.returncode is None), process]
+        self.all = [*(other for other in self.all if other.returncode is None), process]
         if self.stopped_by is not None:
             self._send(process, self.stopped_by)
         return process
@@ -96,7 +98,7 @@ class Workers:
 
     def stop(self) -> None:
         """Ends workers that torch's launcher does not know of, because it was interrupted while it started them."""
-        left = [process for process in self._all if process.poll() is None]
+        left = [process for process in self.all if process.poll() is None]
         for signum in (self.stopped_by or signal.SIGTERM, signal.SIGKILL):
             for process in left:
                 self.send(process, signum)
@@ -126,13 +128,13 @@ class Workers:
         os.set_blocking(sender, False)  # as signal.set_wakeup_fd wants it
         thread = threading.Thread(target=self._pass_on, args=(receiver,), name="gemini-signals", daemon=True)
         thread.start()
-        setattr(torch_api, _TO_HANDLER, self._handle)
+        setattr(torch_api, TO_HANDLER, self._handle)
         before = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
         try:
             yield
         finally:
             signal.set_wakeup_fd(before)
-            setattr(torch_api, _TO_HANDLER, self._raise)
+            setattr(torch_api, TO_HANDLER, self._raise)
             os.close(sender)
             thread.join()
             os.close(receiver)
@@ -146,8 +148,14 @@ class Workers:
     def _pass_on(self, receiver: int) -> None:
         while signums := os.read(receiver, 64):
             for signum in signums:
-                if signal.getsignal(signum) == self._handle:
-                    with self._lock:
-                        self.stopped_by = self.stopped_by or signal.Signals(signum)
-                        for process in self._all:
-                            self._send(process, signum)
+                if (heard := watched.get(signum)) is not None:
+                    if not heard():
+                        self._pass(signal.SIGTERM)
+                elif signal.getsignal(signum) == self._handle:
+                    self._pass(signum)
+
+    def _pass(self, signum: int) -> None:
+        with self._lock:
+            self.stopped_by = self.stopped_by or signal.Signals(signum)
+            for process in self.all:
+                self._send(process, signum)

@@ -16,8 +16,8 @@ def after_import(names: Collection[str], then: Callable[[ModuleType], None]) -> 
 
     Modules that are loaded already are the caller's business.
     """
-    if not any(isinstance(finder, _Finder) and finder.then is then and set(names) <= set(finder.names) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder(names, then))
+    if not any(isinstance(finder, Finder) and finder.then is then and set(names) <= set(finder.names) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder(names, then))
 
 
 def once_imported(name: str, then: Callable[[ModuleType], None]) -> None:
@@ -30,7 +30,7 @@ def once_imported(name: str, then: Callable[[ModuleType], None]) -> None:
         after_import((name,), then)
 
 
-class _Finder(MetaPathFinder):
+class Finder(MetaPathFinder):
     """Lets the other finders find the modules, and has their loader followed by ``then``."""
 
     def __init__(self, names: Collection[str], then: Callable[[ModuleType], None]) -> None:

@@ -20,7 +20,7 @@ _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE", re.IGNORECASE)  #
 # Variables that say where and by whom a process was started, and nothing of what it does.
 _OF_THE_START = re.compile(
     "_|PATH|LANG|LC_.*|PWD|OLDPWD|SHLVL|SHELL|HOME|USER|LOGNAME|MAIL|TERM.*|COLORTERM|COLUMNS|LINES|LS_COLORS|PS[1-4]|DISPLAY|HOSTNAME|TMPDIR|TMUX.*|STY"
-    "|WINDOW.*|EDITOR|PAGER|LESS.*|SSH_.*|XDG_.*|DBUS_.*|VSCODE_.*|INVOCATION_ID|JOURNAL_STREAM|SYSTEMD_.*|KUBERNETES_.*|SLURM_.*|PBS_.*"
+    "|WINDOW.*|EDITOR|PAGER|LESS.*|SSH_.*|XDG_.*|DBUS_.*|VSCODE_.*|INVOCATION_ID|JOURNAL_STREAM|SYSTEMD_.*|KUBERNETES_.*|SLURMD?_.*|PBS_.*"
     "|LSB_.*|RANK|LOCAL_RANK|GROUP_.*|ROLE_.*|LOCAL_WORLD_SIZE|WORLD_SIZE|MASTER_.*|TORCHELASTIC_.*|TORCH_NCCL_.*|PET_.*|CUDA_VISIBLE_DEVICES"
     "|GEMINI_.*|PYTEST_.*"
 )
@@ -47,7 +47,7 @@ def this_launch(name: str) -> Launch:
         command=own_command(),
         folder=os.getcwd(),
         script=_digest_of_script(),
-        environ=_relevant(_environment_at_start()),
+        environ=relevant(_environment_at_start()),
     )
 
 
@@ -64,8 +64,8 @@ def _boot_time() -> float:
 
 def _digest_of_script() -> str:
     path = getattr(sys.modules["__main__"], "__file__", None)
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+    try:  # a pipe has been read, and would be waited for
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path and os.path.isfile(path) else ""
     except OSError:
         return ""
 
@@ -76,7 +76,7 @@ def _environment_at_start() -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _relevant(environ: Mapping[str, str]) -> dict[str, str]:
+def relevant(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that a script may read, with what may be kept of their values."""
     return {name: _kept(name, value) for name, value in environ.items() if not _OF_THE_START.fullmatch(name)}
 

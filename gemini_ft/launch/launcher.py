@@ -20,18 +20,21 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.launches import PARTING_SECONDS, is_alive
 from gemini_ft.agent.revival import Watchman
-from gemini_ft.config import load_config, unknown_variables
+from gemini_ft.config import GeminiConfig, load_config, unknown_variables
 from gemini_ft.errors import AgentError, ConfigError, RunAliveError
 from gemini_ft.hosts import host_id
+from gemini_ft.launch import slurm
+from gemini_ft.launch.drain import LEFT, drain_of
 from gemini_ft.launch.endings import ENDED_ELSEWHERE, NOT_STORED, final_endings
 from gemini_ft.launch.launched import LAUNCH
 from gemini_ft.launch.muster import whole_rounds
@@ -46,6 +49,9 @@ from gemini_ft.wire.worker_messages import Launch
 logger = logging.getLogger(__name__)
 
 _MAX_RESTARTS = 10
+_DRAIN_SIGNALS = get_args(GeminiConfig.model_fields["drain_signal"].annotation)
+# Torchrun's options that say how hosts meet.
+_MEETING = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "node_rank", "standalone")
 # A host is lost after interval times attempts. Torch's own 15 s are longer than all the rest of a recovery.
 _KEEP_ALIVE = {"keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
 
@@ -63,15 +69,17 @@ def command(argv: Sequence[str]) -> int:
         ConfigError: there is no such script.
         RunAliveError: another launch of this run is at work on this host.
     """
-    options = _parser().parse_args(argv)
-    program = _program(options)
+    options = make_parser().parse_args(argv)
+    program = program_of(options)
     _show_messages()
     lifecycle.raise_descriptor_limit()
     _heed_signals(options.signals_to_handle.split(","))
     for warning in unknown_variables(os.environ):
         logger.warning("%s", warning)
     is_nameless = is_passing(program) and not (options.run_id or os.environ.get("GEMINI_RUN_ID"))
-    run_id = _prepare(options, program)
+    run_id = prepare(options, program)
+    config = load_config()
+    options.signals_to_handle = _without(options.signals_to_handle, config.drain_signal)
     if torchrun.parse_min_max_nnodes(options.nnodes)[1] == 1:
         _refuse_second(run_id)
     try:
@@ -80,19 +88,24 @@ def command(argv: Sequence[str]) -> int:
             stack.enter_context(better_rendezvous(torchrun.parse_min_max_nnodes(options.nnodes)[1], partial(notes.have, FIXED)))
             stack.enter_context(whole_rounds())
             stack.enter_context(own_log_dir(options))
-            endings = stack.enter_context(final_endings(notes, run_id))
+            drain = drain_of(run_id, config)
+            endings = stack.enter_context(final_endings(notes, run_id, drain))
             copy = stack.enter_context(copied_from_pipe(program)) if not (options.module or options.no_python) else None
-            stack.enter_context(_workers(options, program, copy))
-            watchman = Watchman(run_id, host_id(), load_config().agent_timeout)
+            stack.enter_context(workers_of(options, program, copy))
+            stack.enter_context(drain.heeded())
+            watchman = Watchman(run_id, host_id(), config.agent_timeout)
             watchman.start()
             stack.callback(watchman.stop)
             record(torchrun.run)(options)
     except ChildFailedError as error:
-        logger.error("%s", error)
+        logger.error("%s", in_short(error, endings.repeated))
         if is_nameless:
             lifecycle.leave(run_id)  # nobody can come back for it
         return endings.status or 1
     except SignalException as error:
+        if endings.status == LEFT:
+            logger.warning("drained: the last step of this host is committed, and the same command goes on from there")
+            return LEFT
         logger.error("stopped by %s", error.sigval.name)
         if error.sigval == signal.SIGINT:  # the user's wish; after any other signal the same command may come again
             lifecycle.leave(run_id)
@@ -113,6 +126,17 @@ def command(argv: Sequence[str]) -> int:
         logger.error("the job has finished, but its last upload failed for good, and the agents' memory is gone: %s", unstored)
         return NOT_STORED
     return 0
+
+
+def _without(names: str, one: str) -> str:
+    """The signals that torch's launcher handles, without the one that begins a drain."""
+    return ",".join(name for name in names.split(",") if name.strip() != one)
+
+
+def in_short(error: ChildFailedError, repeated: ProcessFailure | None) -> ChildFailedError:
+    """The report of a failure that has come twice: one worker's, as the others have mostly failed of it or in the same way."""
+    of_one = {rank: failure for rank, failure in error.failures.items() if repeated is not None and failure.pid == repeated.pid}
+    return ChildFailedError(error.name, of_one) if of_one else error
 
 
 def _refuse_second(run_id: str) -> None:
@@ -147,7 +171,7 @@ def _heed_signals(names: Sequence[str]) -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = torchrun.get_args_parser()
     parser.prog = "gemini run"
     parser.description = "Torchrun with fast and reliable restarts: takes torchrun's arguments, and those of the last group."
@@ -155,6 +179,11 @@ def _parser() -> argparse.ArgumentParser:
     ours.add_argument("--run-id", "--run_id", help="name of the run (default: GEMINI_RUN_ID, or a hash of user, directory and command)")
     ours.add_argument(
         "--explain", action="store_true", help="print what the state of the job consists of, at the first snapshot and after changes"
+    )
+    ours.add_argument(
+        "--drain-signal",
+        choices=_DRAIN_SIGNALS,
+        help="signal at which workers end after a step that is committed (default: GEMINI_DRAIN_SIGNAL, or SIGUSR1)",
     )
     ours.add_argument("--cold", action="store_true", help="start every worker from nothing instead of forking it from a warm process")
     ours.add_argument(
@@ -173,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _program(options: argparse.Namespace) -> list[str]:
+def program_of(options: argparse.Namespace) -> list[str]:
     """The script and its arguments, or ``-m``, the module's name and its arguments."""
     script: str = options.training_script
     if not (options.module or options.no_python or script == "-" or os.path.exists(script)):
@@ -181,11 +210,11 @@ def _program(options: argparse.Namespace) -> list[str]:
     return [*(["-m"] if options.module else []), script, *options.training_script_args]
 
 
-def _workers(options: argparse.Namespace, program: Sequence[str], copy: Path | None) -> AbstractContextManager[None]:
+def workers_of(options: argparse.Namespace, program: Sequence[str], copy: Path | None) -> AbstractContextManager[None]:
     """The context in which torch's launcher starts workers as this command needs; explains where that is not the user's wish."""
     if options.cold:
         return cold_workers(copy)
-    if reason := _not_forkable(options, copy):
+    if reason := not_forkable(options, copy):
         logger.warning("starting workers cold: %s", reason)
         return cold_workers(by_python=True)
     modules = modules_to_preload(program, options.preload, copy)
@@ -196,7 +225,7 @@ def _workers(options: argparse.Namespace, program: Sequence[str], copy: Path | N
     return forked_workers(program, modules, early.constants, copy)
 
 
-def _not_forkable(options: argparse.Namespace, copy: Path | None) -> str:
+def not_forkable(options: argparse.Namespace, copy: Path | None) -> str:
     """The reason why this command's program cannot be forked; empty if it can."""
     if options.no_python or options.run_path:
         return "only what 'python SCRIPT' and 'python -m MODULE' run can be forked"
@@ -208,11 +237,15 @@ def _not_forkable(options: argparse.Namespace, copy: Path | None) -> str:
     return ""
 
 
-def _prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
+def prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
     """Sets what launcher and workers read from the environment, and defaults that restart reliably; returns the run id."""
     run_id: str = options.run_id or os.environ.get("GEMINI_RUN_ID") or default_run_id(program)
     os.environ["GEMINI_RUN_ID"] = run_id
+    os.environ.update(slurm.settings(os.environ))
+    meet(options, slurm.rendezvous(os.environ))
     os.environ[LAUNCH] = uuid.uuid4().hex
+    if options.drain_signal:
+        os.environ["GEMINI_DRAIN_SIGNAL"] = options.drain_signal
     if options.explain:
         os.environ["GEMINI_EXPLAIN"] = "1"
     os.environ["GEMINI_LAUNCHER_PID"] = str(os.getpid())
@@ -229,16 +262,30 @@ def _prepare(options: argparse.Namespace, program: Sequence[str]) -> str:
     return run_id
 
 
+def meet(options: argparse.Namespace, place: slurm.Rendezvous | None) -> None:
+    """Lets the hosts of a SLURM step meet, where the user has not said how they do; of its nodes, those beyond ``--nnodes`` are spares."""
+    if place is None or options.nnodes == "1" or options.rdzv_endpoint or not _is_default(options, _MEETING):
+        return
+    options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", place.endpoint, place.name
+    if "is_host" not in options.rdzv_conf:
+        options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, f"is_host={int(place.is_host)}"]))
+    if _is_default(options, ["nnodes"]):
+        options.nnodes = str(place.hosts)
+    logger.info("the hosts of this SLURM step meet at %s", place.endpoint)
+
+
+def _is_default(options: argparse.Namespace, names: Sequence[str]) -> bool:
+    """Whether none of these options of torchrun was given."""
+    parser = torchrun.get_args_parser()
+    return all(getattr(options, name) == parser.get_default(name) for name in names)
+
+
 def _is_alone(options: argparse.Namespace) -> bool:
     """Whether this is a job of one host without any rendezvous options.
 
     Torchrun's default then is the static rendezvous, in which a restart hangs if the script makes its process group itself.
     """
-    said = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "node_rank")
-    parser = torchrun.get_args_parser()
-    return torchrun.parse_min_max_nnodes(options.nnodes) == (1, 1) and all(
-        getattr(options, name) == parser.get_default(name) for name in said
-    )
+    return torchrun.parse_min_max_nnodes(options.nnodes) == (1, 1) and _is_default(options, _MEETING)
 
 
 def _show_messages() -> None:

@@ -33,7 +33,7 @@ class _BrokenRoundError(Exception):
     """A host was lost after the round was complete and before all had met in it."""
 
 
-class _Launch:
+class LaunchName:
     """The name of the launch: of those that the first hosts have come with, one; hosts that come later take it over."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class _Launch:
 @contextmanager
 def whole_rounds() -> Iterator[None]:
     """Inside, torch's rendezvous returns from whole rounds only, and all hosts of a job have one name for its launch."""
-    this = _Launch()
+    this = LaunchName()
     handler = DynamicRendezvousHandler
     rendezvous, world, store, assign = handler.next_rendezvous, handler._get_world, handler._get_store, SimpleElasticAgent._rendezvous
 
@@ -99,7 +99,7 @@ def _places(handler: Any) -> tuple[int, dict[Any, int]]:
     return state.round, places
 
 
-def _met(handler: Any, store: Any, this: _Launch, clock: Callable[[], float] = time.monotonic) -> Any:
+def _met(handler: Any, store: Any, this: LaunchName, clock: Callable[[], float] = time.monotonic) -> Any:
     """The round's store, once every host of the round has announced itself there, and its launch."""
     begun = _places(handler)
     number, size = begun[1][handler._this_node], len(begun[1])

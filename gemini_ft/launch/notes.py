@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 NOTES = "GEMINI_NOTES_FILE"  # names the file in the worker's environment
 FIXED = "fixed"  # the job's state can be loaded by the same number of ranks only
-PROTECTED = "protected"  # this worker has joined a run: its state will be recorded
+PROTECTED = "protected"  # this worker asks to join a run; if it must not, its error says why
+DRAINED = "drained"  # this worker has left after a step that is committed, because its host is drained
 
 step: int | None = None  # iterations that this worker's newest stream has done; None: it has none
 

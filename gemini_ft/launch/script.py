@@ -1,7 +1,7 @@
 """Runs a program in this process as ``python SCRIPT`` or ``python -m MODULE`` would, in a new ``__main__``.
 
 Both kinds of workers of ``gemini run`` come here: those that are forked (`gemini_ft.launch.forkserver`) and
-those that are not (`gemini_ft.launch.cold`).
+those that are not (`gemini_ft.launch.cold_start`).
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import gemini_ft
+from gemini_ft.launch import build_locks, notes, transformers_hook
 from gemini_ft.launch import deepspeed_hook as wrapping
-from gemini_ft.launch import notes, transformers_hook
 
 _STARTERS = (
     __file__,
-    *(os.path.join(os.path.dirname(__file__), f"{name}.py") for name in ("cold", "forkserver")),
+    *(os.path.join(os.path.dirname(__file__), f"{name}.py") for name in ("cold_start", "forkserver")),
     runpy.__file__,
     "<frozen runpy>",
     "<string>",  # of `starter`
 )
 _PR_SET_PDEATHSIG = 1
+_USAGE = 2  # status with which argparse, and all that is built on it, refuse what they are given
 _REPORTED = 4000  # characters of an exception that the launcher's report repeats; the worker's own stderr has all
 
 
@@ -77,6 +78,7 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
     """
     wrapping.install()
     transformers_hook.install()
+    build_locks.install()
     sys.orig_argv = [sys.executable, "-u", *program]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
@@ -90,6 +92,8 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
             sys.argv = list(program)
             _run_script(program[0], copy, main)
     except SystemExit as end:
+        if end.code == _USAGE or isinstance(end.code, str):  # any other number is a word between the script and who starts it
+            _record(end)
         if end.code or not wrapping.protected:
             raise
     except (Exception, KeyboardInterrupt) as error:
@@ -132,8 +136,10 @@ def _run_script(script: str, copy: str | None, main: types.ModuleType) -> None:
         main.__file__ = path
         main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
         main.__dict__["__cached__"] = None
+    # Under a pipe's own name Python would open it again to show a line of a traceback, and wait for a writer without an end.
+    name = path if script == "-" or not copy else f"<{path}>"
     with io.open_code(copy or path) as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)  # not with this module's __future__ imports
+        code = compile(file.read(), name, "exec", dont_inherit=True)  # not with this module's __future__ imports
     exec(code, main.__dict__)
 
 
@@ -145,15 +151,19 @@ def _record(error: BaseException) -> None:
     """
     error.__traceback__ = _frames_of_script(error.__traceback__)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or not isinstance(error, Exception):
+    if not path or isinstance(error, KeyboardInterrupt):
         return
-    message = _shortened("".join(traceback.format_exception_only(error)).rstrip("\n"))
+    is_exit = isinstance(error, SystemExit)
+    errors = [error, error.__context__] if is_exit and error.__context__ is not None else [error]  # why the script has ended itself
+    message = _shortened(", after ".join("".join(traceback.format_exception_only(each)).rstrip("\n") for each in errors))
     *_, innermost = [("?", 0), *((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))]
+    if isinstance(error, SyntaxError):  # of a file that no frame is in
+        innermost = (error.filename or "?", error.lineno or 0)
     extra = {
-        "py_callstack": _shortened("".join(traceback.format_exception(error))),
+        "py_callstack": message if is_exit else _shortened("".join(traceback.format_exception(error))),
         "timestamp": str(int(time.time())),
-        # What follows is for `gemini_ft.launch.endings`.
-        "kinds": [kind.__name__ for kind in type(error).__mro__],
+        # The entries below are read by `gemini_ft.launch.endings`, not by torch.
+        "kinds": [kind.__name__ for each in errors for kind in type(each).__mro__],
         "place": "{}:{}".format(*innermost),
         "step": notes.step,
     }

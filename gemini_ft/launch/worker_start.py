@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import api as torch_api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from gemini_ft.errors import GeminiError
-from gemini_ft.launch import cold, forkserver
+from gemini_ft.launch import cold_start, forkserver
 from gemini_ft.launch.early import Early, read_early
 from gemini_ft.launch.grace import Process, Workers
 from gemini_ft.launch.script import import_root, starter
@@ -46,7 +46,7 @@ _VENDORS = {
 ColdStart = Callable[[tuple[str, ...]], tuple[str, ...]]  # makes of Python's command line for a program that of a cold worker
 
 _READY_SECONDS = 600.0  # for the imports, which a shared file system can make slow
-_ANSWER_SECONDS = 30.0  # for a fork, which takes milliseconds, unless the host swaps
+ANSWER_SECONDS = 30.0  # for a fork, which takes milliseconds, unless the host swaps
 _PR_SET_CHILD_SUBREAPER = 36
 _END_SECONDS = 15.0  # for a server to end when its launcher is done with it
 
@@ -131,9 +131,9 @@ class ForkServer:
             early: variables that are set during these imports, as the script sets them before its own; None removes one.
             copy: of the script, which has come through a pipe.
         """
-        self._workers, self._copy = workers, copy
+        self.workers, self._copy = workers, copy
         environ = {name: value for name, value in {**os.environ, **(early or {})}.items() if value is not None}
-        self._channel, theirs = messages.pair()
+        self.channel, theirs = messages.pair()
         with theirs:
             # Script and arguments are there for ps, which shows this command line for the workers too.
             command = [sys.executable, "-u", *starter("gemini_ft.launch.forkserver"), str(theirs.fileno()), ",".join(modules), *program]
@@ -175,35 +175,35 @@ class ForkServer:
                     copy = str(self._copy) if self._copy else None
                     question = {"fork": list(program), "copy": copy, "environ": dict(environ), "parent": os.getpid()}
                     self._ask(question, [*streams, gun.fileno()])
-                answer = self._answer(_ANSWER_SECONDS)
+                answer = self._answer(ANSWER_SECONDS)
             if answer["failed"] is not None:
                 raise ForkServerError(f"the fork server (pid {self.pid}) cannot fork: {answer['failed']}")
             return self._begin(answer["pid"], trigger)
 
     def _begin(self, pid: int, trigger: IO[bytes]) -> Process:
         """Lets the worker run, unless the job has been told to end in the meantime."""
-        with self._workers.undisturbed():
+        with self.workers.undisturbed():
             try:
                 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 raise ForkServerError("the kernel has not handed its worker over to this process") from None
-            process = self._workers.adopt(pid, partial(_reap, pid))
-            if self._workers.stopped_by is None:
+            process = self.workers.adopt(pid, partial(_reap, pid))
+            if self.workers.stopped_by is None:
                 with contextlib.suppress(BrokenPipeError):  # it has been killed already
                     trigger.write(forkserver.GO)
         return process
 
     def close(self) -> None:
         """Ends the server, which kills the leftovers of its workers."""
-        self._channel.close()
+        self.channel.close()
         if self._answered < 0:
             self._process.kill()  # in the midst of its imports
         self._end(_END_SECONDS)
 
     def _ask(self, question: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-        with self._workers.undisturbed():
+        with self.workers.undisturbed():
             try:
-                messages.send(self._channel, {**question, "number": self._asked + 1}, descriptors)
+                messages.send(self.channel, {**question, "number": self._asked + 1}, descriptors)
             except ConnectionError:
                 raise self._lost() from None
             except OSError as error:
@@ -214,9 +214,9 @@ class ForkServer:
         """The answer to the last question. Answers to earlier ones, which came too late, are dropped."""
         end = time.monotonic() + seconds
         waiting = select.poll()
-        waiting.register(self._channel, select.POLLIN)
+        waiting.register(self.channel, select.POLLIN)
         while waiting.poll(max(0.0, end - time.monotonic()) * 1000):
-            with self._workers.undisturbed():
+            with self.workers.undisturbed():
                 answer = self._received()
                 self._answered = answer["number"]
             if self._answered == self._asked:
@@ -228,7 +228,7 @@ class ForkServer:
 
     def _received(self) -> dict[str, Any]:
         try:
-            received = messages.receive(self._channel, socket.MSG_DONTWAIT)
+            received = messages.receive(self.channel, socket.MSG_DONTWAIT)
         except ConnectionError:
             raise self._lost() from None
         if received is None:
@@ -237,7 +237,7 @@ class ForkServer:
 
     def _lost(self) -> ForkServerError:
         self.lost = True
-        self._channel.close()
+        self.channel.close()
         return ForkServerError(f"the fork server (pid {self.pid}) no longer serves: it has died with status {self._end(1.0)}")
 
     def _end(self, seconds: float) -> int:
@@ -300,24 +300,24 @@ class _Handler(SubprocessHandler):
     """Torch's handler of a worker process, with a forked one inside where that is possible."""
 
     def __init__(self, workers: Workers, warm: WarmStart | None, cold_start: ColdStart, **arguments: Any) -> None:
-        self._workers, self._warm, self._cold = workers, warm, cold_start
+        self.workers, self._warm, self._cold = workers, warm, cold_start
         super().__init__(**arguments)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        self._workers.go_on()
+        self.workers.go_on()
         if args[:2] == (sys.executable, "-u"):  # else it is wrapped in something, such as numactl
             streams = [0, _descriptor(self._stdout, 1), _descriptor(self._stderr, 2)]
             worker = self._warm.start_worker(args[2:], env, streams) if self._warm is not None else None
             if worker is not None:
                 return worker
             args = self._cold(args)
-        with self._workers.undisturbed():
+        with self.workers.undisturbed():
             process = super()._popen(args, env)
-            return self._workers.adopt(process.pid, process.poll)
+            return self.workers.adopt(process.pid, process.poll)
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Closes as torch's own does, but does not signal a worker again that has had the signal."""
-        self._workers.send(self.proc, death_sig or signal.SIGTERM)  # type: ignore[arg-type]  # see _popen
+        self.workers.send(self.proc, death_sig or signal.SIGTERM)  # type: ignore[arg-type]  # see _popen
         for file in (self._stdout, self._stderr):
             if file:
                 file.close()
@@ -343,7 +343,7 @@ def forked_workers(
     workers = Workers()
     warm = WarmStart(partial(ForkServer, program, modules, workers, early, copy))
     try:
-        with _started_by(workers, warm, partial(cold.command, copy=copy)):
+        with _started_by(workers, warm, partial(cold_start.command, copy=copy)):
             yield
     finally:
         warm.close()
@@ -355,7 +355,7 @@ def cold_workers(copy: Path | None = None, by_python: bool = False) -> Iterator[
 
     Args:
         copy: of the script, which has come through a pipe.
-        by_python: whether Python itself runs the program, and not `gemini_ft.launch.cold`, which knows scripts and modules only.
+        by_python: whether Python itself runs the program, and not `gemini_ft.launch.cold_start`, which knows scripts and modules only.
     """
     if not _is_known():
         logger.warning(
@@ -364,7 +364,7 @@ def cold_workers(copy: Path | None = None, by_python: bool = False) -> Iterator[
         )
         yield
         return
-    with _started_by(Workers(), None, tuple if by_python else partial(cold.command, copy=copy)):
+    with _started_by(Workers(), None, tuple if by_python else partial(cold_start.command, copy=copy)):
         yield
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gemini_ft.config import GeminiConfig
 from gemini_ft.errors import ConfigError
 from gemini_ft.lightning import compat
-from gemini_ft.lightning.loader import DataResume
+from gemini_ft.lightning.loader_parts import DataResume
 from gemini_ft.lightning.options import EpochHooks, refuse_platform, signature_of, sort_options
 from gemini_ft.pipeline.rules import Rules
 from gemini_ft.worker.rendezvous import init_process_group
@@ -35,16 +35,16 @@ class Gemini:
     gradients: Any = None
     _gemini_data_resume: DataResume
     _gemini_epoch_hooks: EpochHooks
-    _gemini_rules: Rules | None
+    gemini_rules: Rules | None
     _gemini_shards: ClassVar[bool] = False  # fully_shard reduces the gradients
     _gemini_package: ClassVar[str]
     _gemini_base: ClassVar[Any]
 
     def __init__(self, **options: Any) -> None:
         given = sort_options(type(self).__name__, self._gemini_base, options)
-        self.gemini_config, self._gemini_data_resume, self._gemini_rules = given.config, given.data_resume, given.rules
+        self.gemini_config, self._gemini_data_resume, self.gemini_rules = given.config, given.data_resume, given.rules
         self._gemini_epoch_hooks = given.epoch_hooks
-        if self._gemini_rules is not None and self._gemini_shards:
+        if self.gemini_rules is not None and self._gemini_shards:
             raise ConfigError(
                 f"{type(self).__name__}: gradient_pipeline is not supported, because fully_shard reduces gradients itself; "
                 "leave it out, or use a strategy over DDP (GeminiStrategy, GeminiFabricStrategy) or DeepSpeed (GeminiDeepSpeedStrategy)"
@@ -67,6 +67,14 @@ def join_group(strategy: Any) -> None:
     device = strategy.root_device
     backend, timeout = compat.group_settings(strategy)
     init_process_group(backend, timeout=timeout, device_id=None if device.type == "cpu" else device)
+
+
+def heeding_signals(config: GeminiConfig, environment: Any) -> GeminiConfig:
+    """The options, without the signal at which Lightning itself requeues a SLURM job: it takes none that has a handler."""
+    theirs = getattr(environment, "requeue_signal", None)
+    if getattr(environment, "auto_requeue", False) and theirs is not None and theirs.name == config.drain_signal:
+        return config.model_copy(update={"drain_signal": "none"})
+    return config
 
 
 def make_class(name: str, mixin: type, base: str, package: str, public: str, doc: str) -> Any:

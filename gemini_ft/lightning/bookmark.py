@@ -54,7 +54,7 @@ class Bookmark:
         self._notes_randomness = ahead is not None and not self._num_workers and not is_sized(loader)
         self._resume: dict[str, Any] | None = None
         self._iterations = 0
-        # Of the iteration under way:
+        # The following describes the iteration that is under way.
         self._running = False
         self._position: dict[str, Any] | None = None  # where it is to start; None: at its beginning
         self._facts: dict[str, Any] = {}  # the data that the position refers to
@@ -337,8 +337,8 @@ class Bookmark:
     def _is_replayed(self, lost: list[str]) -> bool:
         """Whether the way to the position leads through all batches of the epoch."""
         if self._way == "own":
-            # What an iteration draws before its first batch (an order, say) cannot be told from what that batch draws, except
-            # for torchdata's samplers, which have generators of their own.
+            # The random numbers that an iteration draws before its first batch (for an order, say) cannot be told from those that
+            # the batch itself draws. Only torchdata's samplers have generators of their own.
             keeps_order = is_torchdata(self._base) and not isinstance(self._loader.dataset, IterableDataset)
             return not keeps_order and (self._workers.drew if self._workers else self._drew)
         return self._way == "replay" or (bool(lost) and not self._insists)

@@ -76,7 +76,7 @@ def file_checkpoint(checkpoint: dict[str, Any], state_dict: Mapping[str, Any], o
 def restore(trainer: Any, package: str, extras: Mapping[str, Any]) -> None:
     """Puts back the state that Lightning does not restore; the Trainer is about to fetch the same batch as then.
 
-    That late, because all that happens on the way draws random numbers, resets metrics, or counts.
+    It has to be this late, because everything on the way there draws random numbers, resets metrics, or counts.
     """
     trainer_metrics.track(trainer, extras["trackers"])
     metrics, collections = trainer_metrics.metrics_of(trainer)

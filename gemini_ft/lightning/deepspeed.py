@@ -111,10 +111,10 @@ class GeminiDeepSpeedMixin(GeminiMixin, EnginesOnCpu):
 
     def _setup_model_and_optimizer(self, *arguments: Any, **named: Any) -> Any:
         engine, optimizer = super()._setup_model_and_optimizer(*arguments, **named)
-        if self._gemini_rules is not None:
+        if self.gemini_rules is not None:
             from gemini_ft.deepspeed.gradients import install
 
-            self.gradients = install(engine, self._gemini_rules)
+            self.gradients = install(engine, self.gemini_rules)
         return engine, optimizer
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:

@@ -52,7 +52,7 @@ else:
 LATEST = "gemini://latest"
 
 _PATIENCE = 8  # steps without a snapshot, after which something is amiss; several optimizers may step before one is due
-_ordinals = itertools.count()  # as for fits
+ordinals = itertools.count()  # as for fits
 
 _PUBLIC = {"lightning.fabric": "gemini_ft.lightning", "lightning_fabric": "gemini_ft.pytorch_lightning"}
 
@@ -102,7 +102,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
         """The Checkpointer under this strategy; the run is joined at the first use. Collective then."""
         if self._gemini_checkpointer is None:
             checkpointer = Checkpointer(
-                config=self.gemini_config, name=f"fabric-{next(_ordinals)}", hooks=False, replicated=self._gemini_replicated
+                config=self.gemini_config, name=f"fabric-{next(ordinals)}", hooks=False, replicated=self._gemini_replicated
             )
             self._gemini_found = checkpointer.open()
             self._gemini_saves = self._gemini_found.iteration if self._gemini_found else 0
@@ -135,10 +135,10 @@ class GeminiFabricMixin(Gemini, _Strategy):
 
     def setup_module(self, module: nn.Module) -> Any:
         wrapped = super().setup_module(module)
-        if self._gemini_rules is not None:
+        if self.gemini_rules is not None:
             if self.gradients is not None:
                 raise ConfigError("gradient_pipeline is for one model, and a second one was set up; leave it out, or train them apart")
-            self.gradients = synchronizer_of(wrapped, self._gemini_rules, self.precision)
+            self.gradients = synchronizer_of(wrapped, self.gemini_rules, self.precision)
         return wrapped
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -180,7 +180,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
             self._gemini_save(self.checkpointer, compat.unwrapped(self._gemini_package, state))
 
     def _gemini_before_update(self) -> None:
-        if self._gemini_rules is not None and self.gradients is not None:
+        if self.gemini_rules is not None and self.gradients is not None:
             self.gradients.backward_over()
         if self._gemini_checkpointer is not None:
             self._gemini_checkpointer.wait_before_update()

@@ -35,7 +35,7 @@ from gemini_ft.state.rebuilding import ModuleTree
 
 log = logging.getLogger("gemini_ft")
 
-_ordinals = itertools.count()  # a script may fit several times; a restarted script comes to the same numbers
+ordinals = itertools.count()  # a script may fit several times; a restarted script comes to the same numbers
 
 
 class Fit:
@@ -50,7 +50,7 @@ class Fit:
     """
 
     def __init__(self, trainer: Any, package: str, config: GeminiConfig, replicated: bool, epoch_hooks: EpochHooks) -> None:
-        self.checkpointer = Checkpointer(config=config, name=f"fit-{next(_ordinals)}", hooks=False, replicated=replicated)
+        self.checkpointer = Checkpointer(config=config, name=f"fit-{next(ordinals)}", hooks=False, replicated=replicated)
         # The module's state dict while Lightning makes a checkpoint for a snapshot; empty if no hook would see it.
         self.live: dict[str, torch.Tensor] | None = None
         self._trainer, self._package, self._epoch_hooks = trainer, package, epoch_hooks

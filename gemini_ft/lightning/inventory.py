@@ -8,7 +8,8 @@ from typing import Any
 from gemini_ft.core.census import Finding
 from gemini_ft.core.fates import CALLBACKS, CALLBACKS_MADE, DATA, LOADERS, LOADERS_AGAIN, LOGGERS, LOGS, LOOPS, METRICS, TICKETS
 from gemini_ft.lightning import trainer_callbacks, trainer_loops, trainer_metrics
-from gemini_ft.lightning.loader import bookmark_of, facts
+from gemini_ft.lightning.loader import bookmark_of
+from gemini_ft.lightning.loader_parts import facts
 from gemini_ft.lightning.trainer_loggers import is_followed
 
 

@@ -21,10 +21,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from gemini_ft.lightning.bookmark import Bookmark, is_position
-from gemini_ft.lightning.loader_parts import DataResume, facts
-
-__all__ = ["DataResume", "ResumableIterable", "bookmark_of", "facts", "is_position", "make_resumable"]
+from gemini_ft.lightning.bookmark import Bookmark
+from gemini_ft.lightning.loader_parts import DataResume
 
 
 def make_resumable(

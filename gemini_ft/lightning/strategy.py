@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gemini_ft.lightning import compat, trainer_callbacks, trainer_checkpoints, trainer_loops
-from gemini_ft.lightning.base import Gemini, join_group
+from gemini_ft.lightning.base import Gemini, heeding_signals, join_group
 from gemini_ft.lightning.fit import Fit
 from gemini_ft.lightning.gradients import FiguresLog, synchronizer_of
 from gemini_ft.lightning.loader import make_resumable
@@ -51,7 +51,8 @@ class GeminiMixin(Gemini, _Strategy):
         join_group(self)
         super().setup_environment()
         if self._gemini_trainer.state.fn == "fit" and not trainer_callbacks.is_searching(self._gemini_trainer):
-            arguments = (self._gemini_trainer, self._gemini_package, self.gemini_config, self._gemini_replicated, self._gemini_epoch_hooks)
+            config = heeding_signals(self.gemini_config, getattr(self, "cluster_environment", None))
+            arguments = (self._gemini_trainer, self._gemini_package, config, self._gemini_replicated, self._gemini_epoch_hooks)
             self._gemini_fit = self._gemini_fit_kind(*arguments)
             self._gemini_fit.open()
 
@@ -116,7 +117,7 @@ class GeminiMixin(Gemini, _Strategy):
         super().teardown()
 
     def _gemini_close_gradients(self) -> None:
-        if self._gemini_rules is not None:
+        if self.gemini_rules is not None:
             self.gradients.close()
 
     # --- Lightning's own saving and restoring
@@ -160,7 +161,7 @@ class GeminiMixin(Gemini, _Strategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Saves a file that another strategy must be able to load, so without the positions of our loaders."""
-        trainer_checkpoints.drop_positions(checkpoint, trainer_loops.training_loaders(self._gemini_trainer))
+        trainer_checkpoints.drop_positions(checkpoint, trainer_loops.loaders_at_hand(self.lightning_module))
         if self._gemini_fit is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -171,7 +172,7 @@ class GeminiMixin(Gemini, _Strategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         loader, trainer = super().process_dataloader(dataloader), self._gemini_trainer
-        # Of validation only workers that live on from one to the next have anything to remember.
+        # Only workers that live on from one validation to the next have anything to remember.
         if self._gemini_fit is None or not (trainer.training or getattr(loader, "persistent_workers", False)):
             return loader
         training = bool(trainer.training)
@@ -189,13 +190,13 @@ class GeminiDdpMixin(GeminiMixin, _DDPStrategy):
     """A mixin over DDPStrategy. A gradient pipeline is DDP's communication hook; a user's hook gets all that no rule matches."""
 
     def _register_ddp_hooks(self) -> None:
-        if self._gemini_rules is None:
+        if self.gemini_rules is None:
             super()._register_ddp_hooks()
         else:  # on CPUs too, where Lightning leaves hooks out
-            self.gradients = synchronizer_of(self.model, self._gemini_rules, self.precision_plugin, compat.ddp_hook(self))
+            self.gradients = synchronizer_of(self.model, self.gemini_rules, self.precision_plugin, compat.ddp_hook(self))
 
     def _gemini_backward_over(self) -> None:
-        if self._gemini_rules is not None:
+        if self.gemini_rules is not None:
             self.gradients.backward_over()
 
     def on_exception(self, exception: BaseException) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gemini_ft.lightning.loader import bookmark_of, is_position
+from gemini_ft.lightning.bookmark import is_position
+from gemini_ft.lightning.loader import bookmark_of
 from gemini_ft.state.hyperparameters import Given, of_mapping, of_scheduler
 
 

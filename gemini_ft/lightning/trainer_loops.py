@@ -134,6 +134,11 @@ def set_loop_extras(trainer: Any, extras: Mapping[str, Any]) -> None:
             bookmark.revive_workers(workers)
 
 
+def loaders_at_hand(module: Any) -> list[Any]:
+    """The loaders of the training of a module; of one that no Trainer fits, none: it may be saved nevertheless."""
+    return training_loaders(module._trainer) if module._trainer is not None else []
+
+
 def training_loaders(trainer: Any) -> list[Any]:
     """The loaders of the training, in the order of their positions in a checkpoint."""
     combined = trainer.fit_loop._combined_loader

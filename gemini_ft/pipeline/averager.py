@@ -18,12 +18,13 @@ from torch import Tensor
 
 from gemini_ft.compression.base import Turn
 from gemini_ft.errors import ConfigError, RecoveryError, StateError
+from gemini_ft.pipeline.control import Controls
 from gemini_ft.pipeline.failures import Failures
 from gemini_ft.pipeline.lanes import Job, Lanes
 from gemini_ft.pipeline.plan import NO_RULE, Group, Plan, first_plan
 from gemini_ft.pipeline.plan import Tensor as Described
 from gemini_ft.pipeline.route_table import Routes, time_limit
-from gemini_ft.pipeline.routes import Gradients
+from gemini_ft.pipeline.routes import Compressed, Gradients
 from gemini_ft.pipeline.rules import Rules
 from gemini_ft.pipeline.telemetry import Telemetry
 
@@ -59,8 +60,9 @@ class Averager:
         self._device = device
         self.plan = first_plan(tensors, rules)
         self.telemetry = Telemetry(rules)
+        self.controls = Controls(rules, tensors, self.world)
         self.step = 0
-        self._rounds = 0  # of averaging; more than one per step where buckets come one by one
+        self.rounds = 0  # of averaging; more than one per step where buckets come one by one
         self._lanes = Lanes(device, self._broken)
         self._failures = Failures(group, control, self.rank)
         self._completed = 0  # steps since the beginning of this object, whatever has been loaded since
@@ -69,6 +71,7 @@ class Averager:
         self._awaited: set[str] | None = None  # of the next one; None: nothing of the step has come
         self._jobs: list[tuple[Group, Job]] = []
         self._ready_at = 0.0  # the last gradient of the step that came by itself
+        self._ended_at: float | None = None  # the step before
         self._blocked = 0.0  # seconds of this step that `average` took
         self._scale = 1.0
         self.scale: Callable[[], float] | None = None  # of the loss, as a scaler has it at the moment
@@ -76,7 +79,7 @@ class Averager:
 
     @property
     def plan(self) -> Plan:
-        """Groups in their order. A new one may be given between steps."""
+        """The groups in the order in which they travel. Another plan may be set between steps."""
         return self._plan
 
     @plan.setter
@@ -179,9 +182,13 @@ class Averager:
         blocked = self._blocked + (max(0.0, last - self._ready_at) if self._arrived else 0.0)
         seconds = last - begun if begun is not None and self._jobs else 0.0
         self.telemetry.add(self.step, seconds, blocked, [(group, job.figures) for group, job in self._jobs])
+        now = time.perf_counter()
+        computing = max(0.0, now - self._ended_at - blocked) if self._ended_at is not None else 0.0
+        self.controls.note([(group, job.figures) for group, job in self._jobs], computing)
+        self._ended_at = now
         self._forget_step()
         self.step += 1
-        self._rounds += 1
+        self.rounds += 1
 
     def drop(self) -> None:
         """Waits for averages under way, and begins the step anew, as if none of its gradients had come."""
@@ -196,7 +203,7 @@ class Averager:
         """Averages gradients that are not part of the plan, by all-reduce; the same ones, at the same point, on all ranks."""
         self._jobs.append(self._submitted(Group(NO_RULE, tuple(gradients), "plain"), gradients, take))
 
-    # -- gradients that a host has gathered
+    # -- gradients that an engine has gathered
 
     def average(self, gradients: Gradients) -> dict[str, Tensor]:
         """The averages of some gradients, in the groups of the plan as far as they are there. Collective.
@@ -214,7 +221,7 @@ class Averager:
             self._lanes.wait(job, self._anxious)
         self._jobs += jobs
         self._blocked += time.perf_counter() - begin
-        self._rounds += 1
+        self.rounds += 1
         return means
 
     # -- state
@@ -226,11 +233,12 @@ class Averager:
         rules = [rule.pack() for rule in self.rules]
         return {
             "step": self.step,
-            "rounds": self._rounds,
+            "rounds": self.rounds,
             "rules": rules,
             "order": order,
             "plan": self.plan.pack(),
             "routes": self.routes.state_dict(),
+            "controls": self.controls.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -256,8 +264,10 @@ class Averager:
             )
         known = {tensor.name: tensor for tensor in self.tensors}
         self.tensors = [known[name] for name in state["order"]]
-        self.step, self._rounds, self.plan = state["step"], state["rounds"], Plan.unpack(state["plan"])
+        self.step, self.rounds, self.plan = state["step"], state["rounds"], Plan.unpack(state["plan"])
         self.routes.load_state_dict(state["routes"])
+        self.controls.load_state_dict(state.get("controls", {}))
+        self._ended_at = None
 
     def _problem(self, state: Mapping[str, Any]) -> str | None:
         """The reason why a state cannot be loaded, or None."""
@@ -272,7 +282,8 @@ class Averager:
 
     def common(self) -> dict[str, Any]:
         """State that is the same on all ranks as long as nothing is wrong, as plain data."""
-        return {"steps": self.step, "rounds": self._rounds, "plan": self._plan_digest, "choices": self.routes.choices()}
+        choices = [self.routes.choices(), self.controls.common()]
+        return {"steps": self.step, "rounds": self.rounds, "plan": self._plan_digest, "choices": choices}
 
     def close(self) -> None:
         """Ends the threads."""
@@ -293,7 +304,10 @@ class Averager:
         self._jobs.append(self._submitted(replace(group, names=tuple(arrivals)), gradients, take))
 
     def _submitted(self, group: Group, gradients: Gradients, take: Callable[[dict[str, Tensor]], None]) -> tuple[Group, Job]:
-        route, turn = self.routes.of(group), Turn(self._rounds, self.rank, self.world, update=self.step)
+        route = self.routes.of(group)
+        if (control := self.controls.of(group.rule)) is not None and isinstance(route, Compressed):
+            route.steer(control)
+        turn = Turn(self.rounds, self.rank, self.world, update=self.step)
         job = Job(route.average(gradients, turn, self.group, self._scale), route.single and self.world > 1, take)
         job.figures.dense = sum(gradient.numel() * gradient.element_size() for gradient in gradients.values())
         if self._directly:

@@ -1,4 +1,4 @@
-"""The common body of all hosts of a pipeline: one model's averager, watch and tuner, which move from step to step together."""
+"""The body that plain loops, DDP and engines share: one model's averager, ready times and tuner, which go from step to step together."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.averager import Averager
 from gemini_ft.pipeline.drift import Drift
 from gemini_ft.pipeline.plan import Tensor
+from gemini_ft.pipeline.ready_times import ReadyTimes
 from gemini_ft.pipeline.rules import Rules
 from gemini_ft.pipeline.telemetry import Step
 from gemini_ft.pipeline.tuner import Tuner
-from gemini_ft.pipeline.watch import Watch
 
 
 class Body:
@@ -55,9 +55,9 @@ class Body:
         self._control = control
         self.groups = [each for each in (group, control) if each is not None]
         self.averager = Averager(tensors, rules, group, control, device)
-        self._watch = Watch(model)
-        self._tuner = Tuner(self.averager, self._watch, profile_steps, device)
-        self._drift = Drift(control, self._common)
+        self._ready_times = ReadyTimes(model)
+        self._tuner = Tuner(self.averager, self._ready_times, profile_steps, device)
+        self._drift = Drift(control, self._common, self.averager.controls.told, self.averager.controls.heard)
         self.averager.on_begin = self._drift.check
         self._untuned = False  # a step has been counted, and the tuner, which is collective, has not heard of it yet
 
@@ -67,8 +67,8 @@ class Body:
         self._tune()
 
     def _count(self) -> None:
-        self.averager.step_over(self._watch.begun)
-        self._watch.step_over()
+        self.averager.step_over(self._ready_times.begun)
+        self._ready_times.step_over()
         self._untuned = True
         with self._explaining():
             self._drift.begin()
@@ -146,7 +146,7 @@ class Body:
             self._end_pending()
             self.averager.load_state_dict(state["averager"])
             self._tuner.load_state_dict(state["tuner"])
-            self._watch.step_over()
+            self._ready_times.step_over()
             self._untuned = bool(state.get("untuned", False))
             self._drift.begin_anew()
 

@@ -14,7 +14,7 @@ from gemini_ft.compression import cupcake, espresso
 from gemini_ft.compression.base import layout_of
 from gemini_ft.compression.costs import Affine, Fit
 from gemini_ft.compression.espresso_costs import TensorCosts, alpha_beta
-from gemini_ft.compression.espresso_options import Codec, Collective, Option, Processor, Routine, Step
+from gemini_ft.compression.espresso_options import Codec, Collective, ExchangePart, Option, Processor, Routine
 from gemini_ft.compression.timeline import Backward, even, simulate
 from gemini_ft.compression.topology import Scope, Topology
 from gemini_ft.pipeline.averager import Averager
@@ -112,7 +112,7 @@ class Candidates:
         codecs = {processor: self._costs(number, option_way(_gathered(processor)), own) for processor in processors(self._device)}
         tensor_costs = TensorCosts(
             topology,
-            alpha_beta(topology, *self._links(topology, own)),
+            alpha_beta(topology, *self.links(topology, own)),
             {processor: costs.encode.cost for processor, costs in codecs.items()},
             {processor: costs.decode.cost.scaled(times=1 / topology.world) for processor, costs in codecs.items()},
             wire_bytes,
@@ -122,7 +122,7 @@ class Candidates:
         groups = tuple(Group(number, (t.name,), option_way(option)) for t, option in zip(own, best.options, strict=True))
         return Candidate(f"espresso, {len(groups)} groups", groups, best.seconds, max(costs.worst for costs in codecs.values()))
 
-    def _links(self, topology: Topology, own: Sequence[Tensor]) -> tuple[Affine, Affine]:
+    def links(self, topology: Topology, own: Sequence[Tensor]) -> tuple[Affine, Affine]:
         """The costs of a message within a machine and between two, derived from those of an all-reduce."""
         scoped = self._averager.routes.scoped
         groups = {Scope.INTRA: scoped.intra, Scope.INTER: scoped.inter} if scoped is not None else {Scope.FLAT: self._averager.group}
@@ -162,7 +162,7 @@ def processors(device: torch.device) -> tuple[Processor, ...]:
 
 def _gathered(processor: Processor) -> Option:
     """The plainest option with all compressing and decompressing on one processor; for the CPU with the way there and back."""
-    payloads = Collective(Routine.ALL_GATHER, Scope.FLAT, Step.WHOLE, compressed=True)
+    payloads = Collective(Routine.ALL_GATHER, Scope.FLAT, ExchangePart.WHOLE, compressed=True)
     return Option((Codec(True, processor), payloads, Codec(False, processor)))
 
 

@@ -7,7 +7,7 @@ for example, differ where counters do.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -23,10 +23,18 @@ class Drift:
     Args:
         group: on CPUs, used by the training thread alone; None: one rank.
         common: gives what must be the same on all ranks, as plain data by its name, always the same names.
+        told: gives figures of this rank that the others are to know, always as many.
+        heard: is given the largest of all ranks' figures with the answer, at the same point of all ranks' steps.
     """
 
-    def __init__(self, group: Any, common: Callable[[], Mapping[str, Any]]) -> None:
-        self._group, self._common = group, common
+    def __init__(
+        self,
+        group: Any,
+        common: Callable[[], Mapping[str, Any]],
+        told: Callable[[], Sequence[int]] = tuple,
+        heard: Callable[[Sequence[int]], None] = lambda most: None,
+    ) -> None:
+        self._group, self._common, self._told, self._heard = group, common, told, heard
         self._names: list[str] = []
         self._asked: tuple[Any, list[torch.Tensor]] | None = None
 
@@ -37,7 +45,7 @@ class Drift:
         self.check()
         common = self._common()
         self._names = list(common)
-        own = torch.tensor([_number(value) for value in common.values()])
+        own = torch.tensor([*(_number(value) for value in common.values()), *self._told()])
         everybody = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
         self._asked = dist.all_gather(everybody, own, group=self._group, async_op=True), everybody
 
@@ -72,10 +80,11 @@ class Drift:
         (work, everybody), self._asked = self._asked, None
         work.wait()
         for rank, theirs in enumerate(everybody):
-            for name, first, other in zip(self._names, everybody[0].tolist(), theirs.tolist(), strict=True):
+            for name, first, other in zip(self._names, everybody[0].tolist(), theirs.tolist(), strict=False):
                 if first != other:
                     said = f": rank 0 has {first}, rank {rank} has {other}" if min(first, other) >= 0 else f" on ranks 0 and {rank}"
                     return f"their {name} differ{said}"
+        self._heard(torch.stack(everybody).amax(0)[len(self._names) :].tolist())
         return None
 
     def drop(self) -> None:

@@ -17,7 +17,7 @@ from gemini_ft.errors import GeminiError, StateError
 
 _KEY = "gemini_ft/gradients/failed"
 _TAG = 0x6F6E6365  # of messages that are never received
-_PATIENCE = 5.0  # seconds in which the others notice that all connections of a process that ends are closed
+PATIENCE = 5.0  # seconds in which the others notice that all connections of a process that ends are closed
 _LOOK = 0.05  # seconds between two looks
 
 
@@ -63,7 +63,7 @@ class Failures:
 
     def _cause(self, step: int) -> StateError | None:
         """The error of the rank that was the first to fail, whether it has told of it or not; None: all live, and none has."""
-        end = time.monotonic() + _PATIENCE
+        end = time.monotonic() + PATIENCE
         while True:
             gone, is_answered = self._gone(), True  # first: a rank that ends because of a failure has left word in the store
             try:

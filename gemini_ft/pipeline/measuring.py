@@ -100,22 +100,22 @@ def _timed(route: Route, gradients: Gradients, group: Any, device: torch.device)
     world, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
     work, answer = route.average(gradients, Turn(0, rank, world), group, 1.0), None
     encode = communicate = 0.0
-    begin = _now(device)
+    begin = now_on(device)
     while True:
         try:
             call = work.send(answer)
         except StopIteration:
-            return encode, communicate, _now(device) - begin
-        encode += _now(device) - begin
+            return encode, communicate, now_on(device) - begin
+        encode += now_on(device) - begin
         if group is not None:
             dist.barrier(group)  # so that no rank's compression is charged to the network
-        begin = _now(device)
+        begin = now_on(device)
         answer = call.run()
-        after = _now(device)
+        after = now_on(device)
         communicate, begin = communicate + after - begin, after
 
 
-def _now(device: torch.device) -> float:
+def now_on(device: torch.device) -> float:
     """The time when all that was queued is done, in seconds."""
     if (module := accelerator.module_of(device)) is not None:
         module.synchronize(device)

@@ -87,7 +87,7 @@ class Plan:
 
 
 def rule_at(rules: Rules, number: int) -> Rule:
-    """The rule of that number, or the default without one."""
+    """The rule with that number; for `NO_RULE`, the default."""
     return PLAIN if number == NO_RULE else rules[number]
 
 

@@ -19,8 +19,11 @@ from torch import Tensor
 
 from gemini_ft.compression.base import Bundle, Layout, Payload, Primitive, Reducer, Request, Turn, join
 from gemini_ft.compression.collective import Groups, answer
+from gemini_ft.compression.control import DelayControl
+from gemini_ft.compression.dgc import MomentumCorrection
 from gemini_ft.compression.espresso_executor import OptionExecutor
 from gemini_ft.compression.espresso_options import Option, Processor, options
+from gemini_ft.compression.feedback import ErrorFeedback
 from gemini_ft.compression.sparse import entries
 from gemini_ft.compression.topology import Topology
 from gemini_ft.errors import ConfigError, StateError
@@ -82,11 +85,12 @@ class Plain(Route):
 
     Args:
         dtype: that travels and is added up, as by torch's hooks; None: the gradients' own.
+        scheme: adds up in place of the backend's all-reduce.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        self._dtype = dtype
-        self._flats: dict[tuple[str, ...], tuple[int, list[Tensor]]] = {}  # by names: when it was used last, and buffers
+    def __init__(self, dtype: torch.dtype | None = None, scheme: Scheme | None = None) -> None:
+        self._dtype, self._scheme = dtype, scheme
+        self.buffers: dict[tuple[str, ...], tuple[int, list[Tensor]]] = {}  # by names: when it was used last, and buffers
 
     def average(self, gradients: Gradients, turn: Turn, group: Any, scale: float) -> Work:
         by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
@@ -99,7 +103,10 @@ class Plain(Route):
             flat.div_(turn.world)
         if turn.world > 1:
             nbytes = sum(flat.nbytes for flat in flats)
-            yield Call(partial(_all_reduce, flats, group), nbytes, begin=partial(_begin_all_reduce, flats, group))
+            if self._scheme is None:
+                yield Call(partial(_all_reduce, flats, group), nbytes, begin=partial(_begin_all_reduce, flats, group))
+            else:
+                flats = yield Call(partial(_sums, self._scheme, flats, group), nbytes)
         means: dict[str, Tensor] = {}
         for flat, kind in zip(flats, by_dtype.values(), strict=True):
             parts = flat.split_with_sizes([gradient.numel() for gradient in kind.values()])
@@ -108,13 +115,13 @@ class Plain(Route):
 
     def _flat(self, names: tuple[str, ...], by_dtype: Mapping[torch.dtype, Gradients], step: int) -> list[Tensor]:
         """Buffers that stay as long as every step uses them: fresh memory costs more than the work done with it."""
-        self._flats = {key: (used, flats) for key, (used, flats) in self._flats.items() if used >= step - 1}
+        self.buffers = {key: (used, flats) for key, (used, flats) in self.buffers.items() if used >= step - 1}
         wanted = [(sum(gradient.numel() for gradient in kind.values()), dtype) for dtype, kind in by_dtype.items()]
-        _, kept = self._flats.get(names, (step, list[Tensor]()))
+        _, kept = self.buffers.get(names, (step, list[Tensor]()))
         if [(flat.numel(), flat.dtype) for flat in kept] != wanted:
             device = next(iter(next(iter(by_dtype.values())).values())).device
             kept = [torch.empty(size, dtype=dtype, device=device) for size, dtype in wanted]
-        self._flats[names] = step, kept
+        self.buffers[names] = step, kept
         return kept
 
 
@@ -125,6 +132,10 @@ def _lines(gradients: Gradients) -> list[Tensor]:
 def _all_reduce(flats: Sequence[Tensor], group: Any) -> None:
     for flat in flats:
         dist.all_reduce(flat, group=group)
+
+
+def _sums(scheme: Scheme, flats: Sequence[Tensor], group: Any) -> list[Tensor]:
+    return [scheme.all_reduce(flat, group) for flat in flats]
 
 
 def _begin_all_reduce(flats: Sequence[Tensor], group: Any) -> torch.futures.Future[Any]:
@@ -143,7 +154,7 @@ class Sparse(Route):
 
     def __init__(self, make: Callable[[], Scheme]) -> None:
         self._make = make
-        self._schemes: dict[str, Scheme] = {}
+        self.schemes: dict[str, Scheme] = {}
 
     def average(self, gradients: Gradients, turn: Turn, group: Any, scale: float) -> Work:
         means = {}
@@ -162,15 +173,15 @@ class Sparse(Route):
         return means
 
     def _scheme_of(self, name: str) -> Scheme:
-        if name not in self._schemes:
-            self._schemes[name] = self._make()
-        return self._schemes[name]
+        if name not in self.schemes:
+            self.schemes[name] = self._make()
+        return self.schemes[name]
 
     def choices(self) -> Any:
         return self.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        states = {name: scheme.state_dict() for name, scheme in sorted(self._schemes.items())}
+        states = {name: scheme.state_dict() for name, scheme in sorted(self.schemes.items())}
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -226,8 +237,13 @@ class Compressed(Route):
     """
 
     def __init__(self, reducer: Reducer, scheme: Scheme | None = None, scoped: Groups | None = None) -> None:
-        self.reducer, self._scheme, self._scoped = reducer, scheme, scoped
+        self.reducer, self.scheme, self._scoped = reducer, scheme, scoped
         self.single = reducer.primitive in _ONE_COLLECTIVE
+
+    def steer(self, control: DelayControl) -> None:
+        """Sends as much as a control says from now on: by an all-reduce where that brings no more bytes."""
+        assert isinstance(self.reducer, ErrorFeedback | MomentumCorrection)
+        self.reducer.ratio, self.reducer.dense = control.ratio, control.dense
 
     def average(self, gradients: Gradients, turn: Turn, group: Any, scale: float) -> Work:
         if sparse := next((name for name, gradient in gradients.items() if gradient.is_sparse), None):
@@ -251,12 +267,12 @@ class Compressed(Route):
     def _answer(self, request: Request, layout: Layout, turn: Turn, group: Any) -> list[Tensor]:
         if turn.world == 1:
             return [request.tensor]
-        if self._scheme is None:
+        if self.scheme is None or request.kind == "sum":  # a sparsifier that is steered sends everything now and then
             return answer(request, self._scoped if self._scoped is not None else group)
         # The sum is given in one rank's place, and nothing in the others': adding up what all have sent comes to the same.
         values, indices = entries(Payload(layout, request.tensor))
         picked = torch.sparse_coo_tensor(indices.long().unsqueeze(0), values, (layout.total,), check_invariants=False)
-        total = self._scheme.all_reduce(picked, group).coalesce()
+        total = self.scheme.all_reduce(picked, group).coalesce()
         data = join(total.values(), total.indices()[0].int())
         return [data, *[data[:0]] * (turn.world - 1)]
 
@@ -267,23 +283,25 @@ class Compressed(Route):
         self.reducer.forget(names)
 
     def choices(self) -> Any:
-        return self._scheme.state_dict() if self._scheme is not None else None
+        return self.scheme.state_dict() if self.scheme is not None else None
 
     def state_dict(self) -> dict[str, Any]:
-        if self._scheme is None:
+        if self.scheme is None:
             return self.reducer.state_dict()
-        return {"reducer": self.reducer.state_dict(), "scheme": self._scheme.state_dict()}
+        return {"reducer": self.reducer.state_dict(), "scheme": self.scheme.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.reducer.load_state_dict(state if self._scheme is None else state["reducer"])
-        if self._scheme is not None:
-            self._scheme.load_state_dict(state["scheme"])
+        self.reducer.load_state_dict(state if self.scheme is None else state["reducer"])
+        if self.scheme is not None:
+            self.scheme.load_state_dict(state["scheme"])
 
 
 def route_of(rule: Rule, make_scheme: Callable[[], Scheme]) -> Route:
     """A fresh route for a rule, whose schemes `scheme_maker` makes."""
     if rule.compress is not None:
         return Compressed(rule.compress.make(), make_scheme() if rule.is_sparse else None)
+    if rule.is_whole:
+        return Plain(scheme=make_scheme())
     return Sparse(make_scheme) if rule.is_sparse else Plain()
 
 

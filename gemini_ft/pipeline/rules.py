@@ -17,19 +17,22 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from gemini_ft.compression.base import Compressor, Reducer
+from gemini_ft.compression.dgc import MomentumCorrection
+from gemini_ft.compression.feedback import ErrorFeedback
 from gemini_ft.compression.methods import COMPRESSORS, METHODS, create
 from gemini_ft.compression.options import METHOD_OPTIONS
-from gemini_ft.compression.sparse import Sparsifier
-from gemini_ft.config import Bytes
+from gemini_ft.compression.sparse import Sparsifier, WithRatio
+from gemini_ft.config import Bytes, load_config
 from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.options import SCHEME_OPTIONS
 from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.base import Scheme
 from gemini_ft.sync.hierarchical import Hierarchical
-from gemini_ft.sync.schemes import SCHEMES
+from gemini_ft.sync.schemes import SCHEMES, SWITCH_SCHEMES
 from gemini_ft.validation import check_options
+from gemini_ft.wire.trust import switch_key
 
-SYNCS = (*SCHEMES, "auto", "hierarchical")
+SYNCS = (*SCHEMES, "auto", "hierarchical", *SWITCH_SCHEMES)
 PLANNED = ("cupcake", "espresso", "auto")  # fusions for which training is observed first
 MOST_OF_INT8 = 127  # ranks, whose integers must have a sum of eight bits
 _OURS = ("feedback", "two_phase")  # options of compress that are not the method's own
@@ -49,6 +52,19 @@ class Groups(_Model):
     """A given number of groups of about as many tensors each."""
 
     groups: int = Field(ge=1, description="Groups; fewer where there are fewer tensors.")
+
+
+class Control(_Model):
+    """A ratio that follows the network."""
+
+    method: Literal["dc2"]
+    deadline: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds that its collectives may take in a step; default: as long as a step computes.",
+    )
+    every: int = Field(5, ge=1, description="Steps between two decisions.")
 
 
 Fusion = Literal["layer-wise", "cupcake", "espresso", "auto"] | Buckets | Groups
@@ -80,6 +96,8 @@ class Sync(BaseModel):
             options = {"inter": "zen"} | self.options
             inter = options.pop("inter")
             return Hierarchical(SCHEMES[inter](), **options)
+        if self.scheme in SWITCH_SCHEMES:
+            return SWITCH_SCHEMES[self.scheme](**self.options, key=lambda: switch_key(load_config()))
         make: Callable[..., Scheme] = Auto if self.scheme == "auto" else SCHEMES[self.scheme]
         return make(**self.options)
 
@@ -131,6 +149,10 @@ class Rule(_Model):
         description="Which gradients travel together: layer-wise, {bucket: 25MB}, {groups: 4}, or planned by cupcake, espresso, or auto.",
     )
 
+    control: Annotated[Control | None, _named("method")] = Field(
+        None, description="Whether the ratio of compress follows the network: dc2; default: it stays."
+    )
+
     @field_validator("params")
     @classmethod
     def _some(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -146,23 +168,45 @@ class Rule(_Model):
                 f"sync {self.sync.scheme} adds up what a sparsifier has picked, such as topk, sidco_e or dgc; "
                 f"{what} is none: leave one of the two out"
             )
+        if self.is_whole and (self.compress is not None or self.fusion in PLANNED):
+            raise ValueError(f"sync {self.sync.scheme} takes whole gradients as they are: leave compress out, and fusions that are planned")
         if self.is_sparse and self.compress is None and self.fusion not in (DEFAULT_FUSION, "layer-wise"):
             raise ValueError(
                 f"fusion {self.fusion!r}: sync {self.sync.scheme} takes gradients one by one; leave fusion out, or add compress"
             )
+        if self.control is not None:
+            self._check_control()
         if self.fusion in ("espresso", "auto") and self.compress is None:
             raise ValueError(f"fusion {self.fusion} chooses between compressing and not; add compress")
         return self
 
+    def _check_control(self) -> None:
+        if self.compress is None or steerable(self.compress.make()) is None:
+            what = f"compress {self.compress.method}" if self.compress is not None else "no compress"
+            raise ValueError(
+                f"control dc2 changes the ratio of a method whose error feedback keeps what is left out; {what} as it is given here has "
+                "none: take topk, randomk, sampled_threshold, sidco_e, sidco_p, sidco_gp, adaq or dgc, without two_phase and feedback 0"
+            )
+        if self.fusion in ("espresso", "auto"):
+            raise ValueError(
+                f"fusion {self.fusion} chooses whether to compress by costs that do not change, control dc2 by the network's delay: "
+                "leave one of them out, or take fusion cupcake"
+            )
+
     @property
     def is_sparse(self) -> bool:
         """Whether a sparse scheme adds up."""
-        return self.sync.scheme != "dense"
+        return self.sync.scheme != "dense" and not self.is_whole
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether gradients are added up whole, in groups, by a scheme of its own."""
+        return self.sync.scheme in SWITCH_SCHEMES and SWITCH_SCHEMES[self.sync.scheme].whole
 
     @property
     def is_plain(self) -> bool:
         """Whether an all-reduce is all that the rule asks for."""
-        return self.compress is None and not self.is_sparse
+        return self.compress is None and self.sync.scheme == "dense"
 
     def matches(self, name: str) -> bool:
         """Whether the rule is for a parameter of that name."""
@@ -175,6 +219,7 @@ class Rule(_Model):
     def __str__(self) -> str:
         parts = [f"params={list(self.params) if len(self.params) > 1 else self.params[0]!r}", f"sync={self.sync.scheme}"]
         parts += [f"compress={self.compress.method}"] if self.compress is not None else []
+        parts += [f"control={self.control.method}"] if self.control is not None else []
         return ", ".join(parts)
 
 
@@ -229,6 +274,13 @@ def sparsifier_of(reducer: Reducer) -> Sparsifier | None:
     """The sparsifier inside a method, if its payload is that of one."""
     inner = getattr(reducer, "inner", reducer)
     return inner if isinstance(inner, Sparsifier) and not hasattr(reducer, "owner") else None
+
+
+def steerable(reducer: Reducer) -> ErrorFeedback | MomentumCorrection | None:
+    """The method, if its ratio can be changed, up to sending everything by an all-reduce, and nothing is lost by that."""
+    if not isinstance(reducer, ErrorFeedback | MomentumCorrection) or not isinstance(reducer.inner, WithRatio):
+        return None
+    return reducer
 
 
 def payload_of_one_length(reducer: Reducer) -> Compressor | None:

@@ -86,7 +86,7 @@ class GradientSynchronizer(Body):
         self._discarded: set[str] = set()  # and of those that have come in this step
         parameters = trained(model)
         device = next(iter(parameters.values())).device
-        # Before the watch's own hooks.
+        # Before the hooks of `ReadyTimes`.
         self._handles: list[Any] = [model.register_forward_pre_hook(ModelHook(self._settle))]
         # The training thread asks in a group of its own: other ranks may be waiting in theirs for gradients that this rank lacks.
         control = own_group(ranks, group, "gloo") if own is not None else None
@@ -210,7 +210,7 @@ class GradientSynchronizer(Body):
 
     def ready(self, name: str) -> None:
         """Takes note that a gradient is final."""
-        self._watch.ready(name)
+        self._ready_times.ready(name)
 
     def name_of(self, param: torch.Tensor) -> str:
         """The name that rules know a parameter by."""
@@ -225,7 +225,7 @@ class GradientSynchronizer(Body):
             if self.averager.has(name):
                 raise StateError(f"a backward pass in no_sync() adds to the gradient of {name} while it is averaged; synchronize() first")
             return
-        self._watch.ready(name)
+        self._ready_times.ready(name)
         assert param.grad is not None
         with self._telling():
             self.averager.ready(name, param.grad, partial(_fill, param))
@@ -244,7 +244,7 @@ class GradientSynchronizer(Body):
         """Removes all hooks from the model, and ends the threads."""
         for handle in self._handles:
             handle.remove()
-        self._watch.close()
+        self._ready_times.close()
         self.averager.close()
         withdraw(self)
 

@@ -54,7 +54,7 @@ class Step:
 
 
 class Telemetry:
-    """The newest steps.
+    """The figures of the newest steps.
 
     Args:
         rules: of the pipeline.

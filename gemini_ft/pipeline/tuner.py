@@ -20,13 +20,13 @@ from gemini_ft.pipeline.averager import Averager
 from gemini_ft.pipeline.candidates import Candidate, Candidates
 from gemini_ft.pipeline.measuring import slowest
 from gemini_ft.pipeline.plan import Tensor, in_order
+from gemini_ft.pipeline.ready_times import ReadyTimes
 from gemini_ft.pipeline.rules import PLANNED
-from gemini_ft.pipeline.watch import Watch
 from gemini_ft.trials import Terms, Trial
 
 _log = logging.getLogger("gemini_ft")
-_CLOSE = 2.0  # of the best predicted time, up to which a candidate is tried
-_TERMS = Terms(visit=3, rounds=16, slower={1: 1.25, 4: 1.08, 8: 1.04})
+CLOSE = 2.0  # of the best predicted time, up to which a candidate is tried
+TERMS = Terms(visit=3, rounds=16, slower={1: 1.25, 4: 1.08, 8: 1.04})
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Tuner:
 
     Args:
         averager: whose plan it is.
-        watch: knows when gradients become ready.
+        ready_times: knows when gradients become ready.
         profile_steps: steps to watch before planning, at least 2.
         device: of the gradients.
 
@@ -66,8 +66,8 @@ class Tuner:
         settled: whether the plan stays as it is.
     """
 
-    def __init__(self, averager: Averager, watch: Watch, profile_steps: int, device: torch.device) -> None:
-        self._averager, self._watch, self._device = averager, watch, device
+    def __init__(self, averager: Averager, ready_times: ReadyTimes, profile_steps: int, device: torch.device) -> None:
+        self._averager, self._ready_times, self._device = averager, ready_times, device
         self._profile_steps = max(2, profile_steps)
         self._rules = [number for number, rule in enumerate(averager.rules) if rule.fusion in PLANNED]
         self._count = 0
@@ -112,7 +112,7 @@ class Tuner:
             found = candidates.of(rule)
             self._adopt(rule, found[0])
             bf16 = next((each for each in found if each.label.startswith("bf16")), None)
-            close = [each for each in found if each.predicted <= _CLOSE * found[0].predicted or each is bf16]
+            close = [each for each in found if each.predicted <= CLOSE * found[0].predicted or each is bf16]
             if len(close) > 1:
                 self._trials.append(_RuleTrial(rule, close, Trial.of(len(close))))
         self._begin_trial()
@@ -120,7 +120,7 @@ class Tuner:
     def _order(self) -> tuple[list[Tensor], float, dict[str, float]]:
         """The tensors in the order in which their gradients become ready, as all ranks have seen it; and when they do."""
         names = [tensor.name for tensor in self._averager.tensors]
-        forward, *at = slowest(self._watch.typical(names), self._averager.group)
+        forward, *at = slowest(self._ready_times.typical(names), self._averager.group)
         known = max((time for time in at if time != float("inf")), default=0.0)
         ready = {name: time if time != float("inf") else known for name, time in zip(names, at, strict=True)}
         return sorted(self._averager.tensors, key=lambda tensor: ready[tensor.name]), forward, ready
@@ -134,9 +134,9 @@ class Tuner:
 
     def _tried(self, seconds: float | None) -> None:
         each = self._trials[0]
-        if each.trial.note(_TERMS, seconds):
+        if each.trial.note(TERMS, seconds):
             times = slowest(each.trial.medians(), self._averager.group)
-            if (chosen := each.trial.judge(_TERMS, times)) is not None:
+            if (chosen := each.trial.judge(TERMS, times)) is not None:
                 self._end_trial(chosen, times)
                 return
         self._adopt(each.rule, each.current)
@@ -148,7 +148,7 @@ class Tuner:
             for each, seconds in zip(trial.candidates, times, strict=True)
         )
         if self._averager.rank == 0:
-            _log.info("gradient_pipeline, rule %d: %s, of %s", trial.rule + 1, trial.candidates[chosen].label, tried)
+            _log.info("gradient_pipeline, rule %d: chose %s; tried: %s", trial.rule + 1, trial.candidates[chosen].label, tried)
         self._adopt(trial.rule, trial.candidates[chosen])
         self._begin_trial()
 

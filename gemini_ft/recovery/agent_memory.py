@@ -126,11 +126,11 @@ class RememberedShard:
     """
 
     def __init__(self, memory: Remembered, owner: int, version: Version, root: str | None) -> None:
-        self._memory, self._owner, self._version, self._root = memory, owner, version, root
+        self._memory, self._owner, self._version, self.root = memory, owner, version, root
         self._places = _places(memory, owner, version)
         self._failures: list[str] = []
         self._shard = self._next()
-        self._root = root or self._shard.root  # all that is read is of one copy, or of equal ones
+        self.root = root or self._shard.root  # all that is read is of one copy, or of equal ones
         _keep(self)
 
     @property
@@ -145,7 +145,7 @@ class RememberedShard:
 
     def expect(self, root: str) -> None:
         """Makes copies with another root than this count as damaged; call it before anything is read."""
-        self._root = root
+        self.root = root
         if self._shard.root != root:
             self._give_up(CorruptDataError(f"{self.where}: its root is {self._shard.root}, should be {root}"))
 
@@ -191,7 +191,7 @@ class RememberedShard:
         while self._places:
             host, address = self._places.pop(0)
             try:
-                return PeerShard(host, address, memory.claims, memory.secret, self._owner, self._version, _TIMEOUT, self._root)
+                return PeerShard(host, address, memory.claims, memory.secret, self._owner, self._version, _TIMEOUT, self.root)
             except (GeminiError, OSError) as error:
                 self._failures.append(str(error))
         why = "; ".join(self._failures) or "no host that is known from here has a copy"

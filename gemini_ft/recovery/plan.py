@@ -24,7 +24,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RecoveryPlan:
     """The version to resume, and its sources.
 
     Attributes:
@@ -55,7 +55,7 @@ def plan_recovery(
     stored_world_size: int | None = None,
     refused: Sequence[Version] = (),
     resizable: bool = False,
-) -> Plan:
+) -> RecoveryPlan:
     """Chooses the newest version that is whole: in memory, else in storage.
 
     Args:
@@ -80,17 +80,17 @@ def plan_recovery(
         age = min(info.age for _, info in copies[best])
         by_owner = {owner: tuple(sorted(hosts)) for owner, hosts in sorted(sources.items())}
         roots = {info.owner: info.root for _, info in copies[best]}
-        return Plan("memory", best, by_owner, age, world_size=len(by_owner), roots=roots)
+        return RecoveryPlan("memory", best, by_owner, age, world_size=len(by_owner), roots=roots)
     if stored is not None:
         assert stored_world_size is not None
         if stored_world_size != world_size and not resizable:
             raise _wrong_size(stored_world_size, world_size, "the checkpoint in storage")
         newest = max((v.iteration for v in copies), default=None)
         lost = max(0, newest - stored.iteration) if newest is not None else None
-        return Plan("storage", stored, lost=lost, incomplete=_incomplete(copies), world_size=stored_world_size)
+        return RecoveryPlan("storage", stored, lost=lost, incomplete=_incomplete(copies), world_size=stored_world_size)
     if sizes and world_size not in sizes and not resizable:
         raise _wrong_size(max(sizes), world_size, "the snapshot in memory")
-    return Plan("nothing", incomplete=_incomplete(copies))
+    return RecoveryPlan("nothing", incomplete=_incomplete(copies))
 
 
 def _wrong_size(then: int, now: int, what: str) -> WorldSizeError:
@@ -134,7 +134,7 @@ def _incomplete(copies: Mapping[Version, Sequence[tuple[str, SlotInfo]]]) -> dic
     return {version.iteration: missing(held) for version, held in sorted(copies.items())}
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: RecoveryPlan) -> str:
     """The outcome in one line, unmistakably different for each kind."""
     if plan.version is None:
         if not plan.incomplete:
@@ -151,7 +151,7 @@ def describe(plan: Plan) -> str:
     return f"{why}: falling back to storage, iteration {plan.version.iteration}{lost}"
 
 
-def require(plan: Plan) -> None:
+def require(plan: RecoveryPlan) -> None:
     """Enforces ``resume="require"``.
 
     Raises:

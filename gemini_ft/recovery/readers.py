@@ -16,7 +16,7 @@ from gemini_ft.core.layout import Layout
 from gemini_ft.core.roots import checksum, layout_digest, shard_root
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, CorruptDataError, GeminiError, PeerError, RecoveryError
-from gemini_ft.recovery.plan import Plan
+from gemini_ft.recovery.plan import RecoveryPlan
 from gemini_ft.wire.frames import BlockingWire
 from gemini_ft.wire.messages import Failed, check_answer, kind_of
 from gemini_ft.wire.peer_messages import Claims, Data, Describe, Description, Fetch, GetRoots, Heartbeat, PeerMessage, Roots
@@ -229,12 +229,12 @@ def _compare(view: memoryview | bytearray, digest: int, what: str) -> None:
 
 
 @dataclass
-class Sources:
+class ShardReaders:
     """Opens shards of the planned version, own host first, then peers in turn."""
 
     client: AgentClient
     host: str
-    plan: Plan
+    plan: RecoveryPlan
     addresses: Mapping[str, tuple[str, int]]
     claims: Claims
     secret: bytes

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gemini_ft.core.layout import Layout, Read, plan_reads, stored_specs
-from gemini_ft.recovery.readers import ShardReader, Sources
+from gemini_ft.recovery.readers import ShardReader, ShardReaders
 from gemini_ft.state import codec
 from gemini_ft.state.base import TrainingState
 from gemini_ft.state.copies import copy_into
@@ -18,7 +18,7 @@ from gemini_ft.state.copies import copy_into
 _READERS = 4  # shards read at a time
 
 
-def read_extras(sources: Sources, rank: int, world_size: int, secret: bytes, trust_pickle: bool) -> dict[int, Any]:
+def read_extras(sources: ShardReaders, rank: int, world_size: int, secret: bytes, trust_pickle: bool) -> dict[int, Any]:
     """The small state of this rank, by rank; in a job of another size that of all ranks that made the snapshot."""
     then, extras = sources.plan.world_size, {}
     for owner in [rank] if then == world_size else range(then):
@@ -27,7 +27,7 @@ def read_extras(sources: Sources, rank: int, world_size: int, secret: bytes, tru
     return extras
 
 
-def fill(sources: Sources, state: TrainingState, extras: Mapping[int, Any], rank: int, world_size: int) -> tuple[dict[str, int], Any]:
+def fill(sources: ShardReaders, state: TrainingState, extras: Mapping[int, Any], rank: int, world_size: int) -> tuple[dict[str, int], Any]:
     """Reads everything this rank needs into the tensors of ``state``. `TrainingState.apply_extras` is due when all ranks have done so.
 
     A sharded rank needs its own shard alone; under DDP every rank owns a part and needs all of them. In a job of another
@@ -69,7 +69,7 @@ def _turn(owners: Iterable[int], rank: int) -> list[int]:
 
 
 def _prepare(
-    sources: Sources, state: TrainingState, extras: Mapping[int, Any], rank: int, world_size: int
+    sources: ShardReaders, state: TrainingState, extras: Mapping[int, Any], rank: int, world_size: int
 ) -> tuple[Sequence[Read], Mapping[str, torch.Tensor], Any]:
     """The reads, by owner and ascending offset; the tensors to fill, by name; this rank's extras."""
     then = sources.plan.world_size
@@ -83,13 +83,13 @@ def _prepare(
     return state.resized(layouts, extras, rank, world_size)
 
 
-def _layouts(sources: Sources, rank: int) -> dict[int, Layout]:
+def _layouts(sources: ShardReaders, rank: int) -> dict[int, Layout]:
     """Layouts of all owners that hold something of ``rank``'s state."""
     own = _layouts_of([rank], sources, rank)
     return own | _layouts_of(own[rank].owners - {rank}, sources, rank)
 
 
-def _layouts_of(owners: Iterable[int], sources: Sources, rank: int) -> dict[int, Layout]:
+def _layouts_of(owners: Iterable[int], sources: ShardReaders, rank: int) -> dict[int, Layout]:
     found = {owner: sources.read(owner, rank, lambda shard: shard.layout, keep=True) for owner in _turn(owners, rank)}
     return dict(sorted(found.items()))
 

@@ -193,12 +193,12 @@ def _pickled(obj: object, path: _Path, secret: bytes | None) -> bytes:
             f"{_text(path)}: a {type(obj).__qualname__} cannot be encoded ({type(error).__name__}: {error}); "
             "keep plain values, arrays and tensors there, or what a state_dict() of the object gives"
         ) from None
-    return _signature(body, secret) + body
+    return sign(body, secret) + body
 
 
 def _unpickled(data: bytes, path: _Path, secret: bytes | None, trust: bool) -> Any:
     signature, body = data[:32], data[32:]
-    if not trust and (secret is None or not hmac.compare_digest(signature, _signature(body, secret))):
+    if not trust and (secret is None or not hmac.compare_digest(signature, sign(body, secret))):
         why = "there is no run secret to check it with" if secret is None else "it is not signed with this run's secret"
         raise StateError(
             f"{_text(path)} is a pickled object, and {why}; loading it could run any code. "
@@ -211,7 +211,7 @@ def _unpickled(data: bytes, path: _Path, secret: bytes | None, trust: bool) -> A
         raise StateError(f"{_text(path)}: the pickled object cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def _signature(body: bytes, secret: bytes | None) -> bytes:
+def sign(body: bytes, secret: bytes | None) -> bytes:
     return bytes(32) if secret is None else hmac.digest(secret, _PURPOSE + body, hashlib.sha256)
 
 

@@ -33,7 +33,7 @@ class Batch:
     large: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # contiguous CPU memory
 
 
-class Slot:
+class MappedSlot:
     """A slot's data area, mapped; its pages are registered with the driver of ``device``, so that copies can run beside computation."""
 
     def __init__(self, fd: int, data_offset: int, capacity: int, device: torch.device | None = None) -> None:
@@ -76,16 +76,16 @@ class Slot:
         os.close(self.fd)  # it alone would keep the memory; the mapping goes when the last tensor view of it does
 
 
-def map_slots(fds: Sequence[int], reserved: Reserved, device: torch.device | None) -> list[Slot]:
+def map_slots(fds: Sequence[int], reserved: Reserved, device: torch.device | None) -> list[MappedSlot]:
     """Maps all slots that the agent has handed over, or none; the descriptors are this function's.
 
     Raises:
         MemoryBudgetError: the kernel, or the driver of the device, gives no memory for that.
     """
-    mapped: list[Slot] = []
+    mapped: list[MappedSlot] = []
     try:
         for fd in fds:
-            mapped.append(Slot(fd, reserved.data_offset, reserved.capacity, device))
+            mapped.append(MappedSlot(fd, reserved.data_offset, reserved.capacity, device))
     except (OSError, RuntimeError) as error:
         for slot in mapped:
             slot.close()
@@ -160,7 +160,7 @@ def _is_plain_memory(source: torch.Tensor) -> bool:
     return source.is_contiguous() and not accelerator.holds(source) and not source.is_conj() and not source.is_neg()
 
 
-def same_bytes(slot: Slot, copy: Copy) -> bool:
+def same_bytes(slot: MappedSlot, copy: Copy) -> bool:
     """Whether the slot holds the live bytes; bytes, not values: NaN equals itself."""
     copied = slot.tensor[copy.offset : copy.offset + copy.nbytes]
     live = copy.view.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

@@ -7,7 +7,7 @@ what the script had given when it began.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,23 +54,32 @@ class Hyperparameters:
         self._is_known = True
         return {"snapshot": self._given, "script": self._script}
 
-    def compare(self, iteration: int, aloud: bool) -> None:
-        """Warns of what the script has changed. What the snapshot says goes on being compared, until the script gives that again."""
+    def compare(self, iteration: int) -> str:
+        """Returns the warning of what the script has changed; empty: nothing. What the snapshot says goes on being compared, until the
+        script gives that again."""
         then, self.then, self._is_known = self.then, {}, True
         if not then:
-            return
+            return ""
         ours, theirs = list(differences(then["snapshot"], self._given)), list(differences(then["script"], self._script))
         self._given, self._script = then["snapshot"], then["script"]
-        if aloud and (ours or theirs):
-            in_force = [f"the snapshot's stay in force ({'; '.join(ours)})"] if ours else []
-            in_force += [f"the script's are in force ({'; '.join(theirs)})"] if theirs else []
-            _log.warning(
-                "HYPERPARAMETERS HAVE CHANGED since the training that is resumed at iteration %d began (then -> now): %s. To train anew "
-                "with those of now, start with GEMINI_RESUME=never or another GEMINI_RUN_ID%s",
-                iteration,
-                "; ".join(in_force),
-                "; to go on with them, set them in the optimizer's param_groups after the resume" if ours else "",
-            )
+        if not ours and not theirs:
+            return ""
+        in_force = [f"the snapshot's stay in force ({'; '.join(ours)})"] if ours else []
+        in_force += [f"the script's are in force ({'; '.join(theirs)})"] if theirs else []
+        to_go_on = "; to go on with them, set them in the optimizer's param_groups after the resume" if ours else ""
+        return (
+            f"HYPERPARAMETERS HAVE CHANGED since the training that is resumed at iteration {iteration} began (then -> now): "
+            f"{'; '.join(in_force)}. To train anew with those of now, start with GEMINI_RESUME=never or another GEMINI_RUN_ID{to_go_on}"
+        )
+
+
+def warn(texts: Sequence[str]) -> None:
+    """Gives the warnings of all ranks (`Hyperparameters.compare`) as one: scripts may give each rank a rate of its own."""
+    changed = [rank for rank, text in enumerate(texts) if text]
+    if changed:
+        first = texts[changed[0]]
+        is_everywhere = all(text == first for text in texts)
+        _log.warning("%s%s", "" if is_everywhere else f"On {len(changed)} of {len(texts)} ranks, as on rank {changed[0]}: ", first)
 
 
 def of_groups(label: str, groups: Iterable[Mapping[str, Any]]) -> Given:

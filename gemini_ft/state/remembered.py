@@ -28,7 +28,7 @@ _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _FEW = 64  # entries of a container that is kept
-_SMALL = 2**18  # bytes of a value that is kept
+SMALL = 2**18  # bytes of a value that is kept
 _DEPTH, _OBJECTS = 6, 2000
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)  # `randomness` keeps their states
 _CLOSED = (str, bytes, type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, nn.Module, *_GENERATORS)
@@ -248,15 +248,15 @@ def _snapshot(value: Any) -> Any:
 def _copy(value: Any) -> Any:
     kind = type(value)
     if kind in _ATOMS:
-        if kind in (str, bytes) and len(value) > _SMALL:
+        if kind in (str, bytes) and len(value) > SMALL:
             raise _NotPlain
         return value
     if kind is torch.Tensor:
-        if value.layout is not torch.strided or value.is_meta or value.numel() * value.element_size() > _SMALL:
+        if value.layout is not torch.strided or value.is_meta or value.numel() * value.element_size() > SMALL:
             raise _NotPlain
         return value.detach().clone()
     if kind is np.ndarray:
-        if value.dtype.hasobject or value.nbytes > _SMALL:
+        if value.dtype.hasobject or value.nbytes > SMALL:
             raise _NotPlain
         return value.copy()
     if kind in _SEQUENCES and len(value) <= _FEW:

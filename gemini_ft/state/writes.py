@@ -33,7 +33,7 @@ class CopyWhen:
         self.at_step = choice == "at_step"
         self._is_auto, self._warn = choice == "auto", warn
         self._suspicious = False  # state was written during the last copy, and it is not known whether in forward
-        self._watch: _Watch | None = None
+        self._watch: _EarlyWrites | None = None
 
     def judge(self, written: list[str], iteration: int) -> bool:
         """Whether the state is copied at once from ``iteration`` on, because writes in forward to ``written`` spoilt the last copy."""
@@ -64,10 +64,10 @@ class CopyWhen:
     def follow(self, plan: CopyPlan, marks: list[tuple[int, int]]) -> None:
         """Watches for writes to the snapshot that is being made, if there were some to the one before."""
         if self._suspicious:
-            self._watch = _Watch(plan, marks)
+            self._watch = _EarlyWrites(plan, marks)
 
 
-class _Watch:
+class _EarlyWrites:
     """Looks at the tensors of one snapshot when the first module's forward begins."""
 
     def __init__(self, plan: CopyPlan, marks: list[tuple[int, int]]) -> None:

@@ -118,7 +118,7 @@ def write_manifest(storage: Storage, manifest: Manifest) -> None:
     if missing := sorted({record.key for record in manifest.shards.values()} - present):
         raise StorageError(f"{storage.url}: {missing[0]} is missing ({len(missing)} in all); without it this is no checkpoint")
     body = manifest.model_dump(mode="json")
-    storage.put(f"{manifest.folder}/{MANIFEST}", [json.dumps({**body, "xxh3": _checksum(body)}, indent=1).encode()])
+    storage.put(f"{manifest.folder}/{MANIFEST}", [json.dumps({**body, "xxh3": body_checksum(body)}, indent=1).encode()])
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
@@ -131,7 +131,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
     """
     key = f"{folder}/{MANIFEST}"
     body = _parse(storage, key)
-    if body.pop("xxh3", None) != _checksum(body):
+    if body.pop("xxh3", None) != body_checksum(body):
         raise CorruptDataError(f"{storage.url}: {key} does not match its own checksum; use an older checkpoint")
     if body.get("format") != FORMAT_VERSION:
         raise FormatError(
@@ -218,6 +218,6 @@ def _parse(storage: Storage, key: str) -> dict[str, Any]:
     return body
 
 
-def _checksum(body: dict[str, Any]) -> str:
+def body_checksum(body: dict[str, Any]) -> str:
     """XXH3-64 of the manifest without this very field, in one canonical spelling."""
     return xxhash.xxh3_64_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())

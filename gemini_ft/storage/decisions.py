@@ -301,7 +301,7 @@ def _same_history(one: Sighting, other: Sighting) -> bool:
 
 
 def _told_of(memory: Version, told: Iterable[tuple[Incarnation, Descent]]) -> list[tuple[Incarnation, Descent]]:
-    """The part of ``told`` that is of memory's incarnation, or of those that come from it."""
+    """The entries of ``told`` about the incarnation of the state in memory, and about its descendants."""
     return [(one, descent) for one, descent in told if memory.incarnation in (one, *(v.incarnation for v in descent.lineage or ()))]
 
 

@@ -93,7 +93,7 @@ def note_on_host(url: str, run: str, stream: str, version: Version) -> None:
         part.write_bytes(Mark(run=run, stream=stream, version=version, url=url).to_bytes())
         part.replace(path)
     except OSError as error:
-        _log.warning("%s: cannot be written (%s): after a restart this host does not know that the run has stored something", path, error)
+        _log.warning("%s: cannot be written (%s): after a restart this host will not know that the run has stored anything", path, error)
         with suppress(OSError):
             part.unlink()
 

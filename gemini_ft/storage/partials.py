@@ -91,10 +91,10 @@ def _name(folder: Path) -> str:
 
 def _domain(folder: Path) -> str:
     """The domain in which locks are the same: this boot of this kernel, on this mounted file system."""
-    return f"{_boot()}-{folder.stat().st_dev:x}"
+    return f"{boot_id()}-{folder.stat().st_dev:x}"
 
 
-def _boot() -> str:
+def boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     except OSError:

@@ -33,11 +33,11 @@ PART_BYTES = 16 * 2**20  # S3 wants at least 5 MiB, and at most 10,000 parts: 16
 _BLOCK = 64 * 1024  # bytes taken from a connection at a time, and lost when it breaks
 _PARALLEL = 4  # parts under way at a time; with PART_BYTES the bound on memory
 _TRIES = 4  # readings in a row that may fail without a byte of progress
-_PAUSE = 0.25  # seconds before the second of them, doubled for each further one
-_READ_SILENCE, _WRITE_SILENCE = 20, 60  # seconds without an answer, or the next byte of one
+PAUSE = 0.25  # seconds before the second of them, doubled for each further one
+READ_SILENCE, _WRITE_SILENCE = 20, 60  # seconds without an answer, or the next byte of one
 _OURS = re.compile(r"/step-\d{8,}-inc-[^/]+/shard-\d+\.safetensors$")
-_ABANDONED = timedelta(days=1)  # age by the store's clock at which another writer's unfinished upload counts as dead
-_SLACK = timedelta(seconds=2)  # times of S3 are whole seconds
+ABANDONED = timedelta(days=1)  # age by the store's clock at which another writer's unfinished upload counts as dead
+SLACK = timedelta(seconds=2)  # times of S3 are whole seconds
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _NO_CHECKSUMS = {"InvalidArgument", "InvalidRequest", "NotImplemented", "XNotImplemented", "BadRequest", "400", "501"}
 Piece = bytes | bytearray
@@ -69,7 +69,7 @@ class S3Storage:
             try:
                 session = boto3.session.Session()
                 self._client: Any = session.client("s3", endpoint_url=endpoint_url, config=_config(_WRITE_SILENCE, 5))
-                self._reader: Any = session.client("s3", endpoint_url=endpoint_url, config=_config(_READ_SILENCE, 3))
+                self._reader: Any = session.client("s3", endpoint_url=endpoint_url, config=_config(READ_SILENCE, 3))
             except ValueError as error:  # botocore's way to refuse an endpoint
                 raise ConfigError(f"storage.endpoint_url={endpoint_url!r}: {error}; it must begin with http:// or https://") from None
 
@@ -120,7 +120,7 @@ class S3Storage:
         with suppress(StorageError), self._explain("cannot list unfinished uploads"):
             for page in self._reader.get_paginator("list_multipart_uploads").paginate(Bucket=self._bucket, Prefix=self._prefix):
                 now = store_time(page)  # this host's clock may be anywhere
-                old = [upload for upload in page.get("Uploads", []) if now is not None and upload["Initiated"] < now - _ABANDONED]
+                old = [upload for upload in page.get("Uploads", []) if now is not None and upload["Initiated"] < now - ABANDONED]
                 self._abort(*({"Key": upload["Key"], "UploadId": upload["UploadId"]} for upload in old if _OURS.search(upload["Key"])))
 
     # -- reading
@@ -132,7 +132,7 @@ class S3Storage:
                 return read()
             except (_BrokenError, GarbledError) as error:
                 _log.log(logging.WARNING if attempt == 1 else logging.DEBUG, "%s (reading it again: %d of %d)", error, attempt + 1, _TRIES)
-                time.sleep(_PAUSE * 2 ** (attempt - 1))
+                time.sleep(PAUSE * 2 ** (attempt - 1))
         return read()
 
     def _get(self, key: str) -> bytes:
@@ -161,7 +161,7 @@ class S3Storage:
         except _BrokenError as error:
             if not got:
                 raise
-            _log.debug("%s: taken up %d bytes further on", error, got)
+            _log.debug("%s: resuming %d bytes further on", error, got)
         if not got:
             raise _BrokenError(f"{self.url}: {what}: the answer has no body")
         return got
@@ -238,7 +238,7 @@ class S3Storage:
             StorageError: it has not; what it has kept is deleted.
         """
         head = self._head(key)
-        kept, found = head["ContentLength"], _whole_checksum(head)
+        kept, found = head["ContentLength"], checksum_of_all(head)
         if kept == size and found in (None, checksum):
             return
         with suppress(*S3_ERRORS):
@@ -277,8 +277,8 @@ class S3Storage:
         except S3_ERRORS as error:
             with suppress(*S3_ERRORS):
                 head = self._head(where["Key"].removeprefix(self._prefix))
-                same = head["ContentLength"] == whole.nbytes and _whole_checksum(head) in (None, whole.checksum)
-                if same and begun is not None and head["LastModified"] >= begun - _SLACK:
+                same = head["ContentLength"] == whole.nbytes and checksum_of_all(head) in (None, whole.checksum)
+                if same and begun is not None and head["LastModified"] >= begun - SLACK:
                     _log.info("%s: %s is there, though its end was not answered (%s)", self.url, where["Key"], error)
                     return
             raise
@@ -319,7 +319,7 @@ class S3Storage:
     # -- errors
 
     def _explain(self, what: str, silence: float | None = None) -> AbstractContextManager[None]:
-        return explained(self.url, what, _READ_SILENCE if silence is None else silence)
+        return explained(self.url, what, READ_SILENCE if silence is None else silence)
 
     @contextmanager
     def _unbroken(self, what: str) -> Iterator[None]:
@@ -386,7 +386,7 @@ def _encoded(crc: int) -> str:
     return base64.b64encode(crc.to_bytes(4, "big")).decode()
 
 
-def _whole_checksum(head: Mapping[str, Any]) -> str | None:
+def checksum_of_all(head: Mapping[str, Any]) -> str | None:
     """The CRC-32 of the whole object, where the store keeps one."""
     checksum = head.get("ChecksumCRC32")
     return None if head.get("ChecksumType") == "COMPOSITE" or "-" in (checksum or "") else checksum

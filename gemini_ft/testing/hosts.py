@@ -22,6 +22,7 @@ import torch
 
 from gemini_ft.errors import GeminiError
 from gemini_ft.events import read_events
+from gemini_ft.launch.drain import LEFT
 from gemini_ft.testing.network import DEVICE, HUB, Network
 
 T = TypeVar("T")
@@ -95,7 +96,13 @@ class EmulatedHosts:
 
     def add(self) -> str:
         """Starts one more host, with nothing in its memory; returns its id. It replaces a lost one, or waits as a spare."""
-        name = f"host{len(self._launchers)}"
+        return self._start(f"host{len(self._launchers)}")
+
+    def restart(self, host: str) -> None:
+        """Starts a host that was killed once more, under its id and with the files that it had: containers that come back on their node."""
+        self._start(host)
+
+    def _start(self, name: str) -> str:
         if self.network is not None and name not in self.network.hosts:
             self.network.add(name)
         arguments = [*self._rendezvous, f"--local-addr={self._address(name)}", *self._program]
@@ -145,6 +152,11 @@ class EmulatedHosts:
         """Hosts whose launcher was killed."""
         return [name for name, launcher in self._launchers.items() if launcher.poll() == -signal.SIGKILL]
 
+    @property
+    def drained(self) -> list[str]:
+        """Hosts that have left the job after a step that is committed."""
+        return [name for name, launcher in self._launchers.items() if launcher.poll() == LEFT]
+
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         """The events that workers have reported so far, of these kinds, or all."""
         return [event for event in read_events(self.folder / "events") if not kinds or event["event"] in kinds]
@@ -175,7 +187,9 @@ class EmulatedHosts:
             if time.monotonic() > until:
                 raise DrillError(f"{', '.join(self.alive)} did not end within {timeout:g} s{self._tails()}")
             time.sleep(_POLL)
-        failed = {name: status for name, launcher in self._launchers.items() if (status := launcher.returncode) not in (0, -signal.SIGKILL)}
+        failed = {
+            name: status for name, launcher in self._launchers.items() if (status := launcher.returncode) not in (0, LEFT, -signal.SIGKILL)
+        }
         if failed or len(self.lost) == len(self._launchers):
             raise DrillError(f"the job failed: {failed or 'all hosts were killed'}{self._tails()}")
 

@@ -46,7 +46,7 @@ _BURST_SECONDS, _LEAST_BURST = 0.004, 16_000  # that may pass at once: 4 ms of t
 _QUEUE_SECONDS = 0.05  # a packet that would wait for longer is dropped
 _END_SECONDS = 20.0  # for processes that were sent SIGKILL
 _POLL = 0.02  # seconds
-_ON_WATCH = b"!"  # the guardian's first word
+_ON_WATCH = b"!"  # the guardian prints this when it is ready
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

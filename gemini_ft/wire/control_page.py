@@ -69,9 +69,14 @@ class ControlPage:
         """Publishes the worker's use of the network; by one thread at a time. Rings if the network is idle and the agent waits for that."""
         record = _MOMENT.pack(moment.in_flight, moment.begun, moment.step, moment.since, moment.waiting)
         self._memory[: _MOMENT.size + _CHECK.size] = record + _CHECK.pack(zlib.crc32(record))
-        if moment.in_flight == 0 and self._memory[_LISTENS]:
+        if moment.in_flight == 0 and self.rings:
             with contextlib.suppress(BlockingIOError):  # it has been rung often and not been heard: once is enough
                 os.eventfd_write(self.bell, 1)
+
+    @property
+    def rings(self) -> bool:
+        """Whether the agent wants the bell to be rung."""
+        return bool(self._memory[_LISTENS])
 
     # -- the agent
 

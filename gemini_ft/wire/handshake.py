@@ -24,9 +24,9 @@ from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage
 from gemini_ft.wire.tcp import Address, Connection, Handler, prepare
 from gemini_ft.wire.trust import tls_context
 
-_TIMEOUT = 10.0  # seconds that an unknown peer may take
+TIMEOUT = 10.0  # seconds that an unknown peer may take
 _FRAME = 2**16  # bytes that a peer may make us take in at a time before it is accepted
-_STRANGERS = 64  # peers under way at a time that have not been accepted; one more, and the oldest is dropped
+STRANGERS = 64  # peers under way at a time that have not been accepted; one more, and the oldest is dropped
 _PAUSE = 0.5  # seconds until the next try when there is no descriptor or memory for another connection
 
 Accept = Callable[[Connection, Claims], Handler]
@@ -74,13 +74,13 @@ async def dial(address: Address, claims: Claims, secret: bytes, handler: Handler
     where = f"the agent at {address[0]}:{address[1]}"
     opening = _Dialling(handler)
     try:
-        async with asyncio.timeout(_TIMEOUT):
+        async with asyncio.timeout(TIMEOUT):
             loop = asyncio.get_running_loop()
             await loop.create_connection(lambda: opening.connection, *address, ssl=tls_context(secret, server=False), server_hostname="")
             opening.connection.send(claims)
             accepted = await opening.accepted
             if accepted.lane:
-                opening.connection.attach(await _open_lane(address, accepted, opening.connection.peer))
+                opening.connection.attach(await open_lane(address, accepted, opening.connection.peer))
     except BaseException as error:
         opening.connection.abort("the handshake failed")
         with contextlib.suppress(asyncio.CancelledError, GeminiError):
@@ -102,7 +102,7 @@ def as_peer_error(error: BaseException, where: str) -> BaseException:
     return error
 
 
-async def _open_lane(address: Address, accepted: Accepted, peer: str) -> Lane:
+async def open_lane(address: Address, accepted: Accepted, peer: str) -> Lane:
     loop = asyncio.get_running_loop()
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -148,7 +148,7 @@ class Listener:
             self._loop.call_later(_PAUSE, self._accept_again)
             return
         sock.setblocking(False)
-        while len(self._strangers) >= _STRANGERS:
+        while len(self._strangers) >= STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             oldest.cancel()
@@ -164,7 +164,7 @@ class Listener:
         peer = "?"
         try:
             peer = "{}:{}".format(*sock.getpeername()[:2])
-            async with asyncio.timeout(_TIMEOUT):
+            async with asyncio.timeout(TIMEOUT):
                 if await self._peek(sock) == MARK[:1]:
                     await self._take_lane(sock, peer)
                 else:
@@ -238,7 +238,7 @@ class Listener:
             return
         lane, key = os.urandom(ID_BYTES), os.urandom(KEY_BYTES)
         self._lanes[lane] = connection, key
-        self._loop.call_later(_TIMEOUT, self._miss_lane, lane)
+        self._loop.call_later(TIMEOUT, self._miss_lane, lane)
         connection.expect_lane()
         connection.send(Accepted(lane=lane, key=key))
 

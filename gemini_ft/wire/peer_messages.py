@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from gemini_ft.core.effects import Completed, Skipped
+from gemini_ft.core.effects import Completed, Copies, Skipped
 from gemini_ft.core.ledger import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.wire.messages import (
@@ -151,7 +151,7 @@ class ReportFinished(Message):
 
 
 class Heartbeat(Message):
-    """A sign of life of a host that has nothing to report."""
+    """A sign of life of a host that has had nothing to say for a while."""
 
 
 class ReportNeed(Message):
@@ -169,6 +169,16 @@ class Rejoin(Message):
     committed: Version | None
     uploading: Version | None
     roots: dict[int, str] = {}  # owner -> root of its committed shard, for those held there; empty where the host does not know it
+
+
+class UploadSoon(Message):
+    """Asks the leader for an upload of the next version that can be: a host is leaving."""
+
+
+class DrainHost(Message):
+    """Asks for a host to be drained: first the leader, then, from there, the host itself."""
+
+    host: str
 
 
 class AllFinished(Message):
@@ -219,7 +229,7 @@ class Data(ShardAnswer):
 
 PeerMessage = (
     Claims | Accepted | Offer | Ready | Refused | Begin | End | Drop | Ack | Parcel | Astray | Unchanged | Resend | ReportUploaded
-    | ReportFinished | Heartbeat | ReportNeed | Rejoin | AllFinished | Fetch | Describe | Description | GetRoots | Roots | Data | Chunk
-    | Failed | Notice | Paced | Completed | Skipped | Commit | Abort | Holders | Thaw | Fatal
+    | ReportFinished | Heartbeat | ReportNeed | Rejoin | UploadSoon | DrainHost | AllFinished | Fetch | Describe | Description | GetRoots
+    | Roots | Data | Chunk | Failed | Notice | Paced | Completed | Copies | Skipped | Commit | Abort | Holders | Thaw | Fatal
 )  # fmt: skip
 peers: Channel[PeerMessage] = Channel(PeerMessage)

@@ -64,7 +64,7 @@ class Connection(asyncio.BufferedProtocol):
         self.peer = "?"
         self.max_frame = MAX_MESSAGE
         self.closed = asyncio.Event()
-        self._transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport | None = None
         self._tls_socket: Any = None  # kept: asyncio's TLS forgets it a moment before it says that the connection is lost
         self._metered = Meter(0, 0.0, 0.0)
         self._target = memoryview(bytearray(4))
@@ -91,7 +91,7 @@ class Connection(asyncio.BufferedProtocol):
     # -- asyncio's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
+        self.transport = cast("asyncio.Transport", transport)
         self.peer = "{}:{}".format(*transport.get_extra_info("peername")[:2])
         self._tls_socket = transport.get_extra_info("socket")
         prepare(self._tls_socket)
@@ -198,12 +198,12 @@ class Connection(asyncio.BufferedProtocol):
                 self._hear(self._early.popleft())
         except GeminiError as refusal:
             self._refuse(refusal)
-        if self._message is None and self._transport is not None and not self._aborted:
-            self._transport.resume_reading()
+        if self._message is None and self.transport is not None and not self._aborted:
+            self.transport.resume_reading()
 
     def _pause(self) -> None:
-        if self._transport is not None and self._transport.is_reading():
-            self._transport.pause_reading()
+        if self.transport is not None and self.transport.is_reading():
+            self.transport.pause_reading()
 
     # -- sending
 
@@ -215,8 +215,12 @@ class Connection(asyncio.BufferedProtocol):
             payload: of a Chunk or Data message.
             valve: asked before each part of the payload; None: it all goes.
         """
+        self.send_frame(pack(message), payload, valve)
+
+    def send_frame(self, frame: bytes, payload: memoryview | None = None, valve: Valve | None = None) -> None:
+        """Queues a message that is packed already, as it goes to many."""
         if not self.closed.is_set():
-            self._outbox.append((pack(message), payload, valve))
+            self._outbox.append((frame, payload, valve))
             self._wake.set()
 
     def shape(self, hold_back: bool, max_rate: int | None, low_priority: bool) -> None:
@@ -227,7 +231,7 @@ class Connection(asyncio.BufferedProtocol):
             max_rate: bytes per second at which the kernel paces; None: as fast as it can.
             low_priority: mark packets as lower effort, for switches that respect it.
         """
-        sock = self._socket
+        sock = self.payload_socket
         if hold_back:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
         if max_rate is not None:
@@ -240,22 +244,22 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def unacknowledged(self) -> int:
         """Bytes that may go, or have gone, and that the peer's kernel has not acknowledged."""
-        if self.closed.is_set() or (fd := self._socket.fileno()) < 0:
+        if self.closed.is_set() or (fd := self.payload_socket.fileno()) < 0:
             return 0
-        assert self._transport is not None
+        assert self.transport is not None
         in_kernel = int.from_bytes(fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-        return self._handing_over + self._transport.get_write_buffer_size() + in_kernel
+        return self._handing_over + self.transport.get_write_buffer_size() + in_kernel
 
     def meter(self) -> Meter:
         """The kernel's counters; of a closed connection, the last ones."""
         with contextlib.suppress(OSError):
-            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            info = self.payload_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
             rtt, acked, busy = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0"))
             self._metered = Meter(acked, busy / 1e6, rtt / 1e6)
         return self._metered
 
     @property
-    def _socket(self) -> socket.socket:
+    def payload_socket(self) -> socket.socket:
         """The socket that payloads travel on."""
         return self._lane.socket if self._lane is not None else cast("socket.socket", self._tls_socket)
 
@@ -294,10 +298,10 @@ class Connection(asyncio.BufferedProtocol):
         self._handing_over = nbytes
 
     async def _write_through_tls(self, data: memoryview) -> None:
-        assert self._transport is not None
+        assert self.transport is not None
         self._handing_over = len(data)
         for start in range(0, len(data), _TLS_PIECE):
-            self._transport.write(data[start : start + _TLS_PIECE])
+            self.transport.write(data[start : start + _TLS_PIECE])
             self._handing_over = max(0, len(data) - start - _TLS_PIECE)
             await self._unpaused.wait()
 
@@ -319,7 +323,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def abort(self, reason: str) -> None:
         """Closes now, and lets the kernel forget what it still has to send."""
-        transport = self._transport
+        transport = self.transport
         if transport is None or self._aborted or self.closed.is_set():
             return
         self._aborted, self._reason = True, reason

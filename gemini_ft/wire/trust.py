@@ -11,7 +11,9 @@ import functools
 import hashlib
 import os
 import ssl
+import stat
 from datetime import UTC, datetime
+from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
@@ -19,9 +21,32 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
+from gemini_ft.config import GeminiConfig
+from gemini_ft.errors import ConfigError, SecretError
+
 _AUTHORITY = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "gemini-ft run")])
 _HOST = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "gemini-ft host")])
 _ALWAYS = datetime(2000, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, tzinfo=UTC)
+
+
+def read_secret(config: GeminiConfig) -> bytes:
+    """The run secret from the user: ``secret_file``, or GEMINI_SECRET; empty when there is none.
+
+    Raises:
+        SecretError: the file is missing, empty, or readable by others.
+    """
+    if config.secret_file is None:
+        return os.environ.get("GEMINI_SECRET", "").encode()
+    path = Path(config.secret_file)
+    try:
+        mode, secret = path.stat().st_mode, path.read_bytes().strip()
+    except OSError as error:
+        raise SecretError(f"secret_file={path}: {error.strerror}; create it with `umask 077; openssl rand -hex 32 > {path}`") from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise SecretError(f"secret_file={path} has mode {stat.S_IMODE(mode):04o} and may be read by others; `chmod 600 {path}`")
+    if not secret:
+        raise SecretError(f"secret_file={path} is empty; it must hold the run secret, the same on all hosts")
+    return secret
 
 
 def fingerprint(secret: bytes) -> str:
@@ -32,6 +57,18 @@ def fingerprint(secret: bytes) -> str:
 def derive(secret: bytes, purpose: bytes, length: int = 32) -> bytes:
     """A key for one purpose, from which neither the secret nor the key for another purpose can be found."""
     return HKDF(hashes.SHA256(), length, salt=None, info=b"gemini-ft " + purpose).derive(secret)
+
+
+def switch_key(config: GeminiConfig) -> bytes:
+    """The key that a switch and the ranks share, derived from the run secret that the user gave.
+
+    Raises:
+        ConfigError: there is no secret.
+        SecretError: its file is missing, empty, or readable by others.
+    """
+    if not (secret := read_secret(config)):
+        raise ConfigError("a switch needs a secret that it shares with all ranks; give it and them the same GEMINI_SECRET_FILE")
+    return derive(secret, b"switch")
 
 
 @functools.lru_cache(maxsize=8)

@@ -117,7 +117,7 @@ class Hello(Call):
     encrypt: bool = False  # payloads between hosts are encrypted, and not only sealed
     agent_timeout: float = 10.0  # as in GeminiConfig
     start_timeout: float = 1800.0
-    launch: Launch | None = None  # None: one that takes over whoever is at work
+    launch: Launch | None = None  # None: this worker may take over from a launch that is still alive
 
 
 class GetInventory(Call):
@@ -254,6 +254,12 @@ class Leave(Message):
     finished: bool = False  # the job has finished, and its last upload is waited for; answered when the agent leaves
 
 
+class AskDrain(Call):
+    """Asks for a host of the run to be drained: its workers end after a step that is committed. Allowed before Hello."""
+
+    host: str = ""  # id; empty: the agent's own
+
+
 class Inject(Message):
     """Injects a fault (gemini_ft.faults.inject): flips a bit in every copy of ``owner``'s shard on this host."""
 
@@ -263,7 +269,7 @@ class Inject(Message):
 
 ToAgent = (
     Hello | GetInventory | OpenSession | Reserve | Request | Copied | GiveUp | Progress | Watch | Observed | Figures | Dispatched
-    | Collected | Excuse | Verify | Stage | Map | Adopt | Ping | Goodbye | GetStatus | Visit | Leave | Inject | Chunk
+    | Collected | Excuse | Verify | Stage | Map | Adopt | Ping | Goodbye | GetStatus | Visit | Leave | AskDrain | Inject | Chunk
 )  # fmt: skip
 to_agent: Channel[ToAgent] = Channel(ToAgent)
 
@@ -354,7 +360,7 @@ class Travelled(Message):
     outside: int  # of these, bytes that could not wait for idle network any more
     spans: list[SpanUse]  # that the others were sent in
     seconds: float  # from the first byte to the acknowledgement of the last
-    expected: float | None = None  # of these, by the cost model; None: there was no profile yet
+    expected: float | None = None  # seconds that the cost model had predicted; None: there was no profile yet
 
 
 class Dispatch(Message):
@@ -391,6 +397,17 @@ class Pong(Message):
     agent_timeout: float  # seconds of silence after which an agent of this job hangs; 0: never
 
 
+class Draining(Answer):
+    """The answer to AskDrain."""
+
+    workers: int  # of this host that have been told, now or before
+    relayed: bool  # the wish has gone to another host
+
+
+class StopAfterStep(Message):
+    """Tells a worker that its host is drained."""
+
+
 class Custody(Message):
     """A replica's descriptor for safe-keeping, so that it survives this agent."""
 
@@ -424,6 +441,6 @@ class Visited(Answer):
 
 ToWorker = (
     Verified | Staged | Left | Welcome | Inventory | Opened | Reserved | Room | Granted | Travelled | Dispatch | Collect | Mapped | Pong
-    | Custody | Status | Visited | Commit | Abort | Failed | Notice | Paced
+    | Custody | Status | Visited | Draining | StopAfterStep | Commit | Abort | Failed | Notice | Paced
 )  # fmt: skip
 to_worker: Channel[ToWorker] = Channel(ToWorker)

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Work
 
 from gemini_ft.accelerator import holds
 from gemini_ft.agent.lifecycle import yield_to_training
-from gemini_ft.core.traffic import Collective, Moment, Step
+from gemini_ft.core.traffic import Collective, Moment, ObservedStep
 from gemini_ft.wire.control_page import ControlPage
 
 _POLL = 0.001  # seconds between looks at collectives that do not say when they are over
@@ -59,7 +59,7 @@ class Observer:
 
     def __init__(self, traffic: _Traffic) -> None:
         self.page = ControlPage.create()
-        self.newest: Step | None = None
+        self.newest: ObservedStep | None = None
         self._traffic = traffic
         self._step: list[_Flight] = []  # begun since the step did
         self._began = self._idle_since = time.monotonic()
@@ -68,7 +68,7 @@ class Observer:
         self._waiting = False
         self._closed = False
 
-    def step_over(self) -> Step:
+    def step_over(self) -> ObservedStep:
         """Ends a step and begins the next one; returns the step's collectives."""
         self._traffic.forget(self._began)
         with self._traffic.lock:
@@ -76,7 +76,7 @@ class Observer:
             done = tuple(
                 Collective(f.name, f.nbytes, f.begin - self._began, (now if f.end is None else f.end) - self._began) for f in self._step
             )
-            self.newest = Step(done, now - self._began, max(0.0, self._carried - self._began), self._began)
+            self.newest = ObservedStep(done, now - self._began, max(0.0, self._carried - self._began), self._began)
             self._began, self._carried, self._step = now, 0.0, []
             self._steps += 1
             if not self._traffic.in_flight:
@@ -97,6 +97,11 @@ class Observer:
         with self._traffic.lock:
             self._waiting = value
             self._publish()
+
+    @property
+    def polled(self) -> int:
+        """How many collectives of this process are being polled, since they do not tell when they are over."""
+        return self._traffic.polled
 
     # -- told by the traffic, which holds its lock
 
@@ -127,7 +132,7 @@ class _Traffic:
         self.lock = threading.Lock()
         self.in_flight: list[_Flight] = []
         self.observers: list[Observer] = []
-        self._watch = _Watch(self._over)
+        self._poller = _Poller(self._over)
         self._library = self._listen()
 
     def add(self) -> Observer:
@@ -150,7 +155,11 @@ class _Traffic:
     def close(self) -> None:
         """Stops listening; collectives in flight end as usual."""
         self._library._destroy()
-        self._watch.close()
+        self._poller.close()
+
+    @property
+    def polled(self) -> int:
+        return len(self._poller.works)
 
     # -- inside
 
@@ -199,10 +208,10 @@ class _Traffic:
             if "reduce_scatter" in flight.name:  # and these do not even know when they are over, until they are waited for
                 told = _Told(work, lambda: self._over(flight))
                 return (*result[:-1], told.boxed()) if isinstance(result, tuple) else told.boxed()
-            self._watch.add(flight, work)
+            self._poller.add(flight, work)
             return result
         if flight.on_cuda:  # a future is done when its kernel is queued; the work asks an event
-            self._watch.add(flight, work)
+            self._poller.add(flight, work)
         else:
             future.add_done_callback(lambda _: self._over(flight))
         return result
@@ -240,19 +249,19 @@ class _Told(Work):
             self._over()
 
 
-class _Watch:
+class _Poller:
     """Polls collectives that do not tell when they are over; those of CUDA by their events."""
 
     def __init__(self, over: Callable[[_Flight], None]) -> None:
         self._over = over
-        self._works: list[tuple[_Flight, Any]] = []
+        self.works: list[tuple[_Flight, Any]] = []
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stop = False
 
     def add(self, flight: _Flight, work: Any) -> None:
         with self._condition:
-            self._works.append((flight, work))
+            self.works.append((flight, work))
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="gemini-collectives", daemon=True)
                 with contextlib.suppress(RuntimeError):  # no thread can be started: perhaps at the next collective
@@ -271,13 +280,13 @@ class _Watch:
         yield_to_training()
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._works or self._stop)
+                self._condition.wait_for(lambda: self.works or self._stop)
                 if self._stop:
                     return
-                works = list(self._works)
+                works = list(self.works)
             done = [each for each in works if each[0].end is not None or each[1].is_completed()]  # or the observer has forgotten it
             with self._condition:
-                self._works = [each for each in self._works if each not in done]
+                self.works = [each for each in self.works if each not in done]
             for flight, _ in done:
                 self._over(flight)
             if len(done) < len(works):

@@ -24,7 +24,7 @@ from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.config import TrafficConfig
 from gemini_ft.errors import AgentError
 from gemini_ft.ordered import Ordered
-from gemini_ft.state.copy_plan import Slot
+from gemini_ft.state.copy_plan import MappedSlot
 from gemini_ft.wire.worker_messages import Collect, Collected, Dispatch, Dispatched, ToAgent
 from gemini_ft.worker.collectives import unobserved
 
@@ -49,7 +49,7 @@ class Courier:
         traffic: TrafficConfig,
         timeout: float,
         tell: Callable[[ToAgent], None],
-        slots: Callable[[], Mapping[int, Slot]],
+        slots: Callable[[], Mapping[int, MappedSlot]],
         custody: Callable[[], Mapping[str, int]],
     ) -> None:
         self._tell, self._slots, self._custody = tell, slots, custody
@@ -62,7 +62,7 @@ class Courier:
         parts = list(torch.split(self._buffer, traffic.piece_bytes))
         out = len(parts) // 2 if on_device else 0  # on a CPU bytes are sent from the slot itself
         self._free_in, self._free_out = _queue(parts[out:]), _queue(parts[:out])
-        self._replicas: dict[str, Slot] = {}  # key -> as this worker maps it
+        self._replicas: dict[str, MappedSlot] = {}  # key -> as this worker maps it
         self._lock = threading.Lock()
         self._sending: dict[int, _Lane[Dispatch]] = {}  # rank -> the lane to it
         self._receiving: dict[int, _Lane[Collect]] = {}
@@ -147,7 +147,7 @@ class Courier:
         if (module := accelerator.module_of(self._device)) is not None:
             module.current_stream(self._device).synchronize()
 
-    def _replica(self, key: str) -> Slot:
+    def _replica(self, key: str) -> MappedSlot:
         held = self._custody()
         for gone in self._replicas.keys() - held.keys():
             self._replicas.pop(gone).close()
@@ -155,7 +155,7 @@ class Courier:
             if key not in held:
                 raise AgentError("this worker does not have the replica's memory")
             fd = os.dup(held[key])
-            self._replicas[key] = Slot(fd, 0, os.fstat(fd).st_size, self._device)
+            self._replicas[key] = MappedSlot(fd, 0, os.fstat(fd).st_size, self._device)
         return self._replicas[key]
 
     def _answer(self, order: Dispatch | Collect, error: str) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from gemini_ft.worker.stats import Stats
 
 _log = logging.getLogger("gemini_ft")
+ENDING = "the process ends"
+LATE = "the previous snapshot was still uncommitted at the next update"
 _SILENCE = 60.0  # seconds before the same warning is given again
 
 
@@ -24,6 +26,7 @@ class Outcomes:
         self._stats, self._write = stats, write
         self._ended: dict[int, float] = {}  # iteration -> when it ended, until its outcome is known
         self._warned: dict[str, float] = {}  # reason -> when it was last said
+        self._since = time.monotonic()
         self.newest = 0  # iteration of the last snapshot
 
     def begin(self, iteration: int) -> None:
@@ -51,10 +54,15 @@ class Outcomes:
             self._write("skipped", iteration=iteration)
 
     def discarded(self, iteration: int, reason: str) -> None:
-        """Logs why this rank has no snapshot of an iteration, each reason once a minute."""
+        """Logs why this rank has no snapshot of an iteration, each reason once a minute.
+
+        In the first minute being late is no reason to warn, as pages are touched for the first time and peers are dialled; at the end
+        there is nothing to say.
+        """
         now = time.monotonic()
-        if now - self._warned.get(reason, -_SILENCE) >= _SILENCE:
+        if reason != ENDING and now - self._warned.get(reason, -_SILENCE) >= _SILENCE:
             self._warned = {other: at for other, at in self._warned.items() if now - at < _SILENCE} | {reason: now}
             committed = "none yet" if self._stats.committed is None else f"that of iteration {self._stats.committed}"
             text = "iteration %d has no snapshot: %s. Training goes on unharmed, and a later one is tried (newest that is committed: %s)"
-            _log.warning(text, iteration, reason, committed)
+            is_usual = reason == LATE and now - self._since < _SILENCE
+            _log.log(logging.INFO if is_usual else logging.WARNING, text, iteration, reason, committed)

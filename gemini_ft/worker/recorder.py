@@ -27,8 +27,10 @@ from gemini_ft.state.writes import CopyWhen
 from gemini_ft.wire.messages import Failed, Notice, Paced
 from gemini_ft.wire.worker_messages import (
     Adopt,
+    AskDrain,
     Collect,
     Dispatch,
+    Draining,
     Excuse,
     Goodbye,
     Granted,
@@ -36,10 +38,12 @@ from gemini_ft.wire.worker_messages import (
     OpenSession,
     Progress,
     Room,
+    StopAfterStep,
     ToWorker,
     Travelled,
 )
 from gemini_ft.worker.courier import Courier
+from gemini_ft.worker.drain import Drain
 from gemini_ft.worker.observation import Observation
 from gemini_ft.worker.outcomes import Outcomes
 from gemini_ft.worker.rendezvous import exchange_or_raise
@@ -70,6 +74,7 @@ class Recorder:
         self._slots_lock = threading.RLock()  # held to replace slots or submit a snapshot, which two threads may do when the agent has died
         self._digest_at: int | None = None
         self._room = threading.Event()  # the agent has room for slots that this rank could not get when it asked
+        self.drain = Drain(config)
         self._outcomes = Outcomes(stats, lambda event, **facts: self.events.write(event, **facts))
         self._copy_when = CopyWhen(config.copy_when, lambda reason: self._outcomes.discarded(self._outcomes.newest, reason))
         self.session: Session = join(config, name, self._on_event, resizable)
@@ -91,6 +96,7 @@ class Recorder:
         self._digest_at = _first_digest(self.session)
         self.events = EventLog(stream=name, rank=self.session.rank, host=self.session.host)
         self._announce()
+        self.drain.heed()
 
     @property
     def client(self) -> AgentClient:
@@ -175,8 +181,26 @@ class Recorder:
             self._suspended -= 1
             self._sign_of_life(iteration)
 
+    def leave_if_drained(self, iteration: int) -> None:
+        """Ends this rank if its host is drained and the snapshot of ``iteration`` is safe; else a later one may be.
+
+        Raises:
+            DrainedError: it is.
+        """
+        if not self.drain.begun:
+            return
+        if not self.drain.announced:  # the other workers of this host, and the leader, do not know
+            self.drain.announced = True
+            with contextlib.suppress(GeminiError):
+                self.client.call(AskDrain(), Draining)
+        self.flush()
+        if self.drain.may_leave(iteration, self._stats.committed):
+            self.events.write("drained", iteration=iteration)
+            self.drain.leave(iteration)
+
     def close(self, finished: bool, interrupted: bool) -> None:
         """Leaves the run; the agent hears why, unless this is a failure."""
+        self.drain.forget()
         if finished:
             self.flush()
         self._copying.stop()
@@ -265,8 +289,12 @@ class Recorder:
                 self._room.set()
             case Granted(iteration=iteration, slot=slot):
                 self._copying.granted(iteration, slot)
-            case Commit(Version(iteration=iteration), digest_at=digest_at):
+            case StopAfterStep():
+                self.drain.announced = True
+                self.drain.begin()
+            case Commit(Version(iteration=iteration), freeze=freeze, digest_at=digest_at):
                 self._stats.committed = iteration
+                self.drain.committed(iteration, freeze)
                 self._digest_at = digest_at
                 self._outcomes.committed(iteration, self._at)
             case Dispatch() if self._courier is not None:

@@ -215,10 +215,10 @@ def exchange(obj: T, timeout: float = 60.0) -> list[T]:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [obj]
-    return [pickle.loads(blob) for blob in _exchange_bytes(pickle.dumps(obj), timeout)]
+    return [pickle.loads(blob) for blob in exchange_bytes(pickle.dumps(obj), timeout)]
 
 
-def _exchange_bytes(blob: bytes, timeout: float) -> list[bytes]:
+def exchange_bytes(blob: bytes, timeout: float) -> list[bytes]:
     world_size = dist.get_world_size()
     gathered: list[Any] = [None] * world_size
     try:
@@ -273,7 +273,7 @@ def exchange_or_raise(fn: Callable[[], T], timeout: float = 60.0) -> list[T]:
     except Exception as error:
         cause = error
         blob = pickle.dumps(_Failure.of(error))
-    outcomes: list[_Result[T] | _Failure] = [pickle.loads(each) for each in _exchange_bytes(blob, timeout)]
+    outcomes: list[_Result[T] | _Failure] = [pickle.loads(each) for each in exchange_bytes(blob, timeout)]
     failures = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)}
     if failures:
         raise _common_error(failures) from cause

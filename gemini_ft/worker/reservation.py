@@ -15,7 +15,7 @@ from gemini_ft.core.roots import layout_digest, shard_root
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError
 from gemini_ft.state.base import TrainingState
-from gemini_ft.state.copy_plan import CopyPlan, Slot, map_slots
+from gemini_ft.state.copy_plan import CopyPlan, MappedSlot, map_slots
 from gemini_ft.state.divergence import check_replicas, replicated_digest
 from gemini_ft.state.tensors import Live, Source, fingerprint
 from gemini_ft.wire.worker_messages import Reserve, Reserved
@@ -120,7 +120,7 @@ class Reservation:
             threading.Thread(target=_prefault, args=(list(snapshotter.slots.values()),), name="gemini-prefault", daemon=True).start()
 
 
-def _prefault(slots: Sequence[Slot]) -> None:
+def _prefault(slots: Sequence[MappedSlot]) -> None:
     yield_to_training()
     for slot in slots:
         slot.prefault()

@@ -1,41 +1,17 @@
-"""The run secret: its source, and the agreement of the ranks on one that readers of the rendezvous cannot see."""
+"""The run secret: the agreement of the ranks on one that readers of the rendezvous cannot see."""
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Sequence
-from pathlib import Path
 
 from cryptography.hazmat.primitives import hpke
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
-from gemini_ft.config import GeminiConfig
 from gemini_ft.errors import SecretError
-from gemini_ft.worker.choice import Introduction
 from gemini_ft.worker.rendezvous import exchange
+from gemini_ft.worker.resume_choice import Introduction
 
 _SEALED = b"gemini-ft run secret"  # names the sealed message, so that no other is taken for it
-
-
-def read_secret(config: GeminiConfig) -> bytes:
-    """The run secret from the user: ``secret_file``, or GEMINI_SECRET; empty when there is none.
-
-    Raises:
-        SecretError: the file is missing, empty, or readable by others.
-    """
-    if config.secret_file is None:
-        return os.environ.get("GEMINI_SECRET", "").encode()
-    path = Path(config.secret_file)
-    try:
-        mode, secret = path.stat().st_mode, path.read_bytes().strip()
-    except OSError as error:
-        raise SecretError(f"secret_file={path}: {error.strerror}; create it with `umask 077; openssl rand -hex 32 > {path}`") from None
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise SecretError(f"secret_file={path} has mode {stat.S_IMODE(mode):04o} and may be read by others; `chmod 600 {path}`")
-    if not secret:
-        raise SecretError(f"secret_file={path} is empty; it must hold the run secret, the same on all hosts")
-    return secret
 
 
 def agree_on_secret(everyone: Sequence[Introduction], mine: bytes, rank: int, timeout: float) -> bytes:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.agent.launches import PARTING_SECONDS
-from gemini_ft.config import GeminiConfig, unknown_variables
+from gemini_ft.agent.slot_files import SlotFiles
+from gemini_ft.config import GeminiConfig, load_config, unknown_variables
 from gemini_ft.core import placement
 from gemini_ft.core.versions import Incarnation
 from gemini_ft.core.words import in_words
@@ -27,16 +28,16 @@ from gemini_ft.faults.inject import Orders
 from gemini_ft.hosts import host_id
 from gemini_ft.launch.launched import changes, launch_id, this_launch
 from gemini_ft.launch.run_id import default_run_id, is_passing
-from gemini_ft.recovery.plan import Plan, describe
-from gemini_ft.recovery.readers import Sources
+from gemini_ft.recovery.plan import RecoveryPlan, describe
+from gemini_ft.recovery.readers import ShardReaders
 from gemini_ft.storage.marks import recall_on_host
 from gemini_ft.wire.network import bind_address, is_loopback
 from gemini_ft.wire.peer_messages import Claims
-from gemini_ft.wire.trust import fingerprint
+from gemini_ft.wire.trust import fingerprint, read_secret
 from gemini_ft.wire.worker_messages import GetInventory, Hello, HostInfo, Inventory, Launch, Opened, OpenSession, SessionSpec, ToWorker
-from gemini_ft.worker.choice import Choice, Chooser, Introduction
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise, on_all_ranks
-from gemini_ft.worker.secret import agree_on_secret, read_secret
+from gemini_ft.worker.resume_choice import Choice, Chooser, Introduction
+from gemini_ft.worker.secret import agree_on_secret
 from gemini_ft.worker.storage_check import check_storage, storage_opener
 
 _log = logging.getLogger("gemini_ft")
@@ -55,15 +56,15 @@ class Session:
     hello: Hello
     secret: bytes
     spec: SessionSpec
-    plan: Plan
+    plan: RecoveryPlan
     infos: list[HostInfo]
     orders: Orders  # faults to inject
 
     @property
-    def sources(self) -> Sources:
+    def sources(self) -> ShardReaders:
         """The places where the resumed version can be read."""
         claims = Claims(run=self.run, stream=self.spec.stream, host=self.host, to="", role="fetch", incarnation=None)
-        return Sources(self.client, self.host, self.plan, self.spec.addresses, claims, self.secret, self.config.timeout)
+        return ShardReaders(self.client, self.host, self.plan, self.spec.addresses, claims, self.secret, self.config.timeout)
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -102,6 +103,7 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None]
     clients: list[AgentClient] = []
 
     def introduce() -> Introduction:
+        _check_folder(config, run)
         clients.append(_connect(run, hello, on_event, config.timeout))
         return _introduction(config, clients[0], run, stream, fingerprint(secret), now)
 
@@ -118,6 +120,23 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None]
         _announce(session, bool(everyone[0].configured_secret))
         _announce_resumption(session, {about.launch for about in everyone} - {""})
     return session
+
+
+def _check_folder(config: GeminiConfig, run: str) -> None:
+    """Refuses a folder for slots that this host's agent cannot use, or does not hear of.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    folder = config.memory.folder
+    if folder is None:
+        return
+    if load_config().memory.folder != folder:
+        raise ConfigError(
+            f"memory.folder={str(folder)!r} was given as an argument; agents are processes of their own and read it elsewhere: give it as "
+            "GEMINI_MEMORY__FOLDER, or in the file that GEMINI_CONFIG names"
+        )
+    SlotFiles(folder, run, host_id())
 
 
 def _connect(run: str, hello: Hello, on_event: Callable[[ToWorker], None], timeout: float) -> AgentClient:
@@ -202,7 +221,7 @@ def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], 
         missing = sorted(host for host, domain in domains.items() if not domain)
         raise ConfigError(f"hosts {missing} have no failure domain, others have one; set GEMINI_DOMAIN on all hosts or on none")
     placed = placement.place(sorted(infos), config.replicas, domains if all(domains.values()) else None)
-    _check_addresses(infos.values())
+    check_addresses(infos.values())
     plan = choice.plan
     rebuildable = plan.sources if plan.world_size == len(everyone) else {}  # shards of another cut are never asked for again
     known = [info.known for info in infos.values() if info.known is not None]
@@ -233,7 +252,7 @@ def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], 
     )
 
 
-def _check_addresses(infos: Collection[HostInfo]) -> None:
+def check_addresses(infos: Collection[HostInfo]) -> None:
     machines = {info.machine for info in infos}
     deaf = sorted(info.host for info in infos if is_loopback(info.address[0]))
     if len(machines) > 1 and deaf:
@@ -251,7 +270,7 @@ def _announce(session: Session, configured_secret: bool) -> None:
     if spec.incarnation.number == 1:
         if not configured_secret and len(placed) > 1:
             _log.warning(
-                "no run secret was configured: hosts send each other a made-up one through the rendezvous, sealed against readers but "
+                "no run secret was configured: hosts send each other a random one through the rendezvous, sealed against readers but "
                 "not against whoever can write there (GEMINI_SECRET_FILE)"
             )
         _log.info("%s", placement.describe(placed))

@@ -20,9 +20,10 @@ from gemini_ft import accelerator
 from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.core.roots import checksum
 from gemini_ft.errors import AgentError, ConcurrentWriteError, GeminiError
-from gemini_ft.state.copy_plan import CopyPlan, Slot, same_bytes
+from gemini_ft.state.copy_plan import CopyPlan, MappedSlot, same_bytes
 from gemini_ft.wire.messages import Chunk
 from gemini_ft.wire.worker_messages import Copied, GiveUp, Request, ToAgent
+from gemini_ft.worker.outcomes import ENDING, LATE
 
 _GRANT_POLL = 0.25  # seconds between looks at whether the agent still lives
 _RETRY = 20.0  # seconds between attempts to start another
@@ -91,7 +92,7 @@ class Snapshotter:
         self._owner, self._root, self._tell, self._lost, self._recover, self._on_discard = owner, root, tell, lost, recover, on_discard
         self._verify, self._waits, self._timeout = verify, waits, timeout
         self.plan: CopyPlan | None = None
-        self.slots: dict[int, Slot] = {}
+        self.slots: dict[int, MappedSlot] = {}
         self.newest: int | None = None  # iteration of the newest snapshot that the thread has taken up
         self.written: list[str] = []  # names of the tensors whose writes made the last copy be given up
         self._job: Job | None = None
@@ -109,9 +110,15 @@ class Snapshotter:
 
     # -- the training thread
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether a snapshot waits for its slot, or is being copied."""
+        job = self._job
+        return job is not None and job.state is not JobState.DONE
+
     def submit(self, job: Job) -> None:
         """Starts one snapshot; the one before must be over (``settle``)."""
-        assert self._job is None or self._job.state is JobState.DONE
+        assert not self.is_copying
         self._raise_broken()
         with self._condition:
             self._job = job
@@ -129,7 +136,7 @@ class Snapshotter:
         on_device = job.ready is not None and job.digest is None and not self._verify
         with self._condition:
             if job.state is JobState.WAITING and (self._impatient or not self._waits):
-                self._forget(job, "the previous snapshot was still uncommitted at the next update")
+                self._forget(job, LATE)
                 return
             self._wait(job, (JobState.ISSUED, JobState.DONE) if on_device else (JobState.DONE,))
             if job.copied is not None:
@@ -277,7 +284,7 @@ class Snapshotter:
                     raise AgentError("the agent ended")
             if job.cancelled or self._stop or job.slot is None:
                 if job.cancelled != "aborted":
-                    self._discard(job, job.cancelled or "the process ends")
+                    self._discard(job, job.cancelled or ENDING)
                 return
             job.state = JobState.COPYING
         if job.slot not in self.slots:
@@ -295,7 +302,7 @@ class Snapshotter:
         elif not self._verify:
             self._declare(job)
 
-    def _copy(self, job: Job, slot: Slot) -> None:
+    def _copy(self, job: Job, slot: MappedSlot) -> None:
         assert self.plan is not None
         events = self._queue_copies(job, slot) if self.plan.device is not None else []
         step = self.plan.chunk_bytes
@@ -307,7 +314,7 @@ class Snapshotter:
             self._publish(job, number, slot, number * step, min(step, self.plan.nbytes - number * step))
         self._copy_extras(job, slot)
 
-    def _queue_copies(self, job: Job, slot: Slot) -> list[Any]:
+    def _queue_copies(self, job: Job, slot: MappedSlot) -> list[Any]:
         """Queues every copy on a side stream, after the state is final; the events say when each batch has arrived."""
         assert self.plan is not None
         assert self.plan.device is not None
@@ -327,7 +334,7 @@ class Snapshotter:
             self._condition.notify_all()
         return events
 
-    def _copy_extras(self, job: Job, slot: Slot) -> None:
+    def _copy_extras(self, job: Job, slot: MappedSlot) -> None:
         assert self.plan is not None
         start, step = self.plan.nbytes, self.plan.chunk_bytes
         slot.view[start : start + len(job.extras)] = job.extras
@@ -335,7 +342,7 @@ class Snapshotter:
         for number, offset in enumerate(range(start, start + len(job.extras), step)):
             self._publish(job, chunks + number, slot, offset, min(step, start + len(job.extras) - offset))
 
-    def _publish(self, job: Job, index: int, slot: Slot, offset: int, nbytes: int) -> None:
+    def _publish(self, job: Job, index: int, slot: MappedSlot, offset: int, nbytes: int) -> None:
         digest = checksum(slot.view[offset : offset + nbytes])
         job.checksums.append(digest)
         self._tell(Chunk(owner=self._owner, iteration=job.iteration, index=index, offset=offset, nbytes=nbytes, digest=digest))

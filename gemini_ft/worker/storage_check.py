@@ -1,4 +1,7 @@
-"""Looks at the storage before the first step: whether every host can write to it, and whether all of them share it. Collective."""
+"""Looks at the storage before the first step: whether every host can write to it, and whether all of them share it. Collective.
+
+One rank of each host looks, its speaker: it is the hosts' agents that upload, and a store should not be asked eight times per host.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from gemini_ft.storage.lookout import within
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.retention import Retention
 from gemini_ft.wire.worker_messages import Hello
-from gemini_ft.worker.choice import Choice
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise
+from gemini_ft.worker.resume_choice import Choice
 
 _log = logging.getLogger("gemini_ft")
 _CHECK_SECONDS = 20.0  # for one small object to be written, read and deleted
@@ -46,11 +49,13 @@ def check_storage(config: GeminiConfig, reopen: Callable[[], Storage], choice: C
         ConfigError: hosts do not share the storage.
         StorageError: it cannot be written, it is required, and the job does not resume from memory.
     """
-    if _is_writable(config, reopen, choice, partial(_make_room, config, reopen, hello, choice)):
-        _check_shared(config, reopen, hosts, hello.rank)
+    speakers = sorted({host: rank for rank, host in reversed(list(enumerate(hosts)))}.values())
+    make_room = partial(_make_room, config, reopen, hello, choice)
+    if _is_writable(config, reopen, choice, hello.rank in speakers, make_room):
+        _check_shared(config, reopen, hosts, speakers, hello.rank)
 
 
-def _is_writable(config: GeminiConfig, reopen: Callable[[], Storage], choice: Choice, make_room: Callable[[], None]) -> bool:
+def _is_writable(config: GeminiConfig, reopen: Callable[[], Storage], choice: Choice, speaks: bool, make_room: Callable[[], None]) -> bool:
     """Finds out on every host whether storage can be written; if not, returns False, and the job goes on without it.
 
     Where it cannot, ``make_room`` is called before that is believed: storage may be full of what uploads of the past have left.
@@ -60,6 +65,8 @@ def _is_writable(config: GeminiConfig, reopen: Callable[[], Storage], choice: Ch
     seconds = min(config.timeout, _CHECK_SECONDS)
 
     def check() -> str:
+        if not speaks:
+            return ""
         try:
             within(seconds, settings.url, lambda: reopen().check())
         except StorageError as error:
@@ -98,13 +105,13 @@ def _make_room(config: GeminiConfig, reopen: Callable[[], Storage], hello: Hello
         _log.warning("%s", error)
 
 
-def _check_shared(config: GeminiConfig, reopen: Callable[[], Storage], hosts: Sequence[str], rank: int) -> None:
-    """Makes every rank read what the one before has written: a folder of the same name may differ between hosts.
+def _check_shared(config: GeminiConfig, reopen: Callable[[], Storage], hosts: Sequence[str], speakers: Sequence[int], rank: int) -> None:
+    """Makes every host read what the one before has written: a folder of the same name may differ between hosts.
 
     Raises:
         ConfigError: it is; both hosts are named.
     """
-    if len({*hosts}) == 1:
+    if len(speakers) == 1:
         return
     storage, seconds = reopen(), min(config.timeout, _CHECK_SECONDS)
     own = f"gemini-check-{secrets.token_hex(8)}"
@@ -113,19 +120,24 @@ def _check_shared(config: GeminiConfig, reopen: Callable[[], Storage], hosts: Se
         try:
             within(seconds, storage.url, work)
         except StorageError as error:  # it was well a moment ago: that is no proof of anything
-            _log.warning("whether all hosts share the storage could not be looked at: %s", error)
+            _log.warning("could not check whether all hosts share the storage: %s", error)
 
     def leave() -> str:
-        attempt(lambda: storage.put(own, [own.encode()]))
+        if rank in speakers:
+            attempt(lambda: storage.put(own, [own.encode()]))
         return own
 
+    def find() -> None:
+        if rank in speakers:
+            before = speakers[speakers.index(rank) - 1]
+            attempt(lambda: find_sign(storage, signs[before], hosts[before], hosts[rank]))
+
     signs = exchange_or_raise(leave, seconds + config.timeout)
-    before = rank - 1
     try:
-        find = partial(find_sign, storage, signs[before], hosts[before], hosts[rank])
-        exchange_or_raise(lambda: attempt(find), seconds + config.timeout)
+        exchange_or_raise(find, seconds + config.timeout)
     finally:
-        attempt(lambda: storage.delete(own))
+        if rank in speakers:
+            attempt(lambda: storage.delete(own))
 
 
 def _by_text(said: Mapping[int, str]) -> dict[str, list[int]]:

@@ -9,16 +9,17 @@ import socket
 import ssl
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgpack
 import pytest
 from agent_kit import WAIT, Job, eventually, open_fds, stopped, versions
 
 from gemini_ft.agent import lifecycle
-from gemini_ft.agent.main import _TICK
+from gemini_ft.agent.departure import Departure
+from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.errors import AgentError, AgentTimeoutError, ConfigError, MemoryBudgetError, PeerError, SecretError
 from gemini_ft.wire.frames import BlockingWire
 from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, pack
@@ -269,10 +270,18 @@ class TestLeaving:
         ranks[0].goodbye(finished=False)
         ranks[0].kill()
         eventually(lambda: list(job.status("a")["workers"]) == ["1"], "the death of the first")
-        time.sleep(3 * _TICK)
-        assert job.pid("a")
         ranks[1].kill()
         job.gone("a")
+
+    def test_not_before_the_last_worker_that_was_not_interrupted_is_gone(self) -> None:
+        interrupted, last = (Mock(WorkerConnection, rank=rank, alive=True) for rank in range(2))
+        workers = {interrupted, last}
+        departure = Departure({}, workers)
+        departure.interrupt(interrupted)
+        workers.remove(interrupted)
+        assert not departure.is_due()
+        workers.remove(last)
+        assert departure.is_due()
 
     def test_when_it_is_told_to(self, job: Job) -> None:
         job.rank("a", 0)

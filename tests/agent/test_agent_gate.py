@@ -16,12 +16,12 @@ from agent_kit import WAIT, open_fds
 from gemini_ft.agent import gate as module
 from gemini_ft.agent.gate import Gate, Pass
 from gemini_ft.config import TrafficConfig
-from gemini_ft.core.schedule import Link
+from gemini_ft.core.schedule import LinkCost
 from gemini_ft.core.traffic import Moment, Profile
-from gemini_ft.wire.control_page import _LISTENS, ControlPage
+from gemini_ft.wire.control_page import ControlPage
 
-LINK = Link(0.0, 1e6)  # 4 ms of it are 4,000 bytes: less than the least slice
-FAST = Link(0.0, 100e6)  # 4 ms of it are 400,000 bytes
+LINK = LinkCost(0.0, 1e6)  # 4 ms of it are 4,000 bytes: less than the least slice
+FAST = LinkCost(0.0, 100e6)  # 4 ms of it are 400,000 bytes
 
 
 class Sender:
@@ -115,7 +115,7 @@ class TestOpen:
         async def work() -> None:
             async with host() as here:
                 here.worker(moment=now(begun=3, step=7))
-                assert await here.leave() == Pass(module._SLICE, span=(7, 3))
+                assert await here.leave() == Pass(module.SLICE, span=(7, 3))
                 assert await here.leave(100) == Pass(100, span=(7, 3))
 
         run(work())
@@ -125,11 +125,11 @@ class TestOpen:
         [
             (FAST, "tcp", 400_000),
             (FAST, "collective", 2_000_000),
-            (Link(0.0, 1e12), "tcp", module._LARGEST),
-            (LINK, "tcp", module._LEAST),
+            (LinkCost(0.0, 1e12), "tcp", module.LARGEST),
+            (LINK, "tcp", module.LEAST),
         ],
     )
-    def test_for_as_much_as_a_collective_may_wait_for(self, link: Link, transport: str, expected: int) -> None:
+    def test_for_as_much_as_a_collective_may_wait_for(self, link: LinkCost, transport: str, expected: int) -> None:
         async def work() -> None:
             async with host(transport=transport) as here:
                 here.worker()
@@ -144,7 +144,7 @@ class TestOpen:
         async def work() -> None:
             async with host(gamma=0.5) as here:
                 here.worker(moment=Moment(begun=1, since=999.999))
-                here.gate.link, here.gate.profiles[0] = Link(0.0, 1e9), profile(0.0, 0.004)
+                here.gate.link, here.gate.profiles[0] = LinkCost(0.0, 1e9), profile(0.0, 0.004)
                 assert (await here.leave()).nbytes == pytest.approx(1_000_000, abs=1)  # 2 ms are used; of these, 1 ms is over
 
         run(work())
@@ -213,7 +213,7 @@ class TestClosed:
         async def work() -> None:
             async with host(gamma=1.0) as here:
                 page = here.worker()
-                here.gate.link, here.gate.profiles[0] = Link(0.0, 1.0), profile(1000.0)  # a thousand bytes
+                here.gate.link, here.gate.profiles[0] = LinkCost(0.0, 1.0), profile(1000.0)  # a thousand bytes
                 task = asyncio.create_task(here.leave())
                 assert await here.still_waits(task)
                 page.write(now())
@@ -229,7 +229,7 @@ class TestLate:
             async with host() as here:
                 here.worker(moment=now(in_flight=1))
                 late_at = time.monotonic() + 0.05
-                assert await here.leave(late_at=lambda: late_at) == Pass(module._SLICE, outside=True)
+                assert await here.leave(late_at=lambda: late_at) == Pass(module.SLICE, outside=True)
                 assert time.monotonic() >= late_at
 
         run(work())
@@ -249,7 +249,7 @@ class TestLate:
 
     def test_is_what_waited_for_longer_than_until_the_next_snapshot(self) -> None:
         gate = Gate(traffic())
-        assert gate.patience == module._PATIENCE
+        assert gate.patience == module.PATIENCE
         gate.profiles = {0: profile(1.0, seconds=0.5), 1: profile(1.0, seconds=0.25)}
         assert gate.patience == 0.5
         gate.interval = 3
@@ -279,7 +279,7 @@ class TestWorkers:
                 task = asyncio.create_task(here.leave())
                 assert await here.still_waits(task)
                 here.gate.forget(1)
-                assert (await task).nbytes == module._SLICE
+                assert (await task).nbytes == module.SLICE
                 assert 1 not in here.gate.profiles
                 here.gate.forget(0)
                 assert await here.leave() == Pass(10**9)
@@ -308,7 +308,7 @@ class TestWorkers:
                 again = here.worker(0, now(in_flight=1))
                 assert await here.still_waits(task)
                 again.write(now())  # rings: the new page says too that somebody listens
-                assert (await task).nbytes == module._SLICE
+                assert (await task).nbytes == module.SLICE
                 first.close()
             assert open_fds(os.getpid()) == before
 
@@ -320,14 +320,14 @@ class TestWorkers:
                 page = here.worker(0, now(in_flight=1))
                 tasks = [asyncio.create_task(here.leave()) for _ in range(2)]
                 await asyncio.sleep(0)
-                assert page._memory[_LISTENS]
+                assert page.rings
                 tasks[0].cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await tasks[0]
-                assert page._memory[_LISTENS]
+                assert page.rings
                 page.write(now())
                 await tasks[1]
-                assert not page._memory[_LISTENS]
+                assert not page.rings
 
         run(work())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,15 +10,18 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from agent_kit import Job, agent_pid, eventually
 from rank_kit import World
 from session_case import loop, stop_the_agent_for_good
 
-from gemini_ft.agent import lifecycle, revival
-from gemini_ft.agent.hangs import HangDetector
+from gemini_ft.agent import hangs, lifecycle, revival
+from gemini_ft.agent.hangs import HangDetector, HangWatch
+from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.versions import Incarnation, Version
 
 IMPATIENT = {"agent_timeout": 0.6}
@@ -100,7 +104,7 @@ class TestReplacement:
         watchman = revival.Watchman(job.run, "a", 600.0)  # it learns from the agent how long to wait
         watchman.start()
         try:
-            eventually(lambda: watchman._pulse.timeout == 0.6)
+            eventually(lambda: watchman.pulse.timeout == 0.6)
             os.kill(rank.pid, signal.SIGSTOP)  # a host whose workers cannot notice anything
             os.kill(old := job.pid("a"), signal.SIGSTOP)
             replaced(job, "a", old)
@@ -158,7 +162,7 @@ class TestReplacement:
         assert job.pid("a") == old
 
     def test_a_starter_that_dies_leaves_nothing_locked(self, job: Job) -> None:
-        with revival._sole_starter(job.run, "a") as mine, revival._sole_starter(job.run, "a") as other:
+        with revival.sole_starter(job.run, "a") as mine, revival.sole_starter(job.run, "a") as other:
             assert (mine, other) == (True, False)
         job.rank("a", 0)
 
@@ -195,14 +199,22 @@ class TestStart:
     def test_it_can_be_switched_off(self) -> None:
         assert HangDetector(start_limit=0.0, last=0.0).hangs(1e9) is None
 
-    def test_a_process_that_trains_another_stream_is_not_hanging(self, job: Job) -> None:
-        first = job.rank("a", 0, start_timeout=1.0)
-        job.rank("a", 1, stream="later", start_timeout=1.0)
-        job.open([first])
-        for iteration in range(1, 5):
-            job.commit([first], iteration)
-        time.sleep(2.0)  # the second stream has said nothing for longer than its patience
-        job.commit([first], 5)
+    def test_a_process_that_trains_another_stream_is_not_hanging(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock, said = SimpleNamespace(now=0.0), list[str]()
+        monkeypatch.setattr(hangs, "time", SimpleNamespace(monotonic=lambda: clock.now))
+        trains, waits, alone = (Mock(WorkerConnection, rank=rank, pid=pid, alive=True) for rank, pid in enumerate((10, 10, 20)))
+
+        async def look() -> None:
+            watch = HangWatch(said.append)
+            for worker in (trains, waits, alone):
+                watch.begin(worker, start_timeout=1.0)
+            watch.open(trains, hang_timeout=10.0, readopt=False)
+            for clock.now in (0.1, 0.2, 0.3, 0.4, 3.0):
+                watch.progress(trains)
+            watch.kill_hanging()
+
+        asyncio.run(look())
+        assert said == ["rank 2 (pid 20) made no progress for 3.0 s (start_timeout 1.0 s): killing it"]
 
 
 @pytest.mark.parametrize(("victim", "options"), [(0, {}), (1, {"interval": 1})], ids=["leader-auto", "member-every-step"])

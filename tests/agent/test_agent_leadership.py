@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from gemini_ft.agent import leadership
-from gemini_ft.agent.leadership import Leader
-from gemini_ft.core.effects import Completed
+from gemini_ft.agent.leadership import Leader, MemberLink, MemberPort
+from gemini_ft.core.bundles import Bundles
+from gemini_ft.core.effects import Completed, Copies
 from gemini_ft.core.ledger import Cadence, Commit, Ledger, Thaw
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError, StorageError
-from gemini_ft.wire.messages import Notice, pack
-from gemini_ft.wire.peer_messages import AllFinished, PeerMessage, Rejoin, ReportFinished, ReportUploaded, peers
+from gemini_ft.wire.handshake import dial, listen
+from gemini_ft.wire.messages import Notice, kind_of, pack
+from gemini_ft.wire.peer_messages import AllFinished, Claims, Heartbeat, PeerMessage, Rejoin, ReportFinished, ReportUploaded, peers
+from gemini_ft.wire.tcp import Connection
 from gemini_ft.wire.worker_messages import GetInventory
 
 INCARNATION = Incarnation(1, "a")
@@ -96,7 +101,7 @@ def test_a_manifest_that_cannot_be_written_ends_the_upload_with_the_reason() -> 
 def test_nothing_is_uploaded_while_what_is_old_cannot_be_deleted_and_what_was_due_is_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(leadership, "_TIDY_AGAIN", 0.001)
+    monkeypatch.setattr(leadership, "TIDY_AGAIN", 0.001)
 
     async def work() -> None:
         stream = Stream()
@@ -135,7 +140,7 @@ def test_a_job_that_ends_while_what_is_old_cannot_be_deleted_says_that_its_last_
 
 
 def test_an_upload_that_does_not_end_is_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leadership, "_SLOW_UPLOAD", 0.0)
+    monkeypatch.setattr(leadership, "SLOW_UPLOAD", 0.0)
 
     async def work() -> None:
         stream = Stream()
@@ -191,6 +196,98 @@ def test_all_are_told_when_every_rank_has_finished() -> None:
         leader.take(ReportFinished(rank=1))
         assert stream.heard == [AllFinished()]
         leader.close()
+
+    asyncio.run(work())
+
+
+class Crowd:
+    """A leader with other hosts on real connections. Host "m<i>" owns one shard and holds that of the next one."""
+
+    def __init__(self, hosts: int) -> None:
+        self.names = [f"m{i}" for i in range(hosts)]
+        self.holders = {i: (name, self.names[i - 1]) for i, name in enumerate(self.names)}
+        self.leader = Leader(Ledger(self.holders, None, 30.0), hosts, None, lambda message: None)
+        self.taken: list[PeerMessage] = []
+        self.heard: dict[str, list[PeerMessage]] = {name: [] for name in self.names}
+        self.links: dict[str, MemberLink] = {}
+        self.rejoin = Rejoin(committed=None, uploading=None)
+
+    async def __aenter__(self) -> Crowd:
+        def accept(connection: Connection, claims: Claims) -> MemberPort:
+            port = self.leader.join(connection, claims.host)
+            take = port.on_message
+            port.on_message = lambda message: (self.taken.append(message), take(message))[1]  # type: ignore[method-assign]
+            return port
+
+        self._listener = await listen("127.0.0.1", None, lambda: b"secret", accept, print, lambda stream: True)
+        for name in self.names:
+            claims = Claims(run="r", stream="s", host=name, to="leader", role="report", incarnation=None)
+            dialled = partial(dial, self._listener.address, claims, b"secret")
+            bundles = Bundles(name, self.holders)
+            self.links[name] = MemberLink(dialled, self.heard[name].append, lambda: [self.rejoin], print, bundles)
+        await self.until(lambda: sum(isinstance(message, Rejoin) for message in self.taken) == len(self.names))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for link in self.links.values():
+            link.close()
+        self.leader.close()
+        self._listener.close()
+        await asyncio.sleep(0)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    def complete(self, name: str, owner: int, iteration: int) -> None:
+        self.links[name].take(Completed(owner, name, version(iteration), "l", "d", f"root {owner}"))
+
+
+def test_a_step_is_one_message_of_each_host_and_one_to_it() -> None:
+    """And a commit does not repeat what the host has reported."""
+
+    async def work() -> None:
+        async with Crowd(4) as crowd:
+            crowd.taken.clear()
+            for owner, hosts in crowd.holders.items():
+                for host in hosts:
+                    crowd.complete(host, owner, 1)
+            await crowd.until(lambda: all(crowd.heard.values()))
+            assert sorted(message.host for message in crowd.taken if isinstance(message, Copies)) == crowd.names
+            assert [kind_of(message) for message in crowd.taken if not isinstance(message, Heartbeat)] == ["copies"] * 4
+            assert all(heard == [Commit(version(1), freeze=False, agreed=True)] for heard in crowd.heard.values())
+            assert crowd.leader.book.roots == {owner: f"root {owner}" for owner in crowd.holders}
+
+    asyncio.run(work())
+
+
+def test_a_copy_that_is_late_does_not_keep_the_others_from_being_reported() -> None:
+    """The leader must hear of them, or it would not know whom to leave out."""
+
+    async def work() -> None:
+        async with Crowd(2) as crowd:
+            crowd.complete("m0", 0, 1)
+            await crowd.until(lambda: any(isinstance(message, Copies) for message in crowd.taken))
+
+    asyncio.run(work())
+
+
+def test_a_host_that_joins_is_answered_alone() -> None:
+    """If all heard what one has missed, joining would take the square of the number of hosts."""
+
+    async def work() -> None:
+        async with Crowd(3) as crowd:
+            for owner, hosts in crowd.holders.items():
+                for host in hosts:
+                    crowd.complete(host, owner, 1)
+            await crowd.until(lambda: all(crowd.heard.values()))
+            connection = next(link.connection for name, link in crowd.links.items() if name == "m1")
+            assert connection is not None
+            connection.abort("cut")
+            await crowd.until(lambda: len(crowd.heard["m1"]) == 2)
+            assert crowd.heard["m1"][1] == Commit(version(1), freeze=False, roots={1: "root 1", 2: "root 2"})
+            assert len(crowd.heard["m0"]) == len(crowd.heard["m2"]) == 1
 
     asyncio.run(work())
 

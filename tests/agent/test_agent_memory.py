@@ -122,7 +122,7 @@ class TestAdoption:
 
     @pytest.mark.parametrize("place", [0, 8, 20, 40])
     def test_of_a_damaged_header_is_refused(self, slot: SlotMemory, place: int) -> None:
-        slot._view[place] ^= 1
+        slot.memory[place] ^= 1
         with pytest.raises(CorruptDataError, match=r"magic number|does not match its checksum"):
             SlotMemory.adopt(slot.fd)
 

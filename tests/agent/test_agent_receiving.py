@@ -120,7 +120,7 @@ def test_an_iteration_that_is_here_already_is_acknowledged_again(room: Room) -> 
 
 def test_a_shard_whose_slot_was_taken_away_is_asked_for_anew(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     """Section 7: what an earlier connection still had to say, with another layout, must not make its sender wait for ever."""
-    monkeypatch.setattr("gemini_ft.agent.receiving._FULL", 0.0)
+    monkeypatch.setattr("gemini_ft.agent.receiving.FULL", 0.0)
 
     async def story() -> list[PeerMessage]:
         wire = Wire()

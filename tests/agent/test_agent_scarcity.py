@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from agent_kit import CHUNK, Job, agent_pid, eventually
+from agent_kit import CHUNK, Job, agent_pid, eventually, slots_of_this_process
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape
@@ -57,15 +57,6 @@ def shape(owner: int = 0, extras: int = 4096) -> SlotShape:
 def vault(limit: int) -> tuple[Vault, list[str]]:
     said: list[str] = []
     return Vault(Host("a", {0: ("a",)}), Budget(limit), said.append, lambda memory: None), said
-
-
-def slots_of_this_process() -> set[str]:
-    """Descriptors of agents' memory; others come and go with threads of other tests."""
-    found = {}
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
-            found[number] = os.readlink(f"/proc/self/fd/{number}")
-    return {number for number, link in found.items() if "memfd:gemini" in link}
 
 
 def settled_descriptors(pid: int) -> int:
@@ -128,7 +119,8 @@ class TestMemory:
     @pytest.mark.parametrize("call", ["memfd_create", "ftruncate"])
     @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
     def test_what_the_kernel_refuses_leaves_no_slot_without_memory(self, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
-        place, _ = vault(2**30)
+        host, budget = Host("a", {0: ("a",)}), Budget(2**30)
+        place = Vault(host, budget, pytest.fail, lambda memory: None)
         calls = 0
         genuine = getattr(os, call)
 
@@ -144,7 +136,7 @@ class TestMemory:
         with pytest.raises(MemoryBudgetError, match="the kernel gives no memory or descriptor"):
             place.ensure(0, shape(), 2, reuse=True)
         assert slots_of_this_process() <= slots
-        assert (place._budget.used, place.memory, place._host.slots(0).slots) == (0, {}, {})
+        assert (budget.used, place.memory, host.slots(0).slots) == (0, {}, {})
         assert len(place.ensure(0, shape(), 2, reuse=True)) == len(place.memory) == 2  # as soon as there is some
 
     def test_a_worker_that_cannot_map_its_slots_says_so_and_keeps_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +198,7 @@ class TestThreads:
     def test_a_listener_that_breaks_is_a_lost_agent_and_no_silence(self, job: Job) -> None:
         """Nobody waits for answers of an agent that is not listened to; another connection follows."""
         rank = job.rank("a", 0)
-        rank.client._on_event = no_thread
+        rank.client.on_event = no_thread
         job.open([rank])
         rank.reserve()
         rank.request(1)  # what is granted is an event
@@ -233,7 +225,7 @@ def no_thread(*args: Any) -> None:
 class TestDescriptors:
     def test_a_launcher_may_have_as_many_as_the_system_allows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        monkeypatch.setattr(launcher, "_prepare", stop)
+        monkeypatch.setattr(launcher, "prepare", stop)
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
             with pytest.raises(SystemExit):
@@ -338,11 +330,12 @@ class TestReaders:
         for index, (offset, nbytes) in enumerate(slot.cuts(0)):
             slot.put_chunk(index, offset, nbytes, 0)
         assert slot.finish(version, 0, None)
-        place, _ = vault(2**30)
+        host = Host("a", {0: ("a",)})
+        place = Vault(host, Budget(2**30), pytest.fail, lambda memory: None)
         place.adopt(slot)
         sent: list[memoryview] = []
         connection = SimpleNamespace(send=lambda message, payload: sent.append(payload), peer="b:1", backlog=0, unacknowledged=0)
-        home = SimpleNamespace(spec=None, host=place._host, vault=place, log=print, perform=lambda effects: None)
+        home = SimpleNamespace(spec=None, host=host, vault=place, log=print, perform=lambda effects: None)
 
         async def serve() -> None:
             fetcher = Fetcher(home, connection, "b", pytest.fail)  # type: ignore[arg-type]
@@ -393,7 +386,7 @@ class TestDisk:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(lifecycle, "open_log", full)
-        with lifecycle._open_log("run", "a") as log:
+        with lifecycle.agent_log("run", "a") as log:
             assert log.name == os.devnull
 
     def test_a_full_one_costs_events_and_no_step(

@@ -48,7 +48,7 @@ class Host:
     """One host that owns the only shard."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, begun_as: Incarnation | None = None, **settings: Any) -> None:
-        monkeypatch.setattr("gemini_ft.agent.uploads._BACKOFF", 0.0)
+        monkeypatch.setattr("gemini_ft.agent.uploads.BACKOFF", 0.0)
         monkeypatch.setattr("gemini_ft.agent.uploads.open_storage", lambda *_: self.storage)
         self.storage, self.log = Naughty(folder), list[str]()
         layout = build_layout([TensorSpec("w", "int64", (64,), (0,))], 0, 1)
@@ -84,7 +84,7 @@ class Host:
             except StorageError as failure:
                 error = str(failure)
         told += self.uploader.over(version, error)
-        while self.uploader._background.busy:
+        while self.uploader.background.busy:
             await asyncio.sleep(0.01)
         return told
 

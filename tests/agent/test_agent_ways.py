@@ -200,6 +200,7 @@ def test_a_piece_that_cannot_be_sent_is_told() -> None:
 
 def test_closed_in_the_middle_nothing_is_under_way_and_nothing_more_is_ordered() -> None:
     async def work() -> None:
+        before = asyncio.all_tasks()
         road = Road()
         road.put(0, 10 * PIECE)
         await road.settled()
@@ -211,7 +212,7 @@ def test_closed_in_the_middle_nothing_is_under_way_and_nothing_more_is_ordered()
         assert [order.tag for _, order in road.orders] == tags
         assert road.way.unacknowledged == 0
         assert road.astray == []
-        assert road.way._task.cancelled()
+        assert asyncio.all_tasks() == before
 
     run(work())
 

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_kit import WAIT, eventually
 from torch._C._distributed_c10d import TCPStore
 
 import gemini_ft
+from gemini_ft.agent import lifecycle
 from gemini_ft.cli import commands
 from gemini_ft.cli import main as cli
 from gemini_ft.cli.store import open_store
@@ -113,7 +115,7 @@ class TestRuns:
     def shown(self, documents: list[dict[str, Any]], *command: str) -> int:
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("GEMINI_RUN_ID", raising=False)
-            patch.setattr(commands, "_documents", lambda host: documents)
+            patch.setattr(commands, "documents_of", lambda host: documents)
             return cli.main([*command])
 
     def test_ps_has_a_line_for_each(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,6 +140,33 @@ class TestRuns:
     def test_where_there_is_none_that_is_said(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert [self.shown([], "ps"), self.shown([], "status", "--host", "here")] == [0, 1]
         assert capsys.readouterr().out == "no run has an agent here\nno agent on host 'here'\n"
+
+    def test_leave_says_what_is_forgotten_and_where_there_is_nothing(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("GEMINI_LOG_DIR", str(tmp_path))
+        run = f"leave-{os.getpid()}"
+        agent = lifecycle.spawn(run, "here")
+        eventually(lambda: lifecycle.is_listening(run, "here"), "the agent")
+        leave = ["leave", "--run-id", run, "--host", "here"]
+        assert cli.main(leave) == 0
+        assert agent.wait(WAIT) == 0
+        assert cli.main(leave) == 1
+        assert capsys.readouterr().out.splitlines() == [
+            f"run {run} is forgotten on host here: 0 bytes of memory; what is in storage stays",
+            f"no agent of run {run!r} on host 'here': there is nothing to forget here (gemini ps lists the runs of this host)",
+        ]
+
+    def test_leave_says_that_a_run_at_work_keeps_its_memory(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told: list[str] = []
+        monkeypatch.setattr(lifecycle, "status", lambda *_: json.dumps(document("one")))
+        monkeypatch.setattr(lifecycle, "leave", lambda run, host: told.append(run))
+        assert cli.main(["leave", "--run-id", "one"]) == 0
+        assert told == ["one"]
+        shown = "run one is at work: its workers [8] start another agent and give it the memory back. To forget the run, end it first\n"
+        assert capsys.readouterr().out == shown
 
 
 TELL = "import json, sys\nfrom gemini_ft.launch.run_id import default_run_id\nprint(default_run_id())\n"

@@ -69,6 +69,10 @@ class TestTraffic:
             load(traffic={"gama": 0.5})
         assert str(raised.value).endswith(", ".join(sorted(TrafficConfig.model_fields)))
 
+    def test_names_what_is_missing_and_not_what_was_given_beside_it(self) -> None:
+        with pytest.raises(ConfigError, match=r"options: storage\.url must be given; unknown option 'storage\.evry'; allowed: "):
+            load(storage={"evry": 5})
+
     @pytest.mark.parametrize(
         "wrong",
         [

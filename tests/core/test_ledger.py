@@ -247,7 +247,55 @@ def test_a_host_whose_agent_was_restarted_hears_the_roots_again() -> None:
     assert book.rejoin(version(1), 0.0, {0: "", 1: "right"}) == [Commit(version(1), freeze=False, roots={0: "right", 1: "right"})]
 
 
+def test_a_host_whose_copies_agreed_does_not_hear_their_roots_again() -> None:
+    """A commit that carried all roots to all hosts would grow with the square of the job."""
+    book = ledger()
+    book.rejoin(None, host="b")
+    (commit,) = with_root(book, 1, "right", *PAIRS)
+    assert isinstance(commit, Commit)
+    assert book.addressed(commit, "b") == Commit(version(1), freeze=False, agreed=True)
+    assert book.addressed(commit, "a") == commit  # it has not joined: this ledger does not know what its agent remembers
+
+
+def test_a_host_that_joined_after_its_reports_hears_the_roots() -> None:
+    """Its agent may have lost its memory since it made them."""
+    book = ledger()
+    book.rejoin(None, host="b")
+    with_root(book, 1, "right", *PAIRS[:3])
+    book.rejoin(None, host="b")
+    (commit,) = with_root(book, 1, "right", PAIRS[3])
+    assert isinstance(commit, Commit)
+    assert book.addressed(commit, "b") == commit
+    (commit,) = with_root(book, 2, "right", *PAIRS)
+    assert isinstance(commit, Commit)
+    assert book.addressed(commit, "b").agreed
+
+
+def test_a_host_with_a_copy_that_did_not_count_hears_the_roots_of_what_it_holds() -> None:
+    book = Ledger({0: ("a", "b"), 1: ("c", "a")}, None, TIMEOUT)
+    for host in ("a", "b", "c"):
+        book.rejoin(None, host=host)
+    with_root(book, 1, "damaged", (0, "b"))
+    with_root(book, 1, "right", (0, "a"), (1, "c"), (1, "a"))
+    commit = book.tick(TIMEOUT)[-1]
+    assert isinstance(commit, Commit)
+    assert book.addressed(commit, "b").roots == {0: "right"}
+    assert book.addressed(commit, "c").agreed
+
+
 # -- uploads
+
+
+def test_when_a_host_leaves_the_next_version_of_which_all_ranks_add_digests_is_uploaded() -> None:
+    book = ledger(cadence=Cadence(every_steps=1000))
+    assert not uploads(book, version(1))
+    assert book.upload_soon(0.0) == [Commit(version(1), False, digest_at=2)]
+    report(book, version(2), *PAIRS, digest="")  # it was under way before the ranks heard of it
+    assert book.uploading is None
+    assert uploads(book, version(3))
+    book.upload_over(version(3))
+    assert not uploads(book, version(4))
+    assert ledger().upload_soon(0.0) == []  # there is no storage
 
 
 def test_every_so_many_iterations_one_is_uploaded() -> None:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gemini_ft.core.placement import Placement, describe, fatal_domains, mixed, place, ring, survival_probability
+from gemini_ft.core.placement import Placement, describe, fatal_domains, mixed, part_sizes, place, ring, survival_probability
 from gemini_ft.errors import ConfigError
 
 
@@ -151,6 +151,29 @@ def test_domains_against_every_other_order_of_the_hosts(count: int, replicas: in
         best = [max(values) for values in zip(*others, strict=True)]
         assert ours[:2] == tuple(best[:2]), sizes
         assert ours[2] >= best[2] - 1, sizes
+
+
+@given(clusters())
+def test_hosts_are_spread_by_the_rule_that_is_slow_to_look_up(cluster: tuple[list[str], int, dict[str, str]]) -> None:
+    """Each host of the largest domain first goes where there are fewest of its kind, then most room: here every part is looked at."""
+    hosts, replicas, domains = cluster
+    parts: list[list[str]] = [[] for _ in part_sizes(len(hosts), replicas)]
+    size_of = Counter(domains.values())
+    for host in sorted(hosts, key=lambda host: (-size_of[domains[host]], domains[host], host)):
+        room = [size - len(part) for part, size in zip(parts, part_sizes(len(hosts), replicas), strict=True)]
+        kin = [sum(domains[other] == domains[host] for other in part) for part in parts]
+        min((kin[j], -room[j], j, part) for j, part in enumerate(parts) if room[j])[3].append(host)
+    placement = place(hosts, replicas, domains)
+    assert len(hosts) == 1 or sorted(map(sorted, parts)) == sorted(sorted(part) for part in parts_of(placement))
+
+
+def parts_of(placement: Placement) -> list[set[str]]:
+    """Hosts that hold each other's copies, directly or by way of others."""
+    parts: list[set[str]] = []
+    for holders in placement.values():
+        joined = [part for part in parts if part & set(holders)]
+        parts = [part for part in parts if part not in joined] + [set(holders).union(*joined)]
+    return parts
 
 
 def test_a_domain_is_split_between_a_group_and_the_larger_ring() -> None:

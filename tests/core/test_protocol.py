@@ -56,6 +56,18 @@ def test_a_snapshot_is_granted_copied_sent_and_reported() -> None:
     assert host.reports() == [report]
 
 
+def test_a_commit_that_found_all_copies_alike_has_their_roots_without_saying_them() -> None:
+    """Section 7: the roots that count are those that this host has reported."""
+    host = begun()
+    grant = host.request(0, version(1))[0]
+    assert isinstance(grant, Grant)
+    host.copied(0, version(1), root="root 0")
+    assert host.receive(1, version(1), None) is not None
+    host.received(1, version(1), root="root 1")
+    host.on_commit(version(1), freeze=False, agreed=True)
+    assert host.committed_roots(version(1)) == {0: "root 0", 1: "root 1"}
+
+
 def test_a_replica_is_reported_by_the_host_that_holds_it() -> None:
     """Section 7: "when all holders have reported, iteration i is committed"."""
     host = begun()

@@ -171,14 +171,14 @@ def test_a_choice_that_lacks_what_a_worker_hands_back_meanwhile_is_made_anew() -
     node, other = job.nodes.values()
     node.restart_agent()
     job.restart(rng)
-    job._gather(node)
+    job.gather(node)
     (hand_back,) = [event for who, event in job.events() if who == (node.workers[0], "agent")]
     hand_back()
     assert job.phase == "broken"
     job.restart(rng)
-    assert set(job._crew) == {node, other}
+    assert set(job.crew) == {node, other}
     for each in (node, other):
-        job._gather(each)
+        job.gather(each)
     assert job.session is not None
     assert job.session.resumed == committed
     job.drain(rng, hang=False)

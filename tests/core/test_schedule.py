@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_ft.core.schedule import OVERFLOW, Chunk, Link, Schedule, Transfer, arrival, schedule, steps_per_snapshot
+from gemini_ft.core.schedule import OVERFLOW, LinkCost, Schedule, ScheduledChunk, Transfer, arrival, schedule, steps_per_snapshot
 
 seconds = st.floats(0, 5, allow_nan=False)
 transfers = st.builds(
@@ -17,38 +17,43 @@ transfers = st.builds(
     st.integers(1, 6),
     st.floats(0.1, 1.0),
 )
-links = st.builds(Link, st.floats(0, 0.5), st.floats(1, 5000))
+links = st.builds(LinkCost, st.floats(0, 0.5), st.floats(1, 5000))
 
 
 class TestExamples:
     def test_a_shard_is_cut_by_sub_buffers_and_by_spans(self) -> None:
-        plan = schedule([1.0, 0.375, 3.0], Transfer(300, copies=1, buffer_bytes=256, parts=2, gamma=1.0), Link(0.125, 256.0))
+        plan = schedule([1.0, 0.375, 3.0], Transfer(300, copies=1, buffer_bytes=256, parts=2, gamma=1.0), LinkCost(0.125, 256.0))
         # the first span: 128 bytes take 0.625 s, then 0.375 s carry 64; the second carries 64; the rest goes into the third
-        assert plan.chunks == (Chunk(0, 0, 0, 128), Chunk(0, 0, 128, 64), Chunk(1, 0, 192, 64), Chunk(2, 0, 256, 44))
+        assert plan.chunks == (
+            ScheduledChunk(0, 0, 0, 128),
+            ScheduledChunk(0, 0, 128, 64),
+            ScheduledChunk(1, 0, 192, 64),
+            ScheduledChunk(2, 0, 256, 44),
+        )
         assert plan.overflow_bytes == 0
 
     def test_copies_follow_each_other(self) -> None:
-        plan = schedule([10.0], Transfer(30, copies=2, buffer_bytes=20, parts=1, gamma=1.0), Link(0.0, 100.0))
+        plan = schedule([10.0], Transfer(30, copies=2, buffer_bytes=20, parts=1, gamma=1.0), LinkCost(0.0, 100.0))
         assert [(chunk.copy, chunk.offset, chunk.nbytes) for chunk in plan.chunks] == [(0, 0, 20), (0, 20, 10), (1, 0, 20), (1, 20, 10)]
 
     def test_what_fits_nowhere_is_overflow_and_is_not_lost(self) -> None:
-        plan = schedule([0.5], Transfer(100, copies=1, buffer_bytes=40, parts=1, gamma=1.0), Link(0.1, 100.0))
+        plan = schedule([0.5], Transfer(100, copies=1, buffer_bytes=40, parts=1, gamma=1.0), LinkCost(0.1, 100.0))
         assert [chunk.span for chunk in plan.chunks] == [0, OVERFLOW, OVERFLOW]
         assert plan.overflow_bytes == 60
         assert plan.overflow_seconds == pytest.approx(0.1 + 0.4 + 0.1 + 0.2)
 
     def test_a_span_shorter_than_one_message_carries_nothing(self) -> None:
-        plan = schedule([0.05, 0.1], Transfer(10, gamma=1.0), Link(0.1, 1e9))
+        plan = schedule([0.05, 0.1], Transfer(10, gamma=1.0), LinkCost(0.1, 1e9))
         assert {chunk.span for chunk in plan.chunks} == {OVERFLOW}
 
     def test_the_interval_grows_until_the_spans_carry_a_snapshot(self) -> None:
-        transfer, link = Transfer(100, buffer_bytes=10, parts=1, gamma=1.0), Link(0.0, 10.0)
+        transfer, link = Transfer(100, buffer_bytes=10, parts=1, gamma=1.0), LinkCost(0.0, 10.0)
         assert steps_per_snapshot([10.0], transfer, link) == 1
         assert steps_per_snapshot([4.0], transfer, link) == 3
         assert steps_per_snapshot([0.0], transfer, link, most=50) == 50
 
     def test_when_a_snapshot_arrives(self) -> None:
-        transfer, link = Transfer(50, buffer_bytes=10, parts=1, gamma=1.0), Link(0.0, 10.0)
+        transfer, link = Transfer(50, buffer_bytes=10, parts=1, gamma=1.0), LinkCost(0.0, 10.0)
         assert arrival([0.0, 5.0], [2.0, 4.0], 10.0, transfer, link) == 5.0 + 3.0
         assert arrival([0.0, 5.0], [2.0, 1.0], 10.0, transfer, link) == 10.0 + 2.0  # two in the first step, one more, two in the next
         assert arrival([0.0], [0.0], 10.0, transfer, link) is None
@@ -62,11 +67,11 @@ class TestExamples:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Transfer(**{"nbytes": 1, **wrong})  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="bandwidth"):
-            Link(0.1, 0.0)
+            LinkCost(0.1, 0.0)
 
 
 @given(st.lists(seconds, max_size=8), transfers, links)
-def test_every_byte_once_in_order_and_no_span_overfilled(spans: list[float], transfer: Transfer, link: Link) -> None:
+def test_every_byte_once_in_order_and_no_span_overfilled(spans: list[float], transfer: Transfer, link: LinkCost) -> None:
     plan: Schedule = schedule(spans, transfer, link)
     sent: dict[int, int] = {}
     for chunk in plan.chunks:
@@ -85,7 +90,7 @@ def test_every_byte_once_in_order_and_no_span_overfilled(spans: list[float], tra
 
 
 @given(st.lists(seconds, min_size=1, max_size=5), transfers, links)
-def test_overflow_means_that_the_spans_are_full(spans: list[float], transfer: Transfer, link: Link) -> None:
+def test_overflow_means_that_the_spans_are_full(spans: list[float], transfer: Transfer, link: LinkCost) -> None:
     """Greedy is good enough: what is left of a span, when something overflows, carries no byte more."""
     plan = schedule(spans, transfer, link)
     if plan.overflow_bytes:
@@ -94,14 +99,14 @@ def test_overflow_means_that_the_spans_are_full(spans: list[float], transfer: Tr
 
 
 @given(st.lists(seconds, min_size=1, max_size=5), transfers, links, st.floats(1.0, 3.0))
-def test_longer_spans_never_carry_less(spans: list[float], transfer: Transfer, link: Link, factor: float) -> None:
+def test_longer_spans_never_carry_less(spans: list[float], transfer: Transfer, link: LinkCost, factor: float) -> None:
     longer = schedule([length * factor for length in spans], transfer, link)
     # by less than one byte per chunk: a chunk that is cut elsewhere may be rounded otherwise
     assert longer.overflow_bytes <= schedule(spans, transfer, link).overflow_bytes + len(longer.chunks)
 
 
 @given(st.lists(seconds, min_size=1, max_size=4), transfers, links)
-def test_the_chosen_interval_fits_or_is_the_longest(spans: list[float], transfer: Transfer, link: Link) -> None:
+def test_the_chosen_interval_fits_or_is_the_longest(spans: list[float], transfer: Transfer, link: LinkCost) -> None:
     steps = steps_per_snapshot(spans, transfer, link, most=20)
     assert 1 <= steps <= 20
     if steps < 20:

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_ft.core.schedule import Link, Transfer, schedule
-from gemini_ft.core.traffic import Collective, Moment, Pace, Profile, Profiler, Step, common, room, summary
+from gemini_ft.core.schedule import LinkCost, Transfer, schedule
+from gemini_ft.core.traffic import Collective, Moment, ObservedStep, Pace, Profile, Profiler, common, room, summary
 
 WINDOW = 5
-LINK = Link(0.01, 1000.0)  # 10 ms, 1000 bytes/s
+LINK = LinkCost(0.01, 1000.0)  # 10 ms, 1000 bytes/s
 MOST = 10**9
 Gaps = tuple[tuple[float, ...] | None, ...]  # of each rank; None: not profiled
 
 
-def step(*spans: tuple[float, float], seconds: float = 10.0, name: str = "allreduce_", carried: float = 0.0) -> Step:
+def step(*spans: tuple[float, float], seconds: float = 10.0, name: str = "allreduce_", carried: float = 0.0) -> ObservedStep:
     """A step with a collective in each span (begin, end)."""
-    return Step(tuple(Collective(name, 4, begin, end) for begin, end in spans), seconds, carried)
+    return ObservedStep(tuple(Collective(name, 4, begin, end) for begin, end in spans), seconds, carried)
 
 
 def profile(*gaps: float, seconds: float = 10.0) -> Profile:
@@ -62,7 +62,7 @@ class TestStep:
 
 
 class TestProfiler:
-    def feed(self, *steps: Step) -> tuple[Profiler, list[bool]]:
+    def feed(self, *steps: ObservedStep) -> tuple[Profiler, list[bool]]:
         profiler = Profiler(WINDOW)
         return profiler, [profiler.add(each) for each in steps]
 
@@ -147,7 +147,7 @@ class TestCommon:
 
 class TestRoom:
     def ask(
-        self, *moments: Moment, gaps: object = ((1.0, 2.0),), now: float = 100.0, outstanding: int = 0, link: Link | None = LINK
+        self, *moments: Moment, gaps: object = ((1.0, 2.0),), now: float = 100.0, outstanding: int = 0, link: LinkCost | None = LINK
     ) -> int:
         spans = {rank: each for rank, each in enumerate(gaps) if each is not None}  # type: ignore[arg-type, var-annotated]
         return room(dict(enumerate(moments)), spans, now, outstanding, link, 0.5, MOST)
@@ -179,7 +179,7 @@ class TestRoom:
         ],
     )
     def test_is_as_much_as_may_leave_at_a_time_where_nothing_is_known_of_the_span(
-        self, moment: Moment, gaps: Gaps, link: Link | None
+        self, moment: Moment, gaps: Gaps, link: LinkCost | None
     ) -> None:
         assert self.ask(moment, gaps=gaps, link=link) == MOST
 
@@ -215,7 +215,7 @@ def test_sending_by_room_is_algorithm_2_carried_out_online(
     spans: list[float], nbytes: int, slice_bytes: int, gamma: float, alpha: float, bandwidth: float
 ) -> None:
     """Slices that each leave when the one before has arrived travel in the spans where the schedule puts chunks of that size."""
-    link = Link(alpha, bandwidth)
+    link = LinkCost(alpha, bandwidth)
     plan = schedule(spans, Transfer(nbytes, 1, slice_bytes, 1, gamma), link)
     left, since = nbytes, 0.0
     for begun, span in enumerate(spans):

@@ -33,7 +33,7 @@ from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.cli import main as cli
 from gemini_ft.core.layout import PER_RANK
 from gemini_ft.errors import UnsupportedStateError
-from gemini_ft.export.assemble import _join
+from gemini_ft.export.assemble import join_parts
 from gemini_ft.state.modules import collect_extras
 from gemini_ft.storage.checkpoints import list_checkpoints
 from gemini_ft.storage.opening import open_storage
@@ -235,17 +235,17 @@ class TestMeshes:
                     group = group.index_select(axis, coordinate)
             parts[tuple(group.flatten().tolist())] = part
         words = f"{shape} {' '.join(map(str, placements))} on {mesh}"
-        assert_identical(_join("w", words, parts, 8), whole)
+        assert_identical(join_parts("w", words, parts, 8), whole)
 
     def test_what_cannot_be_known_is_refused_by_name(self) -> None:
         half = {(0,): torch.zeros(2), (1,): torch.ones(2)}
         with pytest.raises(UnsupportedStateError, match=r"w is placed on a mesh of \(2,\) among 4 ranks"):
-            _join("w", "(4,) S(0) on (2,)", half, 4)
+            join_parts("w", "(4,) S(0) on (2,)", half, 4)
         with pytest.raises(UnsupportedStateError, match=r"w: ranks \[0\] hold a part of shape \(2,\), which does not fit"):
-            _join("w", "(4,) R on (2,)", half, 2)
+            join_parts("w", "(4,) R on (2,)", half, 2)
         with pytest.raises(UnsupportedStateError, match="w is not the same on ranks 0 and 1 although nothing says how it is divided"):
-            _join("w", "", half, 2)
-        assert_identical(_join("w", PER_RANK, half, 2), torch.zeros(2))
+            join_parts("w", "", half, 2)
+        assert_identical(join_parts("w", PER_RANK, half, 2), torch.zeros(2))
 
 
 class TestS3:

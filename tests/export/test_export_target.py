@@ -71,7 +71,7 @@ class TestLocal:
     def changed_over(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
         """As file systems do it that can exchange two folders, and as those that cannot (NFS)."""
         if request.param == "in two steps":
-            monkeypatch.setattr(staging, "_exchange", lambda one, other: False)
+            monkeypatch.setattr(staging, "exchange", lambda one, other: False)
 
     @pytest.mark.usefixtures("changed_over")
     def test_the_new_one_takes_the_place_of_the_old_one(self, tmp_path: Path) -> None:
@@ -99,8 +99,8 @@ class TestLocal:
 
             return watching
 
-        for place, name in ((os, "unlink"), (os, "rmdir"), (os, "rename"), (os, "replace"), (staging, "_exchange")):
-            monkeypatch.setattr(place, name, watched(getattr(place, name)), raising=False)
+        for place, name in ((os, "unlink"), (os, "rmdir"), (os, "rename"), (os, "replace"), (staging, "exchange")):
+            monkeypatch.setattr(place, name, watched(getattr(place, name)))
         write_dcp(tmp_path / "out", "new", overwrite=True)
         assert seen
         assert all(one in (dcp_of("old"), dcp_of("new")) for one in seen)
@@ -132,7 +132,7 @@ class TestLocal:
                 rename(path, target)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            stage._exchange = lambda one, other: False
+            stage.exchange = lambda one, other: False
             with staged(sys.argv[1], DCP, overwrite=True) as folder:
                 (folder / ".metadata").write_text("new")
                 Path.rename = rename
@@ -151,11 +151,11 @@ class TestLocal:
         assert files(tmp_path / "one") == {".metadata": "still here"}
 
     def test_one_of_another_host_is_left_alone_while_it_writes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(partials, "_boot", lambda: "feed0001")
+        monkeypatch.setattr(partials, "boot_id", lambda: "feed0001")
         lock, fd = partials.create(tmp_path, staging.PREFIX)
         os.close(fd)  # no lock of it can be seen here
         monkeypatch.undo()
-        new, _ = staging._beside(lock)
+        new, _ = staging.folders_of(lock)
         new.mkdir()
         (new / "shard").write_text("half")
         long_ago = time.time() - 2 * partials.ABANDONED
@@ -228,5 +228,5 @@ class TestS3:
     def test_the_temporary_folder_is_cleared_of_what_was_killed(self, tmp_path: Path, storage: Storage, proxy: S3Proxy) -> None:
         left, fd = partials.create(tmp_path / "tmp", staging.PREFIX)
         os.close(fd)
-        staging._beside(left)[0].mkdir()
+        staging.folders_of(left)[0].mkdir()
         write_dcp(storage.url, "new", endpoint=proxy.endpoint)  # the fixture looks at what is left

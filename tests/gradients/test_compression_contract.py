@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ from compression_kit import EVERY, OPTIONS, SHAPES, gradients, measured, method,
 from rank_kit import World
 from torch import Tensor
 
-from gemini_ft.compression import kernels
+from gemini_ft.compression import buffers, kernels
 from gemini_ft.compression.base import Bundle, Compressor, Payload, Primitive, Reducer, Turn
 from gemini_ft.compression.collective import reduce, run, simulate
-from gemini_ft.compression.dgc import MomentumCorrection
+from gemini_ft.compression.dgc import MomentumCorrection, SampledThreshold
 from gemini_ft.compression.feedback import ErrorFeedback
 from gemini_ft.compression.methods import COMPRESSORS, create
 from gemini_ft.compression.powersgd import PowerSGD
@@ -217,7 +218,7 @@ def test_where_a_block_of_memory_ends_does_not_matter(name: str, monkeypatch: py
     for step in range(3):
         expected = reduce(one, gradients(step), step)
         with monkeypatch.context() as small:
-            small.setattr(kernels, "_BLOCK", 40)
+            small.setattr(kernels, "BLOCK", 40)
             assert same(reduce(other, gradients(step), step), expected)
 
 
@@ -233,6 +234,56 @@ def test_ranks_on_a_process_group(world: int, tmp_path: Path) -> None:
             expected = together(methods, [gradients(1000 * step + rank) for rank in range(world)], step)
         text = "".join(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes().hex() for value in expected.values())
         assert all(rank[name] == text for rank in found), name
+
+
+@every
+def test_memory_that_is_used_again_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what lay in a buffer before matters, nor is one lent again while somebody holds it."""
+    plain, lent = [method(name) for _ in range(2)], [method(name) for _ in range(2)]
+    found, expected = [], []
+    for step in range(4):
+        ranks = [gradients(10 * step + rank) for rank in range(2)]
+        expected.append({key: value.clone() for key, value in together(plain, ranks, step).items()})
+        with monkeypatch.context() as everything:
+            everything.setattr(buffers.BUFFERS, "large", 1)
+            lend = buffers.BUFFERS.lend
+
+            def poisoned(nbytes: int, lend: Callable[[int], Any] = lend) -> Any:
+                part = lend(nbytes)
+                part.fill(255)
+                return part
+
+            everything.setattr(buffers.BUFFERS, "lend", poisoned)
+            found.append(together(lent, ranks, step))
+    assert all(same(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_buffer_is_lent_again_when_nobody_holds_it() -> None:
+    own = buffers.Buffers()
+    first = own.empty(2**20)
+    address, held = first.data_ptr(), first[100:].view(torch.int32).numpy()
+    del first
+    assert own.empty(2**20).data_ptr() != address
+    del held
+    assert own.empty(2**20 - 5, torch.int32).data_ptr() == address  # it fits
+    assert address % 64 == 0
+    assert own.empty(2**18).data_ptr() != address  # too large for that by far
+    assert own.nbytes == 2 * 2**22 + 2**20
+    own.idle = 0.0
+    own.empty(2**18)
+    assert own.nbytes == 2**20
+
+
+@pytest.mark.parametrize("name", ["topk", "efsignsgd", "onebit", "qsgd", "terngrad", "natural", "dgc", "int8", "powersgd", "bf16"])
+def test_a_step_needs_no_memory_that_the_steps_before_did_not(name: str) -> None:
+    """Fresh pages from the kernel cost more than compression: of a group of some megabytes, each step uses the same again."""
+    buffers.BUFFERS.clear()
+    each, given = method(name), gradients(1, {"a": (400, 700), "b": (300, 800)})
+    used = []
+    for step in range(6):
+        reduce(each, given, step)
+        used.append(buffers.BUFFERS.nbytes)
+    assert used[2] == used[-1] > 0
 
 
 IDENTICAL = [("none", {}), ("topk", {"ratio": 1.0}), ("randomk", {"ratio": 1.0}), ("threshold", {"value": 1e-30})]
@@ -360,3 +411,35 @@ def test_entries_are_unique() -> None:
     equal = Bundle.of({"all": torch.ones(20000)})
     _, indices = entries(each.compress(equal, Turn()))
     assert indices.unique().numel() == indices.numel() == 2000
+
+
+# -- scale
+
+OF_THEIR_UNIT = {"fp16", "threshold", "hard_threshold", "natural8"}  # a range, or a value in units of the gradient
+SCALED = [name for name in EVERY if name not in OF_THEIR_UNIT]
+
+
+@pytest.mark.parametrize("name", [*SCALED, "dgc clipped"])
+@pytest.mark.parametrize("power", [-100, 100])
+def test_the_unit_of_the_gradient_does_not_matter(name: str, power: int) -> None:
+    """A power of two is exact: gradients of 1e-30 or 1e30 are treated like those of 1."""
+    unit = 2.0**power
+    plain, scaled = method(name.split()[0]), method(name.split()[0])
+    if "clipped" in name:
+        plain, scaled = (MomentumCorrection(SampledThreshold(0.1), clip_norm=0.1 * each) for each in (1.0, unit))
+    for step in range(7):
+        given = gradients(step)
+        expected = reduce(plain, given, step)
+        found = reduce(scaled, {key: value * unit for key, value in given.items()}, step)
+        for key, value in expected.items():
+            back = found[key] / (1.0 if isinstance(plain, MajorityVote) else unit)
+            assert float((back - value).norm()) <= 1e-3 * float(value.norm()), (step, key)
+
+
+@pytest.mark.parametrize(("name", "options"), [("qsgd", {}), ("terngrad", {"clip": None}), ("natural", {}), ("int8", {}), ("atomo", {})])
+@pytest.mark.parametrize("power", [-118, -132], ids=["nearly subnormal", "subnormal"])
+def test_the_smallest_numbers_are_rounded_without_bias(name: str, options: dict[str, Any], power: int) -> None:
+    each = create(name, **options)
+    value = torch.rand(20, 30, generator=torch.Generator().manual_seed(1)).add_(0.5).mul_(2.0**power)
+    draws = torch.stack([reduce(each, {"w": value}, step)["w"] for step in range(200)]).double()
+    assert float(draws.mean() / value.double().mean()) == pytest.approx(1, rel=0.1)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rank_kit import World
 
 from gemini_ft.compression.collective import slowest
-from gemini_ft.compression.control import LADDER, DelayControl, Link
+from gemini_ft.compression.control import LADDER, DelayControl, LinkEstimate
 
 ELEMENTS, RANKS, DEADLINE = 1_000_000, 4, 0.05
 
@@ -83,7 +83,7 @@ def test_a_lone_outlier_changes_nothing() -> None:
 
 
 def test_both_parameters_of_a_link_are_found() -> None:
-    link = Link()
+    link = LinkEstimate()
     for step in range(300):
         nbytes = 1e5 * (1 + step % 3)
         link.observe(nbytes, 0.002 + nbytes / 1e8)

@@ -22,7 +22,7 @@ from gemini_ft.compression.cast import Identity
 from gemini_ft.compression.collective import Groups, reduce, run, simulate, turn
 from gemini_ft.compression.espresso_costs import loads
 from gemini_ft.compression.espresso_executor import OptionExecutor
-from gemini_ft.compression.espresso_options import UNCOMPRESSED, Codec, Collective, Option, Processor, Step, options
+from gemini_ft.compression.espresso_options import UNCOMPRESSED, Codec, Collective, ExchangePart, Option, Processor, options
 from gemini_ft.compression.methods import COMPRESSORS, create
 from gemini_ft.compression.topology import Scope, Topology
 
@@ -221,9 +221,9 @@ def owed(executor: OptionExecutor, option: Option, rank: int, name: str, size: i
         if isinstance(operation, Codec):
             stages += [repeated] if operation.compress else []
             continue
-        if operation.step is Step.FIRST and operation.sharded:
+        if operation.step is ExchangePart.FIRST and operation.sharded:
             worlds.append(topology.members(operation.scope))
-        repeated |= operation.scope is Scope.INTER and operation.step is not Step.FIRST
+        repeated |= operation.scope is Scope.INTER and operation.step is not ExchangePart.FIRST
     total = torch.zeros(size, dtype=torch.float64)
     for key, value in executor.state_dict()["residuals"].items():
         found = re.fullmatch(rf"{name}((?:/\d+)*)(?:#(\d+))?", key)

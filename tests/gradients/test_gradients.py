@@ -65,7 +65,7 @@ class Shard:
 
 
 class Shards:
-    """Of all ranks, as `gemini_ft.recovery.readers.Sources`."""
+    """Of all ranks, as `gemini_ft.recovery.readers.ShardReaders`."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
@@ -309,10 +309,10 @@ class TestFigures:
     def test_all_that_is_known_is_in_words(self) -> None:
         known = {"bytes_before": 4096.0, "bytes_after": 128.0, "encode_ms": 0.125, "communication_ms": 12.0, "decode_ms": 1.5}
         figures = {**known, "overlap": 0.876, "density": 0.01, "collectives": 3.0}
-        shown = commands._describe_gradients({"10": {"late": {}}, "9": {"embed.*": figures, "rest": {"density": 1.0}}})
+        shown = commands.describe_gradients({"10": {"late": {}}, "9": {"embed.*": figures, "rest": {"density": 1.0}}})
         assert shown == [
             "    gradients of rank 9, embed.*: 4,096 -> 128 bytes, encode 0.12 ms, communication 12.00 ms, decode 1.50 ms, overlap 87.6%, "
             "density 1.0%, collectives 3",
             "    gradients of rank 9, rest: density 100.0%",
         ]
-        assert commands._describe_gradients({}) == []
+        assert commands.describe_gradients({}) == []

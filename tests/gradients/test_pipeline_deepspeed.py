@@ -29,6 +29,7 @@ INT8 = [{"params": "*", "compress": "int8"}]
 ZEN = [{"params": "embed*", "sync": "zen"}]
 SPLIT = [*ZEN, {"params": "*", "compress": {"method": "topk", "ratio": 0.1}, "fusion": {"groups": 2}}]
 PLANNED = [{"params": "*", "compress": {"method": "topk", "ratio": 0.1}, "fusion": "cupcake"}]
+STEERED = [{**TOPK[0], "control": {"method": "dc2", "deadline": 1e-9, "every": 1}}]  # a network that is always too slow
 LOSSY = {"topk": TOPK, "powersgd": POWERSGD, "int8": INT8, "split": SPLIT}
 
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
@@ -55,6 +56,7 @@ CASES = {
     "3, scaled": Case(3, TOPK, steps=STEPS, scale=1024.0),
     "bytes, bf16": Case(2, [], config={"communication_data_type": "bf16"}),
     "0, planned": Case(0, PLANNED, steps=12),
+    **{f"{stage}, steered": Case(stage, STEERED, steps=12) for stage in (0, 2, 3)},
     "sparse, base": Case(0, steps=6, sparse=True),
     "sparse, no rules": Case(0, [], steps=6, sparse=True),
     "sparse, zen": Case(0, ZEN, steps=6, sparse=True),
@@ -152,6 +154,11 @@ def test_residuals_are_kept_without_the_scale_of_the_loss(ran: list[dict[str, An
 def test_the_communication_data_type_is_respected(ran: list[dict[str, Any]]) -> None:
     halves, base = figures(ran, "bytes, bf16", "no rule"), figures(ran, "fp32 at 2, no rules", "no rule")
     assert 2 * halves["bytes_after"] == base["bytes_after"] / 2  # which has two micro-batches
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_ratio_follows_the_network(ran: list[dict[str, Any]], stage: int) -> None:
+    assert [found[f"{stage}, steered"]["ratios"] for found in ran] == [[0.001]] * 2
 
 
 def test_a_fusion_is_planned_where_all_gradients_are_there_at_once(ran: list[dict[str, Any]]) -> None:

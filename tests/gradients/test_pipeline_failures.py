@@ -54,7 +54,7 @@ class Ranks:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    monkeypatch.setattr(failures, "_PATIENCE", 0.0)
+    monkeypatch.setattr(failures, "PATIENCE", 0.0)
     return Ranks()
 
 

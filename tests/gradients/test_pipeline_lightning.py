@@ -24,6 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 SAME = [{"params": "*", "compress": "none"}]
 TOPK = [{"params": "*", "compress": {"method": "topk", "ratio": 0.1}}]
 MIXED = [{"params": "*bias", "compress": "int8"}, *TOPK]  # with counters, and with residuals
+STEERED = [{**TOPK[0], "control": {"method": "dc2", "deadline": 1e-9, "every": 1}}]  # a network that is always too slow
 ZEN = [{"params": "*embed*", "sync": "zen"}]
 SMALL = {"bucket_cap_mb": 0.0005}
 ZERO2 = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 300}, "zero_allow_untested_optimizer": True}
@@ -38,6 +39,8 @@ CASES = {
     "built-in hook": Case(ZEN, hook="builtin"),
     "bf16": Case(TOPK, precision="bf16-mixed"),
     "topk": Case(TOPK, log_every=5),
+    "steered": Case(STEERED),
+    "fabric, steered": Case(STEERED, fabric=True),
     "planned": Case([{**TOPK[0], "fusion": "cupcake"}]),
     "fabric, base": Case(accumulate=2, fabric=True),
     "fabric, same": Case(SAME, accumulate=2, fabric=True),
@@ -106,6 +109,12 @@ def test_training(ran: list[dict[str, Any]], case: str) -> None:
         assert (weight == found["weights"][name]).all(), name
 
 
+@pytest.mark.parametrize("case", ["steered", "fabric, steered"])
+def test_a_ratio_follows_the_network(ran: list[dict[str, Any]], case: str) -> None:
+    assert not isinstance(ran[0][case], str), ran[0][case]
+    assert [found[case]["ratios"] for found in ran] == [[0.001]] * 2
+
+
 def test_figures_are_logged_when_lightning_logs(ran: list[dict[str, Any]]) -> None:
     logged = ran[0]["topk"]["logged"]
     assert list(logged) == [4, 9, 14, 19]
@@ -152,7 +161,7 @@ class TestOptions:
     def test_a_file_of_rules(self, module: Any, tmp_path: Path) -> None:
         (tmp_path / "rules.yaml").write_text("gradient_pipeline:\n  - {params: '*embed*', sync: zen}\n")
         strategy = module.GeminiStrategy(gradient_pipeline=str(tmp_path / "rules.yaml"))
-        assert [rule.sync.scheme for rule in strategy._gemini_rules] == ["zen"]
+        assert [rule.sync.scheme for rule in strategy.gemini_rules] == ["zen"]
 
     def test_buckets_are_small_unless_the_user_says(self, module: Any) -> None:
         assert "bucket_cap_mb" not in module.GeminiStrategy()._ddp_kwargs
@@ -161,8 +170,8 @@ class TestOptions:
 
     def test_code_wins_over_the_section(self, module: Any) -> None:
         config = {**ZERO2, "gradient_pipeline": TOPK}
-        (rule,) = module.GeminiDeepSpeedStrategy(config=config)._gemini_rules
+        (rule,) = module.GeminiDeepSpeedStrategy(config=config).gemini_rules
         assert rule.compress.method == "topk"
         strategy = module.GeminiDeepSpeedStrategy(config=config, gradient_pipeline=[{"params": "*", "compress": "int8"}])
-        assert strategy._gemini_rules[0].compress.method == "int8"
+        assert strategy.gemini_rules[0].compress.method == "int8"
         assert "gradient_pipeline" not in strategy.config

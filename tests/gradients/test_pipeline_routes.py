@@ -42,14 +42,14 @@ class TestPlain:
         route = Plain()
         for step in range(50):
             averaged(route, {f"{step}": torch.ones(8)}, step)
-        assert len(route._flats) <= 2
+        assert len(route.buffers) <= 2
 
     def test_a_buffer_that_is_used_in_every_step_stays(self) -> None:
         route = Plain()
         averaged(route, {"a": torch.ones(8)}, 0)
-        before = route._flats["a",][1][0].data_ptr()
+        before = route.buffers["a",][1][0].data_ptr()
         averaged(route, {"a": torch.ones(8)}, 1)
-        assert route._flats["a",][1][0].data_ptr() == before
+        assert route.buffers["a",][1][0].data_ptr() == before
 
     @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
     def test_shapes_dtypes_and_strides(self, dtype: torch.dtype | None) -> None:
@@ -88,7 +88,7 @@ def test_only_schemes_that_adapt_themselves_are_one_for_each_gradient(sync: Any,
     gradients, schemes = {"a": torch.ones(2, 2), "b": torch.ones(2, 2)}, []
     for route in (routes.fresh(0, "rule"), routes.fresh(0, "rule")):
         averaged(route, gradients)
-        schemes += [route._scheme] if isinstance(route, Compressed) else list(vars(route)["_schemes"].values())
+        schemes += [route.scheme] if isinstance(route, Compressed) else list(route.schemes.values())
     tried = 2 * (1 if compress else len(gradients))
     assert len({id(scheme) for scheme in schemes}) == (tried if adapts else 1)
 
@@ -117,9 +117,7 @@ class TestSynchronizer:
     def test_a_closed_one_says_so(self) -> None:
         model = nn.Linear(2, 2)
         synchronizer = GradientSynchronizer(model, [{"params": "*", "compress": "topk"}])
-        handles = list(synchronizer._handles)
         synchronizer.close()
-        assert handles
         model(torch.ones(1, 2)).sum().backward()  # its hooks are gone
         with pytest.raises(StateError, match="has been closed"):
             synchronizer.averager.ready("weight", torch.ones(2, 2), lambda mean: None)

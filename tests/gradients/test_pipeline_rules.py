@@ -22,9 +22,11 @@ from gemini_ft.pipeline.plan import NO_RULE
 from gemini_ft.pipeline.rules import SYNCS, Buckets, Groups, check_world, load_rules
 from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.hierarchical import Hierarchical
-from gemini_ft.sync.schemes import SCHEMES
+from gemini_ft.sync.schemes import SCHEMES, SWITCH_SCHEMES
 
-NEEDED: dict[str, dict[str, Any]] = {"hard_threshold": {"count": 10}, "hierarchical": {"local_size": 1}}
+NEEDED: dict[str, dict[str, Any]] = {"hard_threshold": {"count": 10}, "hierarchical": {"local_size": 1}} | {
+    name: {"switch": "host:1"} for name in SWITCH_SCHEMES
+}
 
 
 def all_parameters(**options: Any) -> list[dict[str, Any]]:
@@ -49,7 +51,8 @@ class TestRules:
     def test_options_reach_what_they_are_of(self) -> None:
         sync = {"scheme": "hierarchical", "local_size": 4, "inter": "agsparse"}
         [rule] = load_rules(all_parameters(sync=sync, compress={"method": "topk", "ratio": 0.5, "feedback": 0.9}))
-        assert (vars(rule.sync.make())["_local_size"], vars(rule.sync.make())["_inter"].name) == (4, "agsparse")
+        scheme: Any = rule.sync.make()
+        assert (scheme.local_size, scheme.inter.name) == (4, "agsparse")
         assert rule.compress is not None
         made: Any = rule.compress.make()
         assert (made.beta, made.inner.ratio) == (0.9, 0.5)
@@ -330,8 +333,8 @@ def test_there_is_a_configuration_of_each_kind() -> None:
 
 @pytest.mark.parametrize("name", [*METHODS, *SYNCS])
 def test_the_options_are_those_that_methods_and_schemes_take(name: str) -> None:
-    makers: dict[str, Any] = {**COMPRESSORS, **REDUCERS, **SCHEMES, "auto": Auto, "hierarchical": Hierarchical}
-    taken = {each.name: each.default for each in inspect.signature(makers[name]).parameters.values()}
+    makers: dict[str, Any] = {**COMPRESSORS, **REDUCERS, **SCHEMES, **SWITCH_SCHEMES, "auto": Auto, "hierarchical": Hierarchical}
+    taken = {each.name: each.default for each in inspect.signature(makers[name]).parameters.values() if each.name != "key"}
     fields = {**METHOD_OPTIONS, **SCHEME_OPTIONS}[name].model_fields
     given = {key: inspect.Parameter.empty if field.is_required() else field.default for key, field in fields.items()}
     assert given == taken | ({"inter": "zen"} if name == "hierarchical" else {})

@@ -12,10 +12,12 @@ import torch
 from agent_kit import preload
 from compression_kit import EVERY, gradients, method, same
 from rank_kit import Failed, World, on_ranks
+from switch_kit import switches
 
 from gemini_ft.compression.collective import reduce
 from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline import GradientSynchronizer
+from gemini_ft.wire.trust import derive
 
 preload("pipeline_case")
 
@@ -75,6 +77,13 @@ def test_on_ranks(case: tuple[int, str], ran: dict[tuple[int, str], list[Any]]) 
 @pytest.mark.parametrize("world", [2, 3])
 def test_sparse_schemes_are_dense_all_reduce(world: int, tmp_path: Path) -> None:
     assert on_ranks(tmp_path, world, pipeline_case.sparse_schemes) == [[]] * world
+
+
+def test_gradients_go_through_a_switch(tmp_path: Path) -> None:
+    """The key that both sides derive from the run secret; what the switch added up shows that gradients went that way."""
+    with switches(key=derive(b"of the run", b"switch")) as [switch]:
+        assert on_ranks(tmp_path, 2, pipeline_case.switched, switch.place, GEMINI_SECRET="of the run") == [[]] * 2
+        assert switch.stop()["added"] > 0
 
 
 @pytest.mark.parametrize(("fusion", "ddp", "snapshots"), [("cupcake", False, False), ("cupcake", True, True), ("auto", False, False)])

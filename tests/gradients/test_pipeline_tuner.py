@@ -32,8 +32,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(tuner, "time", types.SimpleNamespace(perf_counter=clock.perf_counter))
-    terms = replace(tuner._TERMS, rounds=max(tuner._TERMS.slower) + 1)  # more rounds tell more only where times are not exact
-    monkeypatch.setattr(tuner, "_TERMS", terms)
+    terms = replace(tuner.TERMS, rounds=max(tuner.TERMS.slower) + 1)  # more rounds tell more only where times are not exact
+    monkeypatch.setattr(tuner, "TERMS", terms)
     return clock
 
 
@@ -83,7 +83,7 @@ class Training:
 @pytest.fixture
 def all_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is predicted: how long things take on this machine decides nothing."""
-    monkeypatch.setattr(tuner, "_CLOSE", math.inf)
+    monkeypatch.setattr(tuner, "CLOSE", math.inf)
 
 
 @pytest.mark.usefixtures("all_tried")
@@ -107,7 +107,7 @@ def test_auto_keeps_the_fastest(clock: Clock, make: Callable[..., Training], fas
 
 
 def test_bfloat16_is_always_tried(clock: Clock, make: Callable[..., Training], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuner, "_CLOSE", 1.0)
+    monkeypatch.setattr(tuner, "CLOSE", 1.0)
     training = make("auto", clock, lambda label: 1.0)
     training.until_settled()
     assert any(label.startswith("bf16") for label in [*training.seen, training.label])

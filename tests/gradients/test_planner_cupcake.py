@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gemini_ft.compression.costs import FREE, Affine, Cost, Measured, Sample, fit_line, interpolate
-from gemini_ft.compression.cupcake import Plan, algorithm_1, plan
+from gemini_ft.compression.cupcake import GroupingPlan, algorithm_1, plan
 from gemini_ft.compression.timeline import Backward, GroupCosts, Grouping, buckets, even, layer_wise, simulate
 
 
@@ -217,7 +217,7 @@ class TestPlanner:
         for the encoder in the third group, which takes 10 s with or without it, and costs 2 s in the second."""
         backward = Backward((4, 7, 5, 1, 4), (1.0, 0.0, 0.0, 0.0, 1.0))
         costs = GroupCosts(Measured((0, 5, 50), (10, 10, 100)), Affine(7, 0.5))
-        assert plan(backward, costs) == Plan(Grouping((2, 3, 5)), 54.5, 54.5)
+        assert plan(backward, costs) == GroupingPlan(Grouping((2, 3, 5)), 54.5, 54.5)
         assert algorithm_1(backward, costs, prefix=False).seconds == 54.5
         assert algorithm_1(backward, costs).seconds == 55.0
 

@@ -16,7 +16,7 @@ import pytest
 from gemini_ft.compression.costs import FREE, Affine
 from gemini_ft.compression.espresso import choose, offload, plan, predict
 from gemini_ft.compression.espresso_costs import TensorCosts, alpha_beta, loads
-from gemini_ft.compression.espresso_options import UNCOMPRESSED, Codec, Collective, Option, Processor, Routine, Step, options
+from gemini_ft.compression.espresso_options import UNCOMPRESSED, Codec, Collective, ExchangePart, Option, Processor, Routine, options
 from gemini_ft.compression.espresso_timeline import Exchange, OptionTable
 from gemini_ft.compression.timeline import Backward
 from gemini_ft.compression.topology import Scope, Topology
@@ -95,7 +95,7 @@ class Ranks:
         for group in groups:
             before = [self.ranks[rank] for rank in group]
             for place, rank in enumerate(group):
-                if operation.step is Step.FIRST and not operation.sharded and place:
+                if operation.step is ExchangePart.FIRST and not operation.sharded and place:
                     idle[rank] = self.ranks.pop(rank)
                 else:
                     self.ranks[rank] = self.received(operation, before, place)
@@ -103,7 +103,7 @@ class Ranks:
             self.idle.append(idle)
 
     def received(self, operation: Collective, before: list[Rank], place: int) -> Rank:
-        if operation.step is Step.SECOND:
+        if operation.step is ExchangePart.SECOND:
             parts = before if operation.sharded else before[:1]
             dense = None if operation.compressed else [value for part in parts for value in part.dense or []]
             payloads = [[v for piece in pieces for v in piece] for pieces in zip(*(part.payloads for part in parts), strict=True)]
@@ -111,7 +111,7 @@ class Ranks:
         begin, end = before[0].begin, before[0].end
         assert all((rank.begin, rank.end) == (begin, end) for rank in before), "only the same elements can be added up"
         low, high = 0, end - begin
-        if operation.step is Step.FIRST and operation.sharded:
+        if operation.step is ExchangePart.FIRST and operation.sharded:
             part = (end - begin) // len(before)
             low, high = place * part, (place + 1) * part
         if operation.compressed:

@@ -156,3 +156,16 @@ def test_latency_keeps_nobody_from_being_tried() -> None:
 def test_the_page_has_the_table_of_dimensions() -> None:
     page = Path(__file__).parents[2] / "docs" / "sync.md"
     assert dimensions_table() in page.read_text(), "paste what gemini_ft.sync.schemes.dimensions_table() returns"
+
+
+def test_the_textbook_patterns_at_a_glance() -> None:
+    """The single server's link carries 2 p d; a ring's 2 d however many ranks there are; a switch's d; a tree has the fewest messages."""
+    link = Link(1e-4, 1e-9)
+    eight, sixteen = (costs.textbook(ranks, 10**8, Link(0.0, 1e-9)) for ranks in (8, 16))
+    assert eight == pytest.approx({"parameter server": 1.6, "ring": 0.175, "tree": 0.3, "switch": 0.1})
+    assert sixteen["parameter server"] == pytest.approx(2 * eight["parameter server"])
+    assert sixteen["switch"] == eight["switch"] < sixteen["ring"] < 0.2
+    small = costs.textbook(8, 100, link)
+    assert min(small, key=lambda each: small[each]) == "switch"
+    assert small["tree"] < small["ring"] == pytest.approx(14e-4, rel=1e-2)
+    assert set(costs.textbook(1, 100, link).values()) == {0.0}

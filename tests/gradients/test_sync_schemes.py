@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,20 +12,31 @@ from agent_kit import preload
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rank_kit import on_ranks
+from switch_kit import KEY, places, switches
 
+from gemini_ft.sync import omnireduce
 from gemini_ft.sync.base import Scheme
 from gemini_ft.sync.dense import Dense
 from gemini_ft.sync.hierarchical import Hierarchical
+from gemini_ft.sync.rows import SparseRows
 from gemini_ft.sync.schemes import SCHEMES
+from gemini_ft.sync.switchml import SwitchML
 from gemini_ft.sync.zen import Zen
 
 preload("sync_case")
 
 
+@pytest.fixture(scope="module", name="switch")
+def a_switch() -> Iterator[str]:
+    """Two switches, each with half of the slots."""
+    with switches(2) as made:
+        yield places(made)
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4, *(pytest.param(world, marks=pytest.mark.soak) for world in (5, 6, 7, 8))])
-def test_the_sum_is_right_and_the_same_everywhere(world: int, tmp_path: Path) -> None:
+def test_the_sum_is_right_and_the_same_everywhere(world: int, switch: str, tmp_path: Path) -> None:
     third = None if world <= 4 else world % 3
-    assert on_ranks(tmp_path, world, sync_case.sums, third) == [[]] * world
+    assert on_ranks(tmp_path, world, sync_case.sums, third, TEST_SWITCH=switch) == [[]] * world
 
 
 def test_also_over_backends_that_need_to_know_sizes(tmp_path: Path) -> None:
@@ -40,6 +51,11 @@ def test_also_over_backends_that_need_to_know_sizes(tmp_path: Path) -> None:
         (lambda: Dense(check=1), "Dense: check=1: must be true or false"),  # type: ignore[arg-type]
         (lambda: Hierarchical(Zen(), 2.5), "Hierarchical: local_size=2.5: must be a whole number"),  # type: ignore[arg-type]
         (lambda: Hierarchical(Zen(), 0), "Hierarchical: local_size=0: "),
+        (lambda: SwitchML("host", KEY), "SwitchML: switch='host': must be a text .host:port of the switch, or of several"),
+        (
+            lambda: SwitchML("host:1", KEY, packet=12),
+            "SwitchML: packet=12: must be a whole number .bytes of a packet's values",
+        ),
     ],
 )
 def test_a_scheme_with_an_option_that_makes_no_sense_is_refused(make: Callable[[], Scheme], words: str) -> None:
@@ -48,8 +64,8 @@ def test_a_scheme_with_an_option_that_makes_no_sense_is_refused(make: Callable[[
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_what_cannot_be_summed_is_refused_by_all_with_the_same_words(world: int, tmp_path: Path) -> None:
-    first, *others = on_ranks(tmp_path, world, sync_case.refusals)
+def test_what_cannot_be_summed_is_refused_by_all_with_the_same_words(world: int, switch: str, tmp_path: Path) -> None:
+    first, *others = on_ranks(tmp_path, world, sync_case.refusals, TEST_SWITCH=switch)
     assert others == [first] * (world - 1)
     said = {(scheme, case): text for scheme, case, text in first}
     for scheme in {scheme for scheme, _ in said}:
@@ -73,16 +89,16 @@ def test_ranks_with_different_schemes_are_told(tmp_path: Path) -> None:
     assert "rank 1: zen by hierarchical, seed 0, of (3,)" in hashes
 
 
-def test_nan_and_infinity_stay(tmp_path: Path) -> None:
-    assert on_ranks(tmp_path, 3, sync_case.special_values) == [[]] * 3
+def test_nan_and_infinity_stay(switch: str, tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, 3, sync_case.special_values, TEST_SWITCH=switch) == [[]] * 3
 
 
-def test_in_the_background_they_take_turns(tmp_path: Path) -> None:
-    assert on_ranks(tmp_path, 4, sync_case.in_the_background) == [[]] * 4
+def test_in_the_background_they_take_turns(switch: str, tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, 4, sync_case.in_the_background, TEST_SWITCH=switch) == [[]] * 4
 
 
-def test_groups_do_not_disturb_each_other(tmp_path: Path) -> None:
-    assert on_ranks(tmp_path, 5, sync_case.subgroups) == [[]] * 5
+def test_groups_do_not_disturb_each_other(switch: str, tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, 5, sync_case.subgroups, TEST_SWITCH=switch) == [[]] * 5
 
 
 MOST = 400  # rows of the gradients on which Zen must be lossless
@@ -112,6 +128,30 @@ def test_the_hook_averages_as_ddp_does(tmp_path: Path) -> None:
     assert len(first) == 10
     assert max(first[:5]) < 1e-5
     assert max(first[5:]) < 2e-2
+
+
+def test_the_hook_takes_what_the_hooks_of_torch_take(tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, 2, sync_case.hook_without_state) == ["state='zen': must be a HookState, a process group, or None"] * 2
+
+
+@pytest.mark.parametrize(("rows", "width"), [(40, 256), (90, 64), (2000, 1), (33, 300), (20, 512), (50, 7)])
+def test_blocks_come_back_as_rows(rows: int, width: int) -> None:
+    """Also the last block, which is not full, and rows of which only some blocks hold anything but zeros."""
+    stream = torch.Generator().manual_seed(1)
+    matrix = torch.randn(rows, width, generator=stream) * (torch.rand(rows, 1, generator=stream) < 0.3)
+    matrix[:, : width // 2] = 0
+    given = SparseRows(rows, torch.arange(rows), matrix)
+    blocks = omnireduce.to_blocks(given)
+    assert blocks.values.shape[1] == omnireduce.BLOCK
+    assert bool(blocks.values.any(1).all())
+    back = omnireduce.from_blocks(blocks, rows, width)
+    assert torch.equal(back.indices, matrix.any(1).nonzero().flatten())
+    assert torch.equal(back.dense(), matrix)
+
+
+def test_rows_that_are_blocks_stay_where_they_are() -> None:
+    blocks = SparseRows(9, torch.tensor([2, 7]), torch.ones(2, omnireduce.BLOCK))
+    assert omnireduce.from_blocks(blocks, 9, omnireduce.BLOCK).values.data_ptr() == blocks.values.data_ptr()
 
 
 def test_without_a_group_it_is_said_what_to_do() -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_kit import World
+
+from gemini_ft.errors import ConfigError
 
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 pytest.importorskip("transformers", reason="needs transformers")
@@ -149,6 +152,55 @@ def test_a_loop_of_accelerate_ends_with_the_very_bits(tmp_path_factory: pytest.T
     assert run.output.count("resumed at iteration") == 2
     assert undisturbed.ends[0][0]["processes"] == 2
     assert run.ends == undisturbed.ends
+
+
+def test_a_loop_of_accelerate_without_ours_is_told_once_that_nothing_is_protected(tmp_path: Path) -> None:
+    run = Run(tmp_path, {"kind": "unprotected"}, faults="")
+    assert run.ends == [[{"end": 6, "processes": 2}]] * 2
+    assert [steps for _, steps in run.engines[0]] == [0, 1, 2, *range(6)]  # from the beginning
+    assert run.output.count("nothing in this job is protected: no worker has joined a run, so a restart begins at the beginning") == 1
+
+
+def _under_deepspeed(folder: Path, skipping: bool) -> str:
+    """Trains in one rank as an unchanged script of `gemini run` does, and ends as a crash would; returns the error's text."""
+    from huggingface_case import Texts, configuration, model
+    from transformers import Trainer, TrainingArguments
+
+    import gemini_ft
+    from gemini_ft.launch import deepspeed_hook, transformers_hook
+
+    deepspeed_hook.install()
+    transformers_hook.install()
+    gemini_ft.init_process_group("gloo")
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        deepspeed=configuration({"section": True}),
+        per_device_train_batch_size=2,
+        max_grad_norm=1.0,
+        learning_rate=1e-2,
+        max_steps=3,
+        ignore_data_skip=skipping,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = Trainer(model=model(), args=arguments, train_dataset=Texts(22))
+    try:
+        trainer.train()
+    except ConfigError as error:
+        return " ".join([str(error), *error.__notes__])
+    trainer.model_wrapped.gemini.checkpointer.flush()
+    return ""
+
+
+def test_what_was_recorded_without_the_callback_has_no_position_to_go_on_from(tmp_path: Path) -> None:
+    """The section alone has protected the engine, as the Trainer could not be; then the script is mended."""
+    with World(tmp_path, DS_ACCELERATOR="cpu") as world:
+        assert world.outcome(_under_deepspeed, tmp_path, True) == [""]
+        (told,) = world.outcome(_under_deepspeed, tmp_path, False)
+    assert "step 3 was recorded without a GeminiCallback, so the Trainer's position is not known; start afresh with another run_id" in told
+    assert told.endswith("GEMINI_WRAP=0 leaves them as they are")
 
 
 @pytest.mark.parametrize("callback", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["section alone", "callback"])

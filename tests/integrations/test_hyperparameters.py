@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from plain_case import start_ranks
 from rank_kit import World
 from session_case import Recorded
 from torch import nn
@@ -133,3 +134,25 @@ def test_changes_are_named_at_every_resume_and_only_they(
                 assert f"the snapshot's stay in force ({rates}: 0.01 -> 0.3; " in said[0]
                 assert f"{factor}: 0.5 -> 0.7" in said[0]
                 assert "start with GEMINI_RESUME=never or another GEMINI_RUN_ID; to go on with them, set them in the optimizer's" in said[0]
+
+
+def of_its_own_in_each_rank(rates: list[float]) -> list[str]:
+    start_ranks()
+    told = Recorded()
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), rates[int(os.environ["RANK"])])
+    checkpointer = gemini_ft.Checkpointer(model, optimizer, replicated=False, on_late="wait")
+    checkpointer.resume()
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    checkpointer.step()
+    checkpointer.flush()
+    return [text for text in told.texts if "HYPERPARAMETERS HAVE CHANGED" in text]
+
+
+def test_a_change_on_another_rank_is_told_too(two: World) -> None:
+    assert two.outcome(of_its_own_in_each_rank, [0.1, 0.2]) == [[], []]
+    [first], rest = two.outcome(of_its_own_in_each_rank, [0.1, 0.5])
+    assert first.startswith("On 1 of 2 ranks, as on rank 1: HYPERPARAMETERS HAVE CHANGED")
+    assert "(lr of optim0 (SGD): 0.2 -> 0.5)" in first
+    assert rest == []

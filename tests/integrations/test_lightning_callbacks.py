@@ -280,6 +280,14 @@ def test_a_search_for_a_rate_is_no_training(crash: str, fit: Callable[..., Case]
     assert weights(resumed) == weights(plain)
 
 
+def test_a_search_for_a_batch_size_is_refused_by_lightning(fit: Callable[..., Case]) -> None:
+    def search(trainer: Any, module: Any) -> None:
+        Tuner(trainer).scale_batch_size(module)
+
+    with pytest.raises(ValueError, match="not supported with distributed strategies"):
+        fit(Tuned, None, "gemini", before=search)
+
+
 class Keeping(shipped.Callback):
     """An average of the weights, as users write it: in a mapping of its own, in a copy of the module, and a metric."""
 

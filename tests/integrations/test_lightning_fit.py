@@ -99,7 +99,7 @@ def fit(run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
     """Train as a script does that has just been started."""
 
     def start(options: dict[str, Any] | None = None, ckpt_path: Path | None = None, strategy: Any = "gemini") -> Model:
-        monkeypatch.setattr("gemini_ft.lightning.fit._ordinals", itertools.count())
+        monkeypatch.setattr("gemini_ft.lightning.fit.ordinals", itertools.count())
         torch.manual_seed(1)
         model = Model(**options or {})
         trainer = Trainer(
@@ -206,6 +206,14 @@ def test_files_are_those_of_plain_lightning(fit: Callable[..., Model], tmp_path:
     assert fit(strategy="ddp", ckpt_path=tmp_path / "files" / "step=4.ckpt").steps == [4, 5]
 
 
+def test_a_module_that_was_never_fitted_is_saved(tmp_path: Path) -> None:
+    trainer = Trainer(strategy=gemini_ft.lightning.GeminiStrategy(), accelerator="cpu", devices=1, logger=False, barebones=True)
+    module = Model()
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "file.ckpt")
+    assert torch.load(tmp_path / "file.ckpt", weights_only=False)["state_dict"].keys() == module.state_dict().keys()
+
+
 def test_what_lightning_adds_needs_no_pickle(fit: Callable[..., Model], monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it could not be loaded from storage without ``trust_pickle``."""
     blobs: list[bytes] = []
@@ -261,7 +269,7 @@ def fabric(run_id: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[]
     started = []
 
     def start() -> tuple[Fabric, dict[str, Any]]:
-        monkeypatch.setattr("gemini_ft.lightning.fabric._ordinals", itertools.count())
+        monkeypatch.setattr("gemini_ft.lightning.fabric.ordinals", itertools.count())
         fabric = Fabric(strategy="gemini", accelerator="cpu", devices=1)
         started.append(fabric)
         fabric.launch()

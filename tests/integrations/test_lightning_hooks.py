@@ -225,7 +225,7 @@ def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     def start(
         make: Callable[[], Case], data: Callable[[], Any] | None, strategy: str, crash: Any = None, seed: int | None = 99, **options: Any
     ) -> Case:
-        monkeypatch.setattr("gemini_ft.lightning.fit._ordinals", itertools.count())
+        monkeypatch.setattr("gemini_ft.lightning.fit.ordinals", itertools.count())
         torch.manual_seed(1)
         random.seed(1)
         np.random.seed(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -19,11 +20,14 @@ import lightning_fabric
 import pytest
 import pytorch_lightning
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
 
 import gemini_ft
 import gemini_ft.pytorch_lightning
+from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError
 from gemini_ft.lightning import compat, registration
+from gemini_ft.lightning.base import heeding_signals
 from gemini_ft.lightning.deepspeed import EnginesOnCpu
 from gemini_ft.lightning.options import refuse_platform, sort_options
 
@@ -82,6 +86,24 @@ def test_the_finder_leaves_modules_as_it_found_them() -> None:
     assert spec is not None
     assert type(spec.loader).__module__.startswith("_frozen_importlib")
     assert lightning.pytorch.strategies.__loader__ is spec.loader
+
+
+def test_where_srun_is_installed_lightnings_hint_reaches_users_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\nexit 1\n")
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    lightning.pytorch.Trainer(barebones=True, strategy="gemini", accelerator="cpu")
+    with pytest.warns(UserWarning, match="`srun` command is available"):
+        lightning.pytorch.Trainer(barebones=True, strategy="gemini", accelerator="cpu")
+
+
+@pytest.mark.parametrize("requeues", [True, False])
+def test_lightnings_own_requeueing_keeps_its_signal(requeues: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    environment = SLURMEnvironment(auto_requeue=requeues)
+    assert heeding_signals(load_config(), environment).drain_signal == ("none" if requeues else "SIGUSR1")
+    assert heeding_signals(load_config({"drain_signal": "SIGTERM"}), environment).drain_signal == "SIGTERM"
 
 
 @pytest.mark.parametrize(("package", "ours"), TRAINERS)

@@ -199,7 +199,7 @@ def test_without_the_variable_nothing_is_read(folder: Path) -> None:
 
 
 def test_a_first_start_removes_what_earlier_runs_have_noted_and_nothing_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "_drill", None)  # what is armed here ends here
+    monkeypatch.setattr(faults, "drill", None)  # what is armed here ends here
     text = "step=5:rank=0:exit; probability=0.5:seed=1:exit"
     noted = [fault.occurrence(7) for fault in parse(text)]
     for name in noted:
@@ -279,9 +279,9 @@ def test_whatever_happens_to_hosts_the_result_has_the_same_bits(tmp_path: Path, 
     state, events = run_job(tmp_path / "job", 2, ordered, replacements=3, GEMINI_STORAGE=storage)
     assert_identical(state, undisturbed)
     damaged, lost, group = [resumptions(events)[i : i + 2] for i in (0, 2, 4)]
-    assert all("peer host1" in event["sources"] for event in damaged if event["host"] == "host0")
+    assert ["peer host1" in event["sources"] for event in damaged if event["host"] == "host0"] == [True]
     assert [list(event["sources"]) for event in lost if event["host"] == "host2"] == [["peer host0"]]
-    assert all("storage" in event["sources"] and event["iteration"] < 49 for event in group)
+    assert [("storage" in event["sources"], event["iteration"] < 49) for event in group] == [(True, True)] * 2
     assert len([event for event in events if event["event"] == "fault" and event["fault"] == "step=50:group=0:kill"]) == 2
 
 
@@ -306,10 +306,10 @@ def test_a_full_disk_costs_checkpoints_and_nothing_else(tmp_path: Path, tiny_dis
 def test_a_disk_that_others_need_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GEMINI_FAULTS_FILL_LIMIT", "4KiB")
     with pytest.raises(ConfigError, match=r"at most 4,096 are written for a drill .*mount -t tmpfs"):
-        faults._check_room(tmp_path.as_uri())
+        faults.check_room(tmp_path.as_uri())
 
 
 @pytest.mark.parametrize("url", [None, "s3://bucket/run"])
 def test_only_a_folder_can_be_filled(url: str | None) -> None:
     with pytest.raises(ConfigError, match=r"only a local folder \(file:///...\) can be filled"):
-        faults._check_room(url)
+        faults.check_room(url)

@@ -14,8 +14,8 @@ import pytest
 from agent_kit import CHUNK, EXTRAS, Job, Rank, content, eventually
 
 from gemini_ft.errors import AgentError
-from gemini_ft.recovery.plan import Plan
-from gemini_ft.recovery.readers import LocalShard, Sources
+from gemini_ft.recovery.plan import RecoveryPlan
+from gemini_ft.recovery.readers import LocalShard, ShardReaders
 
 PATIENCE = {"agent_timeout": 1.0}
 SHORT = 0.4  # seconds
@@ -187,9 +187,9 @@ def test_what_was_copied_and_had_not_travelled_travels_after_the_agent_was_repla
 def test_a_pause_of_a_peer_that_is_read_leads_to_the_next_copy(job: Job, for_good: bool) -> None:
     ranks = job.start(hello=PATIENCE)
     job.commit(ranks, 1, 2)
-    plan = Plan("memory", job.version(2), {0: ("b", "a")})
+    plan = RecoveryPlan("memory", job.version(2), {0: ("b", "a")})
     addresses = {rank.host: rank.address for rank in ranks}
-    sources = Sources(ranks[0].client, "another", plan, addresses, job.claims(), b"s" * 16, 2 * SHORT)
+    sources = ShardReaders(ranks[0].client, "another", plan, addresses, job.claims(), b"s" * 16, 2 * SHORT)
     pause(job, "b", for_good)
     found = sources.read(0, 0, lambda shard: (shard.where, b"".join(bytes(view) for _, view in shard.chunks())))
     assert found == ("peer a" if for_good else "peer b", content(0, 2, 4 * CHUNK))

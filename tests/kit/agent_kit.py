@@ -83,6 +83,15 @@ def eventually(condition: Callable[[], Any], what: str = "it") -> Any:
     return value
 
 
+def slots_of_this_process() -> set[int]:
+    """Descriptors of agents' memory; others come and go with threads of other tests."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found[int(number)] = os.readlink(f"/proc/self/fd/{number}")
+    return {number for number, link in found.items() if "memfd:gemini:" in link}
+
+
 def agent_pid(run: str, host: str) -> int | None:
     """Who listens on the agent's socket; known even of an agent that does not answer."""
     sock = lifecycle.try_connect(run, host)
@@ -244,21 +253,21 @@ class Rank:
 
     def leave_orphan(self) -> int:
         """Fork a child that lives on and keeps the socket open; its pid."""
-        self.kept = os.dup(self.client._socket.fileno())  # as a child does that was not forked by Python
+        self.kept = os.dup(self.client.sock.fileno())  # as a child does that was not forked by Python
         if (pid := os.fork()) == 0:
             time.sleep(600)
             os._exit(0)
         return pid
 
     def say_rubbish(self) -> None:
-        self.client._socket.sendall(bytes(4))
+        self.client.sock.sendall(bytes(4))
 
     def ask_and_hang_up(self) -> None:
         """So that the agent finds nobody to answer."""
         os.kill(agent := agent_pid(self.run, self.host) or 0, signal.SIGSTOP)
         try:
             self.client.tell(GetInventory())
-            self.client._socket.shutdown(socket.SHUT_RDWR)
+            self.client.sock.shutdown(socket.SHUT_RDWR)
         finally:
             os.kill(agent, signal.SIGCONT)
 
@@ -337,7 +346,7 @@ class Job:
         self.spec: SessionSpec | None = None
 
     def __enter__(self) -> Job:
-        self._others = set(lifecycle._children)  # agents of other tests of this process, which may still linger
+        self._others = set(lifecycle.started)  # agents of other tests of this process, which may still linger
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -354,7 +363,7 @@ class Job:
         """Several agents may have been started for one host; the next would take the place of the one that is ended."""
         for host in self._hosts:
             end_agent(self.run, host)
-        return all(child.poll() is not None for child in lifecycle._children if child not in self._others)
+        return all(child.poll() is not None for child in lifecycle.started if child not in self._others)
 
     def rank(self, host: str, number: int, **hello: Any) -> Rank:
         self._hosts.add(host)

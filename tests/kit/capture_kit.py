@@ -15,7 +15,7 @@ from gemini_ft.core.layout import Layout, build_layout, plan_reads, stored_specs
 from gemini_ft.state import codec
 from gemini_ft.state.base import TrainingState
 from gemini_ft.state.copies import copy_into
-from gemini_ft.state.copy_plan import CopyPlan, Slot
+from gemini_ft.state.copy_plan import CopyPlan, MappedSlot
 from gemini_ft.state.modules import collect_extras
 from gemini_ft.state.tensors import Source, describe, survey
 
@@ -23,11 +23,11 @@ _SECRET = b"secret of a test"
 
 
 @contextlib.contextmanager
-def slot_of(layout: Layout) -> Iterator[Slot]:
+def slot_of(layout: Layout) -> Iterator[MappedSlot]:
     """A slot as an agent would have given it."""
     fd = os.memfd_create("slot")
     os.ftruncate(fd, max(1, layout.nbytes))
-    slot = Slot(fd, 0, layout.nbytes, device=None)
+    slot = MappedSlot(fd, 0, layout.nbytes, device=None)
     yield slot
     slot.close()
 

@@ -65,6 +65,7 @@ class Smooth(nn.Module):
         self.first = nn.Linear(23, 17)
         self.scale = nn.Parameter(torch.ones(1))
         self.last = nn.Linear(17, 1)
+        self.offset: torch.Tensor
         self.register_buffer("offset", torch.full((3,), 0.25))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -302,7 +303,7 @@ def with_gradients(case: Case, attached: bool = True) -> dict[str, Any]:
     if attached:
         engine.__dict__["gradients"] = toy
     else:
-        net.gradients = toy  # engines pass on what their modules have
+        vars(net)["gradients"] = toy  # engines pass on what their modules have
     gemini_ft.deepspeed.attach(engine, {"on_late": "wait"})
     mine = {"residual": torch.full((3,), float(dist.get_rank())), "rank": dist.get_rank()}
     loaded = first_difference(toy.state, mine) is None

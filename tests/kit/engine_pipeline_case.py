@@ -147,6 +147,7 @@ def run(case: Case) -> dict[str, Any]:
     if gradients:
         found["step"] = gradients.averager.step
         found["plan"] = gradients.averager.plan.fusion
+        found["ratios"] = gradients.averager.controls.ratios()
     end(engine)
     found["threads"] = [thread.name for thread in threading.enumerate() if thread.name.startswith("gradients-")]
     return found

@@ -35,7 +35,7 @@ class Net(nn.Module):
         self.first = nn.Linear(5, 7)
         self.middle = nn.ModuleList([nn.Linear(7, 7, bias=False) for _ in range(11)])  # 10 sorts before 2
         self.twin = nn.Linear(7, 7, bias=False)
-        self.twin.weight = self.middle[3].weight
+        self.twin.weight = self.middle[3].get_parameter("weight")
         self.norm = nn.BatchNorm1d(7)
         self.last = nn.Linear(7, 3)
         self.frozen = nn.Parameter(torch.arange(6).to(torch.bfloat16).view(3, 2), requires_grad=False)
@@ -60,7 +60,7 @@ def build(sharded: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
         fully_shard(net)
     elif dist.is_initialized():
         model = DistributedDataParallel(net)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [*net.last.parameters()], "lr": 3e-3},
         {"params": [p for name, p in net.named_parameters() if not name.startswith("last") and p.requires_grad]},
     ]

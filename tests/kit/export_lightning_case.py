@@ -53,6 +53,7 @@ class Module(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(4, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 4))
+        self.seen: torch.Tensor
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.crash_at = crash_at
         self.validated: list[int] = []
@@ -62,7 +63,7 @@ class Module(pl.LightningModule):
             settle(self.trainer.strategy.checkpointer)  # type: ignore[attr-defined]
             raise Crash
         self.seen += len(batch)
-        loss = (self.net(batch) - batch).square().mean()
+        loss: torch.Tensor = (self.net(batch) - batch).square().mean()
         self.log("loss", loss)
         return loss
 
@@ -72,7 +73,8 @@ class Module(pl.LightningModule):
         self.log("val_loss", (self.net(batch) - batch).square().mean(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW([{"params": self.net[3].parameters(), "lr": 3e-2}, {"params": self.net[:2].parameters()}], 1e-2)
+        groups: list[dict[str, Any]] = [{"params": self.net[3].parameters(), "lr": 3e-2}, {"params": self.net[:2].parameters()}]
+        optimizer = torch.optim.AdamW(groups, 1e-2)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20), "interval": "step"},

@@ -88,12 +88,14 @@ class FakeAccelerator:
         self._held = False
         self.streams: list[Stream] = []
         self._local = threading.local()
-        self._default = self.Stream()
+        self._default = Stream(self)
+        self.streams.append(self._default)
         self.Event = lambda *_, **__: Event(self)
+        self.Stream = self._new_stream
 
     # -- what torch's modules have
 
-    def Stream(self, *_: Any, **__: Any) -> Stream:
+    def _new_stream(self, *_: Any, **__: Any) -> Stream:
         self.streams.append(Stream(self))
         return self.streams[-1]
 
@@ -174,7 +176,7 @@ class Tensor(torch.Tensor):
     def __init__(self, elem: torch.Tensor, accelerator: FakeAccelerator) -> None:
         self.elem, self.accelerator = elem, accelerator
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{self.elem!r} on {DEVICE}"
 
     @classmethod
@@ -190,7 +192,7 @@ class Tensor(torch.Tensor):
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         every: list[Tensor] = []
         tree_map(lambda item: every.append(item) if isinstance(item, Tensor) else None, (args, kwargs))

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,8 @@ def configuration(run: dict[str, Any]) -> dict[str, Any]:
     }
     if run.get("section"):
         config["gemini"] = {"on_late": "wait"}
-    return config | run.get("config", {})
+    given: dict[str, Any] = config | run.get("config", {})
+    return given
 
 
 class Diary:
@@ -87,7 +89,8 @@ def bits(model: Any) -> str:
     """A digest of the whole model's parameters, or of this rank's shards where the model is sharded."""
     found = hashlib.sha256()
     if isinstance(model, FSDPModule):
-        shards: dict[str, Any] = model.state_dict()
+        whole: Any = model  # torch's stubs do not show that it is a module, too
+        shards: dict[str, Any] = whole.state_dict()
         for name in sorted(shards):
             found.update(name.encode() + shards[name].to_local().numpy().tobytes())
         return found.hexdigest()
@@ -122,7 +125,7 @@ def train(run: dict[str, Any], diary: Diary) -> None:
     if run.get("sharded"):
         shard_on_cpus()
 
-    class Tell(TrainerCallback):
+    class Tell(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *_: Any, **named: Any) -> None:
             diary.engine(trainer.model_wrapped)
 
@@ -146,7 +149,7 @@ def train(run: dict[str, Any], diary: Diary) -> None:
         **{"num_train_epochs": 3, "seed": 5, "save_strategy": "no"} | run.get("arguments", {}),
     )
 
-    class Evaluating(Trainer):
+    class Evaluating(Trainer):  # type: ignore[misc]
         """accelerate's own gathering of results fails on the CPU under DeepSpeed: each rank takes itself for the only one."""
 
         def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
@@ -205,12 +208,31 @@ def loop_on_ddp(run: dict[str, Any], diary: Diary) -> None:
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            losses = [*losses, [loss.item().hex(), scheduler.get_last_lr()[0].hex(), batch["input_ids"].sum().item()]]
+            losses = [*losses, [float(loss).hex(), float(scheduler.get_last_lr()[0]).hex(), batch["input_ids"].sum().item()]]
             checkpointer.step(losses=losses)
     checkpointer.close()
-    diary.note(end=len(losses), losses=losses, bits=bits(net), drawn=torch.rand(()).item().hex(), processes=accelerator.num_processes)
+    diary.note(end=len(losses), losses=losses, bits=bits(net), drawn=float(torch.rand(())).hex(), processes=accelerator.num_processes)
+
+
+def unprotected_loop(run: dict[str, Any], diary: Diary) -> None:
+    """The same without gemini-ft; a worker of the first attempt is killed."""
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    accelerator = Accelerator(cpu=True)
+    net = model()
+    net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2), DataLoader(Texts(SAMPLES), BATCH))
+    for steps, batch in enumerate(loader):
+        if (steps, accelerator.process_index, os.environ["TORCHELASTIC_RESTART_COUNT"]) == (3, 1, "0"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        accelerator.backward(net(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        diary.note(engine=type(net).__name__, steps=steps)
+    diary.note(end=len(loader), processes=accelerator.num_processes)
 
 
 if __name__ == "__main__":
     job = json.loads(sys.argv[1])
-    {"trainer": train, "loop": loop, "loop on ddp": loop_on_ddp}[job["kind"]](job, Diary(job))
+    kinds = {"trainer": train, "loop": loop, "loop on ddp": loop_on_ddp, "unprotected": unprotected_loop}
+    kinds[job["kind"]](job, Diary(job))

@@ -102,7 +102,7 @@ def digest(module: nn.Module) -> str:
 
 
 def make_module(package: Any, run: dict[str, Any], diary: Diary) -> Any:
-    class Case(package.LightningModule):  # type: ignore[misc,name-defined]
+    class Case(package.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.net = network()
@@ -138,7 +138,7 @@ def make_module(package: Any, run: dict[str, Any], diary: Diary) -> Any:
             self.log("worst", loss, on_step=False, on_epoch=True, reduce_fx="max", batch_size=BATCH)
             self.log("seen", self.seen, on_step=False, on_epoch=True, batch_size=BATCH)
             self.log_dict(self.errors, on_step=False, on_epoch=True, batch_size=BATCH)
-            diary.note(f"step {step}", [batch_idx, batch.sum().item().hex(), loss.item().hex()])
+            diary.note(f"step {step}", [batch_idx, float(batch.sum()).hex(), float(loss).hex()])
             if not self.automatic_optimization:
                 self.manual_step(loss)
             return loss
@@ -185,8 +185,8 @@ def make_module(package: Any, run: dict[str, Any], diary: Diary) -> Any:
                 return torch.optim.AdamW(self.net[:4].parameters(), 1e-2), torch.optim.SGD(self.net[4:].parameters(), 1e-2, momentum=0.9)
             optimizer = torch.optim.AdamW(self.net.parameters(), 1e-2)
             if run.get("plateau"):
-                scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)
-                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+                plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
             scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -215,7 +215,7 @@ def make_callbacks(package: Any, run: dict[str, Any]) -> list[Any]:
 def make_logger(diary: Diary) -> Any:
     """Whatever Lightning logs, with the step it logs it for."""
 
-    class Recorder(lightning.pytorch.loggers.Logger, pytorch_lightning.loggers.Logger):
+    class Recorder(lightning.pytorch.loggers.Logger, pytorch_lightning.loggers.Logger):  # type: ignore[misc]
         name = version = "diary"
 
         def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -261,10 +261,10 @@ def train(run: dict[str, Any], diary: Diary, out: Path) -> None:
     validation = DataLoader(Samples(8), BATCH, **run.get("loader", {}))
     whole = {"weights_only": False} if "weights_only" in inspect.signature(trainer.fit).parameters else {}  # Lightning 2.5 reads all
     trainer.fit(module, training, validation, ckpt_path=run.get("ckpt_path"), **whole)
-    diary.note("final", [digest(module), trainer.global_step, trainer.current_epoch, torch.rand(()).item().hex()])
+    diary.note("final", [digest(module), trainer.global_step, trainer.current_epoch, float(torch.rand(())).hex()])
     if checkpoints.best_model_score is not None:
         names = sorted(Path(path).stem.partition("-v")[0] for path in checkpoints.best_k_models)  # -v1: a file saved again
-        diary.note("best", [checkpoints.best_model_score.item().hex(), names])
+        diary.note("best", [float(checkpoints.best_model_score).hex(), names])
 
 
 def train_with_fabric(run: dict[str, Any], diary: Diary) -> None:
@@ -274,11 +274,12 @@ def train_with_fabric(run: dict[str, Any], diary: Diary) -> None:
     model = network()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 1e-2))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.optimizer, 30)
-    loader = fabric.setup_dataloaders(train_loader(run))
+    loader: Any = fabric.setup_dataloaders(train_loader(run))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "epoch": 0, "step": 0}
     resumable = run.get("strategy", "gemini") == "gemini"
+    strategy: Any = fabric.strategy
     if resumable:
-        fabric.strategy.protect(state) if run.get("asked") else fabric.load("gemini://latest", state)
+        strategy.protect(state) if run.get("asked") else fabric.load("gemini://latest", state)
     for epoch in range(state["epoch"], 3):
         state["epoch"] = epoch
         for batch in loader:
@@ -291,14 +292,14 @@ def train_with_fabric(run: dict[str, Any], diary: Diary) -> None:
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            diary.note(f"step {step}", [batch.sum().item().hex(), loss.item().hex(), scheduler.get_last_lr()[0].hex()])
+            diary.note(f"step {step}", [float(batch.sum()).hex(), float(loss).hex(), float(scheduler.get_last_lr()[0]).hex()])
             state["step"] += 1
             if resumable and not run.get("asked"):
                 fabric.save("gemini://latest", state)
             diary.reached("update", step)
-    diary.note("final", [digest(model), state["step"], torch.rand(()).item().hex()])
+    diary.note("final", [digest(model), state["step"], float(torch.rand(())).hex()])
     if resumable:
-        fabric.strategy.close()
+        strategy.close()
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ def make_module(package: Any, case: Case, diary: Any, said: dict[str, Any]) -> A
     from gemini_ft.deepspeed.state import EngineState
     from gemini_ft.testing import digest
 
-    class Module(package.LightningModule):  # type: ignore[misc,name-defined]
+    class Module(package.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.net = network()
@@ -68,7 +68,7 @@ def make_module(package: Any, case: Case, diary: Any, said: dict[str, Any]) -> A
             self.seen.update(loss.detach())
             self.log("loss", loss, on_step=True, on_epoch=True, batch_size=BATCH)
             self.log("seen", self.seen, on_step=False, on_epoch=True, batch_size=BATCH)
-            diary.note(f"step {self.trainer.fit_loop.total_batch_idx}", [batch_idx, batch.sum().item().hex(), loss.item().hex()])
+            diary.note(f"step {self.trainer.fit_loop.total_batch_idx}", [batch_idx, float(batch.sum()).hex(), float(loss).hex()])
             return loss
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -85,7 +85,7 @@ def make_module(package: Any, case: Case, diary: Any, said: dict[str, Any]) -> A
         def on_train_end(self) -> None:
             engine = self.trainer.model
             state = {item.name: item.tensor for item in EngineState(engine).survey()}
-            diary.note("final", [digest(state), engine.global_steps, engine.micro_steps, torch.rand(()).item().hex()])
+            diary.note("final", [digest(state), engine.global_steps, engine.micro_steps, float(torch.rand(())).hex()])
 
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["of the user"] = self.trainer.fit_loop.total_batch_idx
@@ -138,5 +138,5 @@ def train(case: Case, out: str, plain: bool = False) -> dict[str, Any]:
     whole = {"weights_only": False} if "weights_only" in inspect.signature(trainer.fit).parameters else {}  # Lightning 2.5 reads all
     trainer.fit(module, train_loader({}), DataLoader(Samples(8), BATCH), ckpt_path=case.ckpt_path or None, **whole)
     names = sorted(Path(path).stem.partition("-v")[0] for path in checkpoints.best_k_models)  # -v1: saved again
-    diary.note("best", [checkpoints.best_model_score.item().hex(), names])
+    diary.note("best", [float(checkpoints.best_model_score).hex(), names])
     return said

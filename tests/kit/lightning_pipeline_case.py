@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +50,7 @@ class Calls:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
         self.elements.append(bucket.buffer().numel())
-        return allreduce_hook(None, bucket)
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
 
 def data() -> Any:
@@ -64,7 +64,7 @@ def loss_of(net: Any, words: torch.Tensor) -> torch.Tensor:
     return functional.mse_loss(net(words).float().squeeze(1), (words % 3).float())
 
 
-def warm_up(loss: Callable[[torch.Tensor], torch.Tensor], model: torch.nn.Module) -> None:
+def warm_up(loss: Any, model: Any) -> None:
     """A backward pass as a script makes it that wants its memory allocated before it begins."""
     loss(torch.arange(4) + int(os.environ["RANK"])).backward()
     model.zero_grad()
@@ -128,11 +128,12 @@ def train(case: Case) -> dict[str, Any]:
     calls, recorder = Calls(), Recorder()
     strategy = make_strategy(case, calls)
     module = Module()
+    precision: Any = case.precision
     trainer = package.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=strategy,
-        precision=case.precision,
+        precision=precision,
         logger=recorder,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -151,19 +152,21 @@ def train(case: Case) -> dict[str, Any]:
         "logged": recorder.logged,
         "steps": gradients.averager.step if gradients else trainer.global_step,
         "summary": gradients.summary() if gradients else {},
+        "ratios": gradients.averager.controls.ratios() if gradients else [],
     }
 
 
 def train_with_fabric(case: Case) -> dict[str, Any]:
     """The same in a loop of the user's own, once through the data."""
     from lightning.fabric import Fabric
-    from lightning.fabric.strategies import DDPStrategy
+    from lightning.fabric.strategies.ddp import DDPStrategy
 
     import gemini_ft.lightning
 
     ours = case.rules is not None
-    strategy = gemini_ft.lightning.GeminiFabricStrategy(gradient_pipeline=case.rules, on_late="wait") if ours else DDPStrategy()
-    fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, precision=case.precision)
+    strategy: Any = gemini_ft.lightning.GeminiFabricStrategy(gradient_pipeline=case.rules, on_late="wait") if ours else DDPStrategy()
+    precision: Any = case.precision
+    fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, precision=precision)
     fabric.launch()
     fabric.seed_everything(7, verbose=False)
     net = Net()
@@ -186,10 +189,12 @@ def train_with_fabric(case: Case) -> dict[str, Any]:
             optimizer.zero_grad()
             if case.saved:
                 fabric.save("gemini://latest", state)
-    steps = fabric.strategy.gradients.averager.step if ours else state["batches"] // case.accumulate
+    steps = strategy.gradients.averager.step if ours else state["batches"] // case.accumulate
     if case.saved:
-        fabric.strategy.close()
-    return {"losses": losses, "weights": {name: param.detach().float().numpy() for name, param in net.named_parameters()}, "steps": steps}
+        strategy.close()
+    ratios = gradients.averager.controls.ratios() if (gradients := getattr(strategy, "gradients", None)) is not None else []
+    weights = {name: param.detach().float().numpy() for name, param in net.named_parameters()}
+    return {"losses": losses, "weights": weights, "steps": steps, "ratios": ratios}
 
 
 def every(cases: Mapping[str, Case]) -> dict[str, Any]:

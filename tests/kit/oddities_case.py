@@ -64,7 +64,8 @@ def train(what: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
         net.backbone.requires_grad_(True)  # DDP sorts its parameters when it is made
         model = wrapper = DistributedDataParallel(net)
         if what == "local":
-            wrapper.register_comm_hook(post_localSGD_hook.PostLocalSGDState(None, None, 1), post_localSGD_hook.post_localSGD_hook)
+            state: Any = post_localSGD_hook.PostLocalSGDState(None, None, 1)  # type: ignore[no-untyped-call]
+            wrapper.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
         else:
             state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
             wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -96,7 +97,7 @@ def train(what: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
             if len(optimizers) > 1 and iteration % 3 == 2:
                 optimizers[1].step()
                 optimizers[1].zero_grad()
-            trace.write(f"{iteration} {loss.item().hex()}\n")
+            trace.write(f"{iteration} {float(loss).hex()}\n")
             checkpointer.step()
     checkpointer.close()
     final = {"model": net.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
@@ -113,7 +114,7 @@ def _change(net: Net, optimizers: list[Any], iteration: int) -> None:
     if iteration == 6:
         net.scale = 0.5
         if not dist.is_initialized():
-            prune.l1_unstructured(net.head, "weight", amount=4)
+            prune.l1_unstructured(net.head, "weight", amount=4)  # type: ignore[no-untyped-call]
     if iteration == 8 and not dist.is_initialized():
         _grow(net, optimizers)
 

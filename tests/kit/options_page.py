@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from gemini_ft.compression.options import METHOD_OPTIONS
-from gemini_ft.config import SET_BY_LAUNCHER, VARIABLES, GeminiConfig, StorageConfig, TrafficConfig
+from gemini_ft.config import SET_BY_LAUNCHER, VARIABLES, GeminiConfig, MemoryConfig, StorageConfig, TrafficConfig
 from gemini_ft.pipeline.options import SCHEME_OPTIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
@@ -26,10 +26,11 @@ a unit (`8MiB`, `500 MB`). A `GEMINI_` variable that nothing reads is warned of,
 
 def page() -> str:
     """The page's text."""
-    sections = [
+    sections: list[tuple[str, str, type[BaseModel]]] = [
         ("The core", "", GeminiConfig),
         ("storage", "storage.", StorageConfig),
         ("traffic", "traffic.", TrafficConfig),
+        ("memory", "memory.", MemoryConfig),
     ]
     parts = [_HEAD]
     for title, prefix, model in sections:

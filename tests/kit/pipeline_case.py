@@ -30,8 +30,10 @@ from gemini_ft.compression.costs import Affine
 from gemini_ft.compression.espresso_options import Processor
 from gemini_ft.compression.espresso_options import options as every_option
 from gemini_ft.compression.methods import METHODS, create
-from gemini_ft.pipeline import GradientSynchronizer, candidates
+from gemini_ft.pipeline import GradientSynchronizer, candidates, tuner
 from gemini_ft.pipeline.candidates import Candidates
+from gemini_ft.pipeline.drift import Drift
+from gemini_ft.pipeline.lanes import Work
 from gemini_ft.pipeline.routes import option_way
 
 Given = Mapping[str, Tensor]
@@ -68,7 +70,7 @@ class Loop:
 
     def __init__(self, pipeline: Any, ddp: bool = False, model: nn.Module | None = None, **options: Any) -> None:
         own = model if model is not None else Leaves()
-        unused = {"find_unused_parameters": True} if ddp and options.pop("find_unused_parameters", False) else {}
+        unused: dict[str, Any] = {"find_unused_parameters": True} if ddp and options.pop("find_unused_parameters", False) else {}
         self.model = DistributedDataParallel(own, bucket_cap_mb=0.002, **unused) if ddp else own
         self.ddp, self.synchronizer = ddp, GradientSynchronizer(self.model, pipeline, **options)
 
@@ -169,7 +171,7 @@ def default_methods() -> list[str]:
     join()
     wrong = []
     for name in METHODS:
-        needed = {"count": 50} if name == "hard_threshold" else {}
+        needed: dict[str, Any] = {"count": 50} if name == "hard_threshold" else {}
         by_hand = create(name, **needed)
         with closing(Loop(rule(compress={"method": name, **needed}))) as loop:
             for step in range(2):
@@ -227,7 +229,8 @@ class Words(nn.Module):
                 param.copy_(torch.linspace(-1, 1, param.numel()).view(param.shape))
 
     def forward(self, words: Tensor) -> Tensor:
-        return self.head(self.embed(words)).square().sum()
+        total: Tensor = self.head(self.embed(words)).square().sum()
+        return total
 
 
 def _words(step: int) -> Tensor:
@@ -256,6 +259,23 @@ def sparse_schemes() -> list[str]:
                     wrong.append(f"{sync}, sparse={sparse}, DDP={ddp}: another layout")
                 if not alike(hexed(means)):
                     wrong.append(f"{sync}, sparse={sparse}, DDP={ddp}, step {step}: ranks differ")
+    return wrong
+
+
+def switched(place: str) -> list[str]:
+    """Whole gradients in buckets through a switch, and other parameters without it."""
+    join()
+    rules = [{"params": "*", "sync": {"scheme": "switchml", "switch": place, "patience": 20.0}, "fusion": {"groups": 2}}]
+    wrong = []
+    for ddp in (False, True):
+        trial = Loop(rules, ddp)
+        for step in range(3):
+            means = trial.step(own(step))
+            if not close(means, exact(own(step)), 1e-5):
+                wrong.append(f"ddp={ddp}, step {step}: not the mean")
+            if not alike(hexed(means)):
+                wrong.append(f"ddp={ddp}, step {step}: ranks differ")
+        trial.close()
     return wrong
 
 
@@ -388,7 +408,8 @@ def kinds_of_parameters() -> list[str]:
     """Frozen, tied, of 16 bits, not contiguous; plain and in DDP."""
     join()
     wrong = []
-    for ddp, options in itertools.product((False, True), ({}, {"compress": compress("topk")}, {"compress": "bf16"})):
+    given: list[dict[str, Any]] = [{}, {"compress": compress("topk")}, {"compress": "bf16"}]
+    for ddp, options in itertools.product((False, True), given):
         wrong += [f"{what}, DDP={ddp}, {options}" for what in _kinds(ddp, options)]
     return wrong
 
@@ -523,13 +544,13 @@ def moved_to_processors() -> list[str]:
     join()
     wrong = []
     shapes = {f"t{number:02}": (200, 300) for number in range(6)}
-    with closing(Loop(rule(compress=compress("topk"), fusion="layer-wise"), model=Leaves(shapes))) as loop:
+    with closing(Loop(rule(compress=compress("topk"), fusion="espresso"), model=Leaves(shapes))) as loop:
         averager = loop.synchronizer.averager
         ready = {tensor.name: 0.1 * (1 + number) for number, tensor in enumerate(averager.tensors)}
         found = Candidates(averager, torch.device("cpu"), averager.tensors, 1e-3, ready)
         slow, both = Affine(1e-3, 1e-6), (Processor.GPU, Processor.CPU)
-        with patch.object(candidates, "processors", lambda _: both), patch.object(found, "_links", lambda *_: (slow, slow)):
-            (espresso,) = found._shared([found._by_espresso(0, averager.tensors)])
+        with patch.object(candidates, "processors", lambda _: both), patch.object(found, "links", lambda *_: (slow, slow)):
+            (espresso,) = found.of(0)
         chosen = [every_option(both)[int(group.way.removeprefix("option "))] for group in espresso.groups]
         if not any(Processor.CPU in option.processors for option in chosen):
             wrong.append(f"nothing on the CPU: {espresso}")
@@ -582,7 +603,7 @@ def foreign_states() -> list[str]:
     with closing(Loop(rule(compress="topk"))) as loop:
         state = loop.synchronizer.state_dict()
         others = [Loop(rule(compress="topk"), model=Leaves({"embed": (3, 3)})), Loop(rule(compress="qsgd"))]
-        said = [error_of(lambda other=other: other.synchronizer.load_state_dict(state)) for other in others]
+        said = [error_of(partial(other.synchronizer.load_state_dict, state)) for other in others]
         for other in others:
             other.close()
     return said
@@ -616,7 +637,7 @@ def disagreements() -> list[str]:
         ([{"params": "embed"}], Leaves({"conv" if odd else "embed": (2, 2)}), {}),
         (rule(sync={"scheme": "hierarchical", "local_size": 2}), Leaves(), {}),
     ]
-    said = [error_of(lambda case=case: GradientSynchronizer(case[1], case[0], **case[2])) for case in cases]
+    said = [error_of(partial(GradientSynchronizer, case[1], case[0], **case[2])) for case in cases]
     with closing(Loop(topk)) as loop:
         said.append(str(alike(hexed(loop.step(own(0))))))
     return said
@@ -658,21 +679,21 @@ def failing(how: str, *cases: tuple[bool, bool]) -> list[list[str]]:
 def _break(loop: Loop, how: str, is_compressed: bool) -> None:
     averager, fail = loop.synchronizer.averager, _raise if how == "raises" else _die
     if how == "killed while planning":
-        loop.synchronizer._tuner._plan = fail  # type: ignore[method-assign]
+        setattr(tuner, "Candidates", fail)  # noqa: B010 - for types it is a class
         return
     route: Any = averager.routes.of(averager.plan.groups[2])
     if how == "killed between steps":
-        loop.synchronizer._drift.begin = fail  # type: ignore[method-assign]
+        setattr(Drift, "begin", fail)  # noqa: B010 - for types it is a method
         loop.step(own(2))
     elif is_compressed:
         route.reducer.inner.compress = fail
     else:
-        route._flat = fail
+        route.average = partial(_fails, fail)
 
 
 def _until_all_have_failed(rank: int, case: int) -> None:
     """The rank that fails first lives on until the others have failed too: it is not its end that tells them."""
-    store = _whole().get_group_store()  # type: ignore[attr-defined]
+    store = _whole().get_group_store()
     store.set(f"failed {case} {rank}", "")
     if rank == 0:
         store.wait([f"failed {case} {other}" for other in range(dist.get_world_size())], timedelta(seconds=20))
@@ -691,6 +712,13 @@ def _raise(*_: Any) -> Any:
 
 def _die(*_: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fails(fail: Callable[[], None], *_: Any) -> Work:
+    """Fails where a route computes, which is not where it is called."""
+    fail()
+    yield from ()
+    return {}
 
 
 # -- groups, telemetry, other hooks
@@ -744,7 +772,7 @@ def beside_another_hook() -> list[str]:
     def hook(state: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
         state.append(bucket.index())
         work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
-        done: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])  # type: ignore[union-attr]
+        done: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
         return done
 
     wrong = []

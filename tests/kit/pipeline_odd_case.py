@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gemini_ft
 from gemini_ft.pipeline import GradientSynchronizer
+from gemini_ft.pipeline.drift import Drift
 from gemini_ft.sync import auto
 from gemini_ft.testing import digest
 
@@ -45,7 +46,7 @@ class Given(Function):
         return torch.zeros(())
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         return ctx.gradient, None
 
 
@@ -60,7 +61,7 @@ class OfAnyDtype(Leaves):
         return torch.stack([Given.apply(self.get_parameter(name), gradient) for name, gradient in given.items()]).sum()  # type: ignore[no-untyped-call]
 
 
-def _own(model: OfAnyDtype, step: int) -> dict[str, Tensor]:
+def _own(model: nn.Module, step: int) -> dict[str, Tensor]:
     """Gradients of small whole numbers, whose averages every dtype represents exactly; each rank has different ones."""
     stream = torch.Generator().manual_seed(10 * step + dist.get_rank())
     given = {}
@@ -159,7 +160,7 @@ def stray_and_drifting() -> list[list[str]]:
         with closing(Loop(rule(compress=compress("randomk")), ddp, Leaves(SMALL))) as loop:
             loop.step(own(0, SMALL))
             loop.synchronizer.summary()
-            loop.synchronizer.averager._rounds += rank
+            loop.synchronizer.averager.rounds += rank
             loop.step(own(1, SMALL))
             said.append([error_of(loop.synchronizer.state_dict), error_of(lambda: loop.step(own(2, SMALL)))])
             state = loop.synchronizer.state_dict()
@@ -176,16 +177,16 @@ def saved_alone() -> list[bool]:
     rank, store = join().rank(), dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     saved = []
     for ddp in (False, True):
-        with closing(Loop(rule(compress=compress("topk")), ddp, Leaves(SMALL))) as loop:
-            drift, key = loop.synchronizer._drift, f"saved, DDP={ddp}"
-            begin = drift.begin
+        begin, key = Drift.begin, f"saved, DDP={ddp}"
 
-            def late(begin: Callable[[], None] = begin, key: str = key) -> None:
-                store.wait([key])
-                begin()
+        def late(drift: Drift, begin: Callable[[Drift], None] = begin, key: str = key) -> None:
+            store.wait([key])
+            begin(drift)
 
-            if rank:
-                drift.begin = late  # type: ignore[method-assign]
+        with (
+            patch.object(Drift, "begin", late if rank else begin),
+            closing(Loop(rule(compress=compress("topk")), ddp, Leaves(SMALL))) as loop,
+        ):
             loop.step(own(0, SMALL))
             if not rank:
                 saved.append(bool(loop.synchronizer.state_dict()))
@@ -265,7 +266,7 @@ def functional_embedding() -> list[str]:
     """Averages sparse gradients without a rule and under sparse and planned rules; returns differences, and the error with compression."""
     join()
     wrong = []
-    pipelines = ([], rule(sync="zen"), rule(sync="auto"), rule(fusion="cupcake"), rule(params="rest", compress="bf16"))
+    pipelines: tuple[Any, ...] = ([], rule(sync="zen"), rule(sync="auto"), rule(fusion="cupcake"), rule(params="rest", compress="bf16"))
     for pipeline in pipelines:
         model = Functional()
         with closing(Loop(pipeline, model=model, profile_steps=2)) as loop:
@@ -362,7 +363,7 @@ def drifted_and_saved(folder: str) -> int:
         drifts = iteration == 4 and not mark.exists()
         if drifts:
             mark.touch()
-            synchronizer.averager._rounds += rank
+            synchronizer.averager.rounds += rank
         checkpointer.step()
         if drifts:
             checkpointer.flush()
@@ -506,7 +507,7 @@ def trials(folder: str, first: int, last: int) -> list[str]:
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)), monotonic=time.monotonic)
     shapes = {"table": (50, 4), "more": (30, 2)}
-    pinned = [
+    pinned: list[Any] = [
         patch.object(auto, "time", clock),
         patch.object(auto, "candidates", lambda names, *_: [name for name in names if name in ("zen", "dense", "ssar-recursive-doubling")]),
     ]
@@ -517,6 +518,6 @@ def trials(folder: str, first: int, last: int) -> list[str]:
             loop.synchronizer.load_state_dict(torch.load(file, weights_only=True))
         means = [hexed(loop.step(own(step, shapes))) for step in range(first, last)]
         route: Any = loop.synchronizer.averager.routes.of(loop.synchronizer.averager.plan.groups[0])
-        chosen = [plan.chosen for scheme in route._schemes.values() for plan in scheme.plans.values()]
+        chosen = [plan.chosen for scheme in route.schemes.values() for plan in scheme.plans.values()]
         torch.save(loop.synchronizer.state_dict(), file)
     return [*means, str(chosen)]

@@ -89,7 +89,7 @@ def train(case: Case, out: str) -> dict[str, Any]:
                     optimizer.zero_grad()
                 scheduler.step()
             seen += 8
-            trace.write(f"{iteration} {loss.item().hex()} {scheduler.get_last_lr()[0].hex()} {seen}\n")
+            trace.write(f"{iteration} {float(loss).hex()} {float(scheduler.get_last_lr()[0]).hex()} {seen}\n")
             checkpointer.step(seen=seen)
             time.sleep(case.pause)
     checkpointer.close()

@@ -29,7 +29,7 @@ class Attempt:
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], environments: Sequence[Mapping[str, str]]) -> None:
         self.processes = []
         self._pipes = []
-        self._said: dict[int, Any] = {}
+        self.said: dict[int, Any] = {}
         for environ in environments:
             ours, theirs = context.Pipe()
             process = context.Process(target=_run, args=(theirs, dict(environ), function, arguments))
@@ -52,22 +52,22 @@ class Attempt:
             ready = wait(list(pipes), 0.1)
             for rank in [rank for pipe, rank in pipes.items() if pipe in ready]:
                 try:
-                    self._said[rank] = self._pipes[rank].recv()
+                    self.said[rank] = self._pipes[rank].recv()
                 except EOFError:
                     self.processes[rank].join(WAIT)
-                    self._said[rank] = Failed(f"rank {rank} died with exit code {self.processes[rank].exitcode}")
-                if isinstance(self._said[rank], Exception):
+                    self.said[rank] = Failed(f"rank {rank} died with exit code {self.processes[rank].exitcode}")
+                if isinstance(self.said[rank], Exception):
                     return False
         return True
 
     def _pipes_open(self) -> list[int]:
-        return [rank for rank in range(len(self._pipes)) if rank not in self._said]
+        return [rank for rank in range(len(self._pipes)) if rank not in self.said]
 
     def results(self) -> list[Any]:
         """What each rank returned, or the exception it raised; waits for all of them."""
         while not self.wait() and self._pipes_open():
             pass
-        return [self._said[rank] for rank in range(len(self._pipes))]
+        return [self.said[rank] for rank in range(len(self._pipes))]
 
     def kill(self) -> None:
         for process in self.processes:
@@ -154,7 +154,7 @@ class World:
                 return attempt.results()
             attempt.kill()
             self.restarts += 1
-            assert self.restarts <= restarts, attempt._said
+            assert self.restarts <= restarts, attempt.said
 
     def outcome(self, function: Callable[..., Any], *arguments: Any, **environ: Any) -> list[Any]:
         """What each rank returned, or the exception it raised, in one attempt; all are dead afterwards."""
@@ -165,9 +165,9 @@ class World:
             attempt.kill()
 
 
-def on_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def on_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments: Any, **environ: str) -> list[Any]:
     """What each rank returned; an exception of one is raised."""
-    with World(folder, size) as world:
+    with World(folder, size, **environ) as world:
         results = world.outcome(function, *arguments)
     for result in results:
         if isinstance(result, Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -13,14 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from agent_kit import agent_pid
 from plain_case import start_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gemini_ft
 from gemini_ft.agent import lifecycle
+from gemini_ft.config import load_config
+from gemini_ft.hosts import host_id
+from gemini_ft.wire.worker_messages import GetStatus, Status
 from gemini_ft.worker import rendezvous
-from gemini_ft.worker.snapshot import JobState
+from gemini_ft.worker.recorder import Recorder
+from gemini_ft.worker.snapshot import Snapshotter
+from gemini_ft.worker.stats import Stats
 
 
 class Recorded(logging.Handler):
@@ -59,8 +66,8 @@ def loop(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedulers: dict[str, Any] = {name: torch.optim.lr_scheduler.StepLR(optimizer, 5) for name in state}
     schedulers |= {"odd": Odd()} if odd else {}
-    options = {"on_late": "wait", "timeout": 10.0} | options
-    checkpointer = gemini_ft.Checkpointer(model, optimizer, state=schedulers, **options)
+    given: dict[str, Any] = {"on_late": "wait", "timeout": 10.0} | options
+    checkpointer = gemini_ft.Checkpointer(model, optimizer, state=schedulers, **given)
     start = checkpointer.resume()
     if crash_at is not None and start >= crash_at:
         raise RuntimeError("the script crashes")
@@ -109,37 +116,35 @@ def memfds() -> int:
 
 def settle(checkpointer: gemini_ft.Checkpointer) -> None:
     """Until the last snapshot is committed, or given up."""
-    recorder = checkpointer._recorder
-    assert recorder is not None
-    end = time.monotonic() + 20
-    while recorder._outcomes._ended and time.monotonic() < end:
+    stats, end = checkpointer.stats, time.monotonic() + 20
+    while len(stats.commit_seconds) + stats.skipped < stats.snapshots and time.monotonic() < end:
         time.sleep(0.01)
 
 
 Hook = Callable[[int, nn.Module, torch.optim.Optimizer, gemini_ft.Checkpointer], None]
 
 
-def agent_of(checkpointer: gemini_ft.Checkpointer) -> int:
-    recorder = checkpointer._recorder
-    assert recorder is not None
-    return recorder.client.welcome.pid
+def agent_of() -> int:
+    pid = agent_pid(os.environ["GEMINI_RUN_ID"], host_id())
+    assert pid is not None
+    return pid
 
 
 def write_during_the_copy(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
     """Hold the agent back, so that the snapshot of iteration 2 cannot begin; then write a parameter."""
     if iteration == 1:
         settle(checkpointer)
-        os.kill(agent_of(checkpointer), signal.SIGSTOP)
+        os.kill(agent_of(), signal.SIGSTOP)
     elif iteration == 2:
         with torch.no_grad():
             next(net.parameters()).add_(1)
-        os.kill(agent_of(checkpointer), signal.SIGCONT)
+        os.kill(agent_of(), signal.SIGCONT)
 
 
 def write_unseen(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
     """Write a parameter in a way that its version counter does not show."""
     if iteration == 2:
-        wait_for_copy(checkpointer)
+        wait_for_copy()
         next(net.parameters()).data.add_(1)
 
 
@@ -173,7 +178,7 @@ def kill_the_agent(iteration: int, net: nn.Module, optimizer: torch.optim.Optimi
     """That of one host, after iteration 2."""
     if iteration == 2 and os.environ["RANK"] == os.environ["VICTIM"]:
         settle(checkpointer)
-        os.kill(agent_of(checkpointer), signal.SIGKILL)
+        os.kill(agent_of(), signal.SIGKILL)
 
 
 def stop_the_agent(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
@@ -181,45 +186,42 @@ def stop_the_agent(iteration: int, net: nn.Module, optimizer: torch.optim.Optimi
     if os.environ["RANK"] == os.environ["VICTIM"]:
         if iteration == 2:
             settle(checkpointer)
-            os.kill(agent_of(checkpointer), signal.SIGSTOP)
+            os.kill(agent_of(), signal.SIGSTOP)
         elif iteration == 22:
-            os.kill(agent_of(checkpointer), signal.SIGCONT)
+            os.kill(agent_of(), signal.SIGCONT)
 
 
 def stop_the_agent_for_good(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
     """That of one host hangs, and nobody wakes it up."""
     if os.environ["RANK"] == os.environ["VICTIM"] and iteration == 2:
         settle(checkpointer)
-        os.kill(agent_of(checkpointer), signal.SIGSTOP)
+        os.kill(agent_of(), signal.SIGSTOP)
 
 
-def wait_for_copy(checkpointer: gemini_ft.Checkpointer) -> None:
+def wait_for_copy() -> None:
     """Until the snapshot thread has nothing to do."""
-    recorder = checkpointer._recorder
-    assert recorder is not None
+    (snapshotter,) = (each for each in gc.get_objects() if isinstance(each, Snapshotter))
     end = time.monotonic() + 20
-    while (job := recorder._copying._job) is not None and job.state is not JobState.DONE and time.monotonic() < end:
+    while snapshotter.is_copying and time.monotonic() < end:
         time.sleep(0.01)
 
 
 def wait_for_upload(iteration: int, net: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
     """Every upload is over before the next step, so that none is left out."""
     settle(checkpointer)
-    recorder = checkpointer._recorder
-    assert recorder is not None
-    run, hosts = recorder.session.run, set(recorder.session.spec.hosts)
     end = time.monotonic() + 20
-    leader = recorder.session.spec.leader
-    while not (_stream(run, leader)["storage"] or {"looked_through": True})["looked_through"] and time.monotonic() < end:
-        time.sleep(0.01)
-    while any((_stream(run, host)["storage"] or {}).get("uploading") for host in hosts) and time.monotonic() < end:
+    while _uploads_are_due(os.environ["GEMINI_RUN_ID"]) and time.monotonic() < end:
         time.sleep(0.01)
 
 
-def _stream(run: str, host: str) -> Any:
-    status = lifecycle.status(run, host)
-    assert status is not None
-    return json.loads(status)["streams"]["main"]
+def _uploads_are_due(run: str) -> bool:
+    """Whether an agent uploads, or the leader's has not yet looked through the storage."""
+    documents = [json.loads(answer.document) for answer in lifecycle.ask_all(GetStatus()) if isinstance(answer, Status)]
+    streams = {document["host"]: document["streams"]["main"] for document in documents if document["run"] == run}
+    leaders = [streams[stream["leader"]]["storage"] for stream in streams.values() if stream["leader"] in streams]
+    return any(storage is not None and not storage["looked_through"] for storage in leaders) or any(
+        (stream["storage"] or {}).get("uploading") for stream in streams.values()
+    )
 
 
 def growth(numel: int, steps: int) -> dict[str, int]:
@@ -246,7 +248,7 @@ def growth(numel: int, steps: int) -> dict[str, int]:
     checkpointer = gemini_ft.Checkpointer(net, optimizer, on_late="wait", chunk_bytes=2**20)
     checkpointer.resume()
     train(checkpointer.step)
-    agent = agent_of(checkpointer)
+    agent = agent_of()
     settled = memory_of(agent, "VmRSS")
     with_snapshots = highest(os.getpid(), checkpointer.step) - memory_of(os.getpid(), "RssShmem")
     return {
@@ -264,16 +266,13 @@ def memory_of(pid: int, what: str) -> int:
 def overheard() -> dict[str, Any]:
     """Whether the run's secret was in anything that this rank told the others through the network."""
     said: list[bytes] = []
-    tell = rendezvous._exchange_bytes
+    tell = rendezvous.exchange_bytes
 
     def listen(blob: bytes, timeout: float) -> list[bytes]:
         said.append(blob)
         return tell(blob, timeout)
 
-    rendezvous._exchange_bytes = listen
+    rendezvous.exchange_bytes = listen
     start_ranks()
-    model = nn.Linear(2, 2)
-    checkpointer = gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    checkpointer.resume()
-    secret = checkpointer._joined.session.secret
+    secret = Recorder(load_config(), "main", Stats(), resizable=False).session.secret
     return {"said": len(said), "length": len(secret), "overheard": any(secret in blob for blob in said), "secret": secret}

@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import switch_kit
 import torch
 import torch.distributed as dist
 
@@ -20,12 +23,19 @@ from gemini_ft.sync.ddp_hook import HookState, hook
 from gemini_ft.sync.hierarchical import Hierarchical
 from gemini_ft.sync.partition import HashedPartition, RotatedPartition
 from gemini_ft.sync.rows import GradientError, to_rows
-from gemini_ft.sync.schemes import SCHEMES
+from gemini_ft.sync.schemes import SCHEMES, SWITCH_SCHEMES
+from gemini_ft.sync.switch_scheme import SwitchScheme
 from gemini_ft.sync.turns import line_of
 from gemini_ft.sync.zen import Zen
 
 IN_RANK_ORDER = {"agsparse", "ssar-split-allgather", "dsar-split-allgather", "sparse-ps", "omnireduce", "zen"}
 """Schemes that add in rank order, 16-bit values in 32 bits: their sum is that of `expected`, bit for bit."""
+
+SWITCH = "TEST_SWITCH"  # variable with its address
+INTEGERS = {"switchml"}
+"""Schemes that add integers: their error has a bound of its own."""
+IN_32_BITS = {"fpisa"}
+"""Schemes that round float64 to float32."""
 
 
 def join() -> dist.ProcessGroup:
@@ -39,7 +49,14 @@ def join() -> dist.ProcessGroup:
 
 def schemes(world: int) -> list[Scheme]:
     local = next(size for size in (2, 3, 1) if world % size == 0)
-    return [*(scheme() for scheme in SCHEMES.values()), Zen("hierarchical"), Hierarchical(Zen(), local), Auto()]
+    return [*(scheme() for scheme in SCHEMES.values()), Zen("hierarchical"), Hierarchical(Zen(), local), Auto(), *switched()]
+
+
+def switched() -> list[SwitchScheme[Any]]:
+    """The schemes that go through the switch that the test has started, if it has. Few slots: all kinds of rounds come up."""
+    if (place := os.environ.get(SWITCH)) is None:
+        return []
+    return [scheme(place, switch_kit.KEY, slots=16, patience=switch_kit.PATIENCE) for scheme in SWITCH_SCHEMES.values()]
 
 
 # -- gradients: make(rank) is that of a rank, so that every rank knows what all have
@@ -60,9 +77,13 @@ def draw(count: int, limit: int, rank: int, skew: float = 1.0) -> torch.Tensor:
     return (torch.rand(count, generator=torch.Generator().manual_seed(100 + rank)) ** skew * limit).long()
 
 
+def _rows_of(dtype: torch.dtype, rank: int) -> torch.Tensor:
+    return rows((1009, 12), draw(150, 1009, rank), dtype, rank)
+
+
 def cases(world: int) -> Iterator[tuple[str, Make]]:
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-        yield f"rows {dtype}", lambda rank, dtype=dtype: rows((1009, 12), draw(150, 1009, rank), dtype, rank)
+        yield f"rows {dtype}", partial(_rows_of, dtype)
     yield "rows skewed", lambda rank: rows((5000, 4), draw(400, 5000, rank, 6.0), torch.float32, rank)
     yield "rows of 256", lambda rank: rows((300, 256), draw(40, 300, rank), torch.float32, rank)
     yield "rows of two dimensions", lambda rank: rows((70, 3, 5), draw(20, 70, rank), torch.float32, rank)
@@ -104,11 +125,18 @@ def expected(make: Make, world: int) -> torch.Tensor:
 
 
 @functools.lru_cache(1)
+def integer_bound(make: Make, world: int) -> float:
+    """SwitchML's n / (2 f), as if all values had the exponent of the largest one, and roundings to float32."""
+    largest = max((float(gradient.to_dense().abs().max()) if gradient.numel() else 0.0) for gradient in map(make, range(world)))
+    return world * largest * (2 * world / 2**32 + 2.0**-22)
+
+
+@functools.lru_cache(1)
 def bound(make: Make, world: int) -> torch.Tensor:
     """How far a sum in another order may be off: one unit in the last place of the sum of magnitudes per addition."""
     gradients = [make(rank) for rank in range(world)]
     dense = [gradient.coalesce().to_dense() if gradient.is_sparse else gradient for gradient in gradients]
-    return world * torch.finfo(dense[0].dtype).eps * sum(each.double().abs() for each in dense)
+    return world * torch.finfo(dense[0].dtype).eps * torch.stack([each.double().abs() for each in dense]).sum(0)
 
 
 def sums(third: int | None = None) -> list[str]:
@@ -126,8 +154,10 @@ def sums(third: int | None = None) -> list[str]:
         problem = _problem_huge(make, result, world) if case == HUGE else _problem(make, result, world, scheme.name)
         if problem or not _same(own, kept):
             wrong.append(f"{scheme.name}, {case}: {problem or 'the input was changed'}")
-        elif not _alike(result, group):
+        elif not alike(result, group):
             wrong.append(f"{scheme.name}, {case}: ranks differ")
+        if world > 1 and isinstance(scheme, SwitchScheme) and not scheme.in_use():
+            wrong.append(f"{scheme.name}, {case}: did not go through the switch")
     dist.destroy_process_group()
     return wrong
 
@@ -142,7 +172,10 @@ def _problem(make: Make, result: torch.Tensor, world: int, scheme: str) -> str:
     if scheme in IN_RANK_ORDER:
         return "" if torch.equal(dense, total.to(dense.dtype)) else f"off by {(dense - total).abs().max()}"
     off = (dense.double() - total.double()).abs()
-    return "" if bool((off <= bound(make, world)).all()) else f"off by up to {float(off.max())}"
+    allowed = bound(make, world) + (integer_bound(make, world) if scheme in INTEGERS else 0.0)
+    if scheme in IN_32_BITS and like.dtype == torch.float64:
+        allowed = allowed * (torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps)
+    return "" if bool((off <= allowed).all()) else f"off by up to {float(off.max())}"
 
 
 def _problem_huge(make: Make, result: torch.Tensor, world: int) -> str:
@@ -168,7 +201,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
 
 
-def _alike(result: torch.Tensor, group: dist.ProcessGroup) -> bool:
+def alike(result: torch.Tensor, group: dist.ProcessGroup) -> bool:
     """Whether all ranks have the same bits."""
     parts = [part.contiguous().flatten().view(torch.uint8) for part in _parts(result)]
     own = hash(tuple(bytes(part.numpy()) for part in parts))
@@ -190,9 +223,9 @@ def refusals() -> list[tuple[str, str, str]]:
         "shape": torch.zeros(4 if last else 3),
         "same size, other shape": torch.zeros(*((2, 6) if last else (3, 4))),
         "dtype": torch.zeros(3, dtype=torch.float64 if last else torch.float32),
-        "layout": torch.zeros(3).to_sparse_coo() if last else torch.zeros(3),
+        "layout": torch.zeros(3).to_sparse() if last else torch.zeros(3),
         "integers": torch.zeros(3, dtype=torch.int64) if last else torch.zeros(3),
-        "csr": torch.eye(3).to_sparse_coo() if rank else torch.eye(3),
+        "csr": torch.eye(3).to_sparse() if rank else torch.eye(3),
         "index": outside,
     }
     found = []
@@ -212,7 +245,7 @@ def other_schemes() -> list[str]:
     """What is said where ranks have different schemes, different seeds, different ways of hashing."""
     rank = join().rank()
     choices = (Zen() if rank else SCHEMES["sparse-ps"](), Zen(seed=rank), Zen("hierarchical" if rank else "rotation"))
-    return [_error(lambda scheme=scheme: scheme.all_reduce(torch.zeros(3))) for scheme in choices]
+    return [_error(partial(scheme.all_reduce, torch.zeros(3))) for scheme in choices]
 
 
 # -- special values, order, threads
@@ -229,11 +262,12 @@ def special_values() -> list[str]:
     own[400] = 1e-45
     wrong = []
     for scheme in schemes(group.size()):
-        for tensor in (own, own.to_sparse_coo()):
+        for tensor in (own, own.to_sparse()):
             result = scheme.all_reduce(tensor).to_dense()
             marks = [*range(group.size()), 200]
-            good = result[marks].isnan().all() and result.isnan().sum() == len(marks)
-            good = good and result[100] == math.inf and result[300] == math.inf and result[400] == group.size() * torch.tensor(1e-45)
+            good = bool(result[marks].isnan().all()) and int(result.isnan().sum()) == len(marks)
+            good = good and float(result[100]) == math.inf and float(result[300]) == math.inf
+            good = good and (scheme.name in INTEGERS or bool(result[400] == group.size() * torch.tensor(1e-45)))
             if not good:
                 wrong.append(f"{scheme.name} {tensor.layout}")
     return wrong
@@ -283,14 +317,16 @@ def subgroups() -> list[str]:
     halves = [list(range(world.size()))[start::2] for start in (0, 1)]
     groups = [dist.new_group(half) for half in halves]
     wrong = []
-    for name, kind in SCHEMES.items():
+    for scheme in [*(kind() for kind in SCHEMES.values()), *switched()]:
         for half, group in zip(halves, groups, strict=True):
             if world.rank() in half:
-                total = kind().all_reduce(torch.full((50,), float(world.rank())), group)
-                if total.tolist() != [float(sum(half))] * 50:
-                    wrong.append(name)
-            elif "not a member" not in _error(lambda kind=kind, group=group: kind().all_reduce(torch.zeros(3), group)):
-                wrong.append(f"{name}: a stranger was let in")
+                total = scheme.all_reduce(torch.full((50,), float(world.rank())), group)
+                if not torch.allclose(total, torch.full((50,), float(sum(half)))):
+                    wrong.append(scheme.name)
+                if isinstance(scheme, SwitchScheme) and not scheme.in_use(group):
+                    wrong.append(f"{scheme.name}: did not go through the switch")
+            elif "not a member" not in _error(partial(scheme.all_reduce, torch.zeros(3), group)):
+                wrong.append(f"{scheme.name}: a stranger was let in")
     return wrong
 
 
@@ -368,13 +404,15 @@ def ddp_gradients() -> list[float]:
     """How far the averaged gradients are from DDP's own, with a dense embedding: of each parameter."""
     group = join()
 
+    states = {torch.float32: HookState(group=group), torch.bfloat16: group}  # a group stands for its defaults, as in torch's hooks
+
     def gradients(sparse: bool, dtype: torch.dtype) -> list[torch.Tensor]:
         torch.manual_seed(0)
         embed = torch.nn.Embedding(300, 8, sparse=sparse)
         model = torch.nn.Sequential(embed, torch.nn.Flatten(), torch.nn.Linear(32, 200), torch.nn.Linear(200, 3)).to(dtype)
         ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
         if sparse:
-            ddp.register_comm_hook(HookState(group=group), hook)
+            ddp.register_comm_hook(states[dtype], hook)
         for step in range(3):  # DDP sorts its buckets anew after the first
             ddp.zero_grad()
             ddp(draw(24, 300, 10 * step + group.rank()).view(6, 4)).square().sum().backward()
@@ -385,3 +423,20 @@ def ddp_gradients() -> list[float]:
         for dtype in (torch.float32, torch.bfloat16)
         for one, other in zip(gradients(True, dtype), gradients(False, dtype), strict=True)
     ]
+
+
+def hook_without_state() -> str:
+    """Averages through the hook with None as its state; the beginning of the error that another state gets."""
+    join()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    model.register_comm_hook(None, hook)
+    model(torch.full((1, 4), 1.0 + torch.distributed.get_rank())).sum().backward()
+    gradient = model.module.weight.grad
+    assert gradient is not None
+    assert torch.equal(gradient, torch.full((4, 4), 1.5))
+    bucket: Any = None
+    try:
+        hook("zen", bucket)  # type: ignore[arg-type]
+    except TypeError as error:
+        return str(error).partition(";")[0]
+    return "none"

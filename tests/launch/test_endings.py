@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+import gemini_ft
+from gemini_ft.errors import GeminiError
 from gemini_ft.launch import endings as module
 from gemini_ft.launch.endings import REPEATED, Endings
+from gemini_ft.launch.launcher import in_short
 from gemini_ft.launch.notes import PROTECTED, notes_of_workers, say
 
 
@@ -37,6 +42,7 @@ def endings() -> Any:
         (["LayoutMismatchError", "StateError"], "another model"),
         (["OutOfMemoryError", "RuntimeError"], "Tried to allocate 20 MiB at 0x7f00"),
         (["FileNotFoundError", "OSError"], "no such file: data.bin"),
+        (["SystemExit", "BaseException"], "SystemExit: 2"),
     ],
 )
 def test_the_same_error_at_the_same_place_of_the_same_step_is_final_the_second_time(
@@ -64,12 +70,26 @@ def test_another_error_is_not(other: dict[str, Any], endings: Any, tmp_path: Pat
         (["RuntimeError"], "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31415"),
         (["AcceleratorError", "RuntimeError"], "an illegal memory access"),
         (["ConnectionResetError", "ConnectionError", "OSError"], "reset"),
+        (["SystemExit", "BaseException", "RuntimeError"], "SystemExit: sorry, after RuntimeError: Connection closed by peer"),
         ([], ""),
     ],
 )
 def test_what_hosts_and_networks_do_never_is(kinds: list[str], text: str, endings: Any, tmp_path: Path) -> None:
     for _ in range(5):
         assert not endings.judge([failure(tmp_path, *kinds, text=text)])
+
+
+def test_of_a_failure_that_comes_again_one_traceback_is_shown(endings: Any, tmp_path: Path) -> None:
+    for _ in range(2):
+        failures = {}
+        for rank in range(3):
+            (tmp_path / str(rank)).mkdir(exist_ok=True)
+            text = "Connection closed by peer" if rank == 0 else f"loss of rank {rank} is not finite"
+            failures[rank] = ProcessFailure(rank, 100 + rank, 1, failure(tmp_path / str(rank), "ValueError", text=text).error_file)
+        endings.judge(failures.values())
+    whole = ChildFailedError("train.py", failures)
+    assert [*in_short(whole, endings.repeated).failures] in ([1], [2])
+    assert in_short(whole, None) is whole
 
 
 @pytest.mark.parametrize("status", [74, 75])
@@ -81,7 +101,7 @@ def test_a_worker_may_say_so_itself(status: int, endings: Any, tmp_path: Path) -
 class TestUnprotected:
     @pytest.fixture(autouse=True)
     def soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "_UNPROTECTED_SECONDS", -1.0)
+        monkeypatch.setattr(module, "UNPROTECTED_SECONDS", -1.0)
 
     def said(self, caplog: pytest.LogCaptureFixture) -> list[str]:
         return [text for record in caplog.records if "nothing in this job is protected" in (text := record.getMessage())]
@@ -96,6 +116,18 @@ class TestUnprotected:
         assert "is protected after -1 s: " in text
         for way in ("a gemini_ft.Checkpointer", 'strategy="gemini"', "a gemini_ft.huggingface.GeminiCallback", 'a "gemini" section'):
             assert way in text
+
+    def test_a_worker_that_may_not_join_has_its_own_error(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("GEMINI_SECRET_FILE", str(tmp_path / "missing"))
+        monkeypatch.setenv("GEMINI_RUN_ID", f"endings-{os.getpid()}")
+        model = torch.nn.Linear(1, 1)
+        with notes_of_workers() as notes:
+            with pytest.raises(GeminiError, match="missing"):
+                gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters(), 0.1)).resume()
+            Endings(notes, "no such run").judge([failure(tmp_path, "ConfigError")])
+        assert self.said(caplog) == []
 
     def test_a_job_that_one_worker_protects_is_not(self, endings: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         endings.look()

@@ -301,12 +301,12 @@ def gone(pid: int) -> bool:
 # A launcher that starts one worker, the script that it is given, and waits to be killed.
 LAUNCHER = """
 import os, signal, subprocess, sys
-from gemini_ft.launch import cold
+from gemini_ft.launch import cold_start
 from gemini_ft.launch.grace import Workers
 from gemini_ft.launch.worker_start import ForkServer
 script, way = sys.argv[1:]
 if way == "cold":
-    print(0, subprocess.Popen(cold.command([sys.executable, "-u", script]), start_new_session=True).pid, file=sys.stderr)
+    print(0, subprocess.Popen(cold_start.command([sys.executable, "-u", script]), start_new_session=True).pid, file=sys.stderr)
 else:
     server = ForkServer(["none.py"], [], Workers())
     server.wait_ready()
@@ -359,20 +359,20 @@ class TestLifetime:
         assert gone(worker)
         assert not server or gone(server)
 
-    @pytest.mark.parametrize("flag", [forkserver._SIGNAL_GROUP, 1 << 9], ids=["this kernel", "one that does not know the flag"])
+    @pytest.mark.parametrize("flag", [forkserver.SIGNAL_GROUP, 1 << 9], ids=["this kernel", "one that does not know the flag"])
     def test_of_a_session_everybody_is_killed_and_nobody_who_has_its_number_by_now(
         self, flag: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(forkserver, "_SIGNAL_GROUP", flag)
+        monkeypatch.setattr(forkserver, "SIGNAL_GROUP", flag)
         command = ["sh", "-c", "sleep 60 & echo $!"]
         with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as leader:
             worker = os.pidfd_open(leader.pid)
             orphan = int(leader.stdout.readline())  # type: ignore[union-attr]
         with subprocess.Popen(["sleep", "60"], start_new_session=True) as stranger:
-            forkserver._see_off({stranger.pid: worker})
+            forkserver.see_off({stranger.pid: worker})
             assert stranger.poll() is None
             stranger.kill()
-        forkserver._see_off({leader.pid: worker})
+        forkserver.see_off({leader.pid: worker})
         os.close(worker)
         assert gone(orphan)
 
@@ -382,7 +382,7 @@ class TestLifetime:
         server = serve()
         worker = output.start(server, write(tmp_path / "script.py", SLEEP.format(TELL)))
         output.wait_for("asleep")
-        monkeypatch.setattr("gemini_ft.launch.worker_start._ANSWER_SECONDS", 0.1)
+        monkeypatch.setattr("gemini_ft.launch.worker_start.ANSWER_SECONDS", 0.1)
         os.kill(server.pid, signal.SIGSTOP)
         never = write(tmp_path / "never.py", f"open({str(tmp_path / 'begun')!r}, 'w')")
         for reason in ("within 0.1 s", "yet"):
@@ -390,8 +390,8 @@ class TestLifetime:
                 server.fork([never], os.environ, [0, 1, 2])
         assert worker.poll() is None
         os.kill(server.pid, signal.SIGCONT)
-        monkeypatch.setattr("gemini_ft.launch.worker_start._ANSWER_SECONDS", 30.0)
-        select.select([server._channel], [], [], 30)  # the late answer
+        monkeypatch.setattr("gemini_ft.launch.worker_start.ANSWER_SECONDS", 30.0)
+        select.select([server.channel], [], [], 30)  # the late answer
         again = server.fork([write(tmp_path / "again.py", "")], os.environ, [0, 1, 2])
         assert again.wait(30) == 0
         os.killpg(worker.pid, signal.SIGTERM)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import contextlib
 import json
@@ -21,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_kit import eventually
 from torch._C._distributed_c10d import TCPStore
 
+from gemini_ft import config
 from gemini_ft.agent import lifecycle
 from gemini_ft.cli import main as cli
 from gemini_ft.launch import launcher
@@ -239,19 +242,28 @@ class TestEnding:
         assert "forkserver.py" not in job.err
         assert asked == [Leave(run="run-7", finished=True)]
 
-    @pytest.mark.parametrize(("end", "status", "attempts"), [("sys.exit(1)", 1, 3), ("raise ValueError(f'{time.time()}')", 70, 2)])
+    @pytest.mark.parametrize(
+        ("end", "status", "attempts", "repeated"),
+        [
+            ("sys.exit(1)", 1, 3, ""),
+            ("import gemini_ft; gemini_ft.Checkpointer(replicas=0)", 70, 2, f"ConfigError for the second time, at {config.__file__}:"),
+            ("sys.exit(f'no data at {time.time()}')", 70, 2, "SystemExit for the second time, at FILE:3: "),
+            ("argparse.ArgumentParser().parse_args(['--lrr'])", 70, 2, f"SystemExit for the second time, at {argparse.__file__}:"),
+        ],
+        ids=["status", "configuration", "text", "option"],
+    )
     def test_a_job_fails_when_its_restarts_are_used_up_or_another_would_only_repeat_the_error(
-        self, end: str, status: int, attempts: int, asked: list[object], tmp_path: Path, launch: Callable[..., Job]
+        self, end: str, status: int, attempts: int, repeated: str, asked: list[object], tmp_path: Path, launch: Callable[..., Job]
     ) -> None:
-        (tmp_path / "fails.py").write_text(f"import sys, time\nsys.stdout.write('try\\n')\n{end}\n")
+        (tmp_path / "fails.py").write_text(f"import argparse, sys, time\nsys.stdout.write('try\\n')\n{end}\n")
         job = launch("--run-id", "run-7", "--max-restarts", "2", "fails.py", GEMINI_HOST_ID="this-host")
         assert job.wait() == status
         assert job.out == "try\n" * attempts
         report = job.err[job.err.index("Root Cause") :]
-        assert "exitcode  : 1" in report
-        repeated = f"the same ValueError for the second time, before the first step, at {tmp_path / 'fails.py'}:3: "
-        assert job.err.count(repeated) == (status == 70)
-        assert job.err.count("gemini run: nothing in this job is protected: no worker has joined a run, so a restart") == 1
+        assert f"exitcode  : {2 if 'argparse' in end else 1}" in report
+        assert job.err.count(f"gemini run: the same {repeated.replace('FILE', str(tmp_path / 'fails.py'))}") == (status == 70)
+        told = "gemini run: nothing in this job is protected: no worker has joined a run, so a restart begins at the beginning. Unless the "
+        assert job.err.count(f"{told}script has failed before it came that far: a loop needs a gemini_ft.Checkpointer") == 1
         assert job.processes() == set()
         assert asked == []  # the same command may come again and resume
 
@@ -342,11 +354,11 @@ class TestSettings:
         monkeypatch.chdir(tmp_path)
 
     def options(self, *argv: str) -> Any:
-        return launcher._parser().parse_args([*argv, "train.py", "--max-restarts", "for the script"])
+        return launcher.make_parser().parse_args([*argv, "train.py", "--max-restarts", "for the script"])
 
     def test_defaults_restart_reliably(self) -> None:
         options = self.options("--nproc-per-node", "2")
-        launcher._prepare(options, ["train.py"])
+        launcher.prepare(options, ["train.py"])
         assert options.max_restarts == 10
         assert options.rdzv_conf == "keep_alive_interval=1,keep_alive_max_attempt=3"
         assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
@@ -359,7 +371,7 @@ class TestSettings:
         options = self.options("--max-restarts", "2", "--rdzv-conf", "join_timeout=9,keep_alive_interval=4")
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
         monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
-        launcher._prepare(options, ["train.py"])
+        launcher.prepare(options, ["train.py"])
         assert options.max_restarts == 2
         assert options.rdzv_conf == "join_timeout=9,keep_alive_interval=4,keep_alive_max_attempt=3"
         assert os.environ["OMP_NUM_THREADS"] == "3"
@@ -371,19 +383,19 @@ class TestSettings:
     )
     def test_one_host_comes_together_so_that_any_script_can_restart(self, arguments: list[str], standalone: bool) -> None:
         options = self.options(*arguments)
-        launcher._prepare(options, ["train.py"])
+        launcher.prepare(options, ["train.py"])
         assert bool(options.standalone) is standalone
 
     def test_one_worker_may_use_all_cores(self) -> None:
-        launcher._prepare(self.options(), ["train.py"])
+        launcher.prepare(self.options(), ["train.py"])
         assert "OMP_NUM_THREADS" not in os.environ
 
     def test_the_runs_name_is_the_argument_else_the_environments_else_the_commands(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        program = launcher._program(self.options())
-        assert launcher._prepare(self.options(), program) == default_run_id(program) == os.environ["GEMINI_RUN_ID"]
+        program = launcher.program_of(self.options())
+        assert launcher.prepare(self.options(), program) == default_run_id(program) == os.environ["GEMINI_RUN_ID"]
         monkeypatch.setenv("GEMINI_RUN_ID", "from the environment")
-        assert launcher._prepare(self.options(), program) == "from the environment"
-        assert launcher._prepare(self.options("--run-id", "mine"), program) == "mine" == os.environ["GEMINI_RUN_ID"]
+        assert launcher.prepare(self.options(), program) == "from the environment"
+        assert launcher.prepare(self.options("--run-id", "mine"), program) == "mine" == os.environ["GEMINI_RUN_ID"]
 
     @pytest.mark.parametrize(
         ("arguments", "reason"),
@@ -395,13 +407,13 @@ class TestSettings:
         ],
     )
     def test_when_python_itself_runs_the_program(self, arguments: list[str], reason: str) -> None:
-        assert launcher._not_forkable(self.options(*arguments), None) == reason
+        assert launcher.not_forkable(self.options(*arguments), None) == reason
 
     def test_a_script_that_computes_a_variable_before_its_imports_is_started_cold(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         (tmp_path / "train.py").write_text("import os\nos.environ['HF_HOME'] = os.getcwd()\nimport torch")
-        launcher._workers(self.options(), ["train.py"], None)
+        launcher.workers_of(self.options(), ["train.py"], None)
         assert caplog.messages == [
             "starting workers cold: train.py sets HF_HOME in line 2, before its imports; a constant could be set for the fork server too"
         ]
@@ -409,9 +421,9 @@ class TestSettings:
     def test_another_python_or_no_file_is_started_cold(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         options = self.options()
         options.training_script = str(tmp_path)
-        assert launcher._not_forkable(options, None) == "the script is a folder or an archive"
+        assert launcher.not_forkable(options, None) == "the script is a folder or an archive"
         monkeypatch.setenv("PYTHON_EXEC", "/opt/python")
-        assert launcher._not_forkable(options, None) == "PYTHON_EXEC names another Python"
+        assert launcher.not_forkable(options, None) == "PYTHON_EXEC names another Python"
 
 
 WORK = """
@@ -481,6 +493,35 @@ def test_an_error_that_comes_again_at_its_step_ends_the_job_and_says_what_is_kep
         assert "is protected" not in job.err
     finally:
         lifecycle.leave(run, "this-host")
+
+
+SOON = """
+import sys
+from gemini_ft.cli import main
+from gemini_ft.launch import endings
+endings.UNPROTECTED_SECONDS = 0.5
+sys.exit(main.main(["run", *sys.argv[1:]]))
+"""
+
+
+def test_a_job_that_does_not_fail_is_told_once_after_a_while_that_nothing_is_protected(tmp_path: Path, launch: Callable[..., Job]) -> None:
+    (tmp_path / "soon.py").write_text(SOON)
+    (tmp_path / "trains.py").write_text("import os, time\nwhile not os.path.exists('told'):\n    time.sleep(0.1)\n")
+    job = launch("trains.py", launcher=("soon",))
+    job.wait_for(lambda: "gemini run: nothing in this job is protected after 0.5 s: no worker has joined a run" in job.err)
+    (tmp_path / "told").touch()
+    assert job.wait() == 0
+    assert job.err.count("is protected") == 1
+
+
+def test_a_script_without_a_name_leaves_nothing_behind_when_it_fails(tmp_path: Path, launch: Callable[..., Job]) -> None:
+    os.mkfifo(tmp_path / "repeats")
+    job = launch("repeats", GEMINI_HOST_ID=tmp_path.name, GEMINI_LOG_DIR=str(tmp_path))
+    (tmp_path / "repeats").write_text(REPEATS)
+    assert job.wait() == 70
+    (log,) = tmp_path.glob("agent-*.log")
+    run = log.stem.removeprefix("agent-").removesuffix(f"-{tmp_path.name}")
+    eventually(lambda: not lifecycle.is_listening(run, tmp_path.name), "the agent's end")
 
 
 HOST = """

@@ -11,8 +11,8 @@ import pytest
 
 from gemini_ft.agent.launches import Launches, began
 from gemini_ft.errors import RunAliveError
-from gemini_ft.launch.launched import _relevant, changes, this_launch
-from gemini_ft.launch.muster import _Launch
+from gemini_ft.launch.launched import changes, relevant, this_launch
+from gemini_ft.launch.muster import LaunchName
 from gemini_ft.wire.worker_messages import Launch
 
 
@@ -58,7 +58,7 @@ class TestChanges:
         ]
 
     def test_of_secrets_only_that_they_have_changed_is_kept(self) -> None:
-        kept = _relevant({"API_TOKEN": "hidden", "LR": "0.1", "LONG": "x" * 100, "SSH_TTY": "/dev/pts/1", "GEMINI_RESUME": "never"})
+        kept = relevant({"API_TOKEN": "hidden", "LR": "0.1", "LONG": "x" * 100, "SSH_TTY": "/dev/pts/1", "GEMINI_RESUME": "never"})
         assert kept.keys() == {"API_TOKEN", "LR", "LONG"}
         assert kept["LR"] == "'0.1'"
         assert "hidden" not in kept["API_TOKEN"]
@@ -72,7 +72,7 @@ def test_hosts_that_come_later_take_over_the_name_of_the_launch(monkeypatch: pyt
     names = []
     for name in ("one", "two", "three"):
         monkeypatch.setenv("GEMINI_LAUNCH", name)
-        names.append(_Launch())
+        names.append(LaunchName())
     one, two, three = names
     for host in (one, two):
         host.agree(["own one", "own two"])

@@ -113,3 +113,30 @@ def test_files_that_are_named_exist(page: str) -> None:
     named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", (ROOT / page).read_text()))
     assert named
     assert [name for name in sorted(named) if not any((ROOT / base / name).is_file() for base in ("", "gemini_ft"))] == []
+
+
+def test_the_papers_are_where_the_page_says() -> None:
+    """Each row of docs/papers.md names code and a test that are there, or says that there is none."""
+    rows = re.findall(r"^\| (.*) \|$", (ROOT / "docs" / "papers.md").read_text(), re.MULTILINE)
+    found = [row.split(" | ") for row in rows if not row.startswith("from the paper")]
+    assert len(found) > 40
+    for claim, code, test, _ in found:
+        if code == "*not here*":
+            assert test == "-", claim
+            continue
+        assert (ROOT / code.strip("`")).is_file(), claim
+        file, _, name = test.strip("`").partition("::")
+        assert re.search(rf"^\s*def {name}\(", (ROOT / file).read_text(), re.MULTILINE), claim
+
+
+def test_calls_of_the_walkthrough_exist() -> None:
+    page = (ROOT / "docs" / "walkthrough.md").read_text()
+    chains = re.findall(r"^(?:[a-z' ]+  )?(\w.*->.*)$", page, re.MULTILINE)
+    named = {name.strip() for chain in chains for name in chain.split("->")} | set(re.findall(r"`([A-Z]\w+(?:\.\w+)?)`", page))
+    files = [file for folder in ("gemini_ft", "sync", "compression") for file in (ROOT / folder).rglob("*.py")]
+    top = [node for file in files for node in ast.parse(file.read_text()).body]
+    classes, functions = [node for node in top if isinstance(node, ast.ClassDef)], (ast.FunctionDef, ast.AsyncFunctionDef)
+    there = {node.name for node in top if isinstance(node, (ast.ClassDef, *functions))}
+    there |= {f"{node.name}.{each.name}" for node in classes for each in node.body if isinstance(each, functions)}
+    assert len(named) > 40
+    assert sorted(named - there) == []

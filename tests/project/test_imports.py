@@ -116,3 +116,26 @@ def test_the_tree_of_errors_is_drawn_in_full() -> None:
     assert errors.__doc__ is not None
     drawn = {word for line in errors.__doc__.splitlines() for word in line.split() if word.endswith("Error")}
     assert drawn == classes
+
+
+@pytest.mark.parametrize("package", ["gemini_ft.sync", "gemini_ft.compression"])
+def test_packages_without_an_init_show_their_names(package: str) -> None:
+    """In every way of importing; type checkers read the same file."""
+    found = importlib.import_module(package)
+    assert set(found.__all__) <= set(dir(found))
+    for name in found.__all__:
+        assert not name.startswith("_")
+        assert getattr(found, name) is vars(found)[name]
+    with pytest.raises(AttributeError, match=r"has no attribute 'Zem'; it has .*, and its modules"):
+        found.Zem  # noqa: B018
+    star: dict[str, object] = {}
+    exec(f"from {package} import *", star)
+    assert set(found.__all__) <= star.keys()
+
+
+def test_names_of_the_packages_beside_load_what_they_need_and_no_more() -> None:
+    assert not HEAVY & _loaded_by("gemini_ft.sync", "gemini_ft.compression")
+    _run(
+        "import sys; from gemini_ft.sync import Zen; assert 'torch' in sys.modules and 'gemini_ft.sync.sparcml' not in sys.modules\n"
+        "from gemini_ft.compression import TopK, sparse; assert sparse.TopK is TopK"
+    )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import RecoveryError, WorldSizeError
-from gemini_ft.recovery.plan import Holding, Plan, describe, plan_recovery, require
+from gemini_ft.recovery.plan import Holding, RecoveryPlan, describe, plan_recovery, require
 from gemini_ft.wire.worker_messages import SlotInfo
 
 WORLD = 3
@@ -85,7 +85,7 @@ def test_the_newest_whole_version_wins(holdings: list[Holding], stored: Version 
 
 @given(inventories, st.permutations(range(4)))
 def test_the_order_of_hosts_does_not_matter(holdings: list[Holding], order: list[int]) -> None:
-    def planned(each: list[Holding]) -> Plan | str:
+    def planned(each: list[Holding]) -> RecoveryPlan | str:
         try:
             return plan_recovery(each, WORLD)
         except WorldSizeError as error:
@@ -97,7 +97,7 @@ def test_the_order_of_hosts_does_not_matter(holdings: list[Holding], order: list
 class TestChoice:
     def test_two_halves_of_two_versions_are_nothing(self) -> None:
         plan = plan_recovery(hold(a=[slot(0, V1), slot(1, V2)], b=[slot(1, V1), slot(2, V2)]), WORLD)
-        assert plan == Plan("nothing", incomplete={4: [2], 5: [0]})
+        assert plan == RecoveryPlan("nothing", incomplete={4: [2], 5: [0]})
 
     def test_a_newer_incarnation_wins_over_a_higher_iteration(self) -> None:
         older, newer = Version(Incarnation(1, "a"), 90), Version(Incarnation(2, "b"), 50)

@@ -8,8 +8,8 @@ import pytest
 
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, PeerError, RecoveryError
-from gemini_ft.recovery.plan import Plan
-from gemini_ft.recovery.readers import Sources
+from gemini_ft.recovery.plan import RecoveryPlan
+from gemini_ft.recovery.readers import ShardReaders
 
 VERSION = Version(Incarnation(1, "a"), 7)
 
@@ -28,8 +28,8 @@ class _Shard:
         """Nothing to let go of."""
 
 
-class Hosts(Sources):
-    """Sources of a job of which some hosts are gone: each time one of them is waited for costs a timeout."""
+class Hosts(ShardReaders):
+    """ShardReaders of a job of which some hosts are gone: each time one of them is waited for costs a timeout."""
 
     gone: set[str]
     damaged: set[str]
@@ -51,7 +51,7 @@ class Hosts(Sources):
 def hosts() -> Hosts:
     client: Any = None
     claims: Any = None
-    plan = Plan("memory", VERSION, dict.fromkeys(range(20), ("b", "c")))
+    plan = RecoveryPlan("memory", VERSION, dict.fromkeys(range(20), ("b", "c")))
     hosts = Hosts(client, "a", plan, {}, claims, b"", 1.0)
     hosts.gone, hosts.damaged, hosts.waited = set(), set(), []
     return hosts

@@ -26,7 +26,7 @@ from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.core.roots import checksum
 from gemini_ft.errors import AgentError
 from gemini_ft.state import copy_plan
-from gemini_ft.state.copy_plan import Slot
+from gemini_ft.state.copy_plan import MappedSlot
 from gemini_ft.state.tensors import Source
 from gemini_ft.wire.messages import Chunk
 from gemini_ft.wire.worker_messages import Collect, Copied, Dispatch, GiveUp
@@ -144,7 +144,7 @@ def lanes(module: Any, fake: FakeAccelerator) -> None:
 
 def turns(module: Any, fake: FakeAccelerator) -> None:
     """What was put in the background comes after what its caller's stream has queued, and is there when its future is."""
-    line, stream = module._Line(), fake.Stream()
+    line, stream = module.Line(), fake.Stream()
     tensor = fake.tensor(torch.zeros(COUNT))
     with fake.stream(stream):
         tensor.fill_(3.0)
@@ -156,7 +156,7 @@ def turns(module: Any, fake: FakeAccelerator) -> None:
 def measuring(module: Any, fake: FakeAccelerator) -> None:
     """A time is taken when all that was queued is done."""
     tensor = fake.tensor(torch.zeros(COUNT)).fill_(3.0)
-    module._now(DEVICE)
+    module.now_on(DEVICE)
     assert tensor.elem.tolist() == [3.0] * COUNT
 
 
@@ -194,7 +194,7 @@ def courier(module: Any, fake: FakeAccelerator) -> None:
     wire, told = _Wire(fake), []
     fd = os.memfd_create("replica")
     os.ftruncate(fd, PIECE)
-    slot = Slot(os.dup(fd), 0, PIECE, None)
+    slot = MappedSlot(os.dup(fd), 0, PIECE, None)
     traffic = TrafficConfig.model_validate({"transport": "collective", "buffer_bytes": 4 * PIECE, "sub_buffers": 4})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "dist", wire)

@@ -340,8 +340,8 @@ def a_message_that_is_never_waited_for_is_not_asked_after_for_ever() -> None:
         observer.step_over()
         idle(observer)
         end = time.monotonic() + WAIT
-        while observer._traffic._watch._works:
-            assert time.monotonic() < end, observer._traffic._watch._works
+        while observer.polled:
+            assert time.monotonic() < end, observer.polled
             time.sleep(0.001)
         for work in works:
             assert work is not None

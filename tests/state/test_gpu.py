@@ -7,6 +7,7 @@ bytes of the undisturbed run.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import time
@@ -23,7 +24,9 @@ from torch import nn
 from gemini_ft import Checkpointer
 from gemini_ft.agent import lifecycle
 from gemini_ft.config import TrafficConfig
+from gemini_ft.state.copy_plan import MappedSlot, map_slots
 from gemini_ft.state.rng import rng_state, set_rng_state
+from gemini_ft.worker import reservation
 from gemini_ft.worker.collectives import observe
 from gemini_ft.worker.courier import Courier
 
@@ -128,15 +131,23 @@ def test_cuda_random_state_is_restored() -> None:
     assert torch.equal(torch.randn(5, device="cuda"), expected)
 
 
-def test_slots_are_pinned_pages_of_the_agent(run_id: str) -> None:
+def test_slots_are_pinned_pages_of_the_agent(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped: list[MappedSlot] = []
+
+    def map_and_note(*arguments: Any) -> list[MappedSlot]:
+        slots = map_slots(*arguments)
+        mapped.extend(slots)
+        return slots
+
+    monkeypatch.setattr(reservation, "map_slots", map_and_note)
     model = _model()
     optimizer = _adam()(model)
     checkpointer = Checkpointer(model, optimizer, run_id=run_id, replicas=1)
     checkpointer.resume()
     _train(model, optimizer, 0, 2, checkpointer.step)
     with checkpointer.mutate():
-        slots = checkpointer._joined._copying.slots.values()
-        assert all(slot.tensor.is_pinned() for slot in slots)
+        assert mapped
+        assert all(slot.tensor.is_pinned() for slot in mapped)
     checkpointer.close()
 
 
@@ -155,8 +166,7 @@ def test_an_agent_that_dies_with_copies_in_flight_takes_no_memory_from_under_the
             torch.cuda._sleep(10**9)  # cycles
         checkpointer.step()
         if dies:
-            assert checkpointer._recorder is not None
-            os.kill(checkpointer._recorder.client.welcome.pid, signal.SIGKILL)
+            os.kill(json.loads(lifecycle.status(run_id) or "")["pid"], signal.SIGKILL)
 
     _train(model, optimizer, 0, STEPS, after)
     checkpointer.flush()

@@ -18,15 +18,9 @@ from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.state.base import PlainState
 from gemini_ft.testing import digest
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Make = Callable[[list[nn.Parameter]], Any]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Averaging(torch.optim.SGD):

@@ -2,51 +2,63 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 
+import pytest
 from agent_kit import eventually
 
 from gemini_ft.errors import AgentError
 from gemini_ft.wire.worker_messages import GiveUp, Request, ToAgent
-from gemini_ft.worker.snapshot import Job, JobState, Snapshotter
+from gemini_ft.worker.outcomes import ENDING, LATE, Outcomes
+from gemini_ft.worker.snapshot import Job, Snapshotter
+from gemini_ft.worker.stats import Stats
 
 
 def test_the_agent_hears_of_a_snapshot_that_is_given_up_before_the_thread_has_seen_it() -> None:
     """Training steps may be shorter than it takes until a thread runs on a busy host; who closes then waits for the snapshot's fate."""
     told: list[ToAgent] = []
     discarded: list[int] = []
+    held, busy = threading.Event(), threading.Event()
+
+    def tell(message: ToAgent) -> None:
+        told.append(message)
+        busy.set()
+        held.wait(60)
+
     snapshotter = Snapshotter(
-        0, lambda job: "", told.append, lambda: False, lambda: None, lambda iteration, _: discarded.append(iteration), False, False, 60.0
+        0, lambda job: "", tell, lambda: False, lambda: None, lambda iteration, _: discarded.append(iteration), False, False, 60.0
     )
-    with snapshotter._condition:
-        for iteration in (1, 2):
-            snapshotter.submit(Job(iteration, b"", None, []))
-            snapshotter.before_update()
-    eventually(lambda: len(told) == 4)
+    for iteration in (1, 2, 3):
+        snapshotter.submit(Job(iteration, b"", None, []))
+        assert busy.wait(60)  # with the first one: it sees the others only afterwards
+        snapshotter.before_update()
+    held.set()
+    eventually(lambda: len(told) == 6)
     assert [(type(message), message.iteration) for message in told if isinstance(message, Request | GiveUp)] == [
-        (Request, 1),
-        (GiveUp, 1),
-        (Request, 2),
-        (GiveUp, 2),
+        (kind, iteration) for iteration in (1, 2, 3) for kind in (Request, GiveUp)
     ]
-    assert discarded == [1, 2]
+    assert discarded == [1, 2, 3]
     snapshotter.stop()
 
 
 def test_of_the_snapshots_that_are_given_up_while_an_agent_is_replaced_a_few_are_remembered() -> None:
     told: list[ToAgent] = []
-    replaced = threading.Event()
+    replacing, replaced = threading.Event(), threading.Event()
 
     def tell(message: ToAgent) -> None:
         if not replaced.is_set():
             raise AgentError("the agent is gone")
         told.append(message)
 
-    snapshotter = Snapshotter(
-        0, lambda job: "", tell, lambda: not replaced.is_set(), lambda: replaced.wait(60) and None, lambda *_: None, False, False, 60.0
-    )
+    def replace() -> None:
+        replacing.set()
+        replaced.wait(60)
+
+    snapshotter = Snapshotter(0, lambda job: "", tell, lambda: not replaced.is_set(), replace, lambda *_: None, False, False, 60.0)
     snapshotter.submit(Job(1, b"", None, []))
-    eventually(lambda: snapshotter._job is not None and snapshotter._job.state is JobState.DONE)  # the thread brings another agent up
+    assert replacing.wait(60)
     for iteration in range(2, 100):
         snapshotter.submit(Job(iteration, b"extras", None, []))
         snapshotter.before_update()
@@ -54,3 +66,17 @@ def test_of_the_snapshots_that_are_given_up_while_an_agent_is_replaced_a_few_are
     eventually(lambda: bool(told) and isinstance(told[-1], GiveUp) and told[-1].iteration == 99)
     assert len([message for message in told if isinstance(message, GiveUp)]) < 20
     snapshotter.stop()
+
+
+def test_to_be_late_is_no_reason_to_warn_in_the_first_minute_and_the_end_is_none_at_all(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes = Outcomes(Stats(), lambda *_, **__: None)
+    now = time.monotonic()
+    with caplog.at_level(logging.INFO):
+        for reason in (LATE, LATE, ENDING, "a reason to warn"):
+            outcomes.discarded(3, reason)
+        monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+        outcomes.discarded(4, LATE)
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "WARNING"]
+    assert caplog.messages[0].startswith(f"iteration 3 has no snapshot: {LATE}. Training goes on unharmed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,16 +23,9 @@ from gemini_ft.state.modules import apply_extras, collect_extras, destinations
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.state.tensors import HOST, Source, describe, fingerprint, split_state_name, state_name, survey
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Models = Mapping[str, nn.Module]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny tensors: a pool of threads only fights with the other tests for the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Snapshot(NamedTuple):

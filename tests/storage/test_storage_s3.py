@@ -126,7 +126,7 @@ class TestFaults:
     @pytest.fixture(autouse=True)
     def pauses(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda seconds: None))
-        monkeypatch.setattr("gemini_ft.storage.s3._PAUSE", 0, raising=False)
+        monkeypatch.setattr("gemini_ft.storage.s3.PAUSE", 0)
 
     @pytest.fixture
     def proxy(self, server: s3_server.Server) -> Iterator[S3Proxy]:
@@ -227,7 +227,7 @@ class TestFaults:
     def test_an_answer_that_hangs_after_its_headers_is_given_up_and_read_again(
         self, storage: Storage, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr("gemini_ft.storage.s3._READ_SILENCE", 0.3, raising=False)
+        monkeypatch.setattr("gemini_ft.storage.s3.READ_SILENCE", 0.3)
         storage = open_storage(storage.url, proxy.endpoint)
         storage.put("a", [BIG[:1000]])
         out = bytearray(1000)
@@ -252,7 +252,7 @@ class TestFaults:
     def test_a_checksum_that_the_store_keeps_is_compared(self, storage: Storage, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
         """The server of the tests keeps the checksum that it is told, and looks at no byte for it."""
         answers = iter(["AAAAAA==", "AAAAAQ=="])
-        monkeypatch.setattr("gemini_ft.storage.s3._whole_checksum", lambda head: next(answers))
+        monkeypatch.setattr("gemini_ft.storage.s3.checksum_of_all", lambda head: next(answers))
         with pytest.raises(StorageError, match="has kept other bytes"):
             storage.put("a", [b"1"])
         assert storage.list() == []
@@ -274,7 +274,7 @@ class TestFaults:
         self, storage: Storage, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         storage.put("big", [bytes(len(BIG))])
-        monkeypatch.setattr("gemini_ft.storage.s3._SLACK", timedelta(days=-1))  # as if the object were a day old
+        monkeypatch.setattr("gemini_ft.storage.s3.SLACK", timedelta(days=-1))  # as if the object were a day old
         proxy.fail("403 AccessDenied", "CompleteMultipartUpload")
         with pytest.raises(StorageError, match="AccessDenied"):
             storage.put("big", [BIG])
@@ -361,7 +361,7 @@ class TestUnfinishedUploads:
         assert self.unfinished(client) == [begun]
 
     def test_of_the_dead_are_aborted(self, storage: Storage, client: Any, begun: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("gemini_ft.storage.s3._ABANDONED", timedelta(seconds=-5))
+        monkeypatch.setattr("gemini_ft.storage.s3.ABANDONED", timedelta(seconds=-5))
         storage.check()
         assert self.unfinished(client) == []
 

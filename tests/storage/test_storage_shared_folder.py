@@ -53,7 +53,7 @@ class LocalLocks:
 @pytest.fixture
 def local_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", LocalLocks().flock)
-    monkeypatch.setattr("gemini_ft.storage.partials._boot", lambda: threading.current_thread().name.encode().hex(), raising=False)
+    monkeypatch.setattr("gemini_ft.storage.partials.boot_id", lambda: threading.current_thread().name.encode().hex())
 
 
 @pytest.mark.usefixtures("local_locks")

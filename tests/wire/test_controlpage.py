@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import struct
 import time
@@ -90,7 +91,7 @@ def test_a_reader_never_sees_half_a_write(page: ControlPage, agent: ControlPage)
 
 def test_one_that_was_stopped_in_the_middle_of_writing_counts_as_busy(page: ControlPage, agent: ControlPage) -> None:
     page.write(Moment())
-    struct.pack_into("=q", page._memory, 0, 3)  # as after the first of the three steps of a write
+    struct.pack_into("=q", mmap.mmap(page.page, 0), 0, 3)  # as after the first of the three steps of a write
     assert agent.read().in_flight == 1
     page.write(Moment(begun=5))
     assert agent.read() == Moment(begun=5)

@@ -11,7 +11,7 @@ import pytest
 from gemini_ft.errors import ConfigError
 from gemini_ft.wire.network import bind_address, is_loopback
 from gemini_ft.wire.worker_messages import HostInfo
-from gemini_ft.worker.session import _check_addresses
+from gemini_ft.worker.session import check_addresses
 
 
 def outside() -> str | None:
@@ -80,7 +80,7 @@ def host(name: str, machine: str, address: str) -> HostInfo:
 
 
 def test_a_loopback_between_machines_is_refused() -> None:
-    _check_addresses([host("a", "m", "127.0.0.1"), host("b", "m", "127.0.0.1")])  # emulated hosts
-    _check_addresses([host("a", "m", "10.0.0.1"), host("b", "n", "10.0.0.2")])
+    check_addresses([host("a", "m", "127.0.0.1"), host("b", "m", "127.0.0.1")])  # emulated hosts
+    check_addresses([host("a", "m", "10.0.0.1"), host("b", "n", "10.0.0.2")])
     with pytest.raises(ConfigError, match=r"the agents of hosts \['a'\] listen on a loopback address, where other machines cannot"):
-        _check_addresses([host("a", "m", "127.0.0.1"), host("b", "n", "10.0.0.2")])
+        check_addresses([host("a", "m", "127.0.0.1"), host("b", "n", "10.0.0.2")])

@@ -79,7 +79,7 @@ class TestSocket:
         with Job(tmp_path) as job:
             rank = job.rank("a", 0)
             os.kill(rank.client.welcome.pid, 9)
-            rank.client._thread.join(WAIT)  # its end has been noticed: the address is free
+            eventually(lambda: rank.client.lost)  # its end has been noticed: the address is free
             with squatting(lifecycle.socket_name(job.run, "a")) as squatter:
                 with pytest.raises(AgentError, match=f"of uid {NOBODY}"):
                     job.rank("a", 0)
@@ -88,7 +88,7 @@ class TestSocket:
 
     def test_a_full_queue_holds_up_nobody_for_long(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Who listens is known only once a connection has been taken in."""
-        monkeypatch.setattr(lifecycle, "_QUEUE_SECONDS", 0.2)
+        monkeypatch.setattr(lifecycle, "QUEUE_SECONDS", 0.2)
         why = r"has taken in no connection for 0\.2 s; .* another user's process has the address"
         with Job(tmp_path) as job, squatting(lifecycle.socket_name(job.run, "a"), queue=0), pytest.raises(AgentTimeoutError, match=why):
             job.rank("a", 0)
@@ -142,7 +142,7 @@ def test_a_dead_agents_port_taken_by_another_user_gets_no_byte_of_the_state(tmp_
         job.commit(ranks, 1)
         host, port = ranks[1].address
         os.kill(job.pid("b"), 9)
-        ranks[1].client._thread.join(WAIT)
+        eventually(lambda: ranks[1].client.lost)
         command = [sys.executable, "-c", PORT_SQUATTER.format(host=host, port=port)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as squatter:
             try:
@@ -192,7 +192,7 @@ class TestFolder:
     def test_a_link_is_not_followed(self, tmp_path: Path) -> None:
         (tmp_path / "his").mkdir()
         (tmp_path / f"gemini-ft-{os.getuid()}").symlink_to(tmp_path / "his")
-        for find in (lambda: lifecycle.log_path("run", "a"), lambda: faults._folder("run")):
+        for find in (lambda: lifecycle.log_path("run", "a"), lambda: faults.notes_folder("run")):
             with pytest.raises(ConfigError, match="is a link where a folder of this user is due; remove it"):
                 find()
 

@@ -16,7 +16,7 @@ from agent_kit import CHUNK, WAIT, Job, Rank, content, eventually
 from relay import Relay
 
 from gemini_ft.agent.gate import Gate
-from gemini_ft.agent.sending import Common, Link
+from gemini_ft.agent.sending import Common, PeerLink
 from gemini_ft.config import TrafficConfig
 from gemini_ft.errors import PeerError
 from gemini_ft.recovery.readers import PeerShard
@@ -249,9 +249,8 @@ def test_whoever_breaks_every_connection_does_not_fill_the_log() -> None:
         traffic, home = TrafficConfig(), SimpleNamespace(log=said.append)
         common = Common(home, traffic, Gate(traffic), None, lambda: b"")  # type: ignore[arg-type]
         claims = Claims(run="run", stream="main", host="a", to="b", role="replicate", incarnation=None)
-        link = Link(common, "b", ("127.0.0.1", 1), claims)
-        link._task.cancel()
-        link._active = [SimpleNamespace(cancelled=False)]  # type: ignore[list-item]
+        link = PeerLink(common, "b", ("127.0.0.1", 1), claims)
+        link.send(SimpleNamespace(cancelled=False))  # type: ignore[arg-type]
         for _ in range(200):
             link.on_lost("the tag is wrong")
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Send, Tell, Upload, Withdraw
+from gemini_ft.core.bundles import Bundles
+from gemini_ft.core.effects import CancelSend, Completed, Damaged, Effect, Free, Grant, Send, Tell, Upload, Withdraw
 from gemini_ft.core.ledger import Abort, Cadence, Commit, Decision, Holders, Ledger, Manifest, Thaw
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.slots import Slot, SlotState
@@ -58,6 +59,8 @@ class Node:
             yield upload, upload.read
         if self.leader is not None and self.leader.connection is None and self.job.accepts(self, self.leader.name):
             yield self.leader, self.leader.dial
+        if self.leader is not None and self.leader.bundles.waiting:
+            yield (self.leader, "late"), self.leader.flush
         if self.manifest is not None:
             yield self, self._write_manifest
 
@@ -292,8 +295,8 @@ class Node:
         """To the leader; on its own host at once."""
         if self.ledger is not None:
             self.hear(*frame)
-        elif self.leader is not None and self.leader.connection is not None:
-            self.leader.connection.forward.append(frame)
+        elif self.leader is not None:
+            self.leader.say(*frame)
 
     def hear(self, kind: str, *args: Any) -> None:
         book, now = self.ledger, self.job.now
@@ -306,8 +309,8 @@ class Node:
                 owner, version, error = args
                 self._apply(book.upload_over(version, error) if error else book.uploaded(owner, version, "record"))
             case "rejoin":
-                committed, uploading, roots = args
-                self._apply(book.rejoin(committed, now, roots))
+                committed, uploading, roots, host = args
+                self._apply(book.rejoin(committed, now, roots, host))
                 if book.uploading is not None and uploading != book.uploading:
                     self._apply(book.upload_over(book.uploading, "an agent was restarted"))
                 if uploading is not None and uploading != book.uploading:
@@ -317,7 +320,7 @@ class Node:
         if self.ledger is not None:
             self._apply(self.ledger.tick(self.job.now, [node.name for node in self.job.stopped]))
 
-    def _apply(self, decisions: list[Decision]) -> None:
+    def _apply(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, Manifest):
                 self.manifest = decision
@@ -335,20 +338,37 @@ class Node:
     def _announce(self, decision: Decision) -> None:
         for member in self.members:
             assert member.connection is not None
-            member.connection.backward.append(("decision", decision))
+            assert self.ledger is not None
+            told = self.ledger.addressed(decision, member.connection.names[0]) if isinstance(decision, Commit) else decision
+            member.connection.backward.append(("decision", told))
         self.obey(decision)
+
+    def _check_roots(self, version: Version) -> None:
+        """A host that is told that its copies agreed holds all of them, with the roots that it would have heard."""
+        assert self.session is not None
+        held = [owner for owner, names in self.session.holders.items() if self.name in names]
+        missing = [owner for owner in held if self.host.slots(owner).complete_version(version) is None]
+        check(not missing, f"{self.name} is told that its copies of {version} agree, and has none of ranks {missing}")
+        for owner, root in self.host.committed_roots(version).items():
+            slot = self.host.slots(owner).complete_version(version)
+            memory = self.memory[owner, slot.index] if slot is not None else None
+            check(memory is not None and memory.root(version, owner) == root, f"{self.name} took another root of rank {owner}'s {version}")
 
     def obey(self, decision: Decision) -> None:
         """Commits and aborts name an iteration, of the present incarnation."""
         assert self.session is not None
         match decision:
-            case Commit(version, freeze, digest_at, roots):
-                self.perform(self.host.on_commit(Version(self.session.incarnation, version.iteration), freeze, roots))
+            case Commit(version, freeze, digest_at, roots, agreed):
+                self.perform(self.host.on_commit(Version(self.session.incarnation, version.iteration), freeze, roots, agreed))
+                if agreed:
+                    self._check_roots(version)
                 for worker in self.current():
                     worker.inbox.append(("committed", version.iteration, digest_at))
             case Abort(version):
                 self.perform(self.host.on_abort(Version(self.session.incarnation, version.iteration)))
-            case Holders(newly=newly):
+            case Holders(excluded=excluded, newly=newly):
+                if self.leader is not None:
+                    self.leader.bundles.exclude(excluded)
                 for owner, peer in newly:
                     self.perform(self.host.on_exclude(owner, peer))
             case Thaw(version):
@@ -382,16 +402,36 @@ class LeaderLink:
     def __init__(self, node: Node, name: str) -> None:
         self.node, self.name = node, name
         self.connection: Connection | None = None
+        self.bundles = Bundles(node.name, node.host.holders)
+
+    def say(self, *frame: Any) -> None:
+        """At once if there is nothing more to say of that version, or it is no report of a copy; else ``flush`` happens at any time."""
+        if self.connection is None:
+            return
+        if frame[0] == "report" and isinstance(frame[1], Completed):
+            if self.bundles.add(frame[1]):
+                self.flush()
+        else:
+            self.flush()
+            self.connection.forward.append(frame)
+
+    def flush(self) -> None:
+        assert self.connection is not None
+        self.connection.forward.extend(("report", copies) for copies in self.bundles.take())
 
     def dial(self) -> None:
         self.connection = self.node.job.connect(self.node, self.name, "report", self)
         if self.connection is not None:
-            self.connection.forward.append(("rejoin", self.node.host.committed, self.node.uploading, self.node.host.heard_roots))
-            self.connection.forward.extend(("report", report) for report in self.node.host.reports())
-            self.connection.forward.extend(self.node.said_of_uploads)  # the agent's duty
+            host = self.node.host
+            self.bundles.forget()
+            self.say("rejoin", host.committed, self.node.uploading, host.heard_roots, self.node.name)
+            for frame in [*(("report", report) for report in host.reports()), *self.node.said_of_uploads]:  # the agent's duty
+                self.say(*frame)
+            self.flush()
 
     def on(self, kind: str, *args: Any) -> None:
         self.node.obey(args[0])
 
     def lost(self) -> None:
         self.connection = None
+        self.bundles.forget()

@@ -10,7 +10,7 @@ from gemini_ft.core.ledger import Decision
 from gemini_ft.core.placement import place
 from gemini_ft.core.slots import Slot, SlotState
 from gemini_ft.core.versions import Incarnation, Version
-from gemini_ft.recovery.plan import Holding, Plan, plan_recovery
+from gemini_ft.recovery.plan import Holding, RecoveryPlan, plan_recovery
 from gemini_ft.wire.worker_messages import SlotInfo
 from miniature.host import Member, Node
 from miniature.transfer import Fetch, Receiver, Server
@@ -56,7 +56,7 @@ class Job:
         self._attempts = 0
         self._refuse = False
         self._todo: list[Node] = []  # hosts still to be asked, or to be told
-        self._crew: list[Node] = []  # hosts of the present attempt, in the order of their ranks
+        self.crew: list[Node] = []  # hosts of the present attempt, in the order of their ranks
         self._sealed: dict[Node, list[tuple[int, Version]]] = {}  # and the copies that their inventories have promised
         self._holdings: list[Holding] = []
 
@@ -72,7 +72,7 @@ class Job:
         for node in self.nodes.values():
             if node.alive:
                 found.extend(node.events())
-        step = {"gathering": self._gather, "opening": self._open, "running": None, "broken": None}[self.phase]
+        step = {"gathering": self.gather, "opening": self._open, "running": None, "broken": None}[self.phase]
         if step is not None:
             found.extend((node, partial(step, node)) for node in self._todo if node not in self.stopped)
         if self.phase == "broken":
@@ -91,7 +91,7 @@ class Job:
         return min(mates) if len(mates) == self.world_size else -1
 
     def is_open(self, session: Session) -> bool:
-        return self.session is session and all(node.session is session for node in self._crew)
+        return self.session is session and all(node.session is session for node in self.crew)
 
     def change_layout(self) -> None:
         """The optimizer has created its state, say: from the next iteration on every rank's shard has another shape."""
@@ -171,7 +171,7 @@ class Job:
         for worker in node.workers:
             worker.die()
         self.disconnect(node)
-        if node in self._crew:
+        if node in self.crew:
             self._break()
         for truth in self._truths():
             truth.lose(node)
@@ -204,7 +204,7 @@ class Job:
         while len(crew) < self.size:
             crew.append(self._fresh_host(rng))
         rng.shuffle(crew)
-        self._crew, self.phase, self._todo, self._holdings, self._refuse = crew, "gathering", list(crew), [], refuse
+        self.crew, self.phase, self._todo, self._holdings, self._refuse = crew, "gathering", list(crew), [], refuse
 
     def _fresh_host(self, rng: Random) -> Node:
         lost = [name for name, node in self.nodes.items() if not node.alive]
@@ -212,7 +212,7 @@ class Job:
         self.nodes[name] = node = Node(self, name)
         return node
 
-    def _gather(self, node: Node) -> None:
+    def gather(self, node: Node) -> None:
         self._todo.remove(node)
         node.host.seal()  # the agent's duty
         slots = [(owner, slot) for owner, shard in node.host.shards.items() for slot in shard.slots.values()]
@@ -239,7 +239,7 @@ class Job:
         """A worker has handed slots back to an agent. Those to whom it has given its inventory without a copy start over."""
         for truth in self._truths():
             truth.find(node)
-        answered = node in self._sealed and node in self._crew and (self.phase == "opening" or node not in self._todo)
+        answered = node in self._sealed and node in self.crew and (self.phase == "opening" or node not in self._todo)
         if brought and answered:
             self._break()  # the agent's duty: their session is not opened here
 
@@ -261,27 +261,27 @@ class Job:
         safe = self.truth.safe
         lost = safe is not None and (plan.version is None or plan.version < safe)
         text = f"{safe} was committed and a copy of every shard is here, but {plan.version or 'nothing'} would be resumed"
-        check(not lost or not self.truth.is_kept_by(self._crew), text)
+        check(not lost or not self.truth.is_kept_by(self.crew), text)
         older = self._choose([plan.version]) if self._refuse and plan.version is not None else plan
         self._begin(older if older.version is not None else plan)
 
-    def _choose(self, refused: list[Version]) -> Plan:
+    def _choose(self, refused: list[Version]) -> RecoveryPlan:
         stored = max(self.storage.manifests, default=None)
         return plan_recovery(self._holdings, self.world_size, stored, self.world_size, refused)
 
-    def _begin(self, plan: Plan) -> None:
-        before = [session for node in self._crew if (session := node.session or node.interrupted) is not None]
+    def _begin(self, plan: RecoveryPlan) -> None:
+        before = [session for node in self.crew if (session := node.session or node.interrupted) is not None]
         known = [session.incarnation.number for session in before]
         known += [version.incarnation.number for version in (plan.version, *self.storage.manifests) if version is not None]
         self._attempts += 1
         incarnation = Incarnation(max(known, default=0) + 1, f"{self._attempts:04}")
-        placement = place([node.name for node in self._crew], self.replicas)
-        hosts = tuple(node.name for node in self._crew for _ in range(self.ranks_per_host))
+        placement = place([node.name for node in self.crew], self.replicas)
+        hosts = tuple(node.name for node in self.crew for _ in range(self.ranks_per_host))
         holders = {rank: placement[host] for rank, host in enumerate(hosts)}
         session = Session(incarnation, hosts, holders, plan.version, dict(plan.sources), dict(plan.roots))
         keepers = {owner: {self.nodes[name] for name in names} for owner, names in plan.sources.items()}
         self.truth, self._former = Truth(session, plan.version, keepers), self.truth
-        self.phase, self._todo = "opening", list(self._crew)
+        self.phase, self._todo = "opening", list(self.crew)
 
     def _open(self, node: Node) -> None:
         assert self.session is not None
@@ -363,7 +363,7 @@ class Job:
         assert book is not None
         pairs = [(names[0], name) for names in self.session.holders.values() for name in names[1:]]
         self.hung = {rng.choice(pairs)} if pairs and hang else set()
-        patient = bool(self.hung) or any(node.adopted for node in self._crew)
+        patient = bool(self.hung) or any(node.adopted for node in self.crew)
         commits = len(self.truth.committed) + 6
         self._train_until("commits do not advance", lambda: len(self.truth.committed) >= commits, rng, uploads=False, patient=patient)
         self.hung.clear()
@@ -388,7 +388,7 @@ class Job:
         raise BrokenPromiseError(text)
 
     def _check_memory(self) -> None:
-        for node in self._crew:
+        for node in self.crew:
             for owner, shard in node.host.shards.items():
                 slots = list(shard.slots.values())
                 holds = node.name in node.host.holders[owner]

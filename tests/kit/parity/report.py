@@ -18,12 +18,14 @@ import sys
 import threading
 import time
 import warnings
+from typing import Any
 
-GLOBALS = sorted(globals())
+GLOBALS, GIVEN = sorted(globals()), dict(globals())
+STREAMS: list[Any] = [sys.stdin, sys.stdout, sys.stderr]
 STORES = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_USE_AGENT_STORE")
 
 
-def signal_of_death():
+def signal_of_death() -> int:
     number = ctypes.c_int()
     ctypes.CDLL(None).prctl(2, ctypes.byref(number), 0, 0, 0)  # PR_GET_PDEATHSIG
     return number.value
@@ -36,7 +38,7 @@ early = {
     "working directory": os.getcwd(),
     "globals": GLOBALS,
     "name, file, package": [__name__, __file__, __package__, __doc__[:10]],
-    "spec, loader, cached": [str(__spec__), type(__loader__).__name__, __cached__],
+    "spec, loader, cached": [str(__spec__), type(GIVEN["__loader__"]).__name__, GIVEN["__cached__"]],
     "__main__": sys.modules["__main__"].__dict__ is globals(),
     "__mp_main__": sys.modules["__mp_main__"].__dict__ is globals(),
     "start method": multiprocessing.get_start_method(True),
@@ -49,9 +51,7 @@ early = {
     "flags": str(sys.flags),
     "warning filters": [str(item) for item in warnings.filters],
     "hooks": [sys.excepthook is sys.__excepthook__, sys.displayhook is sys.__displayhook__, sys.unraisablehook is sys.__unraisablehook__],
-    "standard streams": [
-        [s.encoding, s.errors, s.line_buffering, s.write_through, s.isatty()] for s in (sys.stdin, sys.stdout, sys.stderr)
-    ],
+    "standard streams": [[s.encoding, s.errors, s.line_buffering, s.write_through, s.isatty()] for s in STREAMS],
     "descriptors": sorted(int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")),
     "session and group": [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()],
     "parent is the launcher": b"--nproc-per-node" in open(f"/proc/{os.getppid()}/cmdline", "rb").read(),
@@ -90,7 +90,7 @@ late = {
         torch.is_grad_enabled(),
         str(torch.get_default_dtype()),
         torch.get_num_interop_threads(),
-        torch.cuda.is_initialized(),
+        torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]
     ],
     "warning filters after torch": sorted(
         {str(item) for item in warnings.filters if item[1] is None and item[2] is not DeprecationWarning}

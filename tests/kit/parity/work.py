@@ -21,28 +21,28 @@ class Item:
     number: int
 
 
-class Items(Dataset):
-    def __len__(self):
+class Items(Dataset[Item]):
+    def __len__(self) -> int:
         return 4
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> Item:
         return Item(index)
 
 
-def first(batch):
+def first(batch: list[Item]) -> Item:
     return batch[0]
 
 
-def make(number):
+def make(number: int) -> Item:
     return Item(number)
 
 
-def noise(_):
+def noise(_: object) -> float:
     return torch.rand(1).item()
 
 
-def main():
-    found = {}
+def main() -> None:
+    found: dict[str, object] = {}
     for method in ("fork", "spawn", "forkserver"):
         context = multiprocessing.get_context(method)
         with context.Pool(1) as pool:
@@ -54,10 +54,10 @@ def main():
     found["tensors shared between processes"] = torch.multiprocessing.get_context("spawn").Queue().empty()
     profile = cProfile.Profile()
     found["profile"] = profile.runcall(sum, [1, 2])
-    found["profiled calls"] = pstats.Stats(profile, stream=io.StringIO()).total_calls > 0
+    found["profiled calls"] = vars(pstats.Stats(profile, stream=io.StringIO()))["total_calls"] > 0
     command = [sys.executable, "-c", "import signal, sys; print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, sys.stdin.read())"]
     found["a command"] = subprocess.run(command, capture_output=True, text=True, input="said").stdout
-    found["autograd"] = torch.ones(3, requires_grad=True).exp().sum().backward()
+    found["autograd"] = torch.ones(3, requires_grad=True).exp().sum().backward()  # type: ignore[no-untyped-call]
     sys.stdout.write(json.dumps([os.environ["RANK"], 0, found, {}]) + "\n")
     atexit.register(sys.stdout.write, json.dumps(["exit handler"]) + "\n")
 

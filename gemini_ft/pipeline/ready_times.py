@@ -29,7 +29,7 @@ class Ready:
     at: Mapping[str, float]
 
 
-class Watch:
+class ReadyTimes:
     """Notes the times of each step. Without a forward pass of the model itself, times count from the first gradient on."""
 
     def __init__(self, model: nn.Module) -> None:

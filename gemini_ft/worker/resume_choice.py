@@ -14,7 +14,7 @@ from gemini_ft.config import GeminiConfig
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, ObjectGoneError, StorageError, StorageUnclearError, WorldSizeError
 from gemini_ft.faults.inject import Orders
-from gemini_ft.recovery.plan import Holding, Plan, plan_recovery, require
+from gemini_ft.recovery.plan import Holding, RecoveryPlan, plan_recovery, require
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import Manifest
 from gemini_ft.storage.decisions import Descent, Here, Look, Sighting, Unclear, continued, decide, describe, gives_way, is_of, left_aside
@@ -50,7 +50,7 @@ class Introduction:
 class Choice:
     """The decision of the ranks on what to resume."""
 
-    plan: Plan
+    plan: RecoveryPlan
     given_up: frozenset[Version]
     descent: Descent = field(default_factory=Descent)  # of the incarnation that resumes it
     damaged: frozenset[str] = frozenset()  # folders of checkpoints in storage that turned out to be damaged
@@ -119,7 +119,7 @@ class Chooser:
         given_up = frozenset(version for about in self._everyone for version in about.inventory.given_up) | stuck.keys()
         if self._config.resume == "never":
             self._stored = self._look(frozenset(), insist=self._config.storage is not None and self._config.storage.required)
-            return Choice(Plan("nothing"), given_up, self._descent(None))
+            return Choice(RecoveryPlan("nothing"), given_up, self._descent(None))
         plan = self._find(given_up)
         if plan.version is None and given_up:
             plan = self._find(frozenset())  # one more failure is better than starting over after weeks of work
@@ -135,7 +135,7 @@ class Chooser:
         welcomes = [about.welcome for about in self._everyone if about.welcome.attempts >= self._config.max_retries]
         return {welcome.resumed: welcome.attempts for welcome in welcomes if welcome.resumed is not None}
 
-    def _find(self, refused: frozenset[Version]) -> Plan:
+    def _find(self, refused: frozenset[Version]) -> RecoveryPlan:
         """Plans, checks the copies the plan needs against their checksums, and plans again without those that are damaged."""
         while True:
             memory = self._best_in_memory(refused)
@@ -289,14 +289,14 @@ class Chooser:
             known |= {*descent.overtaken, *(version.incarnation for version in descent.lineage or ())}
         return Descent((), frozenset(known))
 
-    def _staged(self, plan: Plan, manifest: Manifest) -> Plan | None:
+    def _staged(self, plan: RecoveryPlan, manifest: Manifest) -> RecoveryPlan | None:
         """Stages as `_stage_all` does, and keeps other jobs of this run from deleting the checkpoint meanwhile."""
         if self._rank != 0 or self._reopen is None:
             return self._stage_all(plan, manifest)
         with reading(self._reopen(), self._everyone[0].run, self._stream, manifest.version):
             return self._stage_all(plan, manifest)
 
-    def _stage_all(self, plan: Plan, manifest: Manifest) -> Plan | None:
+    def _stage_all(self, plan: RecoveryPlan, manifest: Manifest) -> RecoveryPlan | None:
         """The plan, once all shards are in memory; None: one is damaged in storage, or gone.
 
         Raises:
@@ -354,7 +354,7 @@ class Chooser:
 
     # -- memory
 
-    def _damaged_in_memory(self, plan: Plan) -> dict[str, set[int]]:
+    def _damaged_in_memory(self, plan: RecoveryPlan) -> dict[str, set[int]]:
         """Host -> owners whose copies of the planned version are damaged there."""
         assert plan.version is not None
         question = Verify(version=plan.version)

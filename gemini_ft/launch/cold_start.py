@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gemini_ft.launch.script import die_with, import_root, run, starter
 
-_MODULE = "gemini_ft.launch.cold"
+_MODULE = "gemini_ft.launch.cold_start"
 _COPY = "--copy="
 
 

@@ -1,0 +1,89 @@
+"""Large buffers in host memory that are used again as soon as nobody holds them.
+
+The C library gives large blocks back to the kernel when they are freed, and the kernel zeroes every page of a fresh one: for a group
+of 128 MB that took more processor time than compression itself. Buffers are lent here instead. A buffer is free again when the last
+tensor or array that shares its memory is gone, and goes back to the system when it has not been used for a while.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALIGN = 64  # bytes
+
+
+@dataclass
+class _Buffer:
+    memory: np.ndarray[Any, np.dtype[np.uint8]]
+    lent: weakref.ref[Any]  # dead: nobody holds it
+    used: float  # time.monotonic() of the last loan
+
+
+class Buffers:
+    """Lends memory. Safe to use from several threads.
+
+    Attributes:
+        large: bytes from which on memory is lent; smaller blocks stay in the C library's own lists.
+        idle: seconds after which a buffer that nobody holds is given back.
+    """
+
+    def __init__(self, large: int = 2**20, idle: float = 10.0) -> None:
+        self.large, self.idle = large, idle
+        self._lock = threading.Lock()
+        self._buffers: list[_Buffer] = []
+
+    def empty(self, count: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
+        """A tensor of ``count`` elements whose values are undefined; on an accelerator, whose allocator does all this, a plain one."""
+        nbytes = count * dtype.itemsize
+        if nbytes < self.large or (device is not None and device.type != "cpu"):
+            return torch.empty(count, dtype=dtype, device=device)
+        return torch.from_numpy(self.lend(nbytes)).view(dtype)
+
+    def zeros(self, count: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
+        """The same, with zeros in it."""
+        return self.empty(count, dtype, device).zero_()
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy of a flat tensor."""
+        return self.empty(tensor.numel(), tensor.dtype, tensor.device).copy_(tensor)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, lent and free."""
+        with self._lock:
+            return sum(buffer.memory.nbytes for buffer in self._buffers)
+
+    def clear(self) -> None:
+        """Forgets all buffers: nothing that is lent now is used again."""
+        with self._lock:
+            self._buffers = []
+
+    def lend(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """``nbytes`` bytes, which are lent as long as anything shares their memory."""
+        now = time.monotonic()
+        with self._lock:
+            self._buffers = [buffer for buffer in self._buffers if buffer.lent() is not None or now - buffer.used < self.idle]
+            fitting = [buffer for buffer in self._buffers if buffer.lent() is None and nbytes <= buffer.memory.nbytes <= 2 * nbytes]
+            buffer = min(fitting, key=lambda each: each.memory.nbytes, default=None) or self._made(nbytes, now)
+            part = buffer.memory[:nbytes]  # tensors that share its memory hold this very object
+            buffer.lent, buffer.used = weakref.ref(part), now
+            return part
+
+    def _made(self, nbytes: int, now: float) -> _Buffer:
+        raw = np.empty(nbytes + _ALIGN, dtype=np.uint8)
+        begin = -raw.ctypes.data % _ALIGN
+        buffer = _Buffer(raw[begin : begin + nbytes], weakref.ref(raw), now)
+        self._buffers.append(buffer)
+        return buffer
+
+
+BUFFERS = Buffers()
+"""The process's own."""

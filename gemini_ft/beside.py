@@ -1,0 +1,53 @@
+"""Public names of the two packages that have no ``__init__.py``: ``from gemini_ft.sync import Zen``.
+
+`gemini_ft.sync` and `gemini_ft.compression` are namespace packages (CONTRIBUTING.md has the reason), so no code of theirs runs when they
+are imported. Python asks a module's ``__getattr__`` for a name that it lacks, whoever has set it; here it reads the folder's
+``__init__.pyi``, where type checkers look the same names up. Nothing is loaded before a name is used.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def show_names(package: str) -> None:
+    """Makes a namespace package show the names of its ``__init__.pyi``.
+
+    Args:
+        package: its full name; it is imported, which loads no module of it.
+    """
+    module = importlib.import_module(package)
+    vars(module).update(__getattr__=partial(_found, module), __dir__=partial(_names, module))
+
+
+def _found(module: ModuleType, name: str) -> Any:
+    if name == "__all__":
+        return sorted(_exports(module))
+    if name.startswith("__"):  # the import system asks for such names
+        raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+    known = _exports(module)
+    if name not in known:
+        raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}; it has {', '.join(sorted(known))}, and its modules")
+    value = getattr(importlib.import_module(f"{module.__name__}.{known[name]}"), name)
+    setattr(module, name, value)  # the next access does not come here
+    return value
+
+
+def _names(module: ModuleType) -> list[str]:
+    return sorted({*vars(module), *_exports(module)})
+
+
+def _exports(module: ModuleType) -> dict[str, str]:
+    """The public names, and the module of the package that each comes from."""
+    found: dict[str, str] = {}
+    for folder in module.__path__:
+        stub = Path(folder) / "__init__.pyi"
+        for node in ast.parse(stub.read_text()).body if stub.is_file() else ():
+            if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
+                found |= dict.fromkeys((each.name for each in node.names), node.module)
+    return found

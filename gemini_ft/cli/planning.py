@@ -1,0 +1,234 @@
+"""``gemini simulate`` and ``gemini plan``: what to expect of a cluster before a job runs there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from gemini_ft.cli.curves import distributions
+from gemini_ft.cli.table import table
+from gemini_ft.config import parse_bytes
+from gemini_ft.core.forecast import Choice, Cluster, Forecast, best, choices, forecast, lost_work, quantile
+from gemini_ft.core.placement import describe, place, survival_probability
+from gemini_ft.core.waste import DAY, wasted_time
+from gemini_ft.errors import ConfigError
+
+_RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_TIMES = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": DAY}
+
+
+def simulate(arguments: Sequence[str]) -> int:
+    """``gemini simulate --hosts 16 --state 1.2TB ...``."""
+    parser = _parser("gemini simulate", "Let a job fail at random for a month, many times, and say how much work is lost.")
+    parser.add_argument("--replicas", type=int, default=2, help="copies of every shard, the own one included (default: 2)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the distribution of lost work")
+    options = parser.parse_args(arguments)
+    cluster = _cluster(options, options.replicas)
+    found = forecast(cluster, _days(options), _runs(options), options.seed)
+    if options.svg is not None:
+        title = f"Work lost per failure: {cluster.hosts} hosts, {cluster.replicas} replicas"
+        curves = {"in memory": lost_work(found.memory), "storage alone, best interval": lost_work(found.storage)}
+        options.svg.write_text(distributions(title, {name: values for name, values in curves.items() if values}))
+    print(json.dumps(_document(cluster, found), indent=2) if options.json else _shown(cluster, found))
+    return 0
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """``gemini plan --hosts 16 --state 1.2TB --memory 500GB ...``."""
+    parser = _parser("gemini plan", "Choose replicas and intervals for a cluster, and say what to expect.")
+    parser.add_argument("--memory", type=_bytes, required=True, help="of each host that copies may take, such as 500GB")
+    options = parser.parse_args(arguments)
+    offered = choices(_cluster(options, 1), options.memory, _days(options), _runs(options), options.seed)
+    chosen = best(offered)
+    if options.json:
+        documents = [_document(choice.cluster, choice.found) | {"fits": choice.fits} for choice in offered]
+        print(json.dumps({"replicas": chosen.cluster.replicas if chosen is not None else None, "choices": documents}, indent=2))
+    else:
+        print(_planned(offered, chosen, options.memory))
+    return 0 if chosen is not None else 1
+
+
+# -- options ----------------------------------------------------------------------------------------
+
+
+def _parser(prog: str, text: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description=text)
+    add = parser.add_argument
+    add("--hosts", type=int, required=True, help="machines of the job")
+    add("--ranks", type=int, default=8, help="ranks per host (default: 8)")
+    add("--state", type=_bytes, required=True, help="of the whole job, such as 1.2TB: 12 bytes per parameter with Adam in mixed precision")
+    add("--step", type=_seconds, required=True, help="time of an optimizer step, such as 62s")
+    add("--bandwidth", type=_rate, required=True, help="of a host's link, each way, such as 100gbit")
+    add("--host-failures", type=float, default=0.015, help="per host and day that take its memory (default: 0.015)")
+    add("--process-failures", type=float, default=0.015, help="per host and day that leave its memory (default: 0.015)")
+    add("--domain", type=int, default=0, help="hosts per failure domain, such as a rack (default: there are none)")
+    add("--domain-failures", type=float, default=0.0, help="per domain and day (default: 0)")
+    add("--restart", type=_seconds, default=60.0, help="from a failed process until the state is loaded (default: 60s)")
+    add("--replace", type=_seconds, default=300.0, help="the same where a host is replaced (default: 5min)")
+    add("--storage-bandwidth", type=_rate, default=0.0, help="of the whole job to storage, such as 20gbit (default: nothing is stored)")
+    add("--storage-interval", type=_seconds, default=10800.0, help="between checkpoints from memory to storage (default: 3h)")
+    add("--days", type=float, default=30.0, help="length of a run (default: 30)")
+    add("--runs", type=int, default=20, help="runs (default: 20)")
+    add("--seed", type=int, default=1, help="of the random failures (default: 1)")
+    add("--json", action="store_true", help="for programs")
+    return parser
+
+
+def _cluster(options: argparse.Namespace, replicas: int) -> Cluster:
+    return Cluster(
+        hosts=options.hosts,
+        ranks=options.ranks,
+        state=options.state,
+        step=options.step,
+        bandwidth=options.bandwidth,
+        replicas=replicas,
+        domain=options.domain,
+        process_failures=options.process_failures,
+        host_failures=options.host_failures,
+        domain_failures=options.domain_failures,
+        restart=options.restart,
+        replace=options.replace,
+        storage_bandwidth=options.storage_bandwidth,
+        storage_interval=options.storage_interval,
+    )
+
+
+def _days(options: argparse.Namespace) -> float:
+    if not options.days > 0:
+        raise ConfigError(f"--days {options.days:g}: must be more than 0")
+    return float(options.days)
+
+
+def _runs(options: argparse.Namespace) -> int:
+    if options.runs < 1:
+        raise ConfigError(f"--runs {options.runs}: must be at least 1")
+    return int(options.runs)
+
+
+def _bytes(text: str) -> float:
+    try:
+        return float(parse_bytes(text))  # type: ignore[arg-type]
+    except (ValueError, TypeError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give a number and a unit, such as 1.2TB or 500GiB") from None
+
+
+def _rate(text: str) -> float:
+    return _number(text, _RATES, "rate", "100gbit or 200mbit")
+
+
+def _seconds(text: str) -> float:
+    return _number(text, _TIMES, "time", "62s, 5min, 3h or 2d")
+
+
+def _number(text: str, units: dict[str, float], what: str, example: str) -> float:
+    digits = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = text.strip()[len(digits) :].strip().lower()
+    try:
+        return float(digits) * units[unit]
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what}; give a number and a unit, such as {example}") from None
+
+
+# -- what is shown ----------------------------------------------------------------------------------
+
+
+def _document(cluster: Cluster, found: Forecast) -> dict[str, Any]:
+    ways = {"memory": found.memory, "storage_alone": found.storage}
+    return {
+        "cluster": asdict(cluster),
+        "days": found.days,
+        "runs": len(found.memory),
+        "failures_per_day": cluster.failures_per_day,
+        "memory_per_host": cluster.memory,
+        "sent_per_host_and_snapshot": cluster.share * (cluster.replicas - 1),
+        "replication_seconds": cluster.replication,
+        "steps_per_snapshot": cluster.every,
+        "fallback_probability": found.fallback_probability,
+        "fallbacks_per_run": found.fallbacks_per_run,
+        "best_storage_interval": cluster.best_storage_interval if cluster.best_storage_interval != inf else None,
+        "ways": {
+            name: {
+                "effective_training_ratio": found.ratio(runs),
+                "lost_work": {f"p{round(100 * q)}": quantile(lost_work(runs), q) for q in (0.5, 0.9, 0.99, 1.0)},
+            }
+            for name, runs in ways.items()
+            if runs
+        },
+    }
+
+
+def _shown(cluster: Cluster, found: Forecast) -> str:
+    names = [f"{number:06}" for number in range(cluster.hosts)]
+    domains = {name: f"domain {number // cluster.domain}" for number, name in enumerate(names)} if cluster.domain else None
+    placed = place(names, cluster.replicas, domains)
+    rows: list[Sequence[str]] = [("", "effective training", "lost per failure: median", "90 %", "99 %", "most")]
+    ways = {"in memory": found.memory, f"storage alone, every {_time(cluster.best_storage_interval)}": found.storage}
+    for name, runs in ways.items():
+        if runs:
+            lost = lost_work(runs)
+            rows.append((name, f"{found.ratio(runs):.1%}", *(_time(quantile(lost, q)) for q in (0.5, 0.9, 0.99, 1.0))))
+    formula = wasted_time(cluster.replication, cluster.every * cluster.step, 0.0)
+    return "\n".join(
+        [
+            describe(placed, domains),
+            f"{cluster.failures_per_day:.2g} failures per day; {len(found.memory)} runs of {found.days:g} days.",
+            "",
+            table(rows),
+            "",
+            f"Every {_steps(cluster.every)} a snapshot; its replicas have arrived {_time(cluster.replication)} later. "
+            f"By formula a failure loses {_time(formula)} of work.",
+            f"Memory per host: {_size(cluster.memory)}; sent and received per host and snapshot: "
+            f"{_size(cluster.share * (cluster.replicas - 1))}.",
+            f"A month of this kind falls back to {'storage' if cluster.storage_bandwidth else 'the beginning'} with "
+            f"{found.fallback_probability:.0%} ({found.fallbacks_per_run:.2g} times on average).",
+        ]
+    )
+
+
+def _planned(offered: Sequence[Choice], chosen: Choice | None, memory: float) -> str:
+    rows = [("replicas", "memory per host", "effective training", "months with a fallback", "steps per snapshot", "")]
+    for choice in offered:
+        cluster, found = choice.cluster, choice.found
+        mark = "chosen" if choice is chosen else "" if choice.fits else "does not fit"
+        rows.append(
+            (str(cluster.replicas), _size(cluster.memory), f"{found.ratio(found.memory):.2%}", f"{found.fallback_probability:.0%}",
+             str(cluster.every), mark)
+        )  # fmt: skip
+    if chosen is None:
+        least = min(choice.cluster.memory for choice in offered)
+        return (
+            f"{table(rows)}\n\nNothing fits into {_size(memory)} per host: one copy takes {_size(least)}. More hosts would share the state."
+        )
+    cluster = chosen.cluster
+    lines = [f"replicas: {cluster.replicas}", f"memory_limit: at least {_size(cluster.memory)} per host"]
+    if cluster.hosts > cluster.replicas > 1:
+        names = [f"{number:06}" for number in range(cluster.hosts)]
+        survived = float(survival_probability(place(names, cluster.replicas), cluster.replicas))
+        lines.append(f"{cluster.replicas} hosts lost at the same time: survived with {survived:.2%}")
+    if cluster.storage_bandwidth:
+        stored = max(cluster.storage_interval, cluster.upload)
+        lines.append(f"storage: every {_time(stored)}; a whole upload takes {_time(cluster.upload)}")
+    else:
+        lines.append("storage: none was given; what memory does not survive begins anew")
+    return "\n".join([table(rows), "", *lines])
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else f"{count} steps"
+
+
+def _time(seconds: float) -> str:
+    if seconds == inf:
+        return "never"
+    unit, size = next((unit, size) for unit, size in (("d", DAY), ("h", 3600.0), ("min", 60.0), ("s", 0.0)) if seconds >= 2 * size)
+    return f"{seconds / (size or 1.0):.1f} {unit}"
+
+
+def _size(nbytes: float) -> str:
+    unit, size = next((unit, size) for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("B", 1.0)) if nbytes >= size or size == 1.0)
+    return f"{nbytes / size:.1f} {unit}"

@@ -1,0 +1,106 @@
+"""Takes away, in workers of ``gemini run``, locks that killed workers have left where torch builds extensions, DeepSpeed's among them.
+
+Torch makes an empty file in the folder in which it builds or loads an extension and deletes it afterwards. A process that finds the file
+waits, without an end, until it is gone: a worker that is killed in between would hold every later start of the job. So workers write
+into the file which process they are, and one that finds the file of a dead process of this machine deletes it. About a file in which
+nothing is written nothing is known: it stays, and a warning names it. ``GEMINI_WRAP=0`` leaves torch as it is.
+
+Standard library only: every worker runs this before its script, whatever the script is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gemini_ft.hosts import began, machine_id
+from gemini_ft.launch.import_hook import once_imported
+
+_log = logging.getLogger("gemini_ft")
+_OLD_SECONDS = 60.0  # most builds have ended by then
+
+
+def install() -> None:
+    """Extends torch's lock as soon as it is there. May be called any number of times."""
+    once_imported("torch.utils.file_baton", _wrap)
+
+
+def _wrap(module: ModuleType) -> None:
+    kind = getattr(module, "FileBaton", None)
+    original = getattr(kind, "try_acquire", None)
+    if kind is not None and original is not None and not hasattr(original, "_gemini_original"):
+        kind.try_acquire = _signing(original)
+
+
+def _signing(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    @functools.wraps(original)
+    def try_acquire(baton: Any) -> bool:
+        path = Path(baton.lock_file_path).absolute()
+        is_ours = original(baton) or (_took_away(path) and original(baton))
+        if is_ours:
+            _sign(path)
+        return is_ours
+
+    try_acquire._gemini_original = original  # type: ignore[attr-defined]
+    return try_acquire
+
+
+def _sign(path: Path) -> None:
+    with contextlib.suppress(OSError):  # an empty file is a lock as well
+        file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(file, f"{_place()} {os.getpid()} {began(os.getpid())}\n".encode())
+        finally:
+            os.close(file)
+
+
+def _took_away(path: Path) -> bool:
+    """Whether there is no such lock any longer, because its owner is dead."""
+    try:
+        with _alone_in(path.parent):
+            if not (words := path.read_text().split()):
+                _warn_of(path)
+            elif len(words) == 4 and " ".join(words[:2]) == _place() and str(began(int(words[2]))) != words[3]:
+                path.unlink()
+                _log.warning("%s is taken away: process %s was killed while it built or loaded an extension there", path, words[2])
+                return True
+    except FileNotFoundError:
+        return True  # let go of meanwhile
+    except (OSError, ValueError):
+        pass  # torch will wait for it, and say what is wrong
+    return False
+
+
+def _warn_of(path: Path) -> None:
+    age = time.time() - path.stat().st_mtime
+    if age > _OLD_SECONDS:
+        _log.warning(
+            "torch waits for the lock %s, which is %.0f s old and does not say which process has made it. If that was killed, and no "
+            "other one builds an extension there, delete the file: nothing else will",
+            path,
+            age,
+        )
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Inside, no other worker deletes a lock there: it might be the new one."""
+    file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+def _place() -> str:
+    """Where process ids mean what they mean here: the machine, and the namespace in it."""
+    return f"{machine_id()} {os.stat('/proc/self/ns/pid').st_ino}"

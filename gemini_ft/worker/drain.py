@@ -1,0 +1,119 @@
+"""A rank's part in draining its host: it finishes its step, waits until that is committed, and ends with a status that says so.
+
+No rank of another host is asked to stop: what this rank has finished, the others finish too, since their collectives were the same. They
+commit it together; only then does this rank leave, and the step that the others have begun meanwhile is the only one that is made again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+from gemini_ft.config import GeminiConfig
+from gemini_ft.launch import notes
+
+_log = logging.getLogger("gemini_ft")
+
+
+class DrainedError(SystemExit):
+    """Ends a rank whose host is drained; its last step is committed. A SystemExit, which loops and frameworks let through."""
+
+    exit_status = 85  # ERESTART
+
+    def __init__(self) -> None:
+        super().__init__(self.exit_status)
+
+
+class Drain:
+    """The wish that this rank leaves after a step, from wherever it comes: a signal to this process, or the host's agent.
+
+    Args:
+        config: options.
+
+    Attributes:
+        announced: whether the host's agent knows.
+    """
+
+    def __init__(self, config: GeminiConfig) -> None:
+        self._signal, self._seconds, self._stores = config.drain_signal, config.drain_seconds, config.storage is not None
+        self._since: float | None = None
+        self._stored = 0  # newest iteration that is on its way to storage
+        self.announced = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether this rank is to leave."""
+        return self._since is not None
+
+    def begin(self) -> None:
+        """Takes the wish; once is enough."""
+        self._since = self._since or time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has taken longer than it may."""
+        return self._since is not None and time.monotonic() - self._since >= self._seconds
+
+    def committed(self, iteration: int, stored: bool) -> None:
+        """Takes note of a commit; ``stored``: it is uploaded as well."""
+        if stored and self.begun:
+            self._stored = iteration
+
+    def may_leave(self, iteration: int, committed: int | None) -> bool:
+        """Whether this rank may leave after ``iteration``: it is committed, and goes to storage unless that has taken half of the time."""
+        if self._since is None or committed != iteration:
+            return False
+        return not self._stores or self._stored == iteration or time.monotonic() - self._since > self._seconds / 2
+
+    def leave(self, iteration: int) -> None:
+        """Ends this rank.
+
+        Raises:
+            DrainedError: always.
+        """
+        notes.say(notes.DRAINED)
+        _log.warning("drained: iteration %d is committed; this rank leaves with status %d", iteration, DrainedError.exit_status)
+        raise DrainedError
+
+    def heed(self) -> None:
+        """Begins at a signal to this process from now on, unless the script, or a framework, has its own use of it."""
+        if self._signal == "none" or threading.current_thread() is not threading.main_thread():
+            return
+        number = signal.Signals[self._signal]
+        if number in _heeding or (signal.getsignal(number) is signal.SIG_DFL and not _is_caught(number)):
+            _heeding.setdefault(number, []).append(self)
+            signal.signal(number, _on_signal)
+
+    def forget(self) -> None:
+        """Ends what :meth:`heed` has begun."""
+        for number, drains in list(_heeding.items()):
+            if self in drains:
+                drains.remove(self)
+            if not drains:
+                del _heeding[number]
+                if signal.getsignal(number) is _on_signal and threading.current_thread() is threading.main_thread():
+                    signal.signal(number, signal.SIG_DFL)
+
+
+_heeding: dict[int, list[Drain]] = {}
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    """Notes the wish. Once the time is over, the signal ends the process as if nobody heeded it: the launcher sends it then."""
+    drains = _heeding.get(number, [])
+    if not drains or any(drain.is_over for drain in drains):
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    for drain in drains:
+        drain.begin()
+
+
+def _is_caught(number: int) -> bool:
+    """Whether the process handles a signal outside of Python's knowledge, as `faulthandler.register` does."""
+    caught = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)

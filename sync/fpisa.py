@@ -1,0 +1,113 @@
+"""FPISA (Yuan et al., NSDI 2022): whole gradients, added up as floating-point numbers by integer operations of a switch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .exchange import Exchange
+from .switch_client import Terms
+from .switch_link import Link
+from .switch_packets import Array, span
+from .switch_scheme import DenseSwitchScheme, Key
+from .switch_worker import Stream
+
+
+class FPISA(DenseSwitchScheme):
+    """Sums floating-point numbers in registers of an exponent and a mantissa (`fpisa_registers`).
+
+    Unlike SwitchML's, values need no scaling, and those of 16 bits travel as such. A sum depends on the order of arrival, and is the
+    same on all ranks. float64 is rounded to float32 first. Packets with a NaN or an infinity go by the backend's all-reduce.
+
+    Args:
+        mode: fpisa, whose error is one unit in the last place of the largest value per addition at most; or fpisa-a, for switches
+            of today, which loses a sum where a value is more than 128 times as large: for ranks whose values are alike.
+    """
+
+    name = "fpisa"
+
+    def __init__(
+        self,
+        switch: str,
+        key: Key,
+        mode: Literal["fpisa", "fpisa-a"] = "fpisa",
+        slots: int = 256,
+        packet: int = 1408,
+        patience: float = 3.0,
+    ) -> None:
+        super().__init__(switch, key, slots, packet, patience, mode=mode)
+        self._mode = mode
+
+    @property
+    def _title(self) -> str:
+        return f"{super()._title} in mode {self._mode}"
+
+    def _terms(self, dtype: torch.dtype) -> Terms:
+        adder = f"{self._mode}-{str(_travels(dtype)).removeprefix('torch.')}"
+        return Terms(adder, True, self._slots, self._packet, self._patience)
+
+    def _through(self, gradient: torch.Tensor, link: Link, exchange: Exchange) -> torch.Tensor | None:
+        if not gradient.numel():
+            return gradient
+        dtype = _travels(gradient.dtype)
+        elements = self._packet // dtype.itemsize
+        flat = gradient.reshape(-1).to(dtype)
+        packets = torch.cat([flat, flat.new_zeros(-flat.numel() % elements)]).view(-1, elements)
+        stream = FpisaStream(packets.view(torch.uint8).numpy(), (~packets.isfinite()).any(1).numpy(), link.slots)
+        if not link.run(stream, exchange):
+            return None
+        sums = torch.from_numpy(stream.sums).view(dtype)
+        if stream.special.any():
+            places = torch.from_numpy(np.flatnonzero(stream.special))
+            total = packets[places].to(exchange.device)
+            dist.all_reduce(total, group=exchange.group)
+            sums[places] = total.cpu()
+        return sums.reshape(-1)[: gradient.numel()].view(gradient.shape).to(gradient.dtype)
+
+    def _carry(self, packets: Array, link: Link, exchange: Exchange) -> Array | None:
+        raise NotImplementedError("packets of floating-point numbers go as they are")
+
+
+class FpisaStream(Stream):
+    """One tensor.
+
+    Args:
+        packets: uint8 [k, bytes].
+        odd: bool [k], packets that hold NaN or infinities on this rank.
+        slots: of the pool.
+
+    Attributes:
+        sums: like ``packets``.
+        special: bool [k], packets that some rank has as odd ones; their sums mean nothing.
+    """
+
+    def __init__(self, packets: Array, odd: Array, slots: int) -> None:
+        self._packets, self._odd, self._count = packets, odd.astype(np.int64), len(packets)
+        self.columns = min(slots, self._count)
+        self._next = np.arange(self.columns)
+        self.sums = np.empty_like(packets)
+        self.special = np.zeros(self._count, np.bool_)
+
+    def first(self) -> Array:
+        return self._odd[: self.columns]
+
+    def follow(self, columns: Array, sides: Array, values: Array | None) -> Iterable[tuple[Array, Array, Array | None]]:
+        if values is not None:
+            self.sums[span(self._next[columns])] = values
+            self._next[columns] += self.columns
+        going = self._next[columns] < self._count
+        columns, sides = columns[going], sides[going]
+        if not len(columns):
+            return []
+        packets = self._next[columns]
+        self.special[packets] = sides != 0
+        ahead = np.minimum(packets + self.columns, self._count - 1)
+        return [(columns, self._odd[ahead], self._packets[span(packets)])]
+
+
+def _travels(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.float64 else dtype

@@ -1,0 +1,260 @@
+"""A worker's connection to a switch, or to several that have a part of the slots each. Sockets and clock of one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from .switch_control import Envelope, Hello, Join, Joined, Leave, Message, Refused, Welcome, job_key
+from .switch_packets import GIVEN, SUMMED, SWITCH, Packets, decode, encode
+from .switch_udp import Datagrams
+from .switch_worker import Stream, Worker
+
+_ASK_AGAIN = 0.1  # seconds between control messages that are not answered
+_TICK = 0.005  # seconds between looks at the timers
+_FRESH = 30.0  # seconds for which a switch's answer is believed; its cookie is good for longer
+
+
+class SwitchSilentError(Exception):
+    """A switch does not answer; the text says which, and what is known."""
+
+
+class SwitchRefusedError(Exception):
+    """A switch does not take the job; the text says why."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a job asks of a switch; the same on all ranks.
+
+    Attributes:
+        adder: by name.
+        largest: whether the side word of a sum is the largest of those given, else the smallest.
+        slots: of all parts together.
+        nbytes: of a packet's values.
+        patience: seconds without any progress after which the switch counts as silent.
+    """
+
+    adder: str
+    largest: bool
+    slots: int
+    nbytes: int
+    patience: float
+
+
+class _Part:
+    """One of the switches."""
+
+    def __init__(self, place: str, envelope: Envelope) -> None:
+        self.place = place
+        host, _, port = place.rpartition(":")
+        try:
+            [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        except (OSError, ValueError) as error:
+            raise SwitchSilentError(f"switch {place!r}: {error}; give host:port") from None
+        plain = socket.socket(family, kind, protocol)
+        try:
+            plain.connect(address)
+        except OSError as error:
+            plain.close()
+            raise SwitchSilentError(f"switch {place}: {error}") from None
+        self.socket = Datagrams(plain)
+        self._welcome: tuple[float, Welcome] | None = None
+        self.key: AESGCM | None = None
+        self._envelope = envelope
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """The switch's answer to a hello, if it is recent."""
+        return self._welcome[1] if self._welcome is not None and time.monotonic() - self._welcome[0] < _FRESH else None
+
+    @welcome.setter
+    def welcome(self, welcome: Welcome) -> None:
+        self._welcome = time.monotonic(), welcome
+
+    def say(self, message: Message) -> None:
+        with contextlib.suppress(OSError):  # told at the next one
+            self.socket.socket.send(self._envelope.seal(message))
+
+    def answers(self) -> Iterable[Message]:
+        """Control messages that have come; all else is dropped."""
+        while True:
+            try:
+                received = self.socket.receive()
+            except OSError:  # nobody listens, or there is no way
+                continue
+            if not received:
+                return
+            for array, _ in received:
+                for datagram in array:
+                    if (message := self._envelope.open(bytes(datagram))) is not None:
+                        yield message
+
+
+class Client:
+    """One rank's side of one job.
+
+    Args:
+        places: host:port of each switch, in the order of their parts.
+        key: shared with them.
+
+    Raises:
+        SwitchSilentError: a name cannot be resolved, or there is no way there.
+    """
+
+    def __init__(self, places: Sequence[str], key: bytes, rank: int, world: int, terms: Terms) -> None:
+        self._rank, self._world, self._terms, self._key = rank, world, terms, key
+        self.parts: list[_Part] = []
+        self._job: str | None = None
+        self._slots_each = -(-terms.slots // len(places))
+        self.slots = self._slots_each * len(places)
+        self._worker = Worker(self.slots, terms.nbytes)
+        envelope = Envelope(key)
+        try:
+            for place in places:
+                self.parts.append(_Part(place, envelope))
+        except SwitchSilentError:
+            self.close()
+            raise
+
+    @property
+    def sent_again(self) -> int:
+        """Packets that were sent more than once."""
+        return self._worker.sent_again
+
+    def reaches(self, seconds: float) -> str | None:
+        """Says hello to all switches and waits for their answers at most so long; returns which does not answer, or None.
+
+        With 0 seconds the answers are those to an earlier hello.
+        """
+        self._until(seconds, lambda part: part.welcome is not None, lambda part: Hello(), self._welcome)
+        return self._silent(lambda part: part.welcome is not None)
+
+    def join(self, job: str, seconds: float) -> None:
+        """Joins a job, after `reaches`.
+
+        Raises:
+            SwitchSilentError: a switch did not answer in time.
+            SwitchRefusedError: a switch cannot take the job.
+        """
+        refused: list[str] = []
+        welcomes = {part: part.welcome for part in self.parts}
+
+        def ask(part: _Part) -> Message:
+            if (welcome := welcomes[part]) is None:
+                return Hello()
+            terms = self._terms
+            return Join(
+                cookie=welcome.cookie,
+                job=job,
+                rank=self._rank,
+                world=self._world,
+                adder=terms.adder,
+                largest=terms.largest,
+                slots=self._slots_each,
+                nbytes=terms.nbytes,
+            )
+
+        def hear(part: _Part, message: Message) -> None:
+            if isinstance(message, Refused) and message.job == job:
+                refused.append(f"switch {part.place}: {message.reason}")
+            elif isinstance(message, Joined) and (message.job, message.rank) == (job, self._rank) and (welcome := welcomes[part]):
+                part.key = job_key(self._key, welcome.boot, job)
+
+        for number, (part, welcome) in enumerate(welcomes.items()):
+            if welcome is not None and (welcome.part, welcome.parts) != (number, len(self.parts)):
+                has = f"{welcome.part + 1}/{welcome.parts}"
+                raise SwitchRefusedError(f"switch {part.place} has part {has}, and is given as {number + 1}/{len(self.parts)}: see --part")
+        self._job = job
+        self._until(seconds, lambda part: part.key is not None or bool(refused), ask, hear)
+        if refused:
+            raise SwitchRefusedError(refused[0])
+        if (silent := self._silent(lambda part: part.key is not None)) is not None:
+            raise SwitchSilentError(silent)
+
+    def run(self, stream: Stream) -> None:
+        """Takes one tensor through the switch; all ranks of the job must.
+
+        Raises:
+            SwitchSilentError: nothing came for ``patience`` seconds. The job is over: what was given cannot be taken back.
+        """
+        now = heard = looked = time.monotonic()
+        try:
+            self._send(self._worker.start(stream, now))
+            while not self._worker.done:
+                progress = self._receive()
+                now = time.monotonic()
+                if progress:
+                    heard = now
+                if now - looked >= _TICK:
+                    looked = now
+                    self._send(self._worker.tick(now))
+                if now - heard > self._terms.patience:
+                    raise SwitchSilentError(f"no sums came for {self._terms.patience:g} s from switch {self._named()}")
+                if not progress:
+                    select.select([part.socket for part in self.parts], [], [], _TICK)
+        except OSError as error:
+            raise SwitchSilentError(f"switch {self._named()}: {error.strerror}") from None
+
+    def close(self) -> None:
+        """Ends the job, for all its ranks."""
+        for part in self.parts:
+            if self._job is not None:
+                part.say(Leave(job=self._job))
+            part.socket.close()
+
+    def _receive(self) -> bool:
+        """Takes what has come; returns whether any of it was new."""
+        before, given = self._worker.completed, list[Packets]()
+        for number, part in enumerate(self.parts):
+            assert part.key is not None
+            for array, _ in part.socket.receive():
+                sums, _ = decode(array, SUMMED, SWITCH, number, part.key)
+                if sums.values is None or sums.values.shape[1] == self._terms.nbytes:
+                    whole = Packets(sums.slots * len(self.parts) + number, sums.rounds, sums.sides, sums.values)
+                    given += self._worker.take(whole, time.monotonic())
+        self._send(Packets.join(given))
+        return self._worker.completed > before
+
+    def _send(self, given: Iterable[Packets]) -> None:
+        for each in given:
+            for number, part in enumerate(self.parts):
+                assert part.key is not None
+                own = each if len(self.parts) == 1 else each.pick(each.slots % len(self.parts) == number)
+                if len(own):
+                    local = Packets(own.slots // len(self.parts), own.rounds, own.sides, own.values)
+                    part.socket.send(encode(local, GIVEN, self._rank, number, part.key))
+
+    def _welcome(self, part: _Part, message: Message) -> None:
+        if isinstance(message, Welcome):
+            part.welcome = message
+
+    def _until(
+        self, seconds: float, done: Callable[[_Part], bool], ask: Callable[[_Part], Message], hear: Callable[[_Part, Message], None]
+    ) -> None:
+        """Asks all parts again and again until all are done, or for so long."""
+        end = time.monotonic() + seconds
+        while True:
+            for part in self.parts:
+                for message in part.answers():
+                    hear(part, message)
+            left = [part for part in self.parts if not done(part)]
+            for part in left:
+                part.say(ask(part))
+            wait = min(_ASK_AGAIN, end - time.monotonic())
+            if not left or wait <= 0:
+                return
+            select.select([part.socket for part in left], [], [], wait)
+
+    def _silent(self, done: Callable[[_Part], bool]) -> str | None:
+        silent = [part.place for part in self.parts if not done(part)]
+        return f"switch {', '.join(silent)} does not answer (is it running, and has it the same secret?)" if silent else None
+
+    def _named(self) -> str:
+        return ", ".join(part.place for part in self.parts)

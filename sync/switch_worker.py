@@ -1,0 +1,139 @@
+"""A worker's side of the pool protocol: a tensor's packets through slots, round by round, with timers for what is lost. Pure.
+
+A tensor is cut into packets, and packet p goes through column p mod the number of columns, each of which is a slot of the pool. In
+its first round every column only says the side word of its first packet, since every later one is said a round ahead.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import numpy as np
+
+from .switch_packets import Array, Packets
+
+_FIRST_TIMEOUT, _LEAST_TIMEOUT, _MOST_TIMEOUT = 0.1, 0.02, 1.0  # seconds
+_FEW = 8  # packets that ask what is the matter when everything is late
+
+
+class Stream(ABC):
+    """What one tensor gives in each round, and what becomes of the sums.
+
+    Attributes:
+        columns: slots that it uses.
+    """
+
+    columns: int
+
+    @abstractmethod
+    def first(self) -> Array:
+        """The side words of the first round: int64 [columns]."""
+
+    @abstractmethod
+    def follow(self, columns: Array, sides: Array, values: Array | None) -> Iterable[tuple[Array, Array, Array | None]]:
+        """Takes the sums of a round of some columns; gives (columns, sides, values) of the next round, for those that have one."""
+
+
+class Timer:
+    """The time after which a packet without an answer is sent again: as TCP has it (RFC 6298), with less patience."""
+
+    def __init__(self) -> None:
+        self._mean, self._spread, self.seconds = 0.0, 0.0, _FIRST_TIMEOUT
+
+    def measured(self, seconds: float) -> None:
+        """Takes in how long an answer took to a packet that was sent once."""
+        if self._mean == 0.0:
+            self._mean, self._spread = seconds, seconds / 2
+        else:
+            self._spread += (abs(seconds - self._mean) - self._spread) / 4
+            self._mean += (seconds - self._mean) / 8
+        self.seconds = min(max(self._mean + 4 * self._spread, _LEAST_TIMEOUT), _MOST_TIMEOUT)
+
+    def stalled(self) -> None:
+        """Doubles the time, until an answer is measured again."""
+        self.seconds = min(2 * self.seconds, _MOST_TIMEOUT)
+
+
+class Worker:
+    """A worker of one job, for all its tensors one after the other.
+
+    Args:
+        slots: of the pool.
+        nbytes: of a packet's values.
+
+    Attributes:
+        sent_again: packets that were sent more than once, all times but the first counted.
+        completed: rounds of all slots.
+    """
+
+    def __init__(self, slots: int, nbytes: int) -> None:
+        self._rounds = np.zeros(slots, np.int64)  # that each slot has completed; the same on all workers when a tensor is done
+        self._open = np.zeros(slots, np.bool_)  # whether a packet is under way
+        self._sent, self._due = np.zeros(slots), np.zeros(slots)
+        self._tries = np.zeros(slots, np.int64)
+        self._sides, self._values = np.zeros(slots, np.int64), np.zeros((slots, nbytes), np.uint8)  # for sending again
+        self._has_values = np.zeros(slots, np.bool_)
+        self._stream: Stream | None = None
+        self._timer = Timer()
+        self.sent_again = 0
+        self.completed = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether all sums of the tensor are there."""
+        return not self._open.any()
+
+    def due(self) -> float:
+        """When something has to be sent again, by the clock of ``now``; infinite if nothing is under way."""
+        return float(self._due[self._open].min()) if self._open.any() else np.inf
+
+    def start(self, stream: Stream, now: float) -> list[Packets]:
+        """Begins a tensor; the one before is done."""
+        self._stream = stream
+        return [self._send(np.arange(stream.columns), stream.first(), None, now)]
+
+    def take(self, sums: Packets, now: float) -> list[Packets]:
+        """Takes sums, in any order, and any of them again; returns what is to be sent next."""
+        assert self._stream is not None
+        sent: list[Packets] = []
+        inside = sums.slots < len(self._rounds)
+        for each in (sums if inside.all() else sums.pick(inside)).apart():
+            fresh = self._open[each.slots] & (self._rounds[each.slots] == each.rounds)
+            if not fresh.all():
+                each = each.pick(fresh)
+            if not len(each):
+                continue
+            if (once := self._tries[each.slots] == 1).any():
+                self._timer.measured(now - float(self._sent[each.slots][once].mean()))
+            self._open[each.slots] = False
+            self._rounds[each.slots] += 1
+            self.completed += len(each)
+            sent += [self._send(*given, now) for given in self._stream.follow(each.slots, each.sides, each.values) if len(given[0])]
+        return sent
+
+    def tick(self, now: float) -> list[Packets]:
+        """Packets that were not answered in time, to be sent again; each waits twice as long from one time to the next.
+
+        If many are late at once, they were not lost: a worker, or the switch, is slow. Then a few are sent, and the others wait.
+        """
+        late = np.flatnonzero(self._open & (self._due <= now))
+        if not len(late):
+            return []
+        if len(late) > max(_FEW, self._open.sum() // 4):
+            self._timer.stalled()
+            self._due[late] = now + self._timer.seconds
+            late = late[np.argsort(self._sent[late], kind="stable")[:_FEW]]
+        self.sent_again += len(late)
+        self._tries[late] += 1
+        self._due[late] = now + np.minimum(self._timer.seconds * 2.0 ** np.minimum(self._tries[late] - 1, 10), _MOST_TIMEOUT)
+        full, bare = late[self._has_values[late]], late[~self._has_values[late]]
+        kinds = ((full, self._values[full]), (bare, None))
+        return [Packets(some, self._rounds[some], self._sides[some], values) for some, values in kinds if len(some)]
+
+    def _send(self, slots: Array, sides: Array, values: Array | None, now: float) -> Packets:
+        self._open[slots], self._tries[slots], self._sent[slots], self._due[slots] = True, 1, now, now + self._timer.seconds
+        self._sides[slots], self._has_values[slots] = sides, values is not None
+        if values is not None:
+            self._values[slots] = values
+        return Packets(slots, self._rounds[slots], sides, values)

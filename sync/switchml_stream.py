@@ -1,0 +1,94 @@
+"""SwitchML's numbers (Sapio et al., NSDI 2021, section 3.7 and appendix C): float32 as integers with an exponent per packet. Pure.
+
+An exponent e of a packet is such that all its values are below 2^e in magnitude. Workers scale by f = (2^31 - 1) / (n 2^e), with the
+largest exponent of all n workers, which the switch finds out one round ahead: a packet carries the exponent for the next one of its
+column. So no sum overflows, every worker scales alike, and a sum is off by n / (2 f) at most, beside the roundings of float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from .switch_packets import Array, span
+from .switch_worker import Stream
+
+LEAST, SPECIAL = -90, 127  # exponents: less is treated as this, so that f stays finite; of packets that integers cannot carry
+_MOST_INTEGER = 2**31 - 1
+
+
+def exponents(packets: Array) -> Array:
+    """The exponent of each packet: float32 [k, elements] to int64 [k]; SPECIAL for NaN, infinities and 2^126 or more in magnitude."""
+    largest = np.maximum(packets.max(1, initial=0), -packets.min(1, initial=0))  # NaN stays
+    found = (np.ascontiguousarray(largest).view(np.int32) >> 23 & 0xFF).astype(np.int64) - 126
+    return np.where(found >= SPECIAL, SPECIAL, np.maximum(found, LEAST))
+
+
+def factors(exponent: Array, world: int) -> Array:
+    """What values are multiplied by, float32 [k, 1]."""
+    factor: Array = _MOST_INTEGER / (world * np.exp2(exponent.astype(np.float64)))
+    rounded: Array = factor.astype(np.float32)[:, None]
+    return rounded
+
+
+def to_integers(packets: Array, factor: Array) -> Array:
+    """Scaled and rounded, halves away from zero: int32 [k, elements]."""
+    scaled = packets * factor
+    whole = np.trunc(scaled)
+    whole += np.copysign(np.abs(scaled - whole) >= 0.5, scaled)
+    integers: Array = whole.astype(np.int32)
+    return integers
+
+
+def to_floats(sums: Array, factor: Array, out: Array, places: Array | slice) -> None:
+    """The inverse for sums, into some rows of ``out``, float32 [n, elements]."""
+    found = sums.astype(np.float32)
+    if isinstance(places, slice):
+        np.divide(found, factor, out=out[places])
+    else:
+        out[places] = np.divide(found, factor, out=found)
+
+
+class SwitchMLStream(Stream):
+    """One tensor.
+
+    Args:
+        packets: float32 [k, elements].
+        slots: of the pool.
+        world: workers.
+
+    Attributes:
+        sums: float32 [k, elements].
+        special: bool [k], the packets that have no sum, because a worker's values were none for integers; the same on all workers.
+    """
+
+    def __init__(self, packets: Array, slots: int, world: int) -> None:
+        self._packets, self._world, self._count = packets, world, len(packets)
+        self.columns = min(slots, self._count)
+        self._next = np.arange(self.columns)  # the packet that each column's next round gives
+        self._given = exponents(packets)
+        self._factors = np.ones((self.columns, 1), np.float32)
+        self.sums = np.empty_like(packets)
+        self.special = np.zeros(self._count, np.bool_)
+
+    def first(self) -> Array:
+        return self._given[: self.columns]
+
+    def follow(self, columns: Array, sides: Array, values: Array | None) -> Iterable[tuple[Array, Array, Array | None]]:
+        if values is not None:
+            to_floats(values.view(np.int32), self._factors[columns], self.sums, span(self._next[columns]))
+            self._next[columns] += self.columns
+        going = self._next[columns] < self._count
+        columns, sides = columns[going], sides[going]
+        if not len(columns):
+            return []
+        packets = self._next[columns]
+        self.special[packets] = special = sides == SPECIAL
+        self._factors[columns] = factor = factors(np.minimum(sides, SPECIAL - 1), self._world)
+        given = self._packets[span(packets)]
+        if special.any():
+            given = np.where(special[:, None], np.float32(0), given)
+        ahead = packets + self.columns
+        exponent = np.where(ahead < self._count, self._given[np.minimum(ahead, self._count - 1)], LEAST)
+        return [(columns, exponent, to_integers(given, factor).view(np.uint8))]

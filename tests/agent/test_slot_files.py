@@ -1,0 +1,130 @@
+"""Slots as files: whoever is killed, the next agent of the run finds them, and no other user can have prepared them."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agent_kit import end_agent, eventually
+
+from gemini_ft.agent import lifecycle, slot_files
+from gemini_ft.agent.identity import Identity, Past
+from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape
+from gemini_ft.agent.revival import Estate
+from gemini_ft.agent.slot_files import SlotFiles
+from gemini_ft.agent.vault import Vault
+from gemini_ft.core.protocol import Host
+from gemini_ft.core.roots import checksum
+from gemini_ft.core.versions import Incarnation, Version
+from gemini_ft.errors import ConfigError, CorruptDataError, MemoryBudgetError
+
+SHAPE = SlotShape("run", "main", 0, 1, "0" * 16, b"layout", 64, 8, 32)
+VERSION = Version(Incarnation(1, "nonce"), 7)
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    root = Path("/dev/shm", f"gemini-test-{secrets.token_hex(6)}")
+    yield root
+    shutil.rmtree(root)
+
+
+def slots(files: SlotFiles) -> list[str]:
+    return [path.name for path in files.folder.iterdir() if path.name.startswith("gemini-slot-")]
+
+
+def complete(files: SlotFiles) -> SlotMemory:
+    slot = SlotMemory.create(SHAPE, files)
+    slot.data(0, 64)[:] = bytes(range(64))
+    for index, (at, nbytes) in enumerate(slot.cuts(0)):
+        slot.put_chunk(index, at, nbytes, checksum(slot.data(at, nbytes)))
+    assert slot.finish(VERSION, 0, None)
+    return slot
+
+
+def test_the_next_agent_finds_what_was_complete_and_the_secret(root: Path) -> None:
+    files = SlotFiles(root, "run", "a")
+    first = complete(files)
+    identity = Identity()
+    identity.take_over(files.identity())
+    identity.write(Past(b"secret", VERSION.incarnation))
+    first.close()  # as at its process's death: nothing is removed
+    again = SlotFiles(root, "run", "a")
+    (fd,) = again.left()
+    found = SlotMemory.adopt(fd)
+    assert (found.version, bytes(found.data(0, 64)), found.damaged()) == (VERSION, bytes(range(64)), [])
+    assert Identity().take_over(again.identity()).secret == b"secret"
+    assert SlotFiles(root, "run", "b").left() == []  # another host's, and another run's
+    assert SlotFiles(root, "other", "a").left() == []
+    estate = Estate.of(os.getpid())  # as the successor of an agent that hangs sees it
+    assert any(os.fstat(one).st_ino == found.inode for one in estate.slots)
+    estate.close()
+    found.close()
+    again.clear()
+    assert not again.folder.exists()
+
+
+def test_memory_that_is_given_back_has_no_file_any_more(root: Path) -> None:
+    files = SlotFiles(root, "run", "a")
+    vault = Vault(Host("a", {0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
+    made = vault.ensure(0, SHAPE, 2, reuse=True)
+    assert len(slots(files)) == 2
+    for index in made:
+        vault.free(0, index)
+    assert (slots(files), budget.used) == ([], 0)
+
+
+def test_no_file_is_taken_that_others_could_have_prepared(root: Path) -> None:
+    files = SlotFiles(root, "run", "a")
+    complete(files).close()
+    (name,) = slots(files)
+    (files.folder / "gemini-slot-link").symlink_to(files.folder / name)
+    (files.folder / "gemini-slot-open").write_bytes(b"x" * 8192)
+    (files.folder / "gemini-slot-open").chmod(0o666)
+    (fd,) = files.left()
+    assert os.readlink(f"/proc/self/fd/{fd}").endswith(name)
+    os.truncate(fd, 5000)  # what a seal would have prevented
+    with pytest.raises((CorruptDataError, ValueError)):
+        SlotMemory.adopt(fd)
+    os.close(fd)
+
+
+def test_a_folder_that_is_no_memory_or_not_this_users_alone_is_refused(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"not on a tmpfs.*Name a folder under /dev/shm"):
+        SlotFiles(Path("/var/tmp") / root.name, "run", "a")
+    SlotFiles(root, "run", "a")
+    (root / f"gemini-ft-{os.getuid()}").chmod(0o777)
+    with pytest.raises(ConfigError, match="mode 0777, so that others may write to it"):
+        SlotFiles(root, "run", "a")
+
+
+def test_a_full_folder_is_an_error_with_the_numbers_and_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = SlotFiles(root, "run", "a")
+    vault = Vault(Host("a", {0: ("a",)}), budget := Budget(2**60), print, lambda memory: None, files)
+
+    def full(fd: int, at: int, nbytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(MemoryBudgetError, match="No space left on device"):
+        vault.ensure(0, SHAPE, 2, reuse=True)
+    assert (slots(files), budget.used) == ([], 0)
+
+
+def test_agents_read_the_same_options_wherever_their_folder_is(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their working directory is the root of the file system."""
+    (tmp_path / "options.json").write_text(json.dumps({"memory": {"folder": str(root)}}))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GEMINI_CONFIG", "options.json")
+    process = lifecycle.spawn(run := f"folder-{os.getpid()}", "a")
+    try:
+        eventually(lambda: lifecycle.is_listening(run, "a"), "the agent")
+        assert slot_files.folder_of(root, run, "a").is_dir()
+    finally:
+        end_agent(run, "a")
+        process.wait(30)

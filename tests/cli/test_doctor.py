@@ -1,0 +1,64 @@
+"""`gemini doctor` says what is wrong with a host and what to do, and its exit status is for scripts."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from gemini_ft.cli.main import main
+
+
+@pytest.fixture
+def healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Options with which there is nothing to say."""
+    (tmp_path / "secret").write_text("of the run")
+    (tmp_path / "secret").chmod(0o600)
+    monkeypatch.setenv("GEMINI_SECRET_FILE", str(tmp_path / "secret"))
+    monkeypatch.setenv("GEMINI_STORAGE__URL", f"file://{tmp_path}/store")
+    monkeypatch.setenv("GEMINI_STORAGE__EVERY_STEPS", "100")
+    monkeypatch.setenv("GEMINI_INTERFACE", "lo")
+    return tmp_path
+
+
+def test_a_healthy_host_passes_and_is_described(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--hosts", "1"]) == 0
+    said = capsys.readouterr().out
+    for about in ("host", "network", "ports", "memory", "limits", "group", "clock", "secret", "storage", "versions", "placement"):
+        assert re.search(rf"^(ok|warn) +{about} ", said, re.MULTILINE), about
+    assert main(["doctor", "--hosts", "4"]) == 1  # which could not reach each other by the loopback
+    assert "4 hosts, 2 replicas" in (said := capsys.readouterr().out)
+    assert re.search(r"^wrong +network +127.0.0.1 reaches this machine only; name the network", said, re.MULTILINE)
+    assert not any(path.name.startswith("gemini-check") for path in (healthy / "store").rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "about", "text"),
+    [
+        ("GEMINI_SECRET_FILE", "/etc/passwd", "secret", "mode 0644 and may be read by others; `chmod 600 /etc/passwd`"),
+        ("GEMINI_STORAGE__URL", "file:///proc/gemini", "storage", "/proc/gemini"),
+        ("GEMINI_INTERFACE", "ib7", "network", "no such interface, and not a CIDR; this host has"),
+        ("GEMINI_MEMORY_LIMIT", "900TB", "memory", "are available here .* lower it"),
+        ("GEMINI_MEMORY__FOLDER", "/var/tmp", "memory", "not on a tmpfs"),
+        ("GEMINI_PORT_RANGE", "PORT-PORT", "ports", "no port from .* is free"),
+    ],
+)
+def test_what_is_wrong_is_named_with_the_way_out(
+    healthy: Path, variable: str, value: str, about: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        monkeypatch.setenv(variable, value.replace("PORT", str(taken.getsockname()[1])))
+        assert main(["doctor", "--hosts", "1"]) == 1
+    (line,) = re.findall(r"^wrong +.*", capsys.readouterr().out, re.MULTILINE)
+    assert re.match(rf"wrong +{about} +.*{text}", line)
+
+
+def test_warnings_count_when_asked(healthy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("GEMINI_REPLIKAS", "3")
+    assert main(["doctor", "--hosts", "1"]) == 0
+    assert "is GEMINI_REPLICAS meant?" in capsys.readouterr().out
+    assert main(["doctor", "--hosts", "1", "--strict"]) == 1

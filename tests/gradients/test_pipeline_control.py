@@ -1,0 +1,72 @@
+"""``control: dc2``: the ratio of a rule follows the network, alike on all ranks, and is training state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import steered_case
+from agent_kit import preload
+from plain_case import history
+from rank_kit import World, on_ranks
+
+from gemini_ft.errors import ConfigError
+from gemini_ft.pipeline.rules import load_rules
+
+preload("steered_case")
+
+
+@pytest.mark.parametrize("ddp", [False, True], ids=["plain", "ddp"])
+def test_the_ratio_goes_where_the_deadline_lets_it(ddp: bool, tmp_path: Path) -> None:
+    """No time at all: the smallest ratio; more than enough: a dense all-reduce, whose averages are exact."""
+    first, second = on_ranks(tmp_path, 2, steered_case.extremes, ddp)
+    for case, (ratio, dense, is_exact, alike) in first.items():
+        assert alike, case
+        assert (ratio, dense, is_exact) == ((1.0, True, True) if case.endswith(" 100") else (0.001, False, False)), case
+    assert {case: outcome[:2] for case, outcome in second.items()} == {case: outcome[:2] for case, outcome in first.items()}
+
+
+def test_without_a_deadline_it_is_the_time_that_a_step_computes(tmp_path: Path) -> None:
+    first, second = on_ranks(tmp_path, 2, steered_case.default_deadline)
+    assert first == second
+    deadline, seen = first
+    assert 0 < deadline < 1.0  # what it is before it is known
+    assert seen >= 5
+
+
+def test_nothing_is_lost_while_the_ratio_moves(tmp_path: Path) -> None:
+    for lost in on_ranks(tmp_path, 2, steered_case.losses_nothing):
+        assert max(lost) < 1e-4
+
+
+def test_ratio_and_model_of_the_network_survive_kills(tmp_path: Path) -> None:
+    """With delays by a script, every iteration has the bits of a run that nobody has killed; the ratio has moved meanwhile."""
+    with World(tmp_path, 2) as ranks:
+        assert ranks.outcome(steered_case.train, str(tmp_path / "undisturbed")) == [0, 0]
+    with World(tmp_path, 2) as ranks:
+        faults = "step=5:rank=0:sigkill; step=11:rank=1:sigkill:moment=in_copy"
+        starts = ranks.finish(steered_case.train, str(tmp_path / "disturbed"), GEMINI_FAULTS=faults)
+        assert ranks.restarts == 2
+    assert min(starts) >= 9
+    for rank in range(2):
+        disturbed = history(tmp_path / "disturbed", rank)
+        assert disturbed == history(tmp_path / "undisturbed", rank)
+        assert len({line.split()[2] for line in disturbed.values()}) >= 3
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ({"control": "dc2"}, "no compress as it is given here has none"),
+        ({"control": "dc2", "compress": "qsgd"}, "compress qsgd as it is given here has none: take topk"),
+        ({"control": "dc2", "compress": {"method": "topk", "two_phase": True}}, "compress topk as it is given here"),
+        ({"control": "dc2", "compress": {"method": "topk", "feedback": 0}}, "compress topk as it is given here"),
+        ({"control": "dc2", "compress": "topk", "fusion": "auto"}, "take fusion cupcake"),
+        ({"control": "dc3", "compress": "topk"}, "dc2"),
+        ({"control": {"method": "dc2", "deadline": -1}, "compress": "topk"}, "greater than 0"),
+    ],
+)
+def test_what_cannot_be_steered_is_refused(rule: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_rules([{"params": "*", **rule}])

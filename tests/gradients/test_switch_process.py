@@ -1,0 +1,211 @@
+"""A real switch: killed and started again while ranks go on, strangers at its port, several jobs at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import switch_case
+from agent_kit import WAIT, preload
+from rank_kit import World
+from switch_kit import KEY, Switch, places, switches
+
+from gemini_ft.sync.switch_client import Client, SwitchRefusedError, Terms
+from gemini_ft.sync.switch_control import Envelope, Hello, Join, Leave, Welcome
+from gemini_ft.sync.switch_jobs import Jobs, Limits
+from gemini_ft.sync.switch_packets import Array
+from gemini_ft.sync.switchml_stream import SwitchMLStream
+
+preload("switch_case")
+TERMS = Terms("int32", True, 8, 64, WAIT)
+
+
+def test_a_killed_switch_is_gone_for_all_ranks_at_once_and_comes_back(tmp_path: Path) -> None:
+    """Every step has the sum of all gradients, by the switch or without it, on all ranks the same bits; the log says each change once."""
+    with switches() as [first], World(tmp_path, 3) as world:
+        attempt = world.start(switch_case.through_a_death, first.place, str(tmp_path))
+        switch_case.await_mark(tmp_path, "killed please")
+        first.kill()
+        switch_case.await_mark(tmp_path, "another please")
+        second = Switch(first.port)
+        try:
+            results = attempt.results()
+        finally:
+            second.kill()
+    for result in results:
+        assert isinstance(result, switch_case.Lived), result
+        assert (result.wrong, result.ranks_differ) == ([], False)
+        assert (result.before, result.after) == (True, True)
+    assert [result.log for result in results[1:]] == [[], []], "one rank speaks for all"
+    up, down, again = results[0].log
+    assert up == again == f"gradients go through switch {first.place}"
+    assert down.endswith("all ranks add gradients up without it until it answers")
+
+
+def test_ddp_trains_to_the_same_bits_on_all_ranks_through_a_switch(tmp_path: Path) -> None:
+    """The hook with a scheme for dense buckets: losses fall as DDP's own do, to the error of the integers."""
+    with switches() as [switch], World(tmp_path, 2) as world:
+        first, second = world.outcome(switch_case.ddp, switch.place)
+        assert not isinstance(first, Exception), first
+        counts = switch.stop()
+    assert first == second
+    weights, plain = first
+    np.testing.assert_allclose(weights, plain, rtol=1e-4, atol=1e-6)
+    assert weights != plain, "went by DDP's all-reduce"
+    assert counts["added"] > 0
+
+
+def one_rank(place: str, packets: Array) -> Array:
+    client = Client(place.split(","), KEY, 0, 1, TERMS)
+    try:
+        assert client.reaches(WAIT) is None
+        client.join(os.urandom(16).hex(), WAIT)
+        stream = SwitchMLStream(packets, client.slots, 1)
+        client.run(stream)
+        return stream.sums
+    finally:
+        client.close()
+
+
+def test_several_jobs_at_once_keep_apart_and_leave_nothing() -> None:
+    noise = np.random.default_rng(0)
+    given = [noise.standard_normal((100, 16)).astype(np.float32) for _ in range(6)]
+    found: dict[int, Array] = {}
+    with switches(3) as made:
+
+        def run(number: int) -> None:
+            found[number] = one_rank(places(made), given[number])
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(len(given))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT)
+        reports = [switch.stop() for switch in made]
+    for number, packets in enumerate(given):
+        np.testing.assert_allclose(found[number], packets, rtol=1e-6, atol=1e-8)
+    for report in reports:
+        assert (report["jobs"], report["jobs_over"], report["memory"]) == (0, len(given), 0)
+
+
+def test_what_belongs_to_no_job_is_dropped_and_counted() -> None:
+    """Garbage, another secret, a packet of nobody, a rank's packet that was changed on the way: the sum is right all the same."""
+    packets = np.ones((40, 16), np.float32)
+    with switches() as [switch], socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        stranger.connect(("127.0.0.1", switch.port))
+        stranger.send(os.urandom(100))
+        stranger.send(b"")
+        stranger.send(Envelope(b"another key").seal(Hello()))
+        other = Client([switch.place], b"another key", 0, 1, TERMS)
+        assert "has it the same secret" in str(other.reaches(0.3))
+        other.close()
+        client = Client([switch.place], KEY, 0, 1, TERMS)
+        assert client.reaches(WAIT) is None
+        client.join(os.urandom(16).hex(), WAIT)
+        client.parts[0].socket.socket.send(bytes([1, 0]) + os.urandom(98))  # from the right address
+        stream = SwitchMLStream(packets, client.slots, 1)
+        client.run(stream)
+        np.testing.assert_allclose(stream.sums, packets, rtol=1e-6)
+        client.close()
+        report = switch.stop()
+    assert report["stranger"] == 1
+    assert report["forged"] >= 3
+
+
+def test_switches_in_another_order_than_their_parts_are_refused() -> None:
+    with switches(2) as made:
+        client = Client([made[1].place, made[0].place], KEY, 0, 1, TERMS)
+        assert client.reaches(WAIT) is None
+        with pytest.raises(SwitchRefusedError, match=r"has part 2/2, and is given as 1/2: see --part"):
+            client.join(os.urandom(16).hex(), WAIT)
+        client.close()
+
+
+# -- the table of jobs
+
+
+def join(jobs: Jobs, address: tuple[str, int], now: float = 0.0, cookie: str | None = None, **about: object) -> object:
+    welcome = jobs.control(Hello(), address, now)
+    assert isinstance(welcome, Welcome)
+    wanted = {"job": "0" * 32, "rank": 0, "world": 2, "adder": "int32", "largest": True, "slots": 8, "nbytes": 64, **about}
+    reply = jobs.control(Join.model_validate({"cookie": cookie or welcome.cookie, **wanted}), address, now)
+    return reply.kind if reply is not None and reply.kind == "joined" else getattr(reply, "reason", None)
+
+
+def test_a_job_is_let_in_by_its_terms() -> None:
+    jobs = Jobs(b"key", "1" * 32, Limits(memory=10_000, jobs=2, idle=100.0))
+    assert join(jobs, ("a", 1)) == "joined"
+    assert join(jobs, ("a", 1)) == "joined"  # the answer was lost
+    assert "another address" in str(join(jobs, ("b", 1)))
+    assert "different things" in str(join(jobs, ("b", 1), rank=1, slots=9))
+    assert join(jobs, ("b", 1), rank=1) == "joined"
+    assert "rank 2 of 2 workers" in str(join(jobs, ("c", 1), job="2" * 32, rank=2))
+    assert "takes up to 64" in str(join(jobs, ("c", 1), job="2" * 32, world=65))
+    assert "this switch has int32" in str(join(jobs, ("c", 1), job="2" * 32, adder="int64"))
+    assert "needs 16,640 bytes" in str(join(jobs, ("c", 1), job="2" * 32, slots=80))
+    assert join(jobs, ("c", 1), cookie="0" * 32, job="2" * 32) is None
+
+
+def test_a_cookie_is_for_one_address_and_a_short_time() -> None:
+    jobs = Jobs(b"key", "1" * 32, Limits())
+    welcome = jobs.control(Hello(), ("a", 1), 0.0)
+    assert isinstance(welcome, Welcome)
+    assert join(jobs, ("b", 1), cookie=welcome.cookie) is None
+    assert join(jobs, ("a", 1), now=500.0, cookie=welcome.cookie) is None
+    assert join(jobs, ("a", 1), now=59.0, cookie=welcome.cookie) == "joined"
+
+
+def test_a_silent_job_makes_room_and_a_busy_one_does_not() -> None:
+    jobs = Jobs(b"key", "1" * 32, Limits(jobs=2, idle=100.0))
+    assert join(jobs, ("a", 1), now=0.0) == "joined"
+    assert join(jobs, ("b", 1), now=0.0, job="2" * 32) == "joined"
+    assert "takes 2 jobs" in str(join(jobs, ("c", 1), now=90.0, job="3" * 32))
+    assert jobs.find(("a", 1), 90.0) is not None
+    assert join(jobs, ("c", 1), now=110.0, job="3" * 32) == "joined"
+    assert jobs.find(("b", 1), 110.0) is None
+    assert jobs.find(("a", 1), 110.0) is not None
+    jobs.control(Leave(job="0" * 32), ("a", 1), 110.0)
+    assert jobs.find(("a", 1), 110.0) is None
+
+
+# -- the command
+
+
+def test_the_command_serves_until_it_is_stopped_and_reports(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("of a run")
+    secret.chmod(0o600)
+    command = [sys.executable, "-m", "gemini_ft.cli.main", "switch", "--host", "127.0.0.1", "--port", "0", "--part", "2/3"]
+    environ = {**os.environ, "GEMINI_SECRET_FILE": str(secret)}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("switch ready on 127.0.0.1:")
+        assert line.endswith("part 2 of 3\n")
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=WAIT)
+    assert process.returncode == 0
+    assert json.loads(out)["jobs"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--part", "3/2"], "--part 3/2: must be K/N"),
+        (["--memory", "lots"], "--memory lots: "),
+        (["--port", "0"], "give it and them the same GEMINI_SECRET_FILE"),
+    ],
+)
+def test_the_command_says_what_is_wrong(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from gemini_ft.cli.main import main
+
+    assert main(["switch", *arguments]) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,95 @@
+"""What ranks do in the tests of switches."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import sync_case
+import torch
+import torch.distributed as dist
+from agent_kit import eventually
+from switch_kit import KEY, PATIENCE
+
+from gemini_ft.sync.ddp_hook import HookState, hook
+from gemini_ft.sync.switchml import SwitchML
+
+SIZE = 5000
+_MOST_STEPS = 2000
+
+
+@dataclass
+class Lived:
+    """Attributes: ``before`` and ``after`` the death, whether sums went through the switch; ``wrong`` steps; the log."""
+
+    before: bool = False
+    after: bool = False
+    wrong: list[int] = field(default_factory=list)
+    ranks_differ: bool = False
+    log: list[str] = field(default_factory=list)
+
+
+def gradient(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(SIZE, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def through_a_death(place: str, folder: str) -> Lived:
+    """Steps until the switch was used, has died in the middle of it all, and is used again."""
+    group, lived = sync_case.join(), Lived()
+    handler = logging.Handler()
+    handler.emit = lambda record: lived.log.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gemini_ft").addHandler(handler)
+    logging.getLogger("gemini_ft").setLevel(logging.INFO)
+    scheme = SwitchML(place, KEY, slots=8, patience=1.0)
+    died = False
+    for step in range(_MOST_STEPS):
+        own = gradient(group.rank(), step)
+        total = scheme.all_reduce(own)
+        right = sum((gradient(rank, step).double() for rank in range(group.size())), torch.zeros(SIZE, dtype=torch.float64))
+        if float((total - right).abs().max()) > 1e-5:
+            lived.wrong.append(step)
+        lived.ranks_differ = lived.ranks_differ or not sync_case.alike(total, group)
+        if step == 3:
+            lived.before = scheme.in_use()
+            mark(folder, "killed please")
+        if step > 3 and not died and not scheme.in_use():
+            died = True
+            mark(folder, "another please")
+        if died and scheme.in_use():
+            lived.after = True
+            break
+        if died:
+            time.sleep(0.05)  # a step
+    dist.destroy_process_group()
+    return lived
+
+
+def mark(folder: str, text: str) -> None:
+    Path(folder, text).touch()
+
+
+def await_mark(folder: Path, text: str) -> None:
+    eventually((folder / text).exists, text)
+
+
+def ddp(place: str) -> tuple[list[float], list[float]]:
+    """All weights after some steps: through the switch, and by DDP itself."""
+    group = sync_case.join()
+
+    def train(switched: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 1))
+        ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
+        if switched:
+            ddp.register_comm_hook(HookState(dense=SwitchML(place, KEY, patience=PATIENCE), group=group), hook)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        for step in range(5):
+            optimizer.zero_grad()
+            inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + group.rank()))
+            (ddp(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+        return [float(weight) for parameter in model.parameters() for weight in parameter.detach().flatten()]
+
+    return train(True), train(False)
