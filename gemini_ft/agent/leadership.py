@@ -16,7 +16,7 @@ from gemini_ft.agent.storing import Storing
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.effects import Completed, Copies, Skipped
-from gemini_ft.core.ledger import Commit, Decision, Holders, Ledger, Manifest, Thaw
+from gemini_ft.core.ledger import Abort, Commit, Decision, Holders, Ledger, Manifest, Thaw
 from gemini_ft.core.traffic import Pace
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError
@@ -104,7 +104,12 @@ class Leader:
         now = time.monotonic()
         if isinstance(message, Completed | Copies | Skipped):
             self._newest = max(self._newest, message.version.iteration)
-            self._apply(self.book.report(message, now))
+            is_late = not isinstance(message, Skipped) and message.version in self.book.aborted
+            decisions = self.book.report(message, now)
+            if is_late:  # all others have heard it: if every host were answered before all, that would be its square
+                self._repeat(decisions, member)
+            else:
+                self._apply(decisions)
         elif isinstance(message, ReportUploaded):
             outcome = (
                 self.book.upload_over(message.version, message.error)
@@ -131,6 +136,14 @@ class Leader:
                 self._end(now)
         else:
             raise PeerError(f"{kind_of(message)!r} is not a report")
+
+    def _repeat(self, decisions: Sequence[Decision], member: Connection | None) -> None:
+        """Tells one host again that a version is aborted, which was decided before its copies were complete, or while it was away."""
+        for decision in dict.fromkeys(decision for decision in decisions if isinstance(decision, Abort)):
+            if member is not None:
+                member.send(decision)
+            else:
+                self._on_decision(decision)
 
     def _welcome(self, message: Rejoin, now: float, member: Connection | None) -> None:
         """Tells a host that has joined what it may have missed; all others as well, if it is news to this leader too."""

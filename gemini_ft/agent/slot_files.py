@@ -48,7 +48,7 @@ class SlotFiles:
             with contextlib.suppress(FileNotFoundError):  # an agent that leaves has removed it between two steps; `claim` makes it again
                 self._make_folder()
         except OSError as error:
-            raise ConfigError(f"memory.folder={str(root)!r}: {error.strerror}; name a folder on a tmpfs that this user may write to") from None
+            raise ConfigError(f"memory.folder={str(root)!r}: {error.strerror}; name one on a tmpfs that this user may write to") from None
 
     def _make_folder(self) -> None:
         own_folder(self.folder.parent)

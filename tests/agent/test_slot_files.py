@@ -136,7 +136,7 @@ def test_a_folder_that_is_no_memory_or_not_this_users_alone_is_refused(root: Pat
     with pytest.raises(ConfigError, match=r"not on a tmpfs.*Name a folder under /dev/shm"):
         SlotFiles(Path("/var/tmp") / root.name, "run", "a")
     root.touch()
-    with pytest.raises(ConfigError, match=r"memory.folder=.*; name a folder on a tmpfs that this user may write to"):
+    with pytest.raises(ConfigError, match=r"memory.folder=.*; name one on a tmpfs that this user may write to"):
         SlotFiles(root, "run", "a")
     root.unlink()
     SlotFiles(root, "run", "a")
