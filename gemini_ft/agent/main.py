@@ -50,12 +50,13 @@ async def _serve(run: HostRun, streams: Streams, listener: socket.socket) -> Non
         if requests.departure.is_due():
             break
     requests.departure.tell_askers()
+    makes_way = leaving.is_set() or requests.departure.follows or requests.departure.is_followed  # for another agent
     desk.close()
     await asyncio.sleep(_TICK)  # the last messages, such as that all have finished, must get out before connections close
     for stream in streams.by_name.values():
         stream.close_session()
-    if run.files is not None and not (leaving.is_set() or requests.departure.follows):
-        run.files.clear()  # else this process only makes way for another one
+    if run.files is not None and not makes_way:
+        run.files.clear()
     run.log("leaving")
 
 

@@ -107,11 +107,11 @@ def leave(arguments: Sequence[str]) -> int:
     account = lifecycle.status(run, options.host)
     if account is not None:
         lifecycle.leave(run, options.host)
-    files = _forget_files(run, options.host)
+    document = json.loads(account) if account is not None else {"workers": {}, "memory": {"used": 0}}
+    files = _forget_files(run, options.host) if not document["workers"] else None
     if account is None and not files:
         print(f"no agent of run {run!r} on host {options.host!r}: there is nothing to forget here (gemini ps lists the runs of this host)")
         return 1
-    document = json.loads(account) if account is not None else {"workers": {}, "memory": {"used": 0}}
     if document["workers"]:
         print(
             f"run {run} is at work: its workers {sorted(document['workers'].values())} start another agent and give it the memory back. "

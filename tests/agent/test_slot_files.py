@@ -12,7 +12,7 @@ from pathlib import Path
 import msgpack
 import pytest
 import xxhash
-from agent_kit import end_agent, eventually
+from agent_kit import Job, end_agent, eventually
 
 from gemini_ft.agent import lifecycle, slot_files
 from gemini_ft.agent.home import HostRun
@@ -22,6 +22,7 @@ from gemini_ft.agent.revival import Estate
 from gemini_ft.agent.slot_files import SlotFiles
 from gemini_ft.agent.streams import Streams
 from gemini_ft.agent.vault import Vault
+from gemini_ft.cli.main import main
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.roots import checksum
 from gemini_ft.core.versions import Incarnation, Version
@@ -156,6 +157,24 @@ def test_a_full_folder_is_an_error_with_the_numbers_and_leaves_nothing(root: Pat
     with pytest.raises(MemoryBudgetError, match="No space left on device"):
         vault.ensure(0, SHAPE, 2, reuse=True)
     assert (slots(files), budget.used) == ([], 0)
+
+
+def test_an_agent_that_is_told_to_leave_a_job_at_work_leaves_the_files_to_the_next(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Workers hand their memory back to it; without names it would not outlive them."""
+    monkeypatch.setenv("GEMINI_MEMORY__FOLDER", str(root))
+    with Job(tmp_path) as job:
+        ranks = job.start("a")
+        job.commit(ranks, 1)
+        files = SlotFiles(root, job.run, "a")
+        before = slots(files)
+        assert main(["leave", "--run-id", job.run, "--host", "a"]) == 0
+        assert "is at work" in capsys.readouterr().out
+        job.gone("a")
+        assert before
+        assert slots(files) == before
+        ranks[0].close()
 
 
 def test_agents_read_the_same_options_wherever_their_folder_is(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
