@@ -121,6 +121,18 @@ def lock(fd: int) -> bool:
     return True
 
 
+def in_use(folder: Path) -> bool:
+    """Whether an agent is at work in a run's folder, here or where it cannot be reached from here."""
+    try:
+        fd = os.open(f"{folder}{IDENTITY}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not lock(fd)
+    finally:
+        os.close(fd)
+
+
 def folder_of(root: Path, run: str, host: str) -> Path:
     """The folder of one run on one host."""
     digest = hashlib.sha256(f"{run}\0{host}".encode()).hexdigest()[:24]

@@ -177,6 +177,23 @@ def test_an_agent_that_is_told_to_leave_a_job_at_work_leaves_the_files_to_the_ne
         ranks[0].close()
 
 
+def test_files_of_an_agent_that_cannot_be_reached_are_not_forgotten(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GEMINI_MEMORY__FOLDER", str(root))
+    files = SlotFiles(root, run := f"unreachable-{os.getpid()}", "a")
+    held = files.claim()
+    assert held is not None
+    complete(files).close()
+    leave = ["leave", "--run-id", run, "--host", "a"]
+    assert main(leave) == 1
+    assert "does not listen here" in capsys.readouterr().err
+    assert len(slots(files)) == 1
+    os.close(held)
+    assert main(leave) == 0
+    assert not files.folder.exists()
+
+
 def test_agents_read_the_same_options_wherever_their_folder_is(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their working directory is the root of the file system."""
     (tmp_path / "options.json").write_text(json.dumps({"memory": {"folder": str(root)}}))
