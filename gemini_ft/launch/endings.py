@@ -47,11 +47,13 @@ class Endings:
     Attributes:
         status: with which the job ends for good; 0: not yet.
         repeated: the failure that has come twice, of one worker.
+        has_drained: whether a worker has left after a committed step; where a drain has begun, workers may as well have failed before.
     """
 
     def __init__(self, notes: Notes, run: str) -> None:
         self.status = 0
         self.repeated: ProcessFailure | None = None
+        self.has_drained = False
         self._notes, self._run = notes, run
         self._before: set[tuple[str, str, str, str]] = set()
         self._since = time.monotonic()
@@ -126,7 +128,7 @@ def final_endings(notes: Notes, run: str, drain: HostDrain) -> Iterator[Endings]
         # A script that takes the end of a drained rank for its own has not finished, either: as a success it would end the whole job.
         if (result.is_failed() and drain.begun) or (result.state in _OVER and notes.have(DRAINED)):
             drain.await_uploads()
-            endings.status = LEFT
+            endings.status, endings.has_drained = LEFT, notes.have(DRAINED)
             raise SignalException("this host is drained", signal.SIGTERM)  # the one end after which the others' rendezvous goes on
         if result.is_failed() and endings.judge(result.failures.values()):
             agent._remaining_restarts = 0

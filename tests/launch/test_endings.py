@@ -93,7 +93,17 @@ def test_a_script_that_swallows_the_end_of_a_drained_rank_has_not_finished_the_j
         say(DRAINED)
         with pytest.raises(SignalException, match="this host is drained"):
             LocalElasticAgent._monitor_workers(agent, None)
-        assert endings.status == LEFT
+        assert (endings.status, endings.has_drained) == (LEFT, True)
+
+
+def test_workers_that_fail_while_their_host_is_drained_are_not_said_to_have_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda agent, group: RunResult(WorkerState.FAILED))
+    agent: Any = SimpleNamespace(_pcontext=SimpleNamespace(subprocess_handlers={}))
+    drain: Any = SimpleNamespace(begun=True, await_uploads=lambda: None)
+    with notes_of_workers() as notes, final_endings(notes, "no such run", drain) as endings:
+        with pytest.raises(SignalException, match="this host is drained"):
+            LocalElasticAgent._monitor_workers(agent, None)
+        assert (endings.status, endings.has_drained) == (LEFT, False)
 
 
 def test_of_a_failure_that_comes_again_one_traceback_is_shown(endings: Any, tmp_path: Path) -> None:
