@@ -57,12 +57,13 @@ class _Part:
             [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
         except (OSError, ValueError) as error:
             raise SwitchSilentError(f"switch {place!r}: {error}; give host:port") from None
-        plain = socket.socket(family, kind, protocol)
-        try:
-            plain.connect(address)
-        except OSError as error:
-            plain.close()
-            raise SwitchSilentError(f"switch {place}: {error}") from None
+        with contextlib.ExitStack() as undo:
+            try:
+                plain = undo.enter_context(socket.socket(family, kind, protocol))
+                plain.connect(address)
+            except OSError as error:
+                raise SwitchSilentError(f"switch {place}: {error}") from None
+            undo.pop_all()
         self.socket = Datagrams(plain)
         self._welcome: tuple[float, Welcome] | None = None
         self.key: AESGCM | None = None
@@ -104,7 +105,7 @@ class Client:
         key: shared with them.
 
     Raises:
-        SwitchSilentError: a name cannot be resolved, or there is no way there.
+        SwitchSilentError: a name cannot be resolved, there is no way there, or this process can have no socket.
     """
 
     def __init__(self, places: Sequence[str], key: bytes, rank: int, world: int, terms: Terms) -> None:

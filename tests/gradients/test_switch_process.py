@@ -68,6 +68,11 @@ def test_ddp_trains_to_the_same_bits_on_all_ranks_through_a_switch(tmp_path: Pat
     assert counts["added"] > 0
 
 
+def test_a_rank_without_a_socket_does_not_hold_up_the_others(tmp_path: Path) -> None:
+    with switches() as [switch], World(tmp_path, 2) as world:
+        assert world.outcome(switch_case.without_descriptors, switch.place) == [(True, False)] * 2
+
+
 @pytest.fixture
 def many_files() -> Iterator[None]:
     """Room for more descriptors than ``select`` takes."""
