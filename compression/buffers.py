@@ -75,7 +75,7 @@ class Buffers:
             buffer = min(fitting, key=lambda each: each.memory.nbytes, default=None) or self._made(nbytes, now)
             # Whatever shares its memory must hold this very object. An array's views hold the array at the bottom instead, whose weak
             # reference would say nothing; with a memoryview in between they stop here.
-            part = np.frombuffer(memoryview(buffer.memory)[:nbytes], dtype=np.uint8)
+            part = np.frombuffer(buffer.memory.data[:nbytes], dtype=np.uint8)
             buffer.lent, buffer.used = weakref.ref(part), now
             return part
 
