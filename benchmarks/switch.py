@@ -146,7 +146,7 @@ def ratios(points: Sequence[Point]) -> dict[str, float | None]:
 
 
 def report(points: Sequence[Point], arguments: argparse.Namespace) -> str:
-    missed = [each for each in quotients(points) if each.busy >= CPU_BOUND]
+    starved = [each for each in quotients(points) if each.busy >= CPU_BOUND]
     parts = [
         f"Gradients of {arguments.megabytes:g} MB of float32. The switch is on the hub, whose ports are as fast as all workers' links "
         "together. Losses are drawn by a seed where datagrams are received, at the workers and at the switch; the ring, Zen and the block "
@@ -155,7 +155,7 @@ def report(points: Sequence[Point], arguments: argparse.Namespace) -> str:
         f"workers and switch share; from {CPU_BOUND:.0%} on a figure says more about this machine than about the scheme.",
         "## Ratios, worst network",
         table(["ratio", "worst", "aim"], [[name, str(value), AIMS[name]] for name, value in ratios(points).items()]),
-        f"{len(missed)} of {len(list(quotients(points)))} ratios lack processors.",
+        f"{len(starved)} of {len(list(quotients(points)))} ratios lack processors.",
         "## Ratios, network by network",
         _ratio_table(points),
     ]
@@ -195,8 +195,8 @@ def _times(here: Sequence[Point]) -> str:
                 f"{point['formula']:.4f}",
                 f"{middle / point['formula']:.2f}",
                 f"{1 / statistics.median(_paired(point, ring)):.2f}" if ring is not None else "",
-                f"{1e3 * point['cpu']:.0f}",
-                f"{1e3 * switch:.0f}" if switch is not None else "",
+                f"{1e3 * point['cpu']:.1f}",
+                f"{1e3 * switch:.1f}" if switch is not None else "",
                 _cpu(point["busy"]),
                 f"{again:.0f}" if again is not None else "",
                 str(len(point["seconds"]) - len(kept)),

@@ -183,15 +183,15 @@ def _check(row: Row) -> None:
 
 
 def _one(row: Row) -> list[float]:
-    """Seconds, processor seconds of this rank and of the switch, share of the processors, packets sent again, whether by the switch."""
+    """Seconds, processor seconds of this rank, of the switch and of the machine, of how many, packets sent again, whether by the switch."""
     dist.barrier()
     again, switch, busy, own, begin = _again(row), _on_processor(row.pids), _busy(), time.process_time(), time.perf_counter()
     row.run()
     seconds, own = time.perf_counter() - begin, time.process_time() - own
     dist.barrier()  # the switch has served all
-    share = (_busy() - busy) / (time.perf_counter() - begin) / len(os.sched_getaffinity(0))
+    busy, offered = _busy() - busy, (time.perf_counter() - begin) * len(os.sched_getaffinity(0))
     used = row.scheme is None or row.scheme.in_use()
-    return [seconds, own, _on_processor(row.pids) - switch, share, _again(row) - again, float(used)]
+    return [seconds, own, _on_processor(row.pids) - switch, busy, offered, _again(row) - again, float(used)]
 
 
 def _again(row: Row) -> int:
@@ -218,11 +218,11 @@ def _summarise(row: Row) -> None:
     point.seconds = [seconds if used else None for seconds, *_, used in slowest.tolist()]
     mean = total / dist.get_world_size()
     point.cpu = float(mean[:, 1].median())
-    point.busy = float(table[:, 3].mean())
+    point.busy = float(table[:, 3].sum() / table[:, 4].sum())
     if row.scheme is None:
         return
     point.switch_cpu = float(table[:, 2].median())
-    point.again = float(mean[:, 4].mean())
+    point.again = float(mean[:, 5].mean())
     kept = [seconds for seconds in point.seconds if seconds is not None]
     if point.density == 1 and kept:
         packets = -(-row.gradient.numel() * 4 // PACKET)
