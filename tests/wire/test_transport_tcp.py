@@ -274,7 +274,7 @@ class TestValve:
 
 class TestMeter:
     def test_counts_what_was_acknowledged(self) -> None:
-        nbytes = 2**22
+        nbytes = 2**26  # long enough for the clock by which the kernel counts
 
         async def work() -> None:
             async with Place(bytearray(nbytes)) as place:
