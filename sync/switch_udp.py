@@ -22,7 +22,7 @@ _SOL_UDP, _UDP_SEGMENT, _UDP_GRO = 17, 103, 104  # linux/udp.h
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33  # asm-generic/socket.h; above net.core.rmem_max, for root
 _MOST_SEGMENTS, _MOST_BYTES = 64, 65_000  # of one call
 _MOST_RECEIVED, _ROOM = 2**16, 2**20  # bytes of one call, and of what is received at once
-_MOST_CALLS = 1024  # that receive at once: of the smallest datagrams, a flood would never fill the room
+MOST_CALLS = 1024  # that receive at once: of the smallest datagrams, a flood would never fill the room
 _UNABLE = (errno.EINVAL, errno.EIO, errno.ENOPROTOOPT, errno.EMSGSIZE)  # a device, or a path, on which the kernel cannot cut
 
 
@@ -53,7 +53,7 @@ class Datagrams:
         self.socket.close()
 
     def receive(self) -> list[tuple[Array, Any]]:
-        """Datagrams that have come, with their senders; nothing if there are none, and no more than fit the buffer or `_MOST_CALLS` bring.
+        """Datagrams that have come, with their senders; nothing if there are none, and no more than fit the buffer or `MOST_CALLS` bring.
 
         Returns:
             uint8 [k, length] arrays of datagrams with one sender and length. They are valid until the next call.
@@ -63,7 +63,7 @@ class Datagrams:
         """
         found: list[tuple[int, int, int, Any]] = []  # begin, end, length, sender; what continues the one before is added to it
         at = 0
-        for _ in range(_MOST_CALLS):
+        for _ in range(MOST_CALLS):
             if at + _MOST_RECEIVED > len(self._room):
                 break
             try:

@@ -145,7 +145,7 @@ def test_what_belongs_to_no_job_is_dropped_and_counted() -> None:
 
 def test_a_flood_of_the_smallest_datagrams_does_not_keep_a_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty one fills no room, so that room alone would never end a call."""
-    monkeypatch.setattr(switch_udp, "_MOST_CALLS", 4)
+    monkeypatch.setattr(switch_udp, "MOST_CALLS", 4)
     bound, stranger = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
     with bound, stranger:
         bound.bind(("127.0.0.1", 0))
