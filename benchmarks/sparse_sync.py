@@ -77,7 +77,7 @@ def measure(hosts: int, rate: str, arguments: argparse.Namespace) -> list[dict[s
         job = {
             "rows": arguments.rows,
             "width": arguments.width,
-            "bits": _bits(rate),
+            "bits": bits(rate),
             "traces": arguments.traces,
             "schemes": arguments.schemes,
             "budget": arguments.budget,
@@ -100,7 +100,7 @@ def end_to_end(hosts: int, rate: str, steps: int) -> dict[str, float]:
     return {path: float(seconds) for path, seconds in rows}
 
 
-def _bits(rate: str) -> float:
+def bits(rate: str) -> float:
     number, unit = re.fullmatch(r"(\d+)([kmg])bit", rate).groups()  # type: ignore[union-attr]
     return float(number) * {"k": 1e3, "m": 1e6, "g": 1e9}[unit]
 

@@ -106,7 +106,12 @@ def command(argv: Sequence[str]) -> int:
         return endings.status or 1
     except SignalException as error:
         if endings.status == LEFT:
-            logger.warning("drained: the last step of this host is committed, and the same command goes on from there")
+            if endings.has_drained:
+                logger.warning("drained: the last step of this host is committed, and the same command goes on from there")
+            else:
+                logger.error(
+                    "drained, but its workers have failed first (see above): the same command goes on from what was committed by then"
+                )
             return LEFT
         logger.error("stopped by %s", error.sigval.name)
         if error.sigval == signal.SIGINT:  # the user's wish; after any other signal the same command may come again
