@@ -60,9 +60,19 @@ class Slots:
         if not inside.all():
             self.counts["malformed"] += int((~inside).sum())
             packets = packets.pick(inside)
+        if not (packets.slots[1:] > packets.slots[:-1]).all():
+            packets = self._distinct(packets)
         for each in packets.apart():
             self._take(rank, each, outcome)
         return outcome
+
+    def _distinct(self, packets: Packets) -> Packets:
+        """Those that may matter, each once: what is recorded and sent a thousand times must not cost a thousand turns."""
+        held = self._round[(packets.rounds & 1) * self._size + packets.slots]
+        near = packets.pick((packets.rounds == held) | (packets.rounds == held + 2))
+        found = near.pick(np.unique(near.rounds * self._size + near.slots, return_index=True)[1])
+        self.counts["duplicate"] += len(packets) - len(found)
+        return found
 
     def _take(self, rank: int, packets: Packets, outcome: Outcome) -> None:
         rows = (packets.rounds & 1) * self._size + packets.slots

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -162,6 +162,31 @@ def test_a_sum_is_given_again_to_the_one_that_asks() -> None:
     [again] = outcome.again
     assert again.sides.tolist() == sums.sides.tolist() == [5]
     np.testing.assert_array_equal(again.values, sums.values)
+
+
+def test_packets_that_are_repeated_at_once_are_taken_in_few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded packet can be sent again by anybody on its way, and thousands of small ones come in one go."""
+    slots = pool(2, 1)
+    for round_ in range(4):
+        slots.take(0, one(0, round_, 1))
+        slots.take(1, one(0, round_, 2))
+    turns, apart = [], Packets.apart
+
+    def counted(packets: Packets) -> Iterator[Packets]:
+        for each in apart(packets):
+            turns.append(len(each))
+            yield each
+
+    monkeypatch.setattr(Packets, "apart", counted)
+    recorded = [one(0, round_, 1) for round_ in range(4)] * 50
+    [flood] = Packets.join([*recorded, one(0, 4, 10)])
+    slots.take(0, flood)
+    assert len(turns) <= 3
+    assert slots.counts["duplicate"] == 198
+    assert slots.counts["again"] == 2
+    [sums] = slots.take(1, one(0, 4, 20)).everybody
+    assert sums.values is not None
+    assert sums.values.view(np.int32).tolist() == [[30] * ELEMENTS]
 
 
 @pytest.mark.parametrize("adder", ["int32", "float32", "float64"])
