@@ -73,7 +73,9 @@ class Buffers:
             self._buffers = [buffer for buffer in self._buffers if buffer.lent() is not None or now - buffer.used < self.idle]
             fitting = [buffer for buffer in self._buffers if buffer.lent() is None and nbytes <= buffer.memory.nbytes <= 2 * nbytes]
             buffer = min(fitting, key=lambda each: each.memory.nbytes, default=None) or self._made(nbytes, now)
-            part = buffer.memory[:nbytes]  # tensors that share its memory hold this very object
+            # Whatever shares its memory must hold this very object. An array's views hold the array at the bottom instead, whose weak
+            # reference would say nothing; with a memoryview in between they stop here.
+            part = np.frombuffer(buffer.memory.data[:nbytes], dtype=np.uint8)
             buffer.lent, buffer.used = weakref.ref(part), now
             return part
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +12,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from .switch_control import Envelope, Hello, Join, Joined, Leave, Message, Refused, Welcome, job_key
 from .switch_packets import GIVEN, SUMMED, SWITCH, Packets, decode, encode
-from .switch_udp import Datagrams
+from .switch_udp import Datagrams, await_any
 from .switch_worker import Stream, Worker
 
 _ASK_AGAIN = 0.1  # seconds between control messages that are not answered
@@ -58,12 +57,13 @@ class _Part:
             [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
         except (OSError, ValueError) as error:
             raise SwitchSilentError(f"switch {place!r}: {error}; give host:port") from None
-        plain = socket.socket(family, kind, protocol)
-        try:
-            plain.connect(address)
-        except OSError as error:
-            plain.close()
-            raise SwitchSilentError(f"switch {place}: {error}") from None
+        with contextlib.ExitStack() as undo:
+            try:
+                plain = undo.enter_context(socket.socket(family, kind, protocol))
+                plain.connect(address)
+            except OSError as error:
+                raise SwitchSilentError(f"switch {place}: {error}") from None
+            undo.pop_all()
         self.socket = Datagrams(plain)
         self._welcome: tuple[float, Welcome] | None = None
         self.key: AESGCM | None = None
@@ -105,7 +105,7 @@ class Client:
         key: shared with them.
 
     Raises:
-        SwitchSilentError: a name cannot be resolved, or there is no way there.
+        SwitchSilentError: a name cannot be resolved, there is no way there, or this process can have no socket.
     """
 
     def __init__(self, places: Sequence[str], key: bytes, rank: int, world: int, terms: Terms) -> None:
@@ -198,7 +198,7 @@ class Client:
                 if now - heard > self._terms.patience:
                     raise SwitchSilentError(f"no sums came for {self._terms.patience:g} s from switch {self._named()}")
                 if not progress:
-                    select.select([part.socket for part in self.parts], [], [], _TICK)
+                    await_any([part.socket for part in self.parts], _TICK)
         except OSError as error:
             raise SwitchSilentError(f"switch {self._named()}: {error.strerror}") from None
 
@@ -250,7 +250,7 @@ class Client:
             wait = min(_ASK_AGAIN, end - time.monotonic())
             if not left or wait <= 0:
                 return
-            select.select([part.socket for part in left], [], [], wait)
+            await_any([part.socket for part in left], wait)
 
     def _silent(self, done: Callable[[_Part], bool]) -> str | None:
         silent = [part.place for part in self.parts if not done(part)]

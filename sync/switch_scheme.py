@@ -69,11 +69,10 @@ class SwitchScheme(Scheme, Generic[Gradient]):
         except ValueError as error:  # the others must hear of it: this rank takes part until all raise
             refused = str(error)
         exchange = open_exchange(group, tensor.device, self._describe(tensor), refused)
-        if link is None or gradient is None or group.size() == 1:
+        if link is None or gradient is None:
             exchange.agree()
-            assert gradient is not None
-            return self._finish(gradient, tensor)
-        if link.meet(exchange) and (total := self._through(gradient, link, exchange)) is not None:
+            raise AssertionError("ranks agree although this one has refused")
+        if group.size() > 1 and link.meet(exchange) and (total := self._through(gradient, link, exchange)) is not None:
             return self._finish(total, tensor)
         return self._finish(self._without(gradient, exchange), tensor)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import select
 import socket
 import time
 from collections import Counter
@@ -16,7 +15,7 @@ import numpy as np
 from .switch_control import MARK, Envelope
 from .switch_jobs import Job, Jobs, Limits
 from .switch_packets import GIVEN, SUMMED, SWITCH, Array, Packets, decode, encode
-from .switch_udp import Datagrams
+from .switch_udp import Datagrams, await_any
 
 
 class Server:
@@ -44,8 +43,7 @@ class Server:
     def serve(self, stop: socket.socket) -> None:
         """Serves until ``stop`` can be read."""
         while True:
-            ready, _, _ = select.select([self._socket.socket, stop], [], [])
-            if stop in ready:
+            if stop.fileno() in await_any([self._socket, stop]):
                 return
             self._take(self._socket.receive(), time.monotonic())
 

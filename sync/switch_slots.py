@@ -78,7 +78,7 @@ class Slots:
         if count < len(packets):
             self.counts["again"] += (asked := int(repeated.sum()))
             self.counts["duplicate"] += len(packets) - count - asked
-            outcome.again += self._read(rows[repeated], packets.pick(repeated))
+            outcome.again += self._read(rows[repeated], packets.pick(repeated), copied=True)
             rows, packets = rows[fresh], packets.pick(fresh)
         self._add(rank, rows, packets)
         complete = self._missing[rows] == 0
@@ -104,10 +104,18 @@ class Slots:
             self._adder.add(rows[filled], packets.values[filled])
         self._filled[rows] = True
 
-    def _read(self, rows: Array, packets: Packets) -> Iterator[Packets]:
-        """The sums in these rows, those with values apart from those without."""
+    def _read(self, rows: Array, packets: Packets, copied: bool = False) -> Iterator[Packets]:
+        """The sums in these rows, those with values apart from those without.
+
+        A sum that everybody is about to get stays in its row: nobody can be two rounds ahead of it. One that is given again has to be
+        copied. The packet that asked for it may be an old one, and a newer one beside it may take the row; then other values would be
+        sealed with a nonce that has been used, which would give the key away.
+        """
         filled = self._filled[rows]
         for mask, values in ((filled, True), (~filled, False)):
             if mask.any():
                 some = rows[mask]
-                yield Packets(packets.slots[mask], packets.rounds[mask], self._side[some], self._adder.read(some) if values else None)
+                sums = self._adder.read(some) if values else None
+                if copied and sums is not None:
+                    sums = sums.copy()
+                yield Packets(packets.slots[mask], packets.rounds[mask], self._side[some], sums)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import select
 import socket
 import struct
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,6 +22,7 @@ _SOL_UDP, _UDP_SEGMENT, _UDP_GRO = 17, 103, 104  # linux/udp.h
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33  # asm-generic/socket.h; above net.core.rmem_max, for root
 _MOST_SEGMENTS, _MOST_BYTES = 64, 65_000  # of one call
 _MOST_RECEIVED, _ROOM = 2**16, 2**20  # bytes of one call, and of what is received at once
+_MOST_CALLS = 1024  # that receive at once: of the smallest datagrams, a flood would never fill the room
 _UNABLE = (errno.EINVAL, errno.EIO, errno.ENOPROTOOPT, errno.EMSGSIZE)  # a device, or a path, on which the kernel cannot cut
 
 
@@ -50,7 +53,7 @@ class Datagrams:
         self.socket.close()
 
     def receive(self) -> list[tuple[Array, Any]]:
-        """Datagrams that have come, with their senders; nothing if there are none, and no more than fit the buffer.
+        """Datagrams that have come, with their senders; nothing if there are none, and no more than fit the buffer or `_MOST_CALLS` bring.
 
         Returns:
             uint8 [k, length] arrays of datagrams with one sender and length. They are valid until the next call.
@@ -60,7 +63,9 @@ class Datagrams:
         """
         found: list[tuple[int, int, int, Any]] = []  # begin, end, length, sender; what continues the one before is added to it
         at = 0
-        while at + _MOST_RECEIVED <= len(self._room):
+        for _ in range(_MOST_CALLS):
+            if at + _MOST_RECEIVED > len(self._room):
+                break
             try:
                 count, ancillary, _, sender = self.socket.recvmsg_into([self._room[at:].data], self._ancillary, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -95,3 +100,18 @@ class Datagrams:
                 self._segments = False
                 return self.send(datagrams[at:], address)
         return None
+
+
+class Readable(Protocol):
+    def fileno(self) -> int: ...
+
+
+def await_any(sockets: Sequence[Readable], seconds: float | None = None) -> set[int]:
+    """Waits until one of the sockets can be read, or for so long; the descriptors of those that can.
+
+    Not with ``select``, which takes no descriptor from 1024 on: a training process may have that many files open.
+    """
+    poll = select.poll()
+    for each in sockets:
+        poll.register(each.fileno(), select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(None if seconds is None else 1000 * seconds)}

@@ -57,11 +57,16 @@ class Departure:
         """Takes note of a worker that the user has interrupted."""
         self._interrupted.add(worker)
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether there are workers that the user has not interrupted: they start another agent when this one leaves."""
+        return any(worker.alive and worker.rank >= 0 for worker in self._workers - self._interrupted)
+
     def is_due(self) -> bool:
         """Whether the agent may leave now."""
         now, streams = time.monotonic(), self._streams.values()
         uploading = any(stream.uploading for stream in streams)
-        if any(worker.alive and worker.rank >= 0 for worker in self._workers - self._interrupted):
+        if self.is_followed:
             self.idle_since = now
             return self._asked_to_leave and not uploading
         if now - self.idle_since > self.linger:

@@ -16,7 +16,7 @@ from gemini_ft.agent.storing import Storing
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.effects import Completed, Copies, Skipped
-from gemini_ft.core.ledger import Commit, Decision, Holders, Ledger, Manifest, Thaw
+from gemini_ft.core.ledger import Abort, Commit, Decision, Holders, Ledger, Manifest, Thaw
 from gemini_ft.core.traffic import Pace
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError
@@ -69,6 +69,7 @@ class Leader:
         self._paced: Paced | None = None  # the last change
         self._newest = 0  # iteration that was spoken of
         self._upload: tuple[Version | None, float] = (None, 0.0)  # under way, since (or when that was last said)
+        self._drained: set[str] = set()  # hosts that were asked to leave; one that could not be told is when it joins again
         self._roots: deque[tuple[Version, Mapping[int, str]]] = deque(maxlen=_REMEMBERED)
         self._tasks = Tasks()
         self._tasks.spawn(self._tick())
@@ -103,7 +104,12 @@ class Leader:
         now = time.monotonic()
         if isinstance(message, Completed | Copies | Skipped):
             self._newest = max(self._newest, message.version.iteration)
-            self._apply(self.book.report(message, now))
+            is_late = not isinstance(message, Skipped) and message.version in self.book.aborted
+            decisions = self.book.report(message, now)
+            if is_late:  # all others have heard it: if every host were answered before all, that would be its square
+                self._repeat(decisions, member)
+            else:
+                self._apply(decisions)
         elif isinstance(message, ReportUploaded):
             outcome = (
                 self.book.upload_over(message.version, message.error)
@@ -121,6 +127,7 @@ class Leader:
         elif isinstance(message, UploadSoon):
             self._apply(self.book.upload_soon(now))
         elif isinstance(message, DrainHost):
+            self._drained.add(message.host)
             self._tell(message)
         elif isinstance(message, ReportFinished):
             self._finished.add(message.rank)
@@ -129,6 +136,14 @@ class Leader:
                 self._end(now)
         else:
             raise PeerError(f"{kind_of(message)!r} is not a report")
+
+    def _repeat(self, decisions: Sequence[Decision], member: Connection | None) -> None:
+        """Tells one host again that a version is aborted, which was decided before its copies were complete, or while it was away."""
+        for decision in dict.fromkeys(decision for decision in decisions if isinstance(decision, Abort)):
+            if member is not None:
+                member.send(decision)
+            else:
+                self._on_decision(decision)
 
     def _welcome(self, message: Rejoin, now: float, member: Connection | None) -> None:
         """Tells a host that has joined what it may have missed; all others as well, if it is news to this leader too."""
@@ -142,6 +157,8 @@ class Leader:
         self._settle_upload(message.uploading, member)
         if self._paced is not None:
             self._tell(self._paced, member)
+        if member is not None and host in self._drained:
+            self._tell(DrainHost(host=host), member)
 
     @property
     def ending(self) -> bool:

@@ -13,17 +13,20 @@ import os
 import signal
 import socket
 import sys
+import time
 
 from gemini_ft.agent.home import HostRun
-from gemini_ft.agent.lifecycle import raise_descriptor_limit, set_oom_score, socket_name, yield_to_training
+from gemini_ft.agent.lifecycle import is_listening, raise_descriptor_limit, set_oom_score, socket_name, yield_to_training
 from gemini_ft.agent.requests import Requests
 from gemini_ft.agent.revival import mapped_by_others
-from gemini_ft.agent.slot_files import SlotFiles
+from gemini_ft.agent.slot_files import SlotFiles, lock
 from gemini_ft.agent.streams import Streams
 from gemini_ft.agent.workers import Desk
 from gemini_ft.config import load_config
+from gemini_ft.errors import ConfigError
 
 _TICK = 0.2  # seconds between looks at hangs and at whether to leave
+_PARTING = 5.0  # seconds for an agent that leaves to clear the folder
 
 
 async def _serve(run: HostRun, streams: Streams, listener: socket.socket) -> None:
@@ -47,12 +50,13 @@ async def _serve(run: HostRun, streams: Streams, listener: socket.socket) -> Non
         if requests.departure.is_due():
             break
     requests.departure.tell_askers()
+    makes_way = leaving.is_set() or requests.departure.follows or requests.departure.is_followed  # for another agent
     desk.close()
     await asyncio.sleep(_TICK)  # the last messages, such as that all have finished, must get out before connections close
     for stream in streams.by_name.values():
         stream.close_session()
-    if run.files is not None and not (leaving.is_set() or requests.departure.follows):
-        run.files.clear()  # else this process only makes way for another one
+    if run.files is not None and not makes_way:
+        run.files.clear()
     run.log("leaving")
 
 
@@ -61,6 +65,25 @@ def _bind(run: str, host: str) -> socket.socket:
     listener.bind(socket_name(run, host))
     listener.listen(256)
     return listener
+
+
+def _claim(files: SlotFiles, run: str, host: str) -> int | None:
+    """The folder's identity file, once no other agent is at work there; None: one is, and can be reached.
+
+    Raises:
+        ConfigError: there is one that cannot be reached from here.
+    """
+    end = time.monotonic() + _PARTING
+    while (identity := files.claim()) is None:
+        if is_listening(run, host):
+            return None
+        if time.monotonic() > end:
+            raise ConfigError(
+                f"another agent of run {run!r} and host {host!r} is at work in {files.folder}, and does not listen here: in another "
+                "container, perhaps. End it, or give this host another id (GEMINI_HOST_ID)"
+            )
+        time.sleep(_TICK / 4)
+    return identity
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,10 +107,14 @@ def main(argv: list[str] | None = None) -> int:
         streams = Streams(host_run)
         if options.inherit or options.identity >= 0:
             streams.inherit(options.inherit, options.identity)
+            if files is not None and options.identity >= 0:
+                lock(options.identity)
         elif files is not None:
+            if (identity := _claim(files, options.run, options.host)) is None:
+                return
             mapped, fds = mapped_by_others(os.getpid()), files.left()
             slots = ",".join(f"{fd}{'!' * (os.fstat(fd).st_ino in mapped)}" for fd in fds)
-            streams.inherit(slots, files.identity(), f"the folder {files.folder}")
+            streams.inherit(slots, identity, f"the folder {files.folder}")
         with contextlib.suppress(OSError):  # another agent is there already
             await _serve(host_run, streams, _bind(options.run, options.host))
         os._exit(0)  # asyncio would wait for a thread that hangs in storage, and the memory stay as long

@@ -35,7 +35,7 @@ from gemini_ft.agent import slot_files
 from gemini_ft.agent.slot_files import SlotFiles
 from gemini_ft.core.roots import checksum, layout_digest, shard_root
 from gemini_ft.core.versions import Incarnation, Version
-from gemini_ft.errors import CorruptDataError, MemoryBudgetError
+from gemini_ft.errors import CorruptDataError, FormatError, MemoryBudgetError
 
 _MAGIC = b"GEMINIFT"
 FORMAT = 2
@@ -157,7 +157,8 @@ class SlotMemory:
         """Takes over a memfd another agent made.
 
         Raises:
-            CorruptDataError: the header is not whole, or of another format; or layout and checksums are not those of the version it names.
+            CorruptDataError: the header is not whole; or layout and checksums are not those of the version it names.
+            FormatError: the header is of another format.
         """
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS and not slot_files.is_safe(fd, _HEADER_BYTES):
             raise CorruptDataError("a slot's memory is not sealed: a process that truncated it would kill this one")
@@ -331,7 +332,7 @@ def _read_header(raw: bytes) -> dict[str, Any]:
         raise CorruptDataError("a slot's header does not match its checksum; the slot is ignored")
     fields: dict[str, Any] = msgpack.unpackb(body)
     if fields["format"] != FORMAT:
-        raise CorruptDataError(f"a slot has format {fields['format']}, this gemini-ft reads format {FORMAT}; use the version that wrote it")
+        raise FormatError(f"a slot has format {fields['format']}, this gemini-ft reads format {FORMAT}; use the version that wrote it")
     return fields
 
 

@@ -61,6 +61,11 @@ class Session:
         elif self._member is not None:
             self._member.take(message)
 
+    @property
+    def reaches_leader(self) -> bool:
+        """Whether what is reported now goes out at once."""
+        return self._leader is not None or (self._member is not None and self._member.connection is not None)
+
     def committed_roots(self, version: Version) -> Mapping[int, str]:
         """Owner -> root of its shard; the leader knows all, of the last few commits; another host those of what it holds."""
         if self._leader is not None:

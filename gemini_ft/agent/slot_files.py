@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import os
 import secrets
@@ -43,6 +44,13 @@ class SlotFiles:
                 f"memory.folder={str(root)!r} is on a file system of type {kind:#x} and not on a tmpfs, which writes. "
                 "Name a folder under /dev/shm, or on a volume whose medium is memory"
             )
+        try:
+            with contextlib.suppress(FileNotFoundError):  # an agent that leaves has removed it between two steps; `claim` makes it again
+                self._make_folder()
+        except OSError as error:
+            raise ConfigError(f"memory.folder={str(root)!r}: {error.strerror}; name one on a tmpfs that this user may write to") from None
+
+    def _make_folder(self) -> None:
         own_folder(self.folder.parent)
         own_folder(self.folder)
 
@@ -70,6 +78,23 @@ class SlotFiles:
             raise ConfigError(f"{self.folder}{IDENTITY} is not a plain file of mode 0600 and uid {os.getuid()}; remove it")
         return fd
 
+    def claim(self) -> int | None:
+        """The same descriptor, locked until its process ends; None: another agent is at work here, or still removes what it had.
+
+        Abstract sockets are known in their own network namespace only, and an agent that leaves closes its own before it clears the folder:
+        without the lock two agents could write to the same slots, or the one that leaves remove those of its successor.
+
+        Raises:
+            ConfigError: others could have prepared it.
+        """
+        with contextlib.suppress(FileNotFoundError):  # the folder is being removed
+            self._make_folder()
+            fd = self.identity()
+            if lock(fd) and os.fstat(fd).st_nlink:
+                return fd
+            os.close(fd)
+        return None
+
     def left(self) -> list[int]:
         """Descriptors of the slots that an agent before this one has left; files that others could have prepared are left alone."""
         found = []
@@ -85,6 +110,27 @@ class SlotFiles:
     def clear(self) -> None:
         """Gives all of it back: the run is over."""
         remove(self.folder)
+
+
+def lock(fd: int) -> bool:
+    """Locks the file of an agent's own knowledge, for as long as it is open here; False: another agent has done so."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def in_use(folder: Path) -> bool:
+    """Whether an agent is at work in a run's folder, here or where it cannot be reached from here."""
+    try:
+        fd = os.open(f"{folder}{IDENTITY}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not lock(fd)
+    finally:
+        os.close(fd)
 
 
 def folder_of(root: Path, run: str, host: str) -> Path:

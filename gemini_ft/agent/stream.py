@@ -21,7 +21,7 @@ from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Send, Tell, Upload, Withdraw
 from gemini_ft.core.ledger import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import PeerError, RecoveryError, SupersededError
+from gemini_ft.errors import AgentError, PeerError, RecoveryError, SupersededError
 from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of
 from gemini_ft.wire.peer_messages import AllFinished, DrainHost, PeerMessage, ReportFinished, UploadSoon
 from gemini_ft.wire.worker_messages import (
@@ -214,10 +214,19 @@ class Stream:
         return len(present)
 
     def drain_other(self, host: str) -> bool:
-        """Has another host drained, by way of the leader; whether there is such a host."""
+        """Has another host drained, by way of the leader; whether there is such a host.
+
+        Raises:
+            AgentError: the leader cannot be told now.
+        """
         spec = self.home.spec
         if self._session is None or spec is None or host not in spec.hosts:
             return False
+        if not self._session.reaches_leader:
+            raise AgentError(
+                f"host {host!r} cannot be told: host {spec.leader!r}, which leads the run, cannot be reached from here now. Try again, or "
+                "ask an agent that is nearer (--host), or signal that host's `gemini run`"
+            )
         self.report(DrainHost(host=host))
         return True
 

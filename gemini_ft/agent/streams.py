@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 
+from gemini_ft.agent import slot_files
 from gemini_ft.agent.home import HostRun
 from gemini_ft.agent.identity import Identity, Past
 from gemini_ft.agent.memory import SlotMemory
@@ -13,7 +14,7 @@ from gemini_ft.agent.sparing import Sparing
 from gemini_ft.agent.stream import Stream
 from gemini_ft.agent.vault import Giver
 from gemini_ft.core.versions import Incarnation
-from gemini_ft.errors import AgentError, CorruptDataError, GeminiError
+from gemini_ft.errors import AgentError, CorruptDataError, FormatError, GeminiError
 from gemini_ft.wire.handshake import Listener, listen
 from gemini_ft.wire.peer_messages import Claims
 from gemini_ft.wire.tcp import Address, Connection, Handler
@@ -59,8 +60,10 @@ class Streams:
             try:
                 memory = SlotMemory.adopt(fd)
                 self.named(memory.shape.stream).adopt(memory, is_shared, giver)
-            except (CorruptDataError, OSError, ValueError) as error:
+            except (CorruptDataError, FormatError, OSError, ValueError) as error:
                 self._run.log(f"a slot could not be adopted: {error}")
+                if not isinstance(error, FormatError):
+                    slot_files.forget(fd)  # an agent that was killed while it made the file, for example: nobody else gives the memory back
                 os.close(fd)
 
     def inherit(self, slots: str, identity: int, former: str = "an agent that hung") -> None:

@@ -107,11 +107,11 @@ def leave(arguments: Sequence[str]) -> int:
     account = lifecycle.status(run, options.host)
     if account is not None:
         lifecycle.leave(run, options.host)
-    files = _forget_files(run, options.host)
+    document = json.loads(account) if account is not None else {"workers": {}, "memory": {"used": 0}}
+    files = _forget_files(run, options.host, account is not None) if not document["workers"] else None
     if account is None and not files:
         print(f"no agent of run {run!r} on host {options.host!r}: there is nothing to forget here (gemini ps lists the runs of this host)")
         return 1
-    document = json.loads(account) if account is not None else {"workers": {}, "memory": {"used": 0}}
     if document["workers"]:
         print(
             f"run {run} is at work: its workers {sorted(document['workers'].values())} start another agent and give it the memory back. "
@@ -123,13 +123,24 @@ def leave(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _forget_files(run: str, host: str) -> Path | None:
-    """Removes the slots that the run keeps as files on this host, unless an agent is at work; returns the folder they were in."""
+def _forget_files(run: str, host: str, has_left: bool) -> Path | None:
+    """Removes the slots that the run keeps as files on this host, unless an agent is at work; returns the folder they were in.
+
+    Args:
+        run: run id.
+        host: host id.
+        has_left: whether an agent has just been told to leave, which may still be about to end.
+
+    Raises:
+        AgentError: an agent uses them that cannot be told.
+    """
     if (parent := load_config().memory.folder) is None or lifecycle.is_listening(run, host):
         return None
     folder = slot_files.folder_of(parent, run, host)
     if not folder.exists():
         return None
+    if not has_left and slot_files.in_use(folder):
+        raise AgentError(f"an agent is at work in {folder} that does not listen here: try again, or run this where it runs (its container)")
     slot_files.remove(folder)
     return folder
 

@@ -20,12 +20,14 @@ from gemini_ft.core.placement import describe, place
 from gemini_ft.errors import ConfigError, GeminiError
 from gemini_ft.hosts import host_id
 from gemini_ft.launch import slurm
+from gemini_ft.storage.lookout import within
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.wire.network import bind_address, is_loopback
 from gemini_ft.wire.trust import read_secret
 
 _FEW_DESCRIPTORS = 4096
 _SLOW_LINK = 10_000  # Mbit/s
+STORAGE_SECONDS = 20.0  # for one small object to be written, read and deleted
 _VENDORS = ("torch", "lightning", "pytorch-lightning", "deepspeed", "transformers", "accelerate", "boto3")
 _TIME_ERROR = 5  # of adjtimex: the clock is not synchronised
 _MANAGED = re.compile(r"slurm|step_|kubepods|docker|\.service")
@@ -217,7 +219,8 @@ def _storage(config: GeminiConfig, hosts: int) -> Iterator[Finding]:
         yield Finding("warn", "storage", "none: what all holders of a shard lose together is lost. Set GEMINI_STORAGE__URL and an interval")
         return
     settings = config.storage
-    open_storage(settings.url, settings.endpoint_url, settings.max_bandwidth, settings.kept is not None).check()
+    storage = open_storage(settings.url, settings.endpoint_url, settings.max_bandwidth, settings.kept is not None)
+    within(STORAGE_SECONDS, settings.url, storage.check)
     yield Finding("ok", "storage", f"{settings.url} can be written and read")
 
 

@@ -15,6 +15,8 @@ from gemini_ft.sync.switch_jobs import Limits
 from gemini_ft.sync.switch_server import Server
 from gemini_ft.wire.trust import switch_key
 
+_LARGEST_PORT = 2**16 - 1
+
 
 def command(argv: Sequence[str]) -> int:
     """Serves until SIGINT or SIGTERM, after one line that names the address; then prints a line of JSON with all counts."""
@@ -50,6 +52,8 @@ def command(argv: Sequence[str]) -> int:
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
+        if port > _LARGEST_PORT:
+            raise OSError(f"the largest port is {_LARGEST_PORT}")  # the resolver would cut it to 16 bits
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         listening = socket.socket(family, kind, protocol)
         listening.bind(address)

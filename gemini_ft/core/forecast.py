@@ -183,7 +183,7 @@ def in_memory(cluster: Cluster, failures: Sequence[Failure], until: float, holde
         out.progress += max(0.0, failure.at - up)
         committed = max(resumed, (out.progress - cluster.replication) // interval * interval)
         if cluster.storage_bandwidth:
-            stored = max(stored, (out.progress - cluster.upload) // cluster.storage_interval * cluster.storage_interval)
+            stored = max(stored, _stored(cluster, out.progress))
         gone = {host: back for host, back in gone.items() if back > failure.at}
         gone |= dict.fromkeys(failure.hosts, inf)
         begin = failure.at + (cluster.replace if failure.hosts else cluster.restart)
@@ -200,6 +200,13 @@ def in_memory(cluster: Cluster, failures: Sequence[Failure], until: float, holde
         out.progress = resumed
     out.progress += max(0.0, until - up)
     return out
+
+
+def _stored(cluster: Cluster, progress: float) -> float:
+    """The newest training that is in storage after ``progress``: one upload at a time, so that the next one waits for a slow one."""
+    every = max(cluster.storage_interval, cluster.upload)
+    over = (progress - cluster.upload - cluster.storage_interval) // every  # uploads after the first one
+    return cluster.storage_interval + over * every if over >= 0 else 0.0
 
 
 def in_storage(cluster: Cluster, failures: Sequence[Failure], until: float, interval: float) -> Outcome:

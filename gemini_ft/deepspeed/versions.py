@@ -50,6 +50,12 @@ def groups_of_sub_groups(optimizer: Any) -> Sequence[Any]:
     return [optimizer.dp_process_group] * len(optimizer.fp16_groups) if known is None else known
 
 
+def manages_accumulation(engine: Any) -> bool:
+    """Whether the engine decides by itself which backward pass ends an accumulation; older versions always do."""
+    asked = getattr(engine, "managed_gradient_accumulation", None)
+    return asked is None or bool(asked())
+
+
 def end_to_end(params: Sequence[torch.Tensor]) -> list[int]:
     """Where each parameter begins if nothing lies between them."""
     return list(accumulate((param.numel() for param in params), initial=0))[:-1]

@@ -21,10 +21,10 @@ from torch.distributed.elastic.multiprocessing import api as torch_api
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.config import GeminiConfig
-from gemini_ft.errors import GeminiError
+from gemini_ft.errors import AgentTimeoutError, GeminiError
 from gemini_ft.hosts import host_id
 from gemini_ft.launch import grace
-from gemini_ft.wire.worker_messages import AskDrain, Draining
+from gemini_ft.wire.worker_messages import AskDrain, Draining, ToWorker
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class HostDrain:
 
     def _tell(self) -> None:
         try:
-            answer = lifecycle.ask(self._run, host_id(), AskDrain())
+            answer = self._asked()
         except (GeminiError, OSError) as error:
             self._give_up(str(error))
             return
@@ -76,6 +76,16 @@ class HostDrain:
         _log.warning("this host is drained: its workers end after a step that is committed, within %g s", self._seconds)
         if not self._over.wait(self._seconds):
             self._give_up(f"no step has been committed within {self._seconds:g} s (drain_seconds)")
+
+    def _asked(self) -> ToWorker | None:
+        """The agent's answer. One that hangs is killed by its workers, and its successor asked: there is time for that."""
+        end = time.monotonic() + self._seconds
+        while True:
+            try:
+                return lifecycle.ask(self._run, host_id(), AskDrain())
+            except AgentTimeoutError:
+                if self._over.is_set() or time.monotonic() > end:
+                    raise
 
     def _give_up(self, why: str) -> None:
         _log.warning("ending the workers without a drain: %s", why)

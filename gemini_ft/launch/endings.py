@@ -38,6 +38,7 @@ _PASSING |= {"AcceleratorError", "KeyboardInterrupt"}
 _LASTING = {"FileNotFoundError", "NotADirectoryError", "IsADirectoryError", "PermissionError"}  # of the OSErrors
 _OF_PEERS = re.compile(r"nccl|gloo|connection|timed? ?out|socket|broken pipe|cuda error|another rank", re.IGNORECASE)
 UNPROTECTED_SECONDS = 120.0
+_OVER = (WorkerState.FAILED, WorkerState.SUCCEEDED)
 
 
 class Endings:
@@ -46,11 +47,13 @@ class Endings:
     Attributes:
         status: with which the job ends for good; 0: not yet.
         repeated: the failure that has come twice, of one worker.
+        has_drained: whether a worker has left after a committed step; where a drain has begun, workers may as well have failed before.
     """
 
     def __init__(self, notes: Notes, run: str) -> None:
         self.status = 0
         self.repeated: ProcessFailure | None = None
+        self.has_drained = False
         self._notes, self._run = notes, run
         self._before: set[tuple[str, str, str, str]] = set()
         self._since = time.monotonic()
@@ -122,9 +125,10 @@ def final_endings(notes: Notes, run: str, drain: HostDrain) -> Iterator[Endings]
         if notes.have(DRAINED):
             await_workers(agent._pcontext)
         result: RunResult = original(agent, group)
-        if result.is_failed() and (drain.begun or notes.have(DRAINED)):
+        # A script that takes the end of a drained rank for its own has not finished, either: as a success it would end the whole job.
+        if (result.is_failed() and drain.begun) or (result.state in _OVER and notes.have(DRAINED)):
             drain.await_uploads()
-            endings.status = LEFT
+            endings.status, endings.has_drained = LEFT, notes.have(DRAINED)
             raise SignalException("this host is drained", signal.SIGTERM)  # the one end after which the others' rendezvous goes on
         if result.is_failed() and endings.judge(result.failures.values()):
             agent._remaining_restarts = 0

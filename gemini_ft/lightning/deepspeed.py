@@ -43,8 +43,9 @@ class EngineFit(Fit):
     def _bind_state(self) -> None:
         from gemini_ft.deepspeed.engine import bound_collectives
         from gemini_ft.deepspeed.state import EngineState
+        from gemini_ft.deepspeed.versions import manages_accumulation  # only here: it loads DeepSpeed
 
-        if not self._engine.managed_gradient_accumulation():
+        if not manages_accumulation(self._engine):
             raise ConfigError("managed_gradient_accumulation=false is not supported under Lightning, which does the accumulation itself")
         wrapping.protected = True
         self.checkpointer.bind_state(EngineState(self._engine, modes=False))

@@ -36,6 +36,7 @@ SYNCS = (*SCHEMES, "auto", "hierarchical", *SWITCH_SCHEMES)
 PLANNED = ("cupcake", "espresso", "auto")  # fusions for which training is observed first
 MOST_OF_INT8 = 127  # ranks, whose integers must have a sum of eight bits
 _OURS = ("feedback", "two_phase")  # options of compress that are not the method's own
+_PLACES = ("switch", "patience")  # options of sync that make no difference to averages
 
 
 class _Model(BaseModel):
@@ -213,8 +214,11 @@ class Rule(_Model):
         return any(fnmatchcase(name, glob) for glob in self.params)
 
     def pack(self) -> dict[str, Any]:
-        """All that was given, as plain data."""
-        return self.model_dump(mode="json", exclude_defaults=True)
+        """All that was given and that averages depend on, as plain data: where a switch is, and when it counts as dead, may change."""
+        packed = self.model_dump(mode="json", exclude_defaults=True)
+        if self.sync.scheme in SWITCH_SCHEMES:
+            packed["sync"] = {name: value for name, value in packed["sync"].items() if name not in _PLACES}
+        return packed
 
     def __str__(self) -> str:
         parts = [f"params={list(self.params) if len(self.params) > 1 else self.params[0]!r}", f"sync={self.sync.scheme}"]

@@ -24,7 +24,7 @@ from gemini_ft.errors import AgentError, AgentTimeoutError, ConfigError, MemoryB
 from gemini_ft.wire.frames import BlockingWire
 from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, pack
 from gemini_ft.wire.trust import tls_context
-from gemini_ft.wire.worker_messages import GetInventory, Hello, Request
+from gemini_ft.wire.worker_messages import AskDrain, Draining, GetInventory, Hello, Request
 
 SECRET = b"s" * 16  # of the kit's ranks
 
@@ -221,6 +221,19 @@ class TestTcpPort:
         ranks = job.start()
         with pytest.raises(PeerError, match="host 'b' does not lead this run"):
             BlockingWire(ranks[1].address, job.claims("report", to="b", incarnation=ranks[1].spec.incarnation), SECRET, 10.0)
+
+    def test_a_host_that_the_leader_cannot_be_asked_to_drain_is_not_said_to_be_drained(self, job: Job) -> None:
+        ranks = job.start()
+        job.commit(ranks, 1)  # so that host b reaches the leader
+        answer = lifecycle.ask(job.run, "b", AskDrain(host="a"))
+        assert isinstance(answer, Draining)
+        assert answer.relayed
+        ranks[0].close()
+        os.kill(job.pid("a"), signal.SIGKILL)
+        eventually(lambda: isinstance(lifecycle.ask(job.run, "b", AskDrain(host="a")), Failed), "the end of the connection")
+        refused = lifecycle.ask(job.run, "b", AskDrain(host="a"))
+        assert isinstance(refused, Failed)
+        assert "host 'a', which leads the run, cannot be reached from here now" in refused.text
 
     def test_a_peer_that_says_what_it_must_not_is_hung_up_on(self, job: Job) -> None:
         ranks = job.start()

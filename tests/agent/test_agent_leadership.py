@@ -11,13 +11,23 @@ import pytest
 from gemini_ft.agent import leadership
 from gemini_ft.agent.leadership import Leader, MemberLink, MemberPort
 from gemini_ft.core.bundles import Bundles
-from gemini_ft.core.effects import Completed, Copies
-from gemini_ft.core.ledger import Cadence, Commit, Ledger, Thaw
+from gemini_ft.core.effects import Completed, Copies, Skipped
+from gemini_ft.core.ledger import Abort, Cadence, Commit, Ledger, Thaw
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError, StorageError
 from gemini_ft.wire.handshake import dial, listen
 from gemini_ft.wire.messages import Notice, kind_of, pack
-from gemini_ft.wire.peer_messages import AllFinished, Claims, Heartbeat, PeerMessage, Rejoin, ReportFinished, ReportUploaded, peers
+from gemini_ft.wire.peer_messages import (
+    AllFinished,
+    Claims,
+    DrainHost,
+    Heartbeat,
+    PeerMessage,
+    Rejoin,
+    ReportFinished,
+    ReportUploaded,
+    peers,
+)
 from gemini_ft.wire.tcp import Connection
 from gemini_ft.wire.worker_messages import GetInventory
 
@@ -288,6 +298,39 @@ def test_a_host_that_joins_is_answered_alone() -> None:
             await crowd.until(lambda: len(crowd.heard["m1"]) == 2)
             assert crowd.heard["m1"][1] == Commit(version(1), freeze=False, roots={1: "root 1", 2: "root 2"})
             assert len(crowd.heard["m0"]) == len(crowd.heard["m2"]) == 1
+
+    asyncio.run(work())
+
+
+def test_a_host_whose_copies_come_after_the_abort_is_answered_alone() -> None:
+    """One rank skips a step at once, and all others have finished their copies of it before they hear of that."""
+
+    async def work() -> None:
+        async with Crowd(4) as crowd:
+            crowd.links["m0"].take(Skipped(0, version(1), "late"))
+            await crowd.until(lambda: bool(crowd.leader.book.aborted))
+            for owner in (1, 2, 3):
+                for host in crowd.holders[owner]:
+                    crowd.complete(host, owner, 1)
+            for owner, hosts in crowd.holders.items():
+                for host in hosts:
+                    crowd.complete(host, owner, 2)
+            await crowd.until(lambda: all(heard and isinstance(heard[-1], Commit) for heard in crowd.heard.values()))
+            aborts = {name: sum(isinstance(message, Abort) for message in heard) for name, heard in crowd.heard.items()}
+            assert aborts == {"m0": 1, "m1": 2, "m2": 2, "m3": 2}
+
+    asyncio.run(work())
+
+
+def test_a_host_that_could_not_be_told_to_leave_is_when_it_joins_again() -> None:
+    async def work() -> None:
+        async with Crowd(3) as crowd:
+            connection = crowd.links["m1"].connection
+            assert connection is not None
+            connection.abort("cut")  # which the leader does not know yet
+            crowd.leader.take(DrainHost(host="m1"))
+            await crowd.until(lambda: bool(crowd.heard["m1"]))
+            assert crowd.heard["m1"] == [DrainHost(host="m1")]
 
     asyncio.run(work())
 

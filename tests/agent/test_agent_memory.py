@@ -19,7 +19,7 @@ from gemini_ft.agent import memory as module
 from gemini_ft.agent.hangs import HangDetector
 from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape, available_memory
 from gemini_ft.core.versions import Incarnation, Version
-from gemini_ft.errors import CorruptDataError, MemoryBudgetError
+from gemini_ft.errors import CorruptDataError, FormatError, MemoryBudgetError
 
 V = Version(Incarnation(3, "abcd"), 41)
 
@@ -130,7 +130,7 @@ class TestAdoption:
         monkeypatch.setattr(module, "FORMAT", 99)
         slot.clear()
         monkeypatch.undo()
-        with pytest.raises(CorruptDataError, match="a slot has format 99, this gemini-ft reads format 2; use the version that wrote it"):
+        with pytest.raises(FormatError, match="a slot has format 99, this gemini-ft reads format 2; use the version that wrote it"):
             SlotMemory.adopt(slot.fd)
 
     def test_of_memory_that_could_be_truncated_is_refused(self, slot: SlotMemory) -> None:

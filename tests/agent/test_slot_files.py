@@ -9,15 +9,20 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgpack
 import pytest
-from agent_kit import end_agent, eventually
+import xxhash
+from agent_kit import Job, end_agent, eventually
 
 from gemini_ft.agent import lifecycle, slot_files
+from gemini_ft.agent.home import HostRun
 from gemini_ft.agent.identity import Identity, Past
 from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape
 from gemini_ft.agent.revival import Estate
 from gemini_ft.agent.slot_files import SlotFiles
+from gemini_ft.agent.streams import Streams
 from gemini_ft.agent.vault import Vault
+from gemini_ft.cli.main import main
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.roots import checksum
 from gemini_ft.core.versions import Incarnation, Version
@@ -69,6 +74,40 @@ def test_the_next_agent_finds_what_was_complete_and_the_secret(root: Path) -> No
     assert not again.folder.exists()
 
 
+def test_a_folder_has_one_agent_and_an_agent_that_leaves_takes_nothing_from_the_next(root: Path) -> None:
+    leaving, coming = SlotFiles(root, "run", "a"), SlotFiles(root, "run", "a")
+    held = leaving.claim()
+    assert held is not None
+    assert coming.claim() is None  # the same user in another container, or an agent that still clears the folder
+    leaving.clear()
+    os.close(held)
+    held = coming.claim()
+    assert held is not None
+    complete(coming).close()
+    assert len(slots(coming)) == 1
+    assert leaving.claim() is None
+    os.close(held)
+
+
+def test_a_file_that_is_no_slot_is_given_back_unless_another_release_can_read_it(root: Path) -> None:
+    files = SlotFiles(root, "run", "a")
+    os.close(files.make(2**20))  # its maker was killed before there was a header
+    complete(files).close()
+    torn = complete(files)
+    torn.memory[20] ^= 1
+    torn.close()
+    other = complete(files)
+    other.memory[:12] = b"GEMINIFT" + (len(body := msgpack.packb({"format": 1}))).to_bytes(4, "little")
+    other.memory[12 : 20 + len(body)] = body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
+    kept = os.readlink(f"/proc/self/fd/{other.fd}")
+    other.close()
+    streams = Streams(HostRun("run", "a", files))
+    streams.adopt(files.left())
+    (sound,) = streams.by_name["main"].home.vault.memory.values()
+    assert sound.version == VERSION
+    assert {str(files.folder / name) for name in slots(files)} == {os.readlink(f"/proc/self/fd/{sound.fd}"), kept}
+
+
 def test_memory_that_is_given_back_has_no_file_any_more(root: Path) -> None:
     files = SlotFiles(root, "run", "a")
     vault = Vault(Host("a", {0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
@@ -97,6 +136,10 @@ def test_no_file_is_taken_that_others_could_have_prepared(root: Path) -> None:
 def test_a_folder_that_is_no_memory_or_not_this_users_alone_is_refused(root: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"not on a tmpfs.*Name a folder under /dev/shm"):
         SlotFiles(Path("/var/tmp") / root.name, "run", "a")
+    root.touch()
+    with pytest.raises(ConfigError, match=r"memory.folder=.*; name one on a tmpfs that this user may write to"):
+        SlotFiles(root, "run", "a")
+    root.unlink()
     SlotFiles(root, "run", "a")
     (root / f"gemini-ft-{os.getuid()}").chmod(0o777)
     with pytest.raises(ConfigError, match="mode 0777, so that others may write to it"):
@@ -114,6 +157,41 @@ def test_a_full_folder_is_an_error_with_the_numbers_and_leaves_nothing(root: Pat
     with pytest.raises(MemoryBudgetError, match="No space left on device"):
         vault.ensure(0, SHAPE, 2, reuse=True)
     assert (slots(files), budget.used) == ([], 0)
+
+
+def test_an_agent_that_is_told_to_leave_a_job_at_work_leaves_the_files_to_the_next(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Workers hand their memory back to it; without names it would not outlive them."""
+    monkeypatch.setenv("GEMINI_MEMORY__FOLDER", str(root))
+    with Job(tmp_path) as job:
+        ranks = job.start("a")
+        job.commit(ranks, 1)
+        files = SlotFiles(root, job.run, "a")
+        before = slots(files)
+        assert main(["leave", "--run-id", job.run, "--host", "a"]) == 0
+        assert "is at work" in capsys.readouterr().out
+        job.gone("a")
+        assert before
+        assert slots(files) == before
+        ranks[0].close()
+
+
+def test_files_of_an_agent_that_cannot_be_reached_are_not_forgotten(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GEMINI_MEMORY__FOLDER", str(root))
+    files = SlotFiles(root, run := f"unreachable-{os.getpid()}", "a")
+    held = files.claim()
+    assert held is not None
+    complete(files).close()
+    leave = ["leave", "--run-id", run, "--host", "a"]
+    assert main(leave) == 1
+    assert "does not listen here" in capsys.readouterr().err
+    assert len(slots(files)) == 1
+    os.close(held)
+    assert main(leave) == 0
+    assert not files.folder.exists()
 
 
 def test_agents_read_the_same_options_wherever_their_folder_is(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import socket
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
 
+from gemini_ft.cli import doctor
 from gemini_ft.cli.main import main
 
 
@@ -55,6 +58,15 @@ def test_what_is_wrong_is_named_with_the_way_out(
         assert main(["doctor", "--hosts", "1"]) == 1
     (line,) = re.findall(r"^wrong +.*", capsys.readouterr().out, re.MULTILINE)
     assert re.match(rf"wrong +{about} +.*{text}", line)
+
+
+def test_storage_that_hangs_is_said_to_hang(healthy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    released = Event()
+    monkeypatch.setattr(doctor, "open_storage", lambda *_: SimpleNamespace(check=lambda: released.wait(10)))
+    monkeypatch.setattr(doctor, "STORAGE_SECONDS", 0.05)
+    assert main(["doctor", "--hosts", "1"]) == 1
+    released.set()
+    assert re.search(r"^wrong +storage .*did not answer within 0.05 s; does it hang", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_warnings_count_when_asked(healthy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,6 +73,15 @@ def test_sizes_of_the_papers_model() -> None:
 # -- one failure ------------------------------------------------------------------------------------
 
 
+def test_an_upload_that_takes_longer_than_the_interval_is_waited_for_by_the_next() -> None:
+    """The first begins after 3 h and is over at 13 h, when the second begins, and is over at 23 h; the third never is."""
+    slow = replace(GPT_100B, storage_bandwidth=8 * GPT_100B.state / 36000.0)
+    assert (slow.upload, slow.storage_interval) == (10 * 3600.0, 3 * 3600.0)
+    for hours, stored in ((12.5, 0), (14, 3), (25, 13)):
+        outcome = in_memory(slow, [Failure(hours * 3600.0, (0, 1))], 2 * DAY, PAIRS)
+        assert outcome.lost == [pytest.approx((hours - stored) * 3600.0)]
+
+
 def test_a_failed_process_loses_the_step_it_was_in() -> None:
     outcome = in_memory(GPT_100B, [Failure(10 * 62.0 + 5.0, ())], DAY, PAIRS)
     assert outcome.lost == [pytest.approx(5.0)]

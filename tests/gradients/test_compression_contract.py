@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from compression_kit import EVERY, OPTIONS, SHAPES, gradients, measured, method, run_every, same, spied, through_a_file, together
@@ -272,6 +273,15 @@ def test_a_buffer_is_lent_again_when_nobody_holds_it() -> None:
     own.idle = 0.0
     own.empty(2**18)
     assert own.nbytes == 2**20
+
+
+def test_a_buffer_is_held_by_views_of_an_array_too() -> None:
+    own = buffers.Buffers()
+    view = own.lend(2**20).view(np.float32)[5:]
+    assert not np.shares_memory(view, own.lend(2**20))
+    address = view.ctypes.data - 20
+    del view
+    assert own.lend(2**20).ctypes.data == address
 
 
 @pytest.mark.parametrize("name", ["topk", "efsignsgd", "onebit", "qsgd", "terngrad", "natural", "dgc", "int8", "powersgd", "bf16"])

@@ -148,6 +148,19 @@ class TestSynchronizer:
         one.close()
         other.close()
 
+    def test_a_state_goes_on_with_another_switch(self) -> None:
+        """A switch that has moved, or is given more time, is no reason to lose a run; how it adds up is."""
+
+        def made(**options: object) -> GradientSynchronizer:
+            return GradientSynchronizer(nn.Linear(2, 2), [{"params": "*", "sync": {"scheme": "fpisa", **options}}])
+
+        synchronizers = one, moved, other = made(switch="a:1"), made(switch="b:2", patience=9.0), made(switch="a:1", mode="fpisa-a")
+        moved.load_state_dict(one.state_dict())
+        with pytest.raises(StateError, match="other rules"):
+            other.load_state_dict(one.state_dict())
+        for each in synchronizers:
+            each.close()
+
     def test_memories_of_ways_that_were_given_up_go(self) -> None:
         synchronizer = GradientSynchronizer(nn.Linear(4, 4), [{"params": "*", "compress": "topk"}])
         averager = synchronizer.averager

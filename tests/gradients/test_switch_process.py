@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +21,7 @@ from agent_kit import WAIT, preload
 from rank_kit import World
 from switch_kit import KEY, Switch, places, switches
 
+from gemini_ft.sync import switch_udp
 from gemini_ft.sync.switch_client import Client, SwitchRefusedError, Terms
 from gemini_ft.sync.switch_control import Envelope, Hello, Join, Leave, Welcome
 from gemini_ft.sync.switch_jobs import Jobs, Limits
@@ -26,6 +30,7 @@ from gemini_ft.sync.switchml_stream import SwitchMLStream
 
 preload("switch_case")
 TERMS = Terms("int32", True, 8, 64, WAIT)
+MANY_FILES = 1024  # that training has open already
 
 
 def test_a_killed_switch_is_gone_for_all_ranks_at_once_and_comes_back(tmp_path: Path) -> None:
@@ -63,8 +68,26 @@ def test_ddp_trains_to_the_same_bits_on_all_ranks_through_a_switch(tmp_path: Pat
     assert counts["added"] > 0
 
 
+def test_a_rank_without_a_socket_does_not_hold_up_the_others(tmp_path: Path) -> None:
+    with switches() as [switch], World(tmp_path, 2) as world:
+        assert world.outcome(switch_case.without_descriptors, switch.place) == [(True, False)] * 2
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """Room for more descriptors than ``select`` takes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * MANY_FILES), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def one_rank(place: str, packets: Array) -> Array:
     client = Client(place.split(","), KEY, 0, 1, TERMS)
+    for part in client.parts:
+        plain = part.socket.socket
+        part.socket.socket = socket.socket(fileno=fcntl.fcntl(plain.fileno(), fcntl.F_DUPFD, MANY_FILES))
+        plain.close()
     try:
         assert client.reaches(WAIT) is None
         client.join(os.urandom(16).hex(), WAIT)
@@ -75,7 +98,7 @@ def one_rank(place: str, packets: Array) -> Array:
         client.close()
 
 
-def test_several_jobs_at_once_keep_apart_and_leave_nothing() -> None:
+def test_several_jobs_at_once_keep_apart_and_leave_nothing(many_files: None) -> None:
     noise = np.random.default_rng(0)
     given = [noise.standard_normal((100, 16)).astype(np.float32) for _ in range(6)]
     found: dict[int, Array] = {}
@@ -118,6 +141,20 @@ def test_what_belongs_to_no_job_is_dropped_and_counted() -> None:
         report = switch.stop()
     assert report["stranger"] == 1
     assert report["forged"] >= 3
+
+
+def test_a_flood_of_the_smallest_datagrams_does_not_keep_a_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty one fills no room, so that room alone would never end a call."""
+    monkeypatch.setattr(switch_udp, "_MOST_CALLS", 4)
+    bound, stranger = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
+    with bound, stranger:
+        bound.bind(("127.0.0.1", 0))
+        receiver = switch_udp.Datagrams(bound)
+        for text in (*[b""] * 6, b"at last"):
+            stranger.sendto(text, bound.getsockname())
+        assert receiver.receive() == []
+        [(datagrams, _)] = receiver.receive()
+        assert bytes(datagrams) == b"at last"
 
 
 def test_switches_in_another_order_than_their_parts_are_refused() -> None:
@@ -201,6 +238,7 @@ def test_the_command_serves_until_it_is_stopped_and_reports(tmp_path: Path) -> N
     [
         (["--part", "3/2"], "--part 3/2: must be K/N"),
         (["--memory", "lots"], "--memory lots: "),
+        (["--port", "99999"], "the largest port is 65535"),
         (["--port", "0"], "give it and them the same GEMINI_SECRET_FILE"),
     ],
 )

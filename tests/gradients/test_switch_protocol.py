@@ -164,6 +164,20 @@ def test_a_sum_is_given_again_to_the_one_that_asks() -> None:
     np.testing.assert_array_equal(again.values, sums.values)
 
 
+@pytest.mark.parametrize("adder", ["int32", "float32", "float64"])
+def test_a_sum_that_is_given_again_is_that_of_its_round(adder: str) -> None:
+    """An old packet that is repeated beside a new one for the same row: the nonce of the old sum is never used for other values."""
+    slots = pool(2, 1, adder)
+    sums = []
+    for round_ in (0, 1):
+        slots.take(0, one(0, round_, 1))
+        sums += [each.values.copy() for each in slots.take(1, one(0, round_, 2)).everybody if each.values is not None]
+    [both] = Packets.join([one(0, 0, 1), one(0, 2, 50)])
+    [again] = slots.take(0, both).again
+    assert again.rounds.tolist() == [0]
+    np.testing.assert_array_equal(again.values, sums[0])
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 64, 255])
 def test_no_sum_of_integers_overflows(world: int) -> None:
     """Appendix C: with f = (2^31 - 1) / (n 2^e) the sum of n values below 2^e fits in 32 bits."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import resource
+import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +67,22 @@ def through_a_death(place: str, folder: str) -> Lived:
             time.sleep(0.05)  # a step
     dist.destroy_process_group()
     return lived
+
+
+def without_descriptors(place: str) -> tuple[bool, bool]:
+    """Whether the sum is right where one rank cannot open a socket, and whether the switch was used."""
+    group = sync_case.join()
+    scheme, parts = SwitchML(place, KEY), [gradient(rank, 0) for rank in range(2)]
+    socket.getaddrinfo("127.0.0.1", 1)  # loads modules
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if group.rank() == 1:
+        with open(os.devnull) as first_free:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (first_free.fileno(), hard))
+    total = scheme.all_reduce(parts[group.rank()])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    is_right, in_use = torch.equal(total, parts[0] + parts[1]), scheme.in_use()
+    dist.destroy_process_group()
+    return is_right, in_use
 
 
 def mark(folder: str, text: str) -> None:

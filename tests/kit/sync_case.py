@@ -84,6 +84,7 @@ def _rows_of(dtype: torch.dtype, rank: int) -> torch.Tensor:
 def cases(world: int) -> Iterator[tuple[str, Make]]:
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         yield f"rows {dtype}", partial(_rows_of, dtype)
+    yield "rows, coalesced", lambda rank: rows((300, 12), draw(40, 300, rank), torch.float32, rank).coalesce()
     yield "rows skewed", lambda rank: rows((5000, 4), draw(400, 5000, rank, 6.0), torch.float32, rank)
     yield "rows of 256", lambda rank: rows((300, 256), draw(40, 300, rank), torch.float32, rank)
     yield "rows of two dimensions", lambda rank: rows((70, 3, 5), draw(20, 70, rank), torch.float32, rank)
@@ -154,12 +155,19 @@ def sums(third: int | None = None) -> list[str]:
         problem = _problem_huge(make, result, world) if case == HUGE else _problem(make, result, world, scheme.name)
         if problem or not _same(own, kept):
             wrong.append(f"{scheme.name}, {case}: {problem or 'the input was changed'}")
+        elif _memory(own) and _memory(result) == _memory(own):
+            wrong.append(f"{scheme.name}, {case}: the sum lies where the gradient does")
         elif not alike(result, group):
             wrong.append(f"{scheme.name}, {case}: ranks differ")
         if world > 1 and isinstance(scheme, SwitchScheme) and not scheme.in_use():
             wrong.append(f"{scheme.name}, {case}: did not go through the switch")
     dist.destroy_process_group()
     return wrong
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """The address of a tensor's values; 0: there are none."""
+    return (tensor._values() if tensor.is_sparse else tensor).untyped_storage().data_ptr()
 
 
 def _problem(make: Make, result: torch.Tensor, world: int, scheme: str) -> str:

@@ -21,8 +21,10 @@ import gemini_ft
 from gemini_ft.agent import lifecycle
 from gemini_ft.cli.main import main
 from gemini_ft.config import load_config
+from gemini_ft.errors import AgentTimeoutError
 from gemini_ft.launch.drain import HostDrain
 from gemini_ft.launch.grace import Workers
+from gemini_ft.wire.worker_messages import Draining
 from gemini_ft.worker.drain import Drain
 
 
@@ -94,6 +96,22 @@ def test_a_host_without_workers_in_a_run_ends_as_at_sigterm() -> None:
     assert caught.value.sigval == signal.SIGTERM
     assert workers.stopped_by == signal.SIGTERM
     assert not host.begun
+
+
+def test_an_agent_that_hangs_has_a_successor_that_is_asked_in_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Exception | Draining] = [AgentTimeoutError("it hangs"), Draining(workers=1, relayed=False)]
+
+    def ask(*_: object) -> Draining:
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(lifecycle, "ask", ask)
+    host = HostDrain("run", 60.0, signal.SIGUSR1)
+    with host.heeded():
+        assert host.heard()
+        eventually(lambda: not answers, "the second question")
+        assert host.begun
 
 
 def until_drained() -> int:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import gemini_ft
 from gemini_ft.errors import GeminiError
 from gemini_ft.launch import endings as module
-from gemini_ft.launch.endings import REPEATED, Endings
+from gemini_ft.launch.drain import LEFT, HostDrain
+from gemini_ft.launch.endings import REPEATED, Endings, final_endings
 from gemini_ft.launch.launcher import in_short
-from gemini_ft.launch.notes import PROTECTED, notes_of_workers, say
+from gemini_ft.launch.notes import DRAINED, PROTECTED, notes_of_workers, say
 
 
 def failure(folder: Path, *kinds: str, text: str = "wrong", place: str = "train.py:3", step: int | None = 7, status: int = 1) -> Any:
@@ -77,6 +82,28 @@ def test_another_error_is_not(other: dict[str, Any], endings: Any, tmp_path: Pat
 def test_what_hosts_and_networks_do_never_is(kinds: list[str], text: str, endings: Any, tmp_path: Path) -> None:
     for _ in range(5):
         assert not endings.judge([failure(tmp_path, *kinds, text=text)])
+
+
+def test_a_script_that_swallows_the_end_of_a_drained_rank_has_not_finished_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a success it would close the rendezvous of all hosts."""
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda agent, group: RunResult(WorkerState.SUCCEEDED))
+    agent: Any = SimpleNamespace(_pcontext=SimpleNamespace(subprocess_handlers={}))
+    with notes_of_workers() as notes, final_endings(notes, "no such run", HostDrain("no such run", 0.0, None)) as endings:
+        assert LocalElasticAgent._monitor_workers(agent, None).state == WorkerState.SUCCEEDED
+        say(DRAINED)
+        with pytest.raises(SignalException, match="this host is drained"):
+            LocalElasticAgent._monitor_workers(agent, None)
+        assert (endings.status, endings.has_drained) == (LEFT, True)
+
+
+def test_workers_that_fail_while_their_host_is_drained_are_not_said_to_have_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda agent, group: RunResult(WorkerState.FAILED))
+    agent: Any = SimpleNamespace(_pcontext=SimpleNamespace(subprocess_handlers={}))
+    drain: Any = SimpleNamespace(begun=True, await_uploads=lambda: None)
+    with notes_of_workers() as notes, final_endings(notes, "no such run", drain) as endings:
+        with pytest.raises(SignalException, match="this host is drained"):
+            LocalElasticAgent._monitor_workers(agent, None)
+        assert (endings.status, endings.has_drained) == (LEFT, False)
 
 
 def test_of_a_failure_that_comes_again_one_traceback_is_shown(endings: Any, tmp_path: Path) -> None:

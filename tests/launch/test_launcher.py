@@ -418,6 +418,14 @@ class TestSettings:
             "starting workers cold: train.py sets HF_HOME in line 2, before its imports; a constant could be set for the fork server too"
         ]
 
+    def test_on_a_python_on_which_forked_workers_can_hang_they_are_started_cold(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(launcher, "COLD_FROM", sys.version_info[:2])
+        launcher.workers_of(self.options(), ["train.py"], None)
+        version = "{}.{}".format(*sys.version_info)
+        assert caplog.messages == [f"starting workers cold: on Python {version} and newer a DataLoader in a forked worker can hang"]
+
     def test_another_python_or_no_file_is_started_cold(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         options = self.options()
         options.training_script = str(tmp_path)

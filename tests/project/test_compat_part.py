@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -31,3 +33,11 @@ def test_every_entry_is_a_test(entry: str) -> None:
         found = next((node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name), None)
         assert found is not None, f"{file} has no {name}"
         body = found.body
+
+
+def test_a_folder_that_is_no_environment_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    command = [sys.executable, str(ROOT / "scripts" / "compat"), "--again", "--environment", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (tmp_path / "mine").exists()
+    assert "is no virtual environment, and would be removed" in done.stderr

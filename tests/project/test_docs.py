@@ -127,3 +127,16 @@ def test_the_papers_are_where_the_page_says() -> None:
         assert (ROOT / code.strip("`")).is_file(), claim
         file, _, name = test.strip("`").partition("::")
         assert re.search(rf"^\s*def {name}\(", (ROOT / file).read_text(), re.MULTILINE), claim
+
+
+def test_calls_of_the_walkthrough_exist() -> None:
+    page = (ROOT / "docs" / "walkthrough.md").read_text()
+    chains = re.findall(r"^(?:[a-z' ]+  )?(\w.*->.*)$", page, re.MULTILINE)
+    named = {name.strip() for chain in chains for name in chain.split("->")} | set(re.findall(r"`([A-Z]\w+(?:\.\w+)?)`", page))
+    files = [file for folder in ("gemini_ft", "sync", "compression") for file in (ROOT / folder).rglob("*.py")]
+    top = [node for file in files for node in ast.parse(file.read_text()).body]
+    classes, functions = [node for node in top if isinstance(node, ast.ClassDef)], (ast.FunctionDef, ast.AsyncFunctionDef)
+    there = {node.name for node in top if isinstance(node, (ast.ClassDef, *functions))}
+    there |= {f"{node.name}.{each.name}" for node in classes for each in node.body if isinstance(each, functions)}
+    assert len(named) > 40
+    assert sorted(named - there) == []

@@ -272,6 +272,7 @@ def test_a_decoded_tensor_is_a_copy_that_can_be_written() -> None:
     assert tensor.tolist() == [0, 0]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 def test_a_sparse_tensor_is_pickled() -> None:
     tensor = torch.eye(3).to_sparse()
     assert torch.equal(round_trip(tensor).to_dense(), torch.eye(3))
