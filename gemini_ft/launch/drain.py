@@ -47,6 +47,8 @@ class HostDrain:
         self._begun_at: float | None = None
         self._given_up = False
         self._over = threading.Event()
+        self._is_heeded = False
+        self._sending = threading.Lock()  # held while the signal is sent once more, and while `_is_heeded` changes
 
     @property
     def begun(self) -> bool:
@@ -88,10 +90,13 @@ class HostDrain:
                     raise
 
     def _give_up(self, why: str) -> None:
-        _log.warning("ending the workers without a drain: %s", why)
-        self._given_up = True
-        assert self._signum is not None
-        os.kill(os.getpid(), self._signum)  # once more, and this time it is passed on
+        with self._sending:
+            if not self._is_heeded:
+                return  # nobody takes the signal any more: it would end this process
+            _log.warning("ending the workers without a drain: %s", why)
+            self._given_up = True
+            assert self._signum is not None
+            os.kill(os.getpid(), self._signum)  # once more, and this time it is passed on
 
     def _at_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._given_up:
@@ -115,10 +120,13 @@ class HostDrain:
             return
         before = signal.signal(self._signum, self._at_signal)
         grace.watched[self._signum] = self.heard
+        self._is_heeded = True
         try:
             yield
         finally:
             self._over.set()
+            with self._sending:
+                self._is_heeded = False
             del grace.watched[self._signum]
             signal.signal(self._signum, before)
 

@@ -8,6 +8,7 @@ import faulthandler
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -43,6 +44,7 @@ def test_a_worker_takes_note_of_the_signal_and_goes_on() -> None:
     streams = [drain(), drain()]  # a script with two of them
     for stream in streams:
         stream.heed()
+    assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL  # else the next line would end this process
     os.kill(os.getpid(), signal.SIGUSR1)
     assert [stream.begun for stream in streams] == [True, True]
     for stream in streams:
@@ -112,6 +114,26 @@ def test_an_agent_that_hangs_has_a_successor_that_is_asked_in_the_time_that_is_l
         assert host.heard()
         eventually(lambda: not answers, "the second question")
         assert host.begun
+
+
+def test_a_drain_that_is_given_up_after_the_end_of_the_launch_ends_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, may_answer, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def ask(*_: object) -> None:
+        asked.set()
+        may_answer.wait(60)
+        raise OSError("the agent is gone")
+
+    monkeypatch.setattr(lifecycle, "ask", ask)
+    monkeypatch.setattr(os, "kill", lambda *_: ended.set())
+    with (host := HostDrain("run", 60.0, signal.SIGUSR1)).heeded():
+        assert host.heard()
+        assert asked.wait(60)
+        [thread] = [each for each in threading.enumerate() if each.name == "gemini-drain"]
+    may_answer.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not ended.is_set()
 
 
 def until_drained() -> int:
