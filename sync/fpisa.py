@@ -7,13 +7,12 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from .exchange import Exchange
 from .switch_client import Terms
 from .switch_link import Link
 from .switch_packets import Array, span
-from .switch_scheme import DenseSwitchScheme, Key
+from .switch_scheme import DenseSwitchScheme, Key, add_up_without
 from .switch_worker import Stream
 
 
@@ -61,15 +60,8 @@ class FPISA(DenseSwitchScheme):
         if not link.run(stream, exchange):
             return None
         sums = torch.from_numpy(stream.sums).view(dtype)
-        if stream.special.any():
-            places = torch.from_numpy(np.flatnonzero(stream.special))
-            total = packets[places].to(exchange.device)
-            dist.all_reduce(total, group=exchange.group)
-            sums[places] = total.cpu()
+        add_up_without(packets, stream.special, sums, exchange)
         return sums.reshape(-1)[: gradient.numel()].view(gradient.shape).to(gradient.dtype)
-
-    def _carry(self, packets: Array, link: Link, exchange: Exchange) -> Array | None:
-        raise NotImplementedError("packets of floating-point numbers go as they are")
 
 
 class FpisaStream(Stream):

@@ -122,18 +122,8 @@ class DenseSwitchScheme(SwitchScheme[torch.Tensor]):
 
     whole = True
 
-    @abstractmethod
-    def _carry(self, packets: Array, link: Link, exchange: Exchange) -> Array | None:
-        """The sum of packets, float32 [k, elements], by the switch; packets that it cannot add are left as they are."""
-
     def _admit(self, tensor: torch.Tensor) -> torch.Tensor:
         return to_matrix(tensor).cpu()
-
-    def _through(self, gradient: torch.Tensor, link: Link, exchange: Exchange) -> torch.Tensor | None:
-        if not gradient.numel():
-            return gradient
-        sums = self._carry(to_packets(gradient, self._packet // 4), link, exchange)
-        return None if sums is None else torch.from_numpy(sums.reshape(-1)[: gradient.numel()]).view(gradient.shape).to(gradient.dtype)
 
     def _without(self, gradient: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         total = gradient.to(exchange.device, copy=True)
@@ -155,9 +145,10 @@ def to_packets(matrix: torch.Tensor, elements: int) -> Array:
     return packets
 
 
-def add_up_without(packets: Array, chosen: Array, sums: Array, exchange: Exchange) -> None:
+def add_up_without(packets: torch.Tensor, chosen: Array, sums: torch.Tensor, exchange: Exchange) -> None:
     """Sums of the packets that a switch cannot add, by the backend. Collective: ``chosen`` is the same on all ranks."""
-    if len(places := np.flatnonzero(chosen)):
-        total = torch.from_numpy(packets[places]).to(exchange.device)
+    if chosen.any():
+        places = torch.from_numpy(np.flatnonzero(chosen))
+        total = packets[places].to(exchange.device)
         dist.all_reduce(total, group=exchange.group)
-        sums[places] = total.cpu().numpy()
+        sums[places] = total.cpu()

@@ -7,8 +7,7 @@ import torch
 from .exchange import Exchange
 from .switch_client import Terms
 from .switch_link import Link
-from .switch_packets import Array
-from .switch_scheme import DenseSwitchScheme, Key, add_up_without
+from .switch_scheme import DenseSwitchScheme, Key, add_up_without, to_packets
 from .switchml_stream import SwitchMLStream
 
 
@@ -28,9 +27,13 @@ class SwitchML(DenseSwitchScheme):
     def _terms(self, dtype: torch.dtype) -> Terms:
         return Terms("int32", True, self._slots, self._packet, self._patience)
 
-    def _carry(self, packets: Array, link: Link, exchange: Exchange) -> Array | None:
+    def _through(self, gradient: torch.Tensor, link: Link, exchange: Exchange) -> torch.Tensor | None:
+        if not gradient.numel():
+            return gradient
+        packets = to_packets(gradient, self._packet // 4)
         stream = SwitchMLStream(packets, link.slots, exchange.size)
         if not link.run(stream, exchange):
             return None
-        add_up_without(packets, stream.special, stream.sums, exchange)
-        return stream.sums
+        sums = torch.from_numpy(stream.sums)
+        add_up_without(torch.from_numpy(packets), stream.special, sums, exchange)
+        return sums.reshape(-1)[: gradient.numel()].view(gradient.shape).to(gradient.dtype)

@@ -150,9 +150,9 @@ class Leader:
         before = self.book.committed
         host = self._members.get(member, "") if member is not None else ""
         for decision in self.book.rejoin(message.committed, now, message.roots, host):
-            if member is None or isinstance(decision, Manifest) or (isinstance(decision, Commit) and self.book.committed != before):
+            if member is None or (isinstance(decision, Commit) and self.book.committed != before):
                 self._apply([decision])
-            elif not isinstance(decision, Manifest):  # of which a host that joins is told nothing
+            else:
                 member.send(self.book.addressed(decision, host) if isinstance(decision, Commit) else decision)
         self._settle_upload(message.uploading, member)
         if self._paced is not None:
