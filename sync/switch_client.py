@@ -30,7 +30,7 @@ class SwitchRefusedError(Exception):
 
 @dataclass(frozen=True)
 class Terms:
-    """What a job asks of a switch; the same on all ranks.
+    """The demands of a job on a switch; the same on all ranks.
 
     Attributes:
         adder: by name.

@@ -48,7 +48,7 @@ class Packets:
         return len(self.slots)
 
     def pick(self, chosen: Array) -> Packets:
-        """Those at the given places, or where a mask is set."""
+        """Selects the packets at the given places, or where a mask is set."""
         values = self.values[chosen] if self.values is not None else None
         return Packets(self.slots[chosen], self.rounds[chosen], self.sides[chosen], values)
 

@@ -78,7 +78,7 @@ class SwitchScheme(Scheme, Generic[Gradient]):
 
     @abstractmethod
     def _terms(self, dtype: torch.dtype) -> Terms:
-        """What a job for values of a dtype asks of the switch."""
+        """The demands on the switch of a job for values of a dtype."""
 
     @abstractmethod
     def _admit(self, tensor: torch.Tensor) -> Gradient:

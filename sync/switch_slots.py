@@ -67,7 +67,7 @@ class Slots:
         return outcome
 
     def _distinct(self, packets: Packets) -> Packets:
-        """Those that may matter, each once: what is recorded and sent a thousand times must not cost a thousand turns."""
+        """Selects the packets that may matter, each once: what is recorded and sent a thousand times must not cost a thousand turns."""
         held = self._round[(packets.rounds & 1) * self._size + packets.slots]
         near = packets.pick((packets.rounds == held) | (packets.rounds == held + 2))
         found = near.pick(np.unique(near.rounds * self._size + near.slots, return_index=True)[1])

@@ -18,7 +18,7 @@ _FEW = 8  # packets that ask what is the matter when everything is late
 
 
 class Stream(ABC):
-    """What one tensor gives in each round, and what becomes of the sums.
+    """One tensor on its way: gives values for each round, and takes their sums.
 
     Attributes:
         columns: slots that it uses.

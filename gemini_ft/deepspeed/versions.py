@@ -31,7 +31,7 @@ def check_version() -> None:
 
 
 def counters(engine: Any) -> dict[str, Any]:
-    """What the engine counts. Older versions do not count the backward passes that the engine was not told of."""
+    """The counters of the engine. Older versions do not count the backward passes that the engine was not told of."""
     return {name: getattr(engine, name) for name in _COUNTERS if hasattr(engine, name)}
 
 
