@@ -11,6 +11,8 @@ import os
 import signal
 import threading
 import time
+import weakref
+from collections import defaultdict
 from pathlib import Path
 from types import FrameType
 
@@ -85,27 +87,26 @@ class Drain:
         if self._signal == "none" or threading.current_thread() is not threading.main_thread():
             return
         number = signal.Signals[self._signal]
-        if number in _heeding or (signal.getsignal(number) is signal.SIG_DFL and not _is_caught(number)):
-            _heeding.setdefault(number, []).append(self)
+        handler = signal.getsignal(number)
+        if handler is _on_signal or (handler is signal.SIG_DFL and not _is_caught(number)):
+            _heeding[number].add(self)
             signal.signal(number, _on_signal)
 
     def forget(self) -> None:
         """Ends what :meth:`heed` has begun."""
-        for number, drains in list(_heeding.items()):
-            if self in drains:
-                drains.remove(self)
-            if not drains:
-                del _heeding[number]
-                if signal.getsignal(number) is _on_signal and threading.current_thread() is threading.main_thread():
-                    signal.signal(number, signal.SIG_DFL)
+        for number, drains in _heeding.items():
+            drains.discard(self)
+            if not drains and signal.getsignal(number) is _on_signal and threading.current_thread() is threading.main_thread():
+                signal.signal(number, signal.SIG_DFL)
 
 
-_heeding: dict[int, list[Drain]] = {}
+# Weak, so that a stream which nobody has closed is not asked for ever.
+_heeding: defaultdict[int, weakref.WeakSet[Drain]] = defaultdict(weakref.WeakSet)
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
     """Notes the wish. Once the time is over, the signal ends the process as if nobody heeded it: the launcher sends it then."""
-    drains = _heeding.get(number, [])
+    drains = list(_heeding[number])
     if not drains or any(drain.is_over for drain in drains):
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

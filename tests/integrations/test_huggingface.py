@@ -149,7 +149,7 @@ def test_a_trainer_on_fsdp2_ends_with_the_very_bits(tmp_path_factory: pytest.Tem
 def test_a_loop_of_accelerate_ends_with_the_very_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
     undisturbed = Run(tmp_path_factory.mktemp("plain"), {"kind": "loop on ddp"}, faults="")
     run = Run(tmp_path_factory.mktemp("killed"), {"kind": "loop on ddp"}, faults="step=4:rank=1:sigkill; step=9:rank=0:sigkill")
-    assert run.output.count("resumed at iteration") == 2
+    assert run.output.count("resumed at iteration") in (1, 2)  # of the first three steps, none may have been complete
     assert undisturbed.ends[0][0]["processes"] == 2
     assert run.ends == undisturbed.ends
 

@@ -51,6 +51,30 @@ def test_a_worker_takes_note_of_the_signal_and_goes_on() -> None:
         stream.forget()
 
 
+def test_what_another_thread_has_forgotten_can_be_heeded_again() -> None:
+    first, second = drain(), drain()
+    first.heed()
+    thread = threading.Thread(target=first.forget)  # which may not change what the process does at a signal
+    thread.start()
+    thread.join()
+    second.heed()
+    assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert second.begun
+    second.forget()
+
+
+def test_a_stream_that_nobody_has_closed_is_not_asked_for_ever() -> None:
+    lost, heeding = drain(drain_seconds=1e-9), drain()
+    lost.heed()
+    lost.begin()  # its time is over: a signal would end the process
+    heeding.heed()
+    del lost
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert heeding.begun
+    heeding.forget()
+
+
 def test_a_signal_that_the_script_or_faulthandler_uses_is_theirs() -> None:
     def own(*_: object) -> None: ...
 
