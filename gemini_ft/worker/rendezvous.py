@@ -75,7 +75,7 @@ def refuse_import() -> None:
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # by this multiprocessing refuses to start processes here
         raise ConfigError(
             "the script trains while it is imported by a process that multiprocessing has started, as from Python 3.14 on it does for the "
-            "workers of a DataLoader; put the lines that train under `if __name__ == \"__main__\":`, or give the DataLoader "
+            'workers of a DataLoader; put the lines that train under `if __name__ == "__main__":`, or give the DataLoader '
             'multiprocessing_context="fork"'
         )
 
