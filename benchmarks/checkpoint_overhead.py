@@ -113,9 +113,9 @@ def main() -> None:
         return
     plans = QUICK if arguments.quick else {size: PLANS[size] for size in arguments.sizes or PLANS}
     plans = {size: (arguments.rounds or rounds, plan) for size, (rounds, plan) in plans.items()}
-    rows = arguments.rows or [name for name, row in ROWS.items() if row.quick or not arguments.quick]
+    wanted = arguments.rows or [name for name, row in ROWS.items() if row.quick or not arguments.quick]
     limit, patience = (1.0, 0.0) if arguments.quick else (arguments.noise_limit, arguments.patience)
-    measured = trials.measure("overhead_worker.py", {name: ROWS[name] for name in rows}, plans, limit, patience)
+    measured = trials.measure("overhead_worker.py", {name: ROWS[name] for name in wanted}, plans, limit, patience)
     results = {size: {row: found.summary(size * 10**6) for row, found in rows.items()} for size, rows in measured.items()}
     ratios = {f"{size} MB": trials.against(rows, OURS, RATIOS) for size, rows in measured.items()}
     if not arguments.quick:
