@@ -36,7 +36,7 @@ def kit(tmp_path: Path) -> Path:
     """A kit with one package that this machine lacks, and pip."""
     bundled = list(Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl"))
     if not bundled:
-        pytest.skip("this Python comes without the wheel of pip in ensurepip; a build from python.org's sources (pyenv, uv) has it")
+        pytest.skip("needs the wheel of pip in ensurepip: a Python that was built from python.org's sources (pyenv, uv) has it")
     folder = tmp_path / "kit"
     folder.mkdir()
     shutil.copy(bundled[0], folder)

@@ -22,7 +22,7 @@ from gemini_ft.wire.private import open_log, own_folder, runtime_folder
 
 NOBODY = 65534
 SECRET = b"s" * 16  # of the kit's ranks
-needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs another user: run as root, who can become one")
 
 SQUATTER = """
 import os, socket, sys
