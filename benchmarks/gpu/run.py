@@ -66,7 +66,7 @@ PARTS = [
         90,
         _tests("state", "codec", "modes", "gradients", "forkserver", "espresso_executor"),
     ),
-    Part("snapshot", "what a snapshot of 1 GB costs a step", 60, _here("snapshot", "--tiny" if FAKE else "--quick")),
+    Part("snapshot", "what snapshots cost a step", 60, _here("snapshot", "--tiny" if FAKE else "--quick")),
     Part("hashing", "how long grouping the indices of a gradient takes", 60, _here("hashing", *(["--quick"] if FAKE else []))),
 ]
 
@@ -138,14 +138,21 @@ def _is_missing(package: str) -> bool:
     return False
 
 
+_ASK = f"""
+import importlib.metadata, torch
+found = {{each.name.lower(): each.version for each in importlib.metadata.distributions()}}
+print(", ".join(f"{{name}} {{found[name]}}" for name in {PACKAGES} if name in found))
+print(torch.get_device_module().get_device_name() if torch.accelerator.is_available() else "")
+"""
+
+
 def _describe(environment: dict[str, str]) -> tuple[str, bool]:
     """The head of the report (device, date, versions), and whether there is a device."""
-    ask = "import torch; d = torch.accelerator.is_available(); print(torch.get_device_module().get_device_name() if d else '')"
-    name = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, check=True).stdout.strip()
-    versions = [f"{package} {importlib.metadata.version(package)}" for package in PACKAGES if not _is_missing(package)]
+    said = subprocess.run([sys.executable, "-c", _ASK], env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    versions, name = said.split("\n")[:2]
     title = "# FAKE: no accelerator, everything ran on a CPU" if FAKE else f"# On one {name}"
     note = "GEMINI_FAKE_GPU=1. Nothing here says anything about an accelerator.\n\n" if FAKE else ""
-    return f"{title}\n\n{note}{datetime.date.today()}. Python {platform.python_version()}, {', '.join(versions)}.\n", bool(name)
+    return f"{title}\n\n{note}{datetime.date.today()}. Python {platform.python_version()}, {versions}.\n", bool(name)
 
 
 def _run(result: Result, left: float, environment: dict[str, str], log: Path) -> None:
