@@ -79,7 +79,7 @@ class TestUnixSocket:
         job.rank("a", 0)
         name = lifecycle.socket_name(job.run, "a")
         if os.getuid() != 0:
-            pytest.skip("only root can become another user")
+            pytest.skip("needs another user: run as root, who can become one")
         stranger = f"""
 import os, socket
 os.setgid(65534), os.setuid(65534)
