@@ -17,6 +17,8 @@ from agent_kit import eventually
 from switch_kit import KEY, PATIENCE
 
 from gemini_ft.sync.ddp_hook import HookState, hook
+from gemini_ft.sync.fpisa import FPISA
+from gemini_ft.sync.fpisa_accuracy import Accuracy
 from gemini_ft.sync.switchml import SwitchML
 
 SIZE = 5000
@@ -83,6 +85,27 @@ def without_descriptors(place: str) -> tuple[bool, bool]:
     is_right, in_use = torch.equal(total, parts[0] + parts[1]), scheme.in_use()
     dist.destroy_process_group()
     return is_right, in_use
+
+
+def fpisa_errors(place: str) -> list[tuple[Accuracy, Accuracy, bool]]:
+    """By dtype: errors of FPISA and of FPISA-A, of ranks one of which has a large value at each place, and whether FPISA's are all so small."""
+    group, found = sync_case.join(), []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        full, reduced = (FPISA(place, KEY, mode, patience=PATIENCE, compare_every=3) for mode in ("fpisa", "fpisa-a"))  # type: ignore[arg-type]
+        worst = 0.0
+        for step in range(7):
+            parts = [gradient(rank, step) for rank in range(group.size())]
+            for rank, part in enumerate(parts):
+                part[rank :: group.size()] *= 1000
+            parts = [part.to(dtype) for part in parts]
+            total = full.all_reduce(parts[group.rank()])
+            reduced.all_reduce(parts[group.rank()])
+            wide = torch.stack(parts).double()
+            worst = max(worst, float(((total - wide.sum(0)).abs() / wide.abs().sum(0)).max()))
+        own, other = full.accuracy(dtype), reduced.accuracy(dtype)
+        found.append((own, other, own.worst <= worst <= group.size() * torch.finfo(dtype).eps))
+    dist.destroy_process_group()
+    return found
 
 
 def mark(folder: str, text: str) -> None:
