@@ -38,7 +38,7 @@ class SlotFiles:
     """
 
     def __init__(self, root: Path, run: str, host: str) -> None:
-        self.folder = folder_of(root, run, host)
+        self.root, self.folder = root, folder_of(root, run, host)
         if (kind := _file_system(next(place for place in [root, *root.absolute().parents] if place.exists()))) != _TMPFS:
             raise ConfigError(
                 f"memory.folder={str(root)!r} is on a file system of type {kind:#x} and not on a tmpfs, which writes. "

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import msgpack
 import pytest
+import torch
 import xxhash
 from agent_kit import Job, end_agent, eventually
 
+from gemini_ft import Checkpointer
 from gemini_ft.agent import lifecycle, slot_files
 from gemini_ft.agent.home import HostRun
 from gemini_ft.agent.identity import Identity, Past
@@ -27,6 +29,7 @@ from gemini_ft.core.protocol import Host
 from gemini_ft.core.roots import checksum
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import ConfigError, CorruptDataError, MemoryBudgetError
+from gemini_ft.hosts import host_id
 
 SHAPE = SlotShape("run", "main", 0, 1, "0" * 16, b"layout", 64, 8, 32)
 VERSION = Version(Incarnation(1, "nonce"), 7)
@@ -205,4 +208,26 @@ def test_agents_read_the_same_options_wherever_their_folder_is(root: Path, tmp_p
         assert slot_files.folder_of(root, run, "a").is_dir()
     finally:
         end_agent(run, "a")
+        process.wait(30)
+
+
+def test_a_folder_that_comes_too_late_for_the_agent_is_not_passed_over_in_silence(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = host_id()
+    process = lifecycle.spawn(run := f"late-{os.getpid()}", host)
+    try:
+        eventually(lambda: lifecycle.is_listening(run, host), "the agent")
+        for folder, warnings in (("", 0), (str(root), 1)):
+            if folder:
+                monkeypatch.setenv("GEMINI_MEMORY__FOLDER", folder)
+            checkpointer = Checkpointer(torch.nn.Linear(2, 2), run_id=run, replicas=1)
+            checkpointer.resume()
+            checkpointer.close(finished=False)
+            said = [text for text in caplog.messages if text.startswith(f"memory.folder={str(root)!r} has no effect: the agent")]
+            assert len(said) == warnings
+        assert f"(pid {process.pid}) was started before, and keeps slots in memory that has no name" in said[0]
+        assert f"gemini leave --run-id {run} --host {host}" in said[0]
+    finally:
+        end_agent(run, host)
         process.wait(30)
