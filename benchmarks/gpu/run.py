@@ -56,7 +56,7 @@ PARTS = [
         _tests("sync_hashing", "compression_kernels"),
     ),
     Part("lightning", "a Lightning job is killed and ends with the bits of an undisturbed one", 90, _here("drill", "lightning")),
-    Part("collectives", "pipelines and sparse schemes: NCCL alone, gloo with 2 ranks on one device", 60, _here("collectives")),
+    Part("collectives", "pipelines and sparse schemes: NCCL alone, gloo with 2 ranks on one device", 90, _here("collectives")),
     *([Part("build", "C++ that DeepSpeed compiles on a CPU at first use", 150, _BUILD)] if FAKE else []),
     Part("deepspeed", "the same of a DeepSpeed job, ZeRO 2", 120, _here("drill", "deepspeed")),
     Part("fsdp2", "the same of FSDP2 with 2 ranks on one device", 75, _here("drill", "fsdp2")),
