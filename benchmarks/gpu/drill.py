@@ -75,6 +75,8 @@ def deepspeed(out: Path) -> None:
 
     import gemini_ft.deepspeed
 
+    if _device().type == "cpu":  # it would compile collectives over shared memory for minutes, which one rank never calls
+        ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     ds.init_distributed(dist_backend="nccl" if _device().type == "cuda" else "gloo")
     net = _net()
     config = {

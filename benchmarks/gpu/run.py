@@ -46,7 +46,6 @@ def _here(script: str, *arguments: str) -> list[str]:
     return [f"benchmarks/gpu/{script}.py", *arguments]
 
 
-_BUILD = ["scripts/build_deepspeed_ops", "ShareMemCommBuilder"]
 PARTS = [
     Part("order", "streams, pinned slots, GradScaler, torch.compile, fused and foreach optimizers", 150, _tests("gpu")),
     Part(
@@ -57,7 +56,6 @@ PARTS = [
     ),
     Part("lightning", "a Lightning job is killed and ends with the bits of an undisturbed one", 90, _here("drill", "lightning")),
     Part("collectives", "pipelines and sparse schemes: NCCL alone, gloo with 2 ranks on one device", 90, _here("collectives")),
-    *([Part("build", "C++ that DeepSpeed compiles on a CPU at first use", 150, _BUILD)] if FAKE else []),
     Part("deepspeed", "the same of a DeepSpeed job, ZeRO 2", 120, _here("drill", "deepspeed")),
     Part("fsdp2", "the same of FSDP2 with 2 ranks on one device", 75, _here("drill", "fsdp2")),
     Part(
@@ -86,6 +84,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=540, help="seconds for all parts")
     parser.add_argument("parts", nargs="*", choices=[[], *(part.name for part in PARTS)], metavar="part")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a part that is under way is ended too
     until, out = time.monotonic() + arguments.budget, arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     environment = _environment(_install(arguments.kit.resolve()), out)
@@ -178,9 +177,10 @@ def _run(result: Result, left: float, environment: dict[str, str], log: Path) ->
             result.verdict = f"failed ({status})" if status else "passed (fake)" if FAKE else "passed"
         except subprocess.TimeoutExpired:
             result.verdict = f"cut off after {seconds:.0f} s"
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        finally:  # also at Ctrl-C
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     result.seconds = time.monotonic() - begin
     result.end = log.read_bytes()[start:].decode(errors="replace")[-3000:]
 
