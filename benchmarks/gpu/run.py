@@ -84,7 +84,6 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=540, help="seconds for all parts")
     parser.add_argument("parts", nargs="*", choices=[[], *(part.name for part in PARTS)], metavar="part")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a part that is under way is ended too
     until, out = time.monotonic() + arguments.budget, arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     environment = _environment(_install(arguments.kit.resolve()), out)
@@ -195,4 +194,5 @@ def _report(path: Path, head: str, results: list[Result]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a part that is under way is ended too
     sys.exit(main())
