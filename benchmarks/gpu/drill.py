@@ -118,7 +118,8 @@ def _job(kind: str, faults: str) -> tuple[dict[str, str], list[int]]:
     """Runs the job to its end; each rank's hash, and the iterations at which ranks resumed."""
     with tempfile.TemporaryDirectory() as folder:
         events, out = Path(folder, "events"), Path(folder, "out")
-        environment = os.environ | {"GEMINI_FAULTS": faults, "GEMINI_LOG_DIR": folder, "GEMINI_REPLICAS": "1", "GEMINI_EVENTS": str(events)}
+        environment = os.environ | {"GEMINI_FAULTS": faults, "GEMINI_LOG_DIR": folder, "GEMINI_REPLICAS": "1"}
+        environment |= {"GEMINI_EVENTS": str(events), "GEMINI_ON_LATE": "wait"}  # these steps are shorter than a commit
         if _device().type == "cpu":
             environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         launch = [sys.executable, "-m", "gemini_ft.cli.main", "run", "--standalone", "--nproc-per-node", str(RANKS[kind])]
