@@ -40,6 +40,10 @@ SCHEME_OPTIONS: dict[str, type[BaseModel]] = {
         slots=_SLOTS,
         packet=_packet(1408),
         patience=_PATIENCE,
+        compare_every=(
+            Annotated[int, Field(ge=0, description="sums of which one has a packet compared with its exact sum, 0 or more; 0: none")],
+            100,
+        ),
     ),
     "hierarchical": options_model(
         "hierarchical",

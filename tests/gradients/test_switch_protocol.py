@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gemini_ft.sync import fpisa_registers
 from gemini_ft.sync.omnireduce_streaming import OmniReduceStream
 from gemini_ft.sync.switch_adders import ADDERS
 from gemini_ft.sync.switch_packets import Array, Packets
@@ -338,6 +339,18 @@ def test_fpisa_has_room_for_as_many_workers_as_a_job_may_have() -> None:
     most = float(np.nextafter(np.float32(2), np.float32(0)))
     assert fpisa("fpisa", [most] * 64)[0] == 64 * most
     assert fpisa("fpisa", [-most] * 128)[0] == -128 * most
+    assert fpisa("fpisa", [most] * 129)[0] != 129 * most, "one more than fits in 32 bits"
+
+
+def test_registers_without_head_room_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of 16 bits, whose mantissas are shorter and leave more of it."""
+    for name, width in (("float32", 24), ("float16", 11), ("bfloat16", 8)):
+        for mode in ("fpisa", "fpisa-a"):
+            monkeypatch.setattr(fpisa_registers, "MOST_RANKS", 2 ** (31 - width))
+            ADDERS[f"{mode}-{name}"](1, 8)
+            monkeypatch.setattr(fpisa_registers, "MOST_RANKS", 2 ** (31 - width) + 1)
+            with pytest.raises(AssertionError, match="could overflow"):
+                ADDERS[f"{mode}-{name}"](1, 8)
 
 
 def test_fpisa_a_shifts_left_in_its_room_and_overwrites_beyond() -> None:
