@@ -331,7 +331,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.hosts, arguments.rates, arguments.traces = [4], ["200mbit"], ["LSTM", "DGC, elements"]
-        arguments.rows, arguments.budget, arguments.example_rates = 10_000, 1.0, []
+        arguments.rows, arguments.budget, arguments.example_rates = 5_000, 0.5, []
     if (reason := Network.unavailable()) is not None:
         sys.exit(f"no network of hosts here: {reason}")
     clean_up_on_sigterm()
