@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -103,7 +104,7 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None]
     clients: list[AgentClient] = []
 
     def introduce() -> Introduction:
-        _check_folder(config, run)
+        _check_for_agents(config, run)
         clients.append(_connect(run, hello, on_event, config.timeout))
         return _introduction(config, clients[0], run, stream, fingerprint(secret), now)
 
@@ -122,21 +123,27 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None]
     return session
 
 
-def _check_folder(config: GeminiConfig, run: str) -> None:
-    """Refuses a folder for slots that this host's agent cannot use, or does not hear of.
+def _check_for_agents(config: GeminiConfig, run: str) -> None:
+    """Refuses a folder for slots, or processors, that this host's agent cannot use, or does not hear of.
 
     Raises:
         ConfigError: it is one.
     """
-    folder = config.memory.folder
-    if folder is None:
-        return
-    if load_config().memory.folder != folder:
-        raise ConfigError(
-            f"memory.folder={str(folder)!r} was given as an argument; agents are processes of their own and read it elsewhere: give it as "
-            "GEMINI_MEMORY__FOLDER, or in the file that GEMINI_CONFIG names"
-        )
-    SlotFiles(folder, run, host_id())
+    theirs = load_config()
+    for name, variable, given, heard in (
+        ("memory.folder", "GEMINI_MEMORY__FOLDER", config.memory.folder, theirs.memory.folder),
+        ("agent_cpus", "GEMINI_AGENT_CPUS", config.agent_cpus, theirs.agent_cpus),
+    ):
+        if given is not None and heard != given:
+            raise ConfigError(
+                f"{name}={str(given)!r} was given as an argument; agents are processes of their own and read it elsewhere: give it as "
+                f"{variable}, or in the file that GEMINI_CONFIG names"
+            )
+    if config.memory.folder is not None:
+        SlotFiles(config.memory.folder, run, host_id())
+    if (processors := config.agent_cpus) is not None:
+        with ThreadPoolExecutor(1) as pool:  # whose thread alone is moved there
+            pool.submit(lifecycle.keep_to, processors).result()
 
 
 def _connect(run: str, hello: Hello, on_event: Callable[[ToWorker], None], timeout: float) -> AgentClient:

@@ -155,6 +155,14 @@ def test_auto_agrees_and_begins_anew_when_the_gradient_changes(tmp_path: Path) -
     assert set(first[found + 5 : -1]) == {None}
 
 
+def test_auto_tries_what_the_formulas_cannot_rule_out(tmp_path: Path) -> None:
+    """On loopback processors decide: the best takes many times as long as its bytes, and a scheme of more bytes may be faster."""
+    for tried, close, least, took in on_ranks(tmp_path, 2, sync_case.auto_tries):
+        open_to_all = {name for name, seconds in least.items() if seconds < took}
+        assert open_to_all - close, "the formulas alone would have tried all of them"
+        assert open_to_all <= tried
+
+
 def test_latency_keeps_nobody_from_being_tried() -> None:
     densities = {1: 0.0113, 2: 0.0189, 4: 0.0312, 8: 0.0535, 16: 0.088}
     traffic = Traffic(16, ELEMENTS, 1024, densities, push_skew=11.5, pull_skew=11.5)
