@@ -36,7 +36,7 @@ from gemini_ft.wire.network import bind_address, is_loopback
 from gemini_ft.wire.peer_messages import Claims
 from gemini_ft.wire.trust import fingerprint, read_secret
 from gemini_ft.wire.worker_messages import GetInventory, Hello, HostInfo, Inventory, Launch, Opened, OpenSession, SessionSpec, ToWorker
-from gemini_ft.worker.rendezvous import exchange, exchange_or_raise, on_all_ranks
+from gemini_ft.worker.rendezvous import exchange, exchange_or_raise, on_all_ranks, refuse_import
 from gemini_ft.worker.resume_choice import Choice, Chooser, Introduction
 from gemini_ft.worker.secret import agree_on_secret
 from gemini_ft.worker.storage_check import check_storage, storage_opener
@@ -94,8 +94,10 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None]
         resizable: whether what another number of ranks has made can be resumed.
 
     Raises:
+        ConfigError: a process that multiprocessing starts is importing the script.
         GeminiError: some rank could not; all ranks raise the same text.
     """
+    refuse_import()
     rank, _ = rank_and_world()
     run, launch = exchange((config.run_id or default_run_id(), launch_id()), config.timeout)[0]
     secret = on_all_ranks(lambda: read_secret(config), config.timeout)  # it does not leave this rank
