@@ -43,7 +43,8 @@ def restore(message: torch.Tensor, like: torch.Tensor, bits: int, bucket: int) -
     levels, buckets = 2 ** (bits - 1) - 1, -(-like.numel() // bucket)
     norms = rest[: 8 * buckets].view(torch.float64).unsqueeze(1)
     signed = _unpack(rest[8 * buckets :], bits).view(buckets, bucket).to(torch.float64) - levels
-    return (signed * (norms / levels)).flatten()[: like.numel()].to(like.dtype).view(like.shape)
+    values: torch.Tensor = (signed * (norms / levels)).flatten()[: like.numel()]
+    return values.to(like.dtype).view(like.shape)
 
 
 def _message(flag: int, data: torch.Tensor) -> torch.Tensor:
