@@ -77,10 +77,14 @@ def ratios(found: Mapping[Instance, Mapping[str, Mapping[str, Any]]], methods: S
             out[kind] = min(values)
     for espresso in (False, True):
         errors = predictions(found, espresso)
-        out["predicted_vs_measured" + "_espresso" * espresso] = (
-            round(max(errors, key=lambda each: max(each, 1 / each)), 3) if errors else None
-        )
+        out["predicted_vs_measured" + "_espresso" * espresso] = _worst(errors)
     return out
+
+
+def _worst(ratios: Sequence[float]) -> float | None:
+    """The one that is furthest from 1, either way."""
+    found = max(((max(ratio, 1 / ratio), ratio) for ratio in ratios), default=None)
+    return None if found is None else round(found[1], 3)
 
 
 def predictions(found: Mapping[Instance, Mapping[str, Mapping[str, Any]]], espresso: bool) -> list[float]:
@@ -201,7 +205,7 @@ def main() -> None:
     clean_up_on_sigterm()
     if (reason := Network.unavailable()) is not None:
         sys.exit(f"no shaped links: {reason}")
-    buckets = BUCKETS
+    buckets: tuple[str, ...] = BUCKETS
     if arguments.quick:
         arguments.models, arguments.hosts, arguments.rates, arguments.methods = ["resnet"], [2], ["200mbit"], ["topk 1 %"]
         arguments.rounds, arguments.learn, buckets = 2, 0, ("256KiB", "4MiB")

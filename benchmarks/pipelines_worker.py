@@ -90,9 +90,9 @@ class Trainer:
                 return
 
 
-def bf16_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def bf16_hook(state: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """torch's, under another name: DDP refuses it by name on CPUs, where it works."""
-    return default_hooks.bf16_compress_hook(state, bucket)
+    return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]  # None: the default group
 
 
 def slowest(seconds: float) -> float:

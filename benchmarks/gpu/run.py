@@ -108,7 +108,18 @@ def _install(kit: Path) -> Path | None:
     if (pip := next(kit.glob("pip-*.whl"), None)) is None:
         sys.exit(f"{kit} has no wheel of pip; fill it anew with `make gpu-kit`")
     target = kit / "installed"
-    command = [sys.executable, pip / "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade", "--target", target, *wheels]
+    command: list[str | Path] = [
+        sys.executable,
+        pip / "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--upgrade",
+        "--target",
+        target,
+        *wheels,
+    ]
     subprocess.run(command, check=True)
     return target
 

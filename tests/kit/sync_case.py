@@ -392,8 +392,8 @@ def quantised_sums() -> list[str]:
         total = expected(make, world).double()
         most = 0.0
         parts = EvenPartition(len(total), world)
-        for part in total.split([parts.size(number) for number in range(world)]):  # buckets begin anew in each
-            most = max([most, *(float(each.norm()) for each in part.flatten().split(bucket))])
+        for part in torch.split(total, [parts.size(number) for number in range(world)]):  # buckets begin anew in each
+            most = max([most, *(float(each.norm()) for each in torch.split(part.flatten(), bucket))])
         steps = most / (2 ** (bits - 1) - 1)
         if max(float((each - total).abs().max()) for each in sums) > steps + most * torch.finfo(dtype).eps:
             wrong.append(f"{bits} bits, {dtype}: off by more than a level")
