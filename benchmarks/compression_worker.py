@@ -66,7 +66,7 @@ class Bucket:
         return self._flat
 
     def gradients(self) -> list[Tensor]:
-        parts = self._flat.split([shape.numel() for shape in self._shapes])
+        parts = torch.split(self._flat, [shape.numel() for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def index(self) -> int:
@@ -98,7 +98,7 @@ class Hook:
         self._bucket.fill(self._tensors)
 
     def __call__(self) -> Tensor:
-        result: Tensor = self._hook(self._state, self._bucket).wait()
+        result: Tensor | list[Tensor] = self._hook(self._state, self._bucket).wait()
         return result[0] if isinstance(result, list) else result
 
 
@@ -185,7 +185,7 @@ def _timings(name: str, tensors: dict[str, Tensor]) -> list[Callable[[Turn], dic
     def one_by_one(at: Turn) -> dict[str, float]:
         return {"layered": sum(_sides(step(layered, {key: value}, at)) for key, value in tensors.items())}
 
-    timings = [together, one_by_one]
+    timings: list[Callable[[Turn], dict[str, float]]] = [together, one_by_one]
     if name in COMPRESSORS:
         timings.append(_without_feedback(COMPRESSORS[name](**OPTIONS.get(name, {})), tensors))
     if name in TEXTBOOK:

@@ -75,18 +75,21 @@ def ratios(found: Mapping[Instance, Mapping[str, Mapping[str, Any]]], methods: S
     for kind, values in kinds.items():
         if values:
             out[kind] = min(values)
-    for espresso in (False, True):
+    for name, espresso in (("predicted_vs_measured", False), ("predicted_vs_measured_espresso", True)):
         errors = predictions(found, espresso)
-        out["predicted_vs_measured" + "_espresso" * espresso] = (
-            round(max(errors, key=lambda each: max(each, 1 / each)), 3) if errors else None
-        )
+        out[name] = round(max(errors, key=_distance), 3) if errors else None
     return out
+
+
+def _distance(quotient: float) -> float:
+    """How far from 1, in whichever direction."""
+    return max(quotient, 1 / quotient)
 
 
 def predictions(found: Mapping[Instance, Mapping[str, Mapping[str, Any]]], espresso: bool) -> list[float]:
     """Predicted over measured, of Espresso's rows or of all others."""
     every = [(name, row) for rows in found.values() for name, row in rows.items() if row["predicted"] and row["exchanged"]]
-    return [row["predicted"] / row["exchanged"] for name, row in every if name.endswith("espresso") == espresso]
+    return [float(row["predicted"]) / row["exchanged"] for name, row in every if name.endswith("espresso") == espresso]
 
 
 def compared(rows: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, list[float]]:
@@ -201,7 +204,7 @@ def main() -> None:
     clean_up_on_sigterm()
     if (reason := Network.unavailable()) is not None:
         sys.exit(f"no shaped links: {reason}")
-    buckets = BUCKETS
+    buckets: tuple[str, ...] = BUCKETS
     if arguments.quick:
         arguments.models, arguments.hosts, arguments.rates, arguments.methods = ["resnet"], [2], ["200mbit"], ["topk 1 %"]
         arguments.rounds, arguments.learn, buckets = 2, 0, ("256KiB", "4MiB")
