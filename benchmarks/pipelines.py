@@ -77,7 +77,8 @@ def ratios(found: Mapping[Instance, Mapping[str, Mapping[str, Any]]], methods: S
             out[kind] = min(values)
     for name, espresso in (("predicted_vs_measured", False), ("predicted_vs_measured_espresso", True)):
         errors = predictions(found, espresso)
-        out[name] = round(max(errors, key=_distance), 3) if errors else None
+        farthest: float | None = max(errors, key=_distance, default=None)
+        out[name] = round(farthest, 3) if farthest is not None else None
     return out
 
 
