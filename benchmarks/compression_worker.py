@@ -66,7 +66,7 @@ class Bucket:
         return self._flat
 
     def gradients(self) -> list[Tensor]:
-        parts = self._flat.split([shape.numel() for shape in self._shapes])
+        parts = torch.split(self._flat, [shape.numel() for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def index(self) -> int:

@@ -75,22 +75,22 @@ def ratios(found: Mapping[Instance, Mapping[str, Mapping[str, Any]]], methods: S
     for kind, values in kinds.items():
         if values:
             out[kind] = min(values)
-    for espresso in (False, True):
+    for name, espresso in (("predicted_vs_measured", False), ("predicted_vs_measured_espresso", True)):
         errors = predictions(found, espresso)
-        out["predicted_vs_measured" + "_espresso" * espresso] = _worst(errors)
+        farthest: float | None = max(errors, key=_distance, default=None)
+        out[name] = round(farthest, 3) if farthest is not None else None
     return out
 
 
-def _worst(ratios: Sequence[float]) -> float | None:
-    """The one that is furthest from 1, either way."""
-    found = max(((max(ratio, 1 / ratio), ratio) for ratio in ratios), default=None)
-    return None if found is None else round(found[1], 3)
+def _distance(quotient: float) -> float:
+    """How far from 1, in whichever direction."""
+    return max(quotient, 1 / quotient)
 
 
 def predictions(found: Mapping[Instance, Mapping[str, Mapping[str, Any]]], espresso: bool) -> list[float]:
     """Predicted over measured, of Espresso's rows or of all others."""
     every = [(name, row) for rows in found.values() for name, row in rows.items() if row["predicted"] and row["exchanged"]]
-    return [row["predicted"] / row["exchanged"] for name, row in every if name.endswith("espresso") == espresso]
+    return [float(row["predicted"]) / row["exchanged"] for name, row in every if name.endswith("espresso") == espresso]
 
 
 def compared(rows: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, list[float]]:
