@@ -1,4 +1,4 @@
-"""The batch scripts of examples/slurm, run by bash with SLURM's programs replaced by a few lines; real jobs are in tests/jobs/test_job_slurm.py."""
+"""The batch scripts of examples/slurm, run by bash with stand-ins for SLURM's programs; real jobs are in tests/jobs/test_job_slurm.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def run(script: str, folder: Path, status: int, **environ: str) -> subprocess.Co
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "STEP_STATUS": str(status)}
     path = os.pathsep.join([str(folder), os.environ["PATH"]])
     command = ["bash", str(SCRIPTS / script), "train.py"]
-    return subprocess.run(command, env={**os.environ, **job, **environ, "PATH": path}, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, env={**os.environ, **job, **environ, "PATH": path}, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 @pytest.mark.parametrize("script", ["train.sbatch", "lightning.sbatch"])
@@ -37,7 +39,7 @@ def test_a_job_that_a_step_has_submitted_is_not_taken_for_that_step(script: str,
 
 @pytest.mark.parametrize(("status", "steps"), [(0, 1), (74, 1), (85, 1), (9, 2)])
 def test_a_step_that_is_over_before_the_script_looks_has_its_status_all_the_same(status: int, steps: int, tmp_path: Path) -> None:
-    (tmp_path / "bash_env").write_text("kill() { command wait $step; command kill \"$@\"; }\n")  # so that it is over for certain
+    (tmp_path / "bash_env").write_text('kill() { command wait $step; command kill "$@"; }\n')  # so that it is over for certain
     done = run("lightning.sbatch", tmp_path, status, ATTEMPTS="2", BASH_ENV=str(tmp_path / "bash_env"))
     assert done.returncode == status, done.stderr
     assert done.stdout.count("step\n") == steps
