@@ -68,13 +68,15 @@ $(TREE): FORCE
 	@cp -rs $(CURDIR)/sync $(CURDIR)/compression $@/gemini_ft/
 FORCE:
 
-# The package, and what the tests share: kits, servers, the model of the protocol.
+# The package, what the tests share (kits, servers, the model of the protocol), and the benchmarks, which no test runs.
 MYPY = $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
 KIT = $(addprefix $(CURDIR)/tests/,conftest.py kit/*.py kit/miniature/*.py kit/parity/*.py)
+BENCHMARKS = $(addprefix $(CURDIR)/benchmarks/,*.py peers/*.py gpu/*.py)
 
 types: $(STAMP) $(TREE) ## mypy --strict
 	cd $(TREE) && $(MYPY) -p gemini_ft
 	cd $(TREE) && MYPYPATH=$(CURDIR)/tests/kit $(MYPY) $(KIT)
+	cd $(TREE) && MYPYPATH=$(CURDIR)/tests/kit:$(CURDIR)/benchmarks $(MYPY) $(BENCHMARKS)
 
 imports: $(STAMP) $(TREE) ## which module may import which
 	@touch $(TREE)/gemini_ft/sync/__init__.py $(TREE)/gemini_ft/compression/__init__.py # grimp sees no folder without one

@@ -133,7 +133,8 @@ class Monkey:
     def _host(self) -> str:
         """A host of the present incarnation, as far as one can know."""
         hosts = [event["host"] for event in self._events.read().joined.values() if event["host"] in self._job.alive]
-        return self._chance.choice(sorted(hosts) or self._job.alive)
+        chosen: str = self._chance.choice(sorted(hosts) or self._job.alive)
+        return chosen
 
     def _worker(self, host: str | None = None) -> int | None:
         workers = [event["pid"] for event in self._events.read().joined.values() if host in (None, event["host"])]

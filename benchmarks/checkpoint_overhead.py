@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import common
@@ -29,29 +28,30 @@ SHORT = Plan(64, 512, pairs=2, plain=2, saved=5, warm=2)  # of --against: many s
 FLOOR, RIVAL, OURS = "floor", "lm_resiliency", "gemini"
 
 
-def ratios(summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
-    """gemini-ft (state per rank) against its rival and the floor, from the medians of one size."""
-
-    of = partial(trials.figure, summaries)
-    return {
-        "blocked_vs_lm_resiliency": common.ratio(of(OURS, "blocked_s"), of(RIVAL, "blocked_s")),
-        "lost_vs_lm_resiliency": common.ratio(of(OURS, "lost_s"), of(RIVAL, "lost_s")),
-        "lost_vs_floor": common.ratio(of(OURS, "lost_s"), of(FLOOR, "lost_s")),
-        "replica_complete_vs_floor": common.ratio(of(OURS, "complete_s"), of(FLOOR, "complete_s")),
-        "iteration_vs_no_checkpoint": common.ratio(of(OURS, "iteration_ratio"), 1.0),
-    }
+RATIOS = {
+    "blocked_vs_lm_resiliency": ("blocked_s", RIVAL),
+    "lost_vs_lm_resiliency": ("lost_s", RIVAL),
+    "lost_vs_floor": ("lost_s", FLOOR),
+    "replica_complete_vs_floor": ("complete_s", FLOOR),
+    "cpu_vs_floor": ("cpu_s", FLOOR),
+    "cpu_vs_lm_resiliency": ("cpu_s", RIVAL),
+    "iteration_vs_no_checkpoint": ("iteration_ratio", "none"),
+}
 
 
-def report(results: Mapping[int, Mapping[str, Mapping[str, Any]]], ratio: Mapping[str, float | None], arguments: argparse.Namespace) -> str:
+def report(
+    results: Mapping[int, Mapping[str, Mapping[str, Any]]], ratios: Mapping[str, Mapping[str, trials.Spread]], arguments: argparse.Namespace
+) -> str:
     """The body of the dated report."""
     parts = [
         "Two ranks, one torch thread each, both on this machine; times in ms, medians. `lost` is an iteration with saves minus one "
         "without, in the same processes. Ratios are against the floor that neither verifies nor commits. Blocks in which other "
-        f"programs took more than {arguments.noise_limit:.0%} of the machine were rejected."
+        f"programs took more than {arguments.noise_limit:.0%} of the machine were rejected. Processor time is what all processes of a row "
+        "used beyond the plain blocks', per GB of distinct state: in the processes that train, and in others (agents)."
     ]
     for size, rows in results.items():
         parts.append(trials.table(f"{size} MB of state per rank, every step saved", ROWS, rows))
-    return "\n\n".join([*parts, trials.ratio_table(ratio)])
+    return "\n\n".join([*parts, trials.ratio_table(ratios)])
 
 
 def compare(rows: Mapping[str, trials.Measured], base: str, rounds: int) -> str:
@@ -60,7 +60,7 @@ def compare(rows: Mapping[str, trials.Measured], base: str, rounds: int) -> str:
     def cells(name: str, key: str) -> list[str]:
         values = [1e3 * figures[key] for figures in rows[name].rounds.values() if key in figures]
         ratio = trials.paired(rows, base, key).get(name)
-        return [_spread(common.interval(values), 1) if values else "-", _spread(ratio, 3) if ratio else "-"]
+        return [trials.spread(common.interval(values), 1) if values else "-", trials.spread(ratio, 3) if ratio else "-"]
 
     header = ("row", "complete, ms", "ratio", "lost, ms", "ratio", "rounds")
     lines = [
@@ -80,11 +80,6 @@ def compare(rows: Mapping[str, trials.Measured], base: str, rounds: int) -> str:
             common.table(header, lines),
         ]
     )
-
-
-def _spread(value: tuple[float, float, float], digits: int) -> str:
-    middle, low, high = (f"{number:.{digits}f}" for number in value)
-    return f"{middle} ({low} to {high})"
 
 
 def main() -> None:
@@ -118,17 +113,16 @@ def main() -> None:
         return
     plans = QUICK if arguments.quick else {size: PLANS[size] for size in arguments.sizes or PLANS}
     plans = {size: (arguments.rounds or rounds, plan) for size, (rounds, plan) in plans.items()}
-    rows = arguments.rows or [name for name, row in ROWS.items() if row.quick or not arguments.quick]
+    wanted = arguments.rows or [name for name, row in ROWS.items() if row.quick or not arguments.quick]
     limit, patience = (1.0, 0.0) if arguments.quick else (arguments.noise_limit, arguments.patience)
-    measured = trials.measure("overhead_worker.py", {name: ROWS[name] for name in rows}, plans, limit, patience)
+    measured = trials.measure("overhead_worker.py", {name: ROWS[name] for name in wanted}, plans, limit, patience)
     results = {size: {row: found.summary(size * 10**6) for row, found in rows.items()} for size, rows in measured.items()}
-    main_size = 256 if 256 in results else next(iter(results))
-    ratio = ratios(results[main_size])
+    ratios = {f"{size} MB": trials.against(rows, OURS, RATIOS) for size, rows in measured.items()}
     if not arguments.quick:
-        body = report(results, ratio, arguments)
+        body = report(results, ratios, arguments)
         path = common.write_report("checkpoint-overhead", "Cost of keeping every step", body, common.versions(PACKAGES))
         print(f"report: benchmarks/results/{path.name}", file=sys.stderr)
-    common.print_result("checkpoint_overhead", {str(size): rows for size, rows in results.items()}, ratio)
+    common.print_result("checkpoint_overhead", {str(size): rows for size, rows in results.items()}, trials.worst(ratios))
 
 
 if __name__ == "__main__":

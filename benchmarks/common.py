@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -68,8 +68,17 @@ def revision() -> str:
     return commit + ("+" if changed else "")
 
 
+def same_revision(started: str) -> str:
+    """The commit of all that was measured, for a report; says so if the checkout has changed since ``started``."""
+    now = revision()
+    return started if now == started else f"{started} at the start, {now} at the end: rows may be from either, measure again"
+
+
 def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=HERE, capture_output=True, text=True, check=True).stdout.strip()
+
+
+STARTED = revision()
 
 
 def _lines(path: str) -> list[str]:
@@ -197,6 +206,7 @@ class Usage:
     busy: float  # processor seconds of the whole machine in user and kernel mode, interrupts left out
     stolen: float  # processor seconds taken by the hypervisor
     per_process: Mapping[int, float] = field(repr=False)  # processor seconds of each process of the trial, reaped children included
+    kernel: Mapping[int, float] = field(repr=False)  # of those seconds, the ones in the kernel
     faults: Mapping[int, int] = field(repr=False)  # pages freshly mapped by each process of the trial, reaped children included
     huge: int = 0  # huge pages handed out by the whole machine
 
@@ -205,6 +215,7 @@ class Usage:
         """Read the counters; ``variables`` choose among the trial's processes, see :func:`marked`."""
         cpu = [int(x) / _TICK for x in _lines("/proc/stat")[0].split()[1:]]
         seconds: dict[int, float] = {}
+        kernel: dict[int, float] = {}
         faults: dict[int, int] = {}
         for pid in marked(mark, **variables):
             try:
@@ -212,13 +223,24 @@ class Usage:
             except OSError:
                 continue
             seconds[pid] = sum(int(x) for x in stat[11:15]) / _TICK
+            kernel[pid] = (int(stat[12]) + int(stat[14])) / _TICK
             faults[pid] = int(stat[7]) + int(stat[8])
         huge = next((int(line.split()[1]) for line in _lines("/proc/vmstat") if line.startswith("thp_fault_alloc ")), 0)
-        return cls(time.monotonic(), cpu[0] + cpu[1] + cpu[2], cpu[7] if len(cpu) > 7 else 0.0, seconds, faults, huge)
+        return cls(time.monotonic(), cpu[0] + cpu[1] + cpu[2], cpu[7] if len(cpu) > 7 else 0.0, seconds, kernel, faults, huge)
 
     def own_since(self, before: Usage) -> float:
         """Processor seconds of the chosen processes between two moments."""
         return sum(value - before.per_process.get(pid, 0.0) for pid, value in self.per_process.items())
+
+    def cpu_since(self, before: Usage, ranks: Collection[int]) -> dict[str, float]:
+        """Processor seconds of the trial between two moments: of the processes of its ``ranks``, and of all others of it, by mode."""
+        found = dict.fromkeys(("ranks_user", "ranks_kernel", "others_user", "others_kernel"), 0.0)
+        for pid, now in self.per_process.items():
+            whose = "ranks" if pid in ranks else "others"
+            kernel = self.kernel[pid] - before.kernel.get(pid, 0.0)
+            found[f"{whose}_kernel"] += kernel
+            found[f"{whose}_user"] += now - before.per_process.get(pid, 0.0) - kernel
+        return found
 
     def foreign_since(self, before: Usage) -> float:
         """Share of the machine that other programs took, or the hypervisor, between two moments: 0 is a quiet machine."""
@@ -301,7 +323,7 @@ def write_report(name: str, title: str, body: str, packages: Mapping[str, str]) 
     path = next(path for path in itertools.chain([first], more) if not path.exists())
     facts = [f"- {key}: {value}" for key, value in hardware().items()]
     facts += ["- versions: " + ", ".join(f"{key} {value}" for key, value in packages.items())]
-    facts += [f"- commit: {revision()}", f"- command: `{command_line()}`"]
+    facts += [f"- commit: {same_revision(STARTED)}", f"- command: `{command_line()}`"]
     path.write_text(f"# {title}, {date.today().isoformat()}\n\n" + "\n".join(facts) + "\n\n" + body.rstrip() + "\n")
     return path
 

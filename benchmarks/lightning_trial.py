@@ -18,20 +18,27 @@ from measuring import Block, Plan
 from peers.lightning_rows import Keeper
 
 
-def run(row: str, plan: Plan, folder: Path) -> list[Block]:
-    """Plain block, (saved block, plain block) x pairs. Every block trains a module of its own, from the same start."""
+def run(row: str, plan: Plan, folder: Path, ranks: list[int]) -> list[Block]:
+    """Plain block, (saved block, plain block) x pairs. Every block trains a module of its own, from the same start.
+
+    Args:
+        row: what to measure.
+        plan: how often.
+        folder: in memory, empty.
+        ranks: the processes of all ranks.
+    """
     os.environ |= {"NODE_RANK": str(dist.get_rank()), "LOCAL_RANK": "0"}  # to Lightning, every rank is a host
-    blocks = [_fit(None, plan.plain, plan, folder)]
+    blocks = [_fit(None, plan.plain, plan, folder, ranks)]
     for _ in range(plan.pairs):
         keeper: Keeper = peers.build(row)  # type: ignore[assignment]  # rows with a loop of their own build keepers
-        blocks.append(_fit(keeper, plan.saved, plan, folder))
-        blocks.append(_fit(None, plan.plain, plan, folder))
+        blocks.append(_fit(keeper, plan.saved, plan, folder, ranks))
+        blocks.append(_fit(None, plan.plain, plan, folder, ranks))
     return blocks
 
 
-def _fit(keeper: Keeper | None, count: int, plan: Plan, folder: Path) -> Block:
+def _fit(keeper: Keeper | None, count: int, plan: Plan, folder: Path, ranks: list[int]) -> Block:
     block = Block(saved=keeper is not None)
-    clock = Clock(block, keeper, skip=plan.warm + 1)
+    clock = Clock(block, keeper, skip=plan.warm + 1, ranks=ranks)
     options: dict[str, Any] = {"strategy": "ddp", "callbacks": [], "enable_checkpointing": False}
     options |= keeper.options(folder) if keeper is not None else {}
     options["callbacks"] = [*options["callbacks"], clock]  # it reads what the others have noted
@@ -49,10 +56,11 @@ def _fit(keeper: Keeper | None, count: int, plan: Plan, folder: Path) -> Block:
 class Clock(L.Callback):
     """Times iterations from the start of one batch to the start of the next: what a strategy does in between is inside."""
 
-    def __init__(self, block: Block, keeper: Keeper | None, skip: int) -> None:
+    def __init__(self, block: Block, keeper: Keeper | None, skip: int, ranks: list[int]) -> None:
         self.skip = skip
         self._block, self._keeper = block, keeper
         self._mark = os.environ[MARK]
+        self._ranks = ranks
         self._begin = 0.0
         self._before: Usage | None = None
 
@@ -69,4 +77,5 @@ class Clock(L.Callback):
         if self._before is not None:
             after = Usage.now(self._mark)
             self._block.foreign, self._block.fresh = after.foreign_since(self._before), after.fresh_since(self._before)
+            self._block.cpu = after.cpu_since(self._before, self._ranks)
             self._block.held = held_memory(self._mark)

@@ -29,5 +29,6 @@ class Block:
     called: dict[int, float] = field(default_factory=dict)  # step -> monotonic time of the call that saves it
     completed: dict[int, float] = field(default_factory=dict)  # step -> monotonic time at which its copies were complete
     foreign: float = 0.0  # share of the machine that other programs took (rank 0 knows)
+    cpu: dict[str, float] = field(default_factory=dict)  # processor seconds in all iterations, see Usage.cpu_since (rank 0 knows)
     fresh: int = 0  # bytes the kernel handed to all processes of the trial (rank 0 knows)
     held: int = 0  # bytes of RAM all processes of the trial hold together at its end (rank 0 knows)

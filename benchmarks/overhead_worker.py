@@ -33,6 +33,7 @@ class Trial:
         self.load, self.peer, self.plan, self.folder = load, peer, plan, folder
         self.mark = os.environ[MARK]
         self.first = dist.get_rank() == 0
+        self.ranks = pids()
         self.step = 0
 
     def run(self) -> list[Block]:
@@ -82,12 +83,20 @@ class Trial:
         if before is not None:
             after = Usage.now(self.mark)
             block.foreign, block.fresh = after.foreign_since(before), after.fresh_since(before)
+            block.cpu = after.cpu_since(before, self.ranks)
             block.held = held_memory(self.mark)
         if saved:
             self.peer.wait_complete()
             block.completed = {step: at for step, at in self.peer.completed.items() if step in block.called}
         dist.barrier()
         return block
+
+
+def pids() -> list[int]:
+    """The processes of all ranks."""
+    found: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(found, os.getpid())
+    return found
 
 
 def main(rows: Collection[str], measure: Callable[[str, Plan, Path], list[Block]]) -> None:
@@ -111,7 +120,7 @@ def trial(row: str, plan: Plan, folder: Path) -> list[Block]:
     if peers.ROWS[row].own_loop:
         from lightning_trial import run
 
-        return run(row, plan, folder)
+        return run(row, plan, folder, pids())
     load = Load(plan.megabytes * 10**6, plan.tokens, seed=0 if peers.ROWS[row].same_state else dist.get_rank())
     return Trial(load, peers.build(row), plan, folder).run()
 

@@ -74,7 +74,7 @@ def learned(row: str, seed: int, steps: int) -> dict[str, Any]:
     for _ in range(steps):
         words, labels = sentences(BATCH, source)
         optimizer.zero_grad()
-        F.cross_entropy(ddp(words), labels).backward()
+        F.cross_entropy(ddp(words), labels).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
         optimizer.step()
     words, labels = sentences(4000, torch.Generator().manual_seed(10**6 + seed))

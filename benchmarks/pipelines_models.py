@@ -57,7 +57,8 @@ class Transformer(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(words.shape[1])
-        return self.head(self.layers(self.embedding(words) + self.place, mask=mask, is_causal=True))
+        out: Tensor = self.head(self.layers(self.embedding(words) + self.place, mask=mask, is_causal=True))
+        return out
 
 
 @cache

@@ -59,7 +59,7 @@ def measure(size: int, rounds: int, chance: random.Random) -> dict[str, float]:
     differences, plain = [], []
     for number in range(SETTLED + rounds):
         version = Version(Incarnation(1, "nonce"), number)
-        kinds = [shard_root, without]
+        kinds: list[Callable[..., str]] = [shard_root, without]
         chance.shuffle(kinds)
         took = {kind: snapshot(slot, source, version, kind) for kind in kinds}
         if number >= SETTLED:

@@ -293,7 +293,7 @@ async def follow(pipe: Pipe, hosts: int, steps: int) -> dict[str, float]:
         if len(links) % 16 == 0:
             await asyncio.sleep(0.2)  # a listener takes few strangers at a time
     async with asyncio.timeout(120):
-        while not all(link._connection for link in links.values()):
+        while not all(link.connection for link in links.values()):
             await asyncio.sleep(0.1)
     took, delays = [], []
     for step in range(1, steps + 1):

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,10 +40,9 @@ LINK = 200e6 / 8  # bytes per second of everything that goes to the server and c
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes: megabytes of one shard in parts 1 and 2, of each of four ranks' states in part 3."""
+    """Sizes in megabytes: of one shard in parts 1 and 2, of each of four ranks' states in part 3."""
 
-    transfer: int
-    rounds: int
+    transfers: tuple[tuple[int, int], ...]  # sizes in part 1, and how many rounds of each
     shard: int
     steps: int
     every: int
@@ -50,8 +50,8 @@ class Plan:
     settled: int  # commits and checkpoints to wait for in part 3
 
 
-FULL = Plan(transfer=512, rounds=3, shard=128, steps=100, every=20, state=32, settled=10)
-QUICK = Plan(transfer=64, rounds=1, shard=32, steps=24, every=8, state=0, settled=0)
+FULL = Plan(transfers=((8, 20), (64, 8), (512, 3)), shard=128, steps=100, every=20, state=32, settled=10)
+QUICK = Plan(transfers=((8, 5), (64, 1)), shard=32, steps=24, every=8, state=0, settled=0)
 
 
 # --------------------------------------------------------------------------- jobs
@@ -105,12 +105,19 @@ def storage_env(endpoint: str, every: int) -> dict[str, str]:
 # --------------------------------------------------------------------------- 1. transfers
 
 
-def transfers(plan: Plan, endpoint: str) -> dict[str, float]:
-    """MB/s of every way, medians."""
-    argv = [sys.executable, str(Path(__file__).with_name("storage_transfers.py")), str(plan.transfer), str(plan.rounds), endpoint]
+def transfers(megabytes: int, rounds: int, endpoint: str) -> dict[str, list[float]]:
+    """MB/s of every way, round by round."""
+    argv = [sys.executable, str(Path(__file__).with_name("storage_transfers.py")), str(megabytes), str(rounds), endpoint]
     output = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, timeout=1200).stdout
     found: dict[str, list[float]] = json.loads(output.splitlines()[-1])
-    return {name: round(plan.transfer / (common.median(seconds) or 1.0), 1) for name, seconds in found.items()}
+    return {name: [round(megabytes / each, 1) for each in seconds] for name, seconds in found.items()}
+
+
+def against_boto3(speeds: Mapping[str, Sequence[float]], way: str) -> tuple[float, float, float]:
+    """gemini-ft's speed divided by that of boto3's best settings, round by round: median and 95 % interval."""
+    rivals = [each for name, each in speeds.items() if name.startswith(f"boto3 {way}")]
+    best = max(rivals, key=statistics.median)
+    return common.interval([ours / theirs for ours, theirs in zip(speeds[f"gemini-ft {way}"], best, strict=True)])
 
 
 # --------------------------------------------------------------------------- 2. slowdown
@@ -217,15 +224,13 @@ def _places(resumed: Sequence[Mapping[str, Any]]) -> str:
 
 
 def ratios(results: Mapping[str, Any]) -> dict[str, float | None]:
-    """gemini-ft against boto3's best, and storage against memory."""
-    speed, slow, wasted = results["transfers_mb_per_s"], results["slowdown"], results.get("wasted_time_s", {})
-
-    def best(way: str) -> float:
-        return max(float(value) for name, value in speed.items() if name.startswith(f"boto3 {way}"))
-
+    """gemini-ft against boto3's best, at the worst size, and storage against memory."""
+    slow, wasted = results["slowdown"], results.get("wasted_time_s", {})
     return {
-        "upload_vs_boto3": common.ratio(speed["gemini-ft up"], best("up")),
-        "download_vs_boto3": common.ratio(speed["gemini-ft down"], best("down")),
+        **{
+            f"{way}load_vs_boto3": round(min(against_boto3(each, way)[0] for each in results["transfers_mb_per_s"].values()), 3)
+            for way in ("up", "down")
+        },
         "slowdown_vs_boto3": common.ratio(slow["gemini"]["slowdown"], slow["boto3"]["slowdown"]),
         "wasted_storage_vs_memory": common.ratio(wasted["storage"]["wasted"], wasted["memory"]["wasted"]) if wasted else None,
     }
@@ -233,7 +238,13 @@ def ratios(results: Mapping[str, Any]) -> dict[str, float | None]:
 
 def report(results: Mapping[str, Any], ratio: Mapping[str, float | None], plan: Plan) -> str:
     """The body of the dated report."""
-    speeds = [[name, f"{value:.0f}"] for name, value in results["transfers_mb_per_s"].items()]
+    sizes = results["transfers_mb_per_s"]
+    ways = next(iter(sizes.values()))
+    speeds = [[way, *(f"{statistics.median(each[way]):.0f}" for each in sizes.values())] for way in ways]
+    speeds += [
+        [f"gemini-ft {way} / boto3's best", *("{:.2f} ({:.2f} to {:.2f})".format(*against_boto3(each, way)) for each in sizes.values())]
+        for way in ("up", "down")
+    ]
     slow = [
         [name, _ms(row["plain_s"]), _ms(row["during_s"]), str(row["slowdown"]), str(row["uploads"]), _ms(row["lost_per_upload_s"])]
         for name, row in results["slowdown"].items()
@@ -243,8 +254,8 @@ def report(results: Mapping[str, Any], ratio: Mapping[str, float | None], plan: 
     own = results["wasted_time_s"]["memory"]["own memory"]
     return "\n\n".join(
         [
-            f"## Transfers of {plan.transfer} MB\n\nMB/s, medians of {plan.rounds} rounds, one server on this machine.\n\n"
-            + common.table(["way", "MB/s"], speeds),
+            "## Transfers of one shard\n\nMB/s, medians over rounds; ratios within one round, with their 95 % intervals. One server on "
+            "this machine.\n\n" + common.table(["way", *(f"{size} MB" for size in sizes)], speeds),
             f"## Training during an upload\n\nTwo ranks, {plan.shard} MB each, a snapshot of every step. Milliseconds of an iteration, "
             "medians.\n\n" + common.table(["uploaded by", "without", "during", "slowdown", "uploads", "lost per upload"], slow),
             f"## Wasted time\n\nFour emulated hosts, {plan.state} MB per rank, the server behind {LINK * 8 / 1e6:.0f} Mbit/s in all. "
@@ -270,7 +281,9 @@ def main() -> None:
     plan = QUICK if arguments.quick else FULL
     os.environ |= s3_server.CREDENTIALS
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, s3_server.serve(Path(folder), BUCKET) as server:
-        results: dict[str, Any] = {"transfers_mb_per_s": transfers(plan, server.endpoint)}
+        results: dict[str, Any] = {
+            "transfers_mb_per_s": {size: transfers(size, rounds, server.endpoint) for size, rounds in plan.transfers}
+        }
         results["slowdown"] = {uploader: slowdown(plan, server.endpoint, uploader) for uploader in ("gemini", "boto3")}
         if plan.state:
             with S3Proxy(server.port, LINK) as proxy:

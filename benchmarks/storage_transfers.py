@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import tempfile
 import time
 from collections.abc import Callable
@@ -64,7 +65,7 @@ class Transfers:
         """Into a new slot, every chunk checked, as the agent does it."""
         assert self._record is not None
         settings: dict[str, object] = {"url": self._url, "endpoint_url": self.endpoint, "every_steps": 1}
-        order = Stage(owner=0, version=VERSION, record=self._record.model_dump_json(), storage=settings, chunk_bytes=CHUNK)
+        order = Stage(owner=0, version=VERSION, record=self._record.model_dump_json(), storage=settings)
         copy = StoredCopy("bench", "main", order, lambda text: None)
         memory = SlotMemory.create(copy.shape)
         copy.fill(memory)
@@ -85,7 +86,7 @@ def _shape(layout: Layout) -> SlotShape:
 
 
 def measure(transfers: Transfers, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every way, round after round over all of them; the first round only warms up."""
+    """Seconds of every way, round after round over all of them in random order; the first round only warms up."""
     ways: dict[str, Callable[[], None]] = {"gemini-ft up": transfers.upload, "gemini-ft down": transfers.download}
     for name, (settings, config) in WAYS.items():
         client = boto3.client("s3", endpoint_url=transfers.endpoint, config=settings)
@@ -93,9 +94,11 @@ def measure(transfers: Transfers, rounds: int) -> dict[str, list[float]]:
         ways[f"boto3 down, {name}"] = partial(transfers.download_file, client, config)
     found: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 1):
-        for name, way in ways.items():
+        uploads = [name for name in ways if " up" in name]  # first, as the others fetch what these have brought
+        downloads = [name for name in ways if name not in uploads]
+        for name in (*random.sample(uploads, len(uploads)), *random.sample(downloads, len(downloads))):
             begin = time.perf_counter()
-            way()
+            ways[name]()
             if turn:
                 found[name].append(time.perf_counter() - begin)
     return found

@@ -31,6 +31,7 @@ COLUMNS = [
     "complete",
     "iteration",
     "without",
+    "cpu, s per GB: ranks, others",
     "memory x state",
     "fresh MB: early, later",
     "blocks",
@@ -42,6 +43,7 @@ class Measured:
     """All good pairs of blocks of one row at one size, and what went wrong; seconds and bytes of one rank."""
 
     copies: bool  # whether the row makes any
+    same_state: bool  # whether all ranks have the same
     restarts: bool  # whether each block starts anew, so that memory is compared with the plain block before and not the first
     plain: list[float] = field(default_factory=list)  # mean iteration of the plain blocks around each saved block
     saved: list[float] = field(default_factory=list)  # mean iteration of the saved block
@@ -51,6 +53,7 @@ class Measured:
     missing: int = 0  # steps that never became complete, of a row that makes copies
     held: list[float] = field(default_factory=list)  # memory beyond the same processes' before the first save
     fresh: list[float] = field(default_factory=list)  # freshly mapped memory per iteration, beyond the plain blocks'
+    cpu: list[dict[str, float]] = field(default_factory=list)  # processor seconds per save beyond the plain blocks', by whose and mode
     early: list[float] = field(default_factory=list)  # the same for iterations right after the first save
     rejected: int = 0
     problem: str | None = None
@@ -74,10 +77,19 @@ class Measured:
 
     def note_round(self, turn: int, added: int) -> None:
         """Keep what the last ``added`` pairs alone come to."""
-        lost = [saved - plain for saved, plain in zip(self.saved, self.plain, strict=True)]
         complete = self.complete[self._complete_before :]
         self._complete_before = len(self.complete)
-        figures = {"lost_s": common.median(lost[-added:]) if added else None, "complete_s": common.median(complete)}
+        if not added:
+            return
+        pairs = list(zip(self.saved[-added:], self.plain[-added:], strict=True))
+        figures = {
+            "blocked_s": common.median(self.blocked[-added:]),
+            "lost_s": common.median(saved - plain for saved, plain in pairs),
+            "complete_s": common.median(complete),
+            "iteration_s": common.median(saved for saved, _ in pairs),
+            "iteration_ratio": common.median(saved / plain for saved, plain in pairs),
+            "cpu_s": common.median(sum(each.values()) for each in self.cpu[-added:]),
+        }
         self.rounds[turn] = {key: value for key, value in figures.items() if value is not None}
 
     def _add_pair(self, ranks: list[list[Block]], start_held: int) -> None:
@@ -90,6 +102,8 @@ class Measured:
         self.worst.append(max(stops))
         self.held.append((block.held - start_held) / len(ranks))
         idle = (before.fresh + after.fresh) / (len(before.iterations) + len(after.iterations))
+        quiet = {key: (before.cpu[key] + after.cpu[key]) / (len(before.iterations) + len(after.iterations)) for key in block.cpu}
+        self.cpu.append({key: seconds / len(block.iterations) - quiet[key] for key, seconds in block.cpu.items()})
         self.fresh.append((block.fresh / len(block.iterations) - idle) / len(ranks))
         for step in sorted(block.called)[:-1] if self.copies else ():  # nothing trains beside the last one's background work
             ends = [rank[1].completed.get(step) for rank in ranks]
@@ -98,8 +112,18 @@ class Measured:
             else:
                 self.complete.append(max(end for end in ends if end is not None) - min(rank[1].called[step] for rank in ranks))
 
+    def cpu_per_gb(self, state: int) -> dict[str, float | None]:
+        """Processor seconds of all processes per GB of distinct state that is saved, in all and by whose and mode."""
+        distinct = state * (1 if self.same_state else WORLD) / 1e9
+        found = {key: common.median(each[key] / distinct for each in self.cpu) for key in (self.cpu or [{}])[0]}
+        return {"cpu_s_per_gb": common.median(sum(each.values()) / distinct for each in self.cpu)} | found
+
     def summary(self, state: int) -> dict[str, Any]:
-        """Medians; ``problem`` alone where there is nothing to take a median of."""
+        """Medians; ``problem`` alone where there is nothing to take a median of.
+
+        Args:
+            state: bytes of one rank's.
+        """
         if not self.saved:
             return {"problem": self.problem or "no block was quiet enough", "rejected_blocks": self.rejected}
         found: dict[str, Any] = {
@@ -110,6 +134,7 @@ class Measured:
             "blocked_worst_s": common.median(self.worst),
             "lost_s": common.median(saved - plain for saved, plain in zip(self.saved, self.plain, strict=True)),
             "complete_s": common.median(self.complete),
+            **self.cpu_per_gb(state),
             "held_states": common.median(value / state for value in self.held),
             "fresh_mb_per_step": common.median(value / 1e6 for value in self.fresh),
             "fresh_mb_early": common.median(value / 1e6 for value in self.early),
@@ -160,7 +185,7 @@ def measure(
         limit: most that other programs may take of the machine in a block that counts.
         patience: seconds to wait for a quiet machine before a trial.
     """
-    found = {key: {name: Measured(bool(row.copies), row.own_loop) for name, row in rows.items()} for key in plans}
+    found = {key: {name: Measured(bool(row.copies), row.same_state, row.own_loop) for name, row in rows.items()} for key in plans}
     for key, (rounds, plan) in plans.items():
         failures = dict.fromkeys(rows, 0)
         for turn in range(rounds):
@@ -188,8 +213,11 @@ def _attempt(into: Measured, worker: str, row: str, plan: Plan, limit: float, pa
     return f"{added} pairs" + (f", lost {lost * 1e3:.1f} ms" if lost is not None else "") + (f", killed {left}" if left else "")
 
 
-def paired(rows: Mapping[str, Measured], base: str, key: str) -> dict[str, tuple[float, float, float]]:
-    """Row -> its figure divided by that of ``base`` in the same round: median and 95 % interval."""
+Spread = tuple[float, float, float]  # a median and the ends of its 95 % interval
+
+
+def paired(rows: Mapping[str, Measured], base: str, key: str) -> dict[str, Spread]:
+    """Row -> its figure divided by that of ``base`` in the same round."""
     found = {}
     for name, measured in rows.items():
         turns = [turn for turn, figures in measured.rounds.items() if key in figures and rows[base].rounds.get(turn, {}).get(key, 0.0) > 0]
@@ -198,22 +226,36 @@ def paired(rows: Mapping[str, Measured], base: str, key: str) -> dict[str, tuple
     return found
 
 
+def against(rows: Mapping[str, Measured], row: str, wanted: Mapping[str, tuple[str, str]]) -> dict[str, Spread]:
+    """Ratios of one plan, as far as they were measured: name -> a figure of ``row`` divided by that of another row, as ``wanted`` says."""
+    pairs = {name: paired(rows, base, key).get(row) for name, (key, base) in wanted.items() if base in rows and row in rows}
+    return {name: found for name, found in pairs.items() if found is not None}
+
+
+def worst(found: Mapping[K, Mapping[str, Spread]]) -> dict[str, float]:
+    """Each ratio at the plan at which it is highest."""
+    names = dict.fromkeys(name for ratios in found.values() for name in ratios)
+    return {name: round(max(ratios[name][0] for ratios in found.values() if name in ratios), 3) for name in names}
+
+
+def spread(value: Spread, digits: int) -> str:
+    """A median and its interval, as reports show them."""
+    middle, low, high = (f"{number:.{digits}f}" for number in value)
+    return f"{middle} ({low} to {high})"
+
+
 def table(title: str, rows: Mapping[str, Row], results: Mapping[str, Mapping[str, Any]]) -> str:
     """Summaries of one plan as a section of the report."""
     lines = [[rows[name].title, rows[name].copies or "none", *_cells(found)] for name, found in results.items()]
     return f"## {title}\n\n" + common.table(COLUMNS, lines)
 
 
-def ratio_table(ratios: Mapping[str, float | None]) -> str:
-    """The section with the ratios."""
-    shown = [[name, "not measured" if value is None else f"{value:.3f}"] for name, value in ratios.items()]
-    return "## Ratios\n\n" + common.table(["ratio", "value"], shown)
-
-
-def figure(summaries: Mapping[str, Mapping[str, Any]], row: str, key: str) -> float | None:
-    """One row's median, None where there is none."""
-    value = summaries.get(row, {}).get(key)
-    return None if value is None else float(value)
+def ratio_table(found: Mapping[K, Mapping[str, Spread]]) -> str:
+    """The section with the ratios of all plans."""
+    names = dict.fromkeys(name for ratios in found.values() for name in ratios)
+    rows = [[name, *(spread(ratios[name], 3) if name in ratios else "-" for ratios in found.values())] for name in names]
+    told = "Medians over rounds of the ratios within one round, and their 95 % intervals."
+    return f"## Ratios\n\n{told}\n\n" + common.table(["ratio", *map(str, found)], rows)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -225,7 +267,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def _cells(found: Mapping[str, Any]) -> list[str]:
     if "lost_s" not in found:
-        return [f"no result: {found['problem']}".replace("|", "/")] + [""] * 8
+        return [f"no result: {found['problem']}".replace("|", "/")] + [""] * (len(COLUMNS) - 3)
 
     def ms(key: str) -> str:
         return "-" if found[key] is None else f"{found[key] * 1e3:.1f}"
@@ -235,4 +277,6 @@ def _cells(found: Mapping[str, Any]) -> list[str]:
     blocks = f"{found['blocks']}" + (f" (+{found['rejected_blocks']} rejected)" if found["rejected_blocks"] else "")
     times = [ms("blocked_s"), ms("blocked_worst_s"), ms("lost_s"), complete, ms("iteration_saved_s"), ms("iteration_plain_s")]
     early = "-" if found["fresh_mb_early"] is None else f"{found['fresh_mb_early']:.0f}"
-    return [*times, f"{found['held_states']:.2f}", f"{early}, {found['fresh_mb_per_step']:.0f}", blocks]
+    ranks, others = (found[f"{whose}_user"] + found[f"{whose}_kernel"] for whose in ("ranks", "others"))
+    cpu = f"{found['cpu_s_per_gb']:.2f}: {ranks:.2f}, {others:.2f}"
+    return [*times, cpu, f"{found['held_states']:.2f}", f"{early}, {found['fresh_mb_per_step']:.0f}", blocks]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import select
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from gemini_ft.hosts import is_readable
 from gemini_ft.testing import EmulatedHosts, digest, first_difference
 
 TRAIN = str(Path(__file__).with_name("train_gpt.py"))
@@ -100,7 +100,7 @@ class ProcessWatch:
                 self._running[os.pidfd_open(pid)] = pid
             except ProcessLookupError:
                 self.gone[pid] = time.time()
-        for pidfd in select.select(list(self._running), [], [], 0)[0]:
+        for pidfd in [one for one in self._running if is_readable(one)]:
             self.gone[self._running.pop(pidfd)] = time.time()
             os.close(pidfd)
 

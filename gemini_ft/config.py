@@ -55,6 +55,20 @@ def _patterns(value: object) -> object:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
+def _processors(value: object) -> object:
+    """Turns ``"0-3,8"`` into numbers, as ``taskset -c`` does."""
+    if not isinstance(value, str):
+        return value
+    numbers: set[int] = set()
+    for part in value.split(","):
+        first, dash, last = part.strip().partition("-")
+        last = last if dash else first
+        if not first.isdigit() or not last.isdigit() or int(last) < int(first):
+            raise ValueError("must be numbers of processors and ranges of them, separated by commas, for example 0-3,8")
+        numbers.update(range(int(first), int(last) + 1))
+    return tuple(sorted(numbers))
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
@@ -132,6 +146,7 @@ class GeminiConfig(_Model):
     resume: Literal["auto", "never", "require", "found"] = Field("auto", description="Whether to resume a snapshot; found: the newest that can be found, even if a newer one was reported as stored.")
     memory_limit: Bytes | None = Field(None, description="The most bytes that one host's agent may hold; default: 60 % of the memory available to it.")
     memory: MemoryConfig = Field(DEFAULT_MEMORY, description="Where the agents' memory is.")
+    agent_cpus: Annotated[tuple[int, ...] | None, BeforeValidator(_processors)] = Field(None, description="Processors that agents run on, as taskset takes them (0-3,8), for example away from those that train; default: those of whatever starts them. Set it as a variable, where agents start.")
     interface: str | None = Field(None, description="Network for replicas: interface name or CIDR; default: the route to the master.")
     port_range: tuple[int, int] | None = Field(None, description="First and last TCP port agents may listen on; default: any.")
     domain: str | None = Field(None, description="Failure domain of this host, for example its rack.")

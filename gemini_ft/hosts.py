@@ -1,8 +1,9 @@
-"""The names of this host and of this machine, and the beginnings of its processes. Standard library only."""
+"""The names of this host and of this machine, and the beginnings and ends of its processes. Standard library only."""
 
 from __future__ import annotations
 
 import os
+import select
 import socket
 from pathlib import Path
 
@@ -27,3 +28,13 @@ def began(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def is_readable(fd: int, seconds: float = 0.0) -> bool:
+    """Whether a descriptor can be read from now, or within that time; a pidfd can once its process has ended.
+
+    ``select.select`` would refuse descriptors from 1024 on, and a training process may have that many files open.
+    """
+    waiting = select.poll()
+    waiting.register(fd, select.POLLIN)
+    return bool(waiting.poll(1000 * seconds))

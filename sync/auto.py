@@ -32,16 +32,20 @@ class Findings:
     Attributes:
         traffic: how they are spread, None before the profile.
         predicted: seconds of each scheme by its formula.
-        tried: names of the schemes that came close.
+        least: the same without latency: its bytes alone take so long.
+        tried: names of the schemes that are tried now.
         trial: of those, by the slowest rank's seconds.
+        judged: names of all that have been tried.
         chosen: None as long as they are tried.
         units: of the sum when the scheme was chosen; how many calls in a row it has been far from that.
     """
 
     traffic: Traffic | None = None
     predicted: Mapping[str, float] = field(default_factory=dict)
+    least: Mapping[str, float] = field(default_factory=dict)
     tried: list[str] = field(default_factory=list)
     trial: Trial = field(default_factory=lambda: Trial.of(0))
+    judged: list[str] = field(default_factory=list)
     chosen: str | None = None
     units: int | None = None
     strange: int = 0
@@ -51,7 +55,7 @@ class Findings:
         traffic = asdict(self.traffic) if self.traffic is not None else None
         if traffic is not None:
             traffic["densities"] = [[ranks, density] for ranks, density in traffic["densities"].items()]
-        names = ("predicted", "tried", "chosen", "units", "strange")
+        names = ("predicted", "least", "tried", "judged", "chosen", "units", "strange")
         return copy.deepcopy({"traffic": traffic, "trial": asdict(self.trial), **{name: getattr(self, name) for name in names}})
 
     @classmethod
@@ -68,9 +72,11 @@ class Auto(SparseScheme):
 
     The first call with a shape measures the gradient and, once per group, the network, and predicts every scheme's time with
     `costs`. The next calls try those that come close, six times in a row each, and again those that prove to be nearly as fast
-    as the best; the fastest stays. When the sum has had a quarter more or fewer units for three calls in a row, all of it begins
-    anew. Whatever is decided is decided from what all ranks know: they always agree. Plans are kept by shape and dtype;
-    gradients of one shape that behave differently should have an `Auto` each.
+    as the best. A formula knows bytes only, so without latency it is the least that a scheme takes; where processors are short, the
+    best one takes far longer than its bytes do. Then all others whose bytes take less time than that are tried beside it. The fastest
+    stays. When the sum has had a quarter more or fewer units for three calls in a row, all of it begins anew. Whatever is decided is
+    decided from what all ranks know: they always agree. Plans are kept by shape and dtype; gradients of one shape that behave
+    differently should have an `Auto` each.
     """
 
     name = "auto"
@@ -120,7 +126,7 @@ class Auto(SparseScheme):
         result = self._schemes[plan.tried[plan.trial.current]].reduce(gradient, exchange)
         [took] = profiling.slowest([time.perf_counter() - begin], exchange)
         if plan.trial.note(_TERMS, took) and (best := plan.trial.judge(_TERMS, plan.trial.medians())) is not None:
-            plan.chosen = plan.tried[best]
+            _settle(plan, plan.tried[best], plan.trial.medians()[best])
         return result
 
     def _predict(self, plan: Findings, gradient: SparseRows, exchange: Exchange) -> None:
@@ -128,9 +134,21 @@ class Auto(SparseScheme):
         if group not in self._links:
             self._links[group] = profiling.link(exchange)
         plan.traffic = profiling.traffic(gradient, exchange)
-        plan.predicted = {name: seconds(name, plan.traffic, self._links[group]) for name in self._schemes}
-        plan.tried = candidates(self._schemes, plan.traffic, self._links[group])
+        link = self._links[group]
+        plan.predicted = {name: seconds(name, plan.traffic, link) for name in self._schemes}
+        plan.least = {name: seconds(name, plan.traffic, Link(0.0, link.beta)) for name in self._schemes}
+        plan.tried = candidates(self._schemes, plan.traffic, link)
         plan.trial = Trial.of(len(plan.tried))
+
+
+def _settle(plan: Findings, best: str, took: float) -> None:
+    """Chooses the best, unless a scheme that was never tried could take less."""
+    plan.judged += plan.tried
+    more = [name for name, least in plan.least.items() if least < took and name not in plan.judged]
+    if more:
+        plan.tried, plan.trial = [best, *more], Trial.of(1 + len(more))
+    else:
+        plan.chosen = best
 
 
 def _packed(key: tuple[object, ...]) -> list[object]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,11 @@ def ssar_recursive_doubling(t: Traffic) -> tuple[float, float]:
     return rounds + 2 * bool(extra), sum(t.coo(1 << i) for i in range(rounds)) + extra
 
 
+def single_ps(t: Traffic) -> tuple[float, float]:
+    """All ranks' gradients come in at the server, one after the other, and as many sums go out: `textbook`'s 2 p d, less its own."""
+    return 2 * (t.ranks - 1), (t.ranks - 1) * (t.coo(1) + t.coo(t.ranks))
+
+
 def sparse_ps(t: Traffic) -> tuple[float, float]:
     """Appendix B, with the skew before the sum for the push and that after it for the pull."""
     return 2 * (t.ranks - 1), _push(t) + (t.ranks - 1) * t.coo_part(t.ranks, t.pull_skew)
@@ -102,8 +107,9 @@ def ssar_split_allgather(t: Traffic) -> tuple[float, float]:
     return 2 * (t.ranks - 1), _push(t) + (t.ranks - 1) / t.ranks * t.coo(t.ranks)
 
 
-def dsar_split_allgather(t: Traffic) -> tuple[float, float]:
-    return 2 * (t.ranks - 1), _push(t) + (t.ranks - 1) / t.ranks * t.nbytes
+def dsar_split_allgather(t: Traffic, share: float = 1.0) -> tuple[float, float]:
+    """``share``: bytes of the dense phase as part of the dense tensor's: in b bits of float32 b / 32, and 8 bytes a bucket."""
+    return 2 * (t.ranks - 1), _push(t) + (t.ranks - 1) / t.ranks * t.nbytes * share
 
 
 def omnireduce(t: Traffic) -> tuple[float, float]:
@@ -124,6 +130,7 @@ FORMULAS: Mapping[str, Formula] = {
     "ssar-recursive-doubling": ssar_recursive_doubling,
     "ssar-split-allgather": ssar_split_allgather,
     "dsar-split-allgather": dsar_split_allgather,
+    "single-ps": single_ps,
     "sparse-ps": sparse_ps,
     "omnireduce": omnireduce,
     "zen": zen,
@@ -147,6 +154,81 @@ def textbook(ranks: int, nbytes: int, link: Link) -> dict[str, float]:
         "tree": rounds * (link.alpha + nbytes * link.beta),
         "switch": 2 * link.alpha + nbytes * link.beta,
     }
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A switch as its ranks use it. Its link is as fast as those of all ranks together.
+
+    Attributes:
+        slots: packets that a rank has under way at once.
+        packet: bytes of a packet's values.
+        header: bytes that go before them: 36 of the packet, 28 of IP and UDP.
+    """
+
+    slots: int = 256
+    packet: int = 1408
+    header: int = 64
+
+    def stream(self, packets: int, link: Link) -> float:
+        """Seconds of ``packets`` packets with values, of which each comes back as a sum before its slot takes the next one.
+
+        Where a slot's round trip, 2 alpha and a packet's own time, is shorter than the slots' packets take one after the other, the link
+        never waits. Else every round of the slots lasts a round trip. A round without values goes ahead of all others: it says what the
+        switch must know of the packets of the first one.
+        """
+        if not packets:
+            return 0.0
+        one = (self.packet + self.header) * link.beta
+        slots = min(self.slots, packets)
+        full = -(-packets // slots) - 1
+        ahead = 2 * link.alpha + slots * self.header * link.beta
+        return ahead + full * max(2 * link.alpha + one, slots * one) + 2 * link.alpha + (packets - full * slots) * one
+
+
+def switchml(elements: int, link: Link, pool: Pool | None = None) -> float:
+    """SwitchML: every rank sends each value once, in 4 bytes, and receives each sum once at the same time, however many ranks there are."""
+    return _through(4 * elements, link, pool or Pool())
+
+
+def fpisa(elements: int, link: Link, pool: Pool | None = None, itemsize: int = 4) -> float:
+    """FPISA: as SwitchML, but float16 and bfloat16 travel in ``itemsize`` 2."""
+    return _through(itemsize * elements, link, pool or Pool())
+
+
+def omnireduce_streaming(
+    nbytes: int, density: float, link: Link, pool: Pool | None = None, block: int = 1024, colocated: int | None = None
+) -> float:
+    """OmniReduce with aggregators: blocks that any rank has travel once in each direction; ``density`` is their share of all blocks.
+
+    A rank that lacks a block of the others sends only its number, so the direction to the rank is the busier one.
+
+    Args:
+        nbytes: of the dense gradient.
+        density: of the sum over all ranks, in blocks, 0 to 1.
+        block: bytes.
+        colocated: ranks on whose hosts the aggregators are, with a part of the slots each. Their links then carry in both directions what
+            the other ranks' shares need, so that each has 2 (p - 1) / p times the bytes, as a ring has.
+    """
+    pool = replace(pool or Pool(), packet=block)
+    if colocated is not None:
+        link = Link(link.alpha, link.beta * 2 * (colocated - 1) / colocated) if colocated > 1 else link
+    return pool.stream(math.ceil(round(density * -(-nbytes // block), 6)), link)
+
+
+def _through(nbytes: int, link: Link, pool: Pool) -> float:
+    return pool.stream(-(-nbytes // pool.packet), link)
+
+
+DENSITIES = (1.0, 0.1, 0.01)
+"""Shares of blocks for which `switched` shows OmniReduce."""
+
+
+def switched(ranks: int, elements: int, link: Link) -> dict[str, float]:
+    """Seconds of a sum by each scheme that goes through a switch, with the default pool; OmniReduce at several densities of blocks."""
+    found = {"switchml": switchml(elements, link), "fpisa": fpisa(elements, link), "fpisa, 16 bits": fpisa(elements, link, itemsize=2)}
+    found |= {f"omnireduce-streaming, {share:.0%}": omnireduce_streaming(4 * elements, share, link) for share in DENSITIES}
+    return found if ranks > 1 else dict.fromkeys(found, 0.0)
 
 
 def seconds(scheme: str, traffic: Traffic, link: Link) -> float:

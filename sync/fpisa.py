@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from .exchange import Exchange
+from .fpisa_accuracy import Accuracy
 from .switch_client import Terms
 from .switch_link import Link
 from .switch_packets import Array, span
@@ -25,6 +29,8 @@ class FPISA(DenseSwitchScheme):
     Args:
         mode: fpisa, whose error is one unit in the last place of the largest value per addition at most; or fpisa-a, for switches
             of today, which loses a sum where a value is more than 128 times as large: for ranks whose values are alike.
+        compare_every: sums from one of which a packet is compared with its exact sum to the next, see `accuracy`; 0: never. That takes
+            a short all-reduce.
     """
 
     name = "fpisa"
@@ -37,13 +43,21 @@ class FPISA(DenseSwitchScheme):
         slots: int = 256,
         packet: int = 1408,
         patience: float = 3.0,
+        compare_every: int = 100,
     ) -> None:
-        super().__init__(switch, key, slots, packet, patience, mode=mode)
-        self._mode = mode
+        super().__init__(switch, key, slots, packet, patience, mode=mode, compare_every=compare_every)
+        self._mode, self._compare_every = mode, compare_every
+        self._accuracies: weakref.WeakKeyDictionary[ProcessGroup, dict[torch.dtype, Accuracy]] = weakref.WeakKeyDictionary()
+
+    def accuracy(self, dtype: torch.dtype = torch.float32, group: ProcessGroup | None = None) -> Accuracy:
+        """The errors found so far in the sums of a group (None: the default one) of values that travel in a dtype."""
+        chosen = group if group is not None else dist.group.WORLD
+        assert chosen is not None, "call torch.distributed.init_process_group first"
+        return self._accuracies.setdefault(chosen, {}).setdefault(dtype, Accuracy())
 
     @property
     def _title(self) -> str:
-        return f"{super()._title} in mode {self._mode}"
+        return f"{super()._title} in mode {self._mode}, compared every {self._compare_every} sums,"
 
     def _terms(self, dtype: torch.dtype) -> Terms:
         adder = f"{self._mode}-{str(_travels(dtype)).removeprefix('torch.')}"
@@ -61,6 +75,7 @@ class FPISA(DenseSwitchScheme):
             return None
         sums = torch.from_numpy(stream.sums).view(dtype)
         add_up_without(packets, stream.special, sums, exchange)
+        self.accuracy(dtype, exchange.group).look(packets, sums, torch.from_numpy(stream.special), self._compare_every, exchange)
         return sums.reshape(-1)[: gradient.numel()].view(gradient.shape).to(gradient.dtype)
 
 

@@ -114,7 +114,7 @@ class Client:
         self._job: str | None = None
         self._slots_each = -(-terms.slots // len(places))
         self.slots = self._slots_each * len(places)
-        self._worker = Worker(self.slots, terms.nbytes)
+        self._worker = Worker(self.slots, terms.nbytes, len(places))
         envelope = Envelope(key)
         try:
             for place in places:

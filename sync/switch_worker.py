@@ -13,8 +13,9 @@ import numpy as np
 
 from .switch_packets import Array, Packets
 
-_FIRST_TIMEOUT, _LEAST_TIMEOUT, _MOST_TIMEOUT = 0.1, 0.02, 1.0  # seconds
+_FIRST_TIMEOUT, _LEAST_TIMEOUT, _MOST_TIMEOUT = 0.1, 0.02, 0.25  # seconds
 _FEW = 8  # packets that ask what is the matter when everything is late
+_MANY = 4  # late are all, if they are more than the columns divided by this
 
 
 class Stream(ABC):
@@ -41,6 +42,11 @@ class Timer:
     def __init__(self) -> None:
         self._mean, self._spread, self.seconds = 0.0, 0.0, _FIRST_TIMEOUT
 
+    @property
+    def disorder(self) -> float:
+        """Seconds by which an answer may be overtaken without being lost: as RACK has it (RFC 8985), a quarter of a round trip."""
+        return self._mean / 4
+
     def measured(self, seconds: float) -> None:
         """Takes in how long an answer took to a packet that was sent once."""
         if self._mean == 0.0:
@@ -61,20 +67,24 @@ class Worker:
     Args:
         slots: of the pool.
         nbytes: of a packet's values.
+        parts: switches, which have the slots in turn; packets to different ones may overtake each other without a loss.
 
     Attributes:
         sent_again: packets that were sent more than once, all times but the first counted.
         completed: rounds of all slots.
     """
 
-    def __init__(self, slots: int, nbytes: int) -> None:
+    def __init__(self, slots: int, nbytes: int, parts: int = 1) -> None:
         self._rounds = np.zeros(slots, np.int64)  # that each slot has completed; the same on all workers when a tensor is done
         self._open = np.zeros(slots, np.bool_)  # whether a packet is under way
         self._sent, self._due = np.zeros(slots), np.zeros(slots)
         self._tries = np.zeros(slots, np.int64)
+        self._part = np.arange(slots) % parts
+        self._answered = np.full(parts, -np.inf)  # when the latest packet was sent, of those that were sent once and have an answer
         self._sides, self._values = np.zeros(slots, np.int64), np.zeros((slots, nbytes), np.uint8)  # for sending again
         self._has_values = np.zeros(slots, np.bool_)
         self._stream: Stream | None = None
+        self._columns = 0  # slots that the tensor uses
         self._timer = Timer()
         self.sent_again = 0
         self.completed = 0
@@ -90,7 +100,7 @@ class Worker:
 
     def start(self, stream: Stream, now: float) -> list[Packets]:
         """Begins a tensor; the one before is done."""
-        self._stream = stream
+        self._stream, self._columns = stream, stream.columns
         return [self._send(np.arange(stream.columns), stream.first(), None, now)]
 
     def take(self, sums: Packets, now: float) -> list[Packets]:
@@ -104,8 +114,9 @@ class Worker:
                 each = each.pick(fresh)
             if not len(each):
                 continue
-            if (once := self._tries[each.slots] == 1).any():
-                self._timer.measured(now - float(self._sent[each.slots][once].mean()))
+            if (once := each.slots[self._tries[each.slots] == 1]).size:
+                self._timer.measured(now - float(self._sent[once].mean()))
+                np.maximum.at(self._answered, self._part[once], self._sent[once])
             self._open[each.slots] = False
             self._rounds[each.slots] += 1
             self.completed += len(each)
@@ -113,21 +124,27 @@ class Worker:
         return sent
 
     def tick(self, now: float) -> list[Packets]:
-        """Packets that were not answered in time, to be sent again; each waits twice as long from one time to the next.
+        """Packets that are to be sent again: those that were overtaken, and those that were not answered in time.
 
-        If many are late at once, they were not lost: a worker, or the switch, is slow. Then a few are sent, and the others wait.
+        A packet is taken for lost as soon as a later one to the same switch has its sum; that does not depend on how slow anybody is.
+        Time is for those that nothing came after, and each of them waits twice as long from one time to the next. If many are late
+        and none was overtaken, they were not lost: a worker, or the switch, is slow. Then a few are sent, and the others wait.
         """
-        late = np.flatnonzero(self._open & (self._due <= now))
-        if not len(late):
-            return []
-        if len(late) > max(_FEW, self._open.sum() // 4):
+        overtaken = self._open & (self._sent < self._answered[self._part] - self._timer.disorder)
+        late = self._open & (self._due <= now) & ~overtaken
+        chosen = np.flatnonzero(late)
+        if len(chosen) > max(_FEW, self._columns // _MANY):
             self._timer.stalled()
-            self._due[late] = now + self._timer.seconds
-            late = late[np.argsort(self._sent[late], kind="stable")[:_FEW]]
-        self.sent_again += len(late)
-        self._tries[late] += 1
-        self._due[late] = now + np.minimum(self._timer.seconds * 2.0 ** np.minimum(self._tries[late] - 1, 10), _MOST_TIMEOUT)
-        full, bare = late[self._has_values[late]], late[~self._has_values[late]]
+            self._due[chosen] = now + self._timer.seconds
+            chosen = chosen[np.argsort(self._sent[chosen], kind="stable")[:_FEW]]
+        return self._again(np.union1d(np.flatnonzero(overtaken), chosen), now)
+
+    def _again(self, slots: Array, now: float) -> list[Packets]:
+        self.sent_again += len(slots)
+        self._tries[slots] += 1
+        self._sent[slots] = now
+        self._due[slots] = now + np.minimum(self._timer.seconds * 2.0 ** np.minimum(self._tries[slots] - 1, 10), _MOST_TIMEOUT)
+        full, bare = slots[self._has_values[slots]], slots[~self._has_values[slots]]
         kinds = ((full, self._values[full]), (bare, None))
         return [Packets(some, self._rounds[some], self._sides[some], values) for some, values in kinds if len(some)]
 

@@ -21,6 +21,7 @@ class Incoming:
     def __init__(self, home: Home, inbound: Inbound, session: Callable[[], Session | None]) -> None:
         self._home, self._inbound, self._session = home, inbound, session
         self._connections: set[Connection] = set()  # that may hold slots
+        self._senders: dict[str, Connection] = {}  # host -> the one on which it sends its shards
 
     def close(self) -> None:
         """Ends all connections that may hold slots."""
@@ -37,6 +38,10 @@ class Incoming:
             raise SupersededError(f"host {claims.host!r} speaks for incarnation {claims.incarnation}, this host is at {mine}")
         if claims.role == "report":
             return session.join(connection, claims.host)
+        if (earlier := self._senders.get(claims.host)) is not None:
+            # Bytes on their way there must not land in a slot that this connection fills from now on.
+            earlier.abort(f"host {claims.host} has dialled again")
+        self._senders[claims.host] = connection
         return self._tracked(connection, Receiver(self._inbound, connection, claims.host))
 
     def _committed_roots(self, version: Version) -> Mapping[int, str]:

@@ -264,7 +264,7 @@ class MemberPort:
             self._leader.take(message, self._connection)
         return None
 
-    def on_bytes(self, message: PeerMessage) -> None:
+    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
         raise PeerError("raw bytes on a reporting connection")
 
     def on_lost(self, reason: str) -> None:
@@ -340,7 +340,7 @@ class MemberLink:
         self._on_decision(message)
         return None
 
-    def on_bytes(self, message: PeerMessage) -> None:
+    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
         raise PeerError("raw bytes on a reporting connection")
 
     def on_lost(self, reason: str) -> None:

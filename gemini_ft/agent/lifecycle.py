@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from gemini_ft.errors import AgentError, AgentTimeoutError, GeminiError
+from gemini_ft.errors import AgentError, AgentTimeoutError, ConfigError, GeminiError
 from gemini_ft.hosts import host_id
 from gemini_ft.wire.frames import frame_length
 from gemini_ft.wire.messages import kind_of, pack
@@ -169,6 +169,24 @@ def yield_to_training() -> None:
     """Keeps this thread, and those it starts, from interrupting computation when they wake up; their share of the CPU stays."""
     with contextlib.suppress(AttributeError, OSError):  # a kernel, or a sandbox, without scheduling classes
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def keep_to(processors: Sequence[int]) -> None:
+    """Keeps this thread, and those it starts, to some processors.
+
+    Raises:
+        ConfigError: this process may not use all of them.
+    """
+    before = os.sched_getaffinity(0)
+    with contextlib.suppress(OSError):  # none of them: what follows says so
+        os.sched_setaffinity(0, processors)
+    if (found := os.sched_getaffinity(0)) != set(processors):
+        most = sorted(before | found)
+        os.sched_setaffinity(0, before)
+        raise ConfigError(
+            f"agent_cpus={','.join(map(str, processors))}: this host, or this process's control group, lacks some of these processors; "
+            f"those in use are {','.join(map(str, most))}"
+        )
 
 
 def _agent_environment() -> dict[str, str]:

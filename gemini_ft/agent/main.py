@@ -16,7 +16,7 @@ import sys
 import time
 
 from gemini_ft.agent.home import HostRun
-from gemini_ft.agent.lifecycle import is_listening, raise_descriptor_limit, set_oom_score, socket_name, yield_to_training
+from gemini_ft.agent.lifecycle import is_listening, keep_to, raise_descriptor_limit, set_oom_score, socket_name, yield_to_training
 from gemini_ft.agent.requests import Requests
 from gemini_ft.agent.revival import mapped_by_others
 from gemini_ft.agent.slot_files import SlotFiles, lock
@@ -97,6 +97,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     raise_descriptor_limit()
     yield_to_training()
+    if (processors := load_config().agent_cpus) is not None:
+        keep_to(processors)
     set_oom_score(0)  # a worker that restarted us has raised its own
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):  # Ctrl-C, or a scheduler's notice to all processes, is for the workers
         signal.signal(number, signal.SIG_IGN)

@@ -81,9 +81,9 @@ class Receiver:
             raise PeerError(f"host {self.host} sent {kind_of(message)!r} on a replication connection")
         return None
 
-    def on_bytes(self, message: PeerMessage) -> None:
+    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
         assert isinstance(message, Chunk)
-        self._whole(message)
+        self._whole(message, digest)
 
     def on_lost(self, reason: str) -> None:
         for owner, (iteration, _) in list(self._open.items()):
@@ -103,7 +103,7 @@ class Receiver:
             self._connection.send(Astray(text=f"host {self._inbound.host_name}: {error}"))
         elif kept:  # pieces that were thrown away must not make a chunk whole when the shard starts over
             if self._parcels.completes(parcel):
-                self._whole(chunk)
+                self._whole(chunk, None)
             if chunk.owner in self._ends:
                 self._end(self._ends[chunk.owner])
 
@@ -140,12 +140,14 @@ class Receiver:
         self._parcels.expect(parcel, kept=memory is not None)
         self._inbound.collect(parcel, memory, self.collected)
 
-    def _whole(self, chunk: Chunk) -> None:
-        """Takes a chunk of which all bytes have come."""
+    def _whole(self, chunk: Chunk, digest: int | None) -> None:
+        """Takes a chunk of which all bytes have come; ``digest`` is of them, None where nobody has formed it on the way."""
         memory = self._memory(chunk.owner, chunk.iteration)
         if memory is None:
             return
-        if checksum(memory.data(chunk.offset, chunk.nbytes)) == chunk.digest:
+        if digest is None:
+            digest = checksum(memory.data(chunk.offset, chunk.nbytes))
+        if digest == chunk.digest:
             memory.put_chunk(chunk.index, chunk.offset, chunk.nbytes, chunk.digest)
             return
         self._inbound.log(f"chunk {chunk.index} of rank {chunk.owner} from host {self.host} arrived damaged; asking again")

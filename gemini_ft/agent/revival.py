@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import re
-import select
 import signal
 import socket
 import threading
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 
 from gemini_ft.agent import lifecycle, slot_files
 from gemini_ft.errors import AgentTimeoutError, GeminiError
+from gemini_ft.hosts import is_readable
 from gemini_ft.wire.frames import frame_length
 from gemini_ft.wire.messages import pack
 from gemini_ft.wire.private import credentials
@@ -51,7 +51,7 @@ class Listener:
 
     def ended(self, seconds: float = 0.0) -> bool:
         """Whether the process is dead, or dies within that time."""
-        return self.pidfd < 0 or bool(select.select([self.pidfd], [], [], seconds)[0])
+        return self.pidfd < 0 or is_readable(self.pidfd, seconds)
 
     def kill(self) -> bool:
         """Sends SIGKILL; returns whether the process is dead then."""

@@ -62,7 +62,7 @@ class Fetcher:
             self._send(memory, message)
         return None
 
-    def on_bytes(self, message: PeerMessage) -> None:
+    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
         raise PeerError("raw bytes on a connection that only reads")
 
     def on_lost(self, reason: str) -> None:
@@ -123,7 +123,7 @@ class _Copier:
         self.inbox.put_nowait(message)
         return None
 
-    def on_bytes(self, message: PeerMessage) -> None:
+    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
         self.inbox.put_nowait(message)
 
     def on_lost(self, reason: str) -> None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import lru_cache
 
 from gemini_ft.agent.memory import SlotMemory, SlotShape, extras_room
 from gemini_ft.agent.progress import TransferProgress
 from gemini_ft.config import StorageConfig
 from gemini_ft.core.roots import checksum
 from gemini_ft.errors import CorruptDataError
+from gemini_ft.storage.base import Storage
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.shard import ShardRecord, StoredShard
 from gemini_ft.wire.worker_messages import Stage
@@ -31,7 +33,7 @@ class StoredCopy:
 
     def __init__(self, run: str, stream: str, order: Stage, log: Callable[[str], None]) -> None:
         settings = StorageConfig.model_validate(order.storage)
-        self._stored = StoredShard(open_storage(settings.url, settings.endpoint_url), ShardRecord.model_validate_json(order.record))
+        self._stored = StoredShard(_storage(settings.url, settings.endpoint_url), ShardRecord.model_validate_json(order.record))
         self._order, self._log = order, log
         layout, self.extras = self._stored.layout, self._stored.extras
         self.shape = SlotShape(
@@ -78,3 +80,9 @@ class StoredCopy:
             key = self._stored.record.key
             raise CorruptDataError(f"{key}: every part is sound, and together they are not what was committed; use an older checkpoint")
         transfer.finish()
+
+
+@lru_cache(maxsize=4)
+def _storage(url: str, endpoint_url: str | None) -> Storage:
+    """The storage, opened once for all shards: two clients of boto3 take longer to make than a small shard takes to come."""
+    return open_storage(url, endpoint_url)

@@ -24,7 +24,7 @@ from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.assignment import assign, trained
 from gemini_ft.pipeline.plan import NO_RULE, Tensor, first_plan, rule_at
 from gemini_ft.pipeline.rules import Compression, Rule, Rules, load_rules
-from gemini_ft.sync.costs import Link, textbook
+from gemini_ft.sync.costs import Link, switched, textbook
 
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 
@@ -69,7 +69,8 @@ class Description:
     """A pipeline applied to a model: ``ranks`` of them, ``rate`` in bits per second and direction.
 
     ``dense`` has the seconds of all gradients in float32 by the four patterns of `gemini_ft.sync.costs.textbook`, with ``latency`` seconds
-    per message: what there is to gain or lose by another pattern.
+    per message: what there is to gain or lose by another pattern. ``switched`` has them by the schemes that go through a switch
+    (`gemini_ft.sync.costs.switched`).
     """
 
     ranks: int
@@ -78,6 +79,7 @@ class Description:
     parameters: tuple[Row, ...]
     rules: tuple[Cost, ...]
     dense: Mapping[str, float]
+    switched: Mapping[str, float]
 
 
 def describe(model: nn.Module, rules: Rules, ranks: int, rate: float, latency: float = 0.0) -> Description:
@@ -103,8 +105,9 @@ def describe(model: nn.Module, rules: Rules, ranks: int, rate: float, latency: f
         groups = [[by_name[name] for name in group.names] for group in plan.groups if group.rule == number]
         costs.append(_cost(number, rule_at(rules, number), groups, dtypes, ranks, rate))
     rows = [_row(tensor, rule_at(rules, tensor.rule), group_of[tensor.name]) for tensor in tensors]
-    dense = textbook(ranks, 4 * sum(tensor.nbytes // tensor.itemsize for tensor in tensors), Link(latency, 8 / rate))
-    return Description(ranks, rate, latency, tuple(rows), tuple(costs), dense)
+    elements, link = sum(tensor.nbytes // tensor.itemsize for tensor in tensors), Link(latency, 8 / rate)
+    patterns = textbook(ranks, 4 * elements, link), switched(ranks, elements, link)
+    return Description(ranks, rate, latency, tuple(rows), tuple(costs), *patterns)
 
 
 def _row(tensor: Tensor, rule: Rule, group: int) -> Row:
@@ -255,9 +258,15 @@ def _shown(description: Description) -> str:
         seconds = _or(cost.seconds, ".4f"), f"{cost.fp32_seconds:.4f}", f"{cost.bf16_seconds:.4f}"
         rules.append((cost.rule, f"{cost.dense_bytes:,}", _or(cost.wire_bytes, ","), *seconds, cost.by))
     text = f"{description.ranks} ranks at {description.rate / 1e6:,g} Mbit/s; seconds on the network alone"
-    patterns = [tuple(description.dense), tuple(f"{seconds:.4f}" for seconds in description.dense.values())]
     dense = f"all gradients in float32, by pattern, with {1e6 * description.latency:g} us per message"
-    return "\n".join([table(parameters), "", text, table(rules), "", dense, table(patterns)])
+    switch = "the same through a switch, by scheme; at these shares of blocks that any rank has"
+    return "\n".join(
+        [table(parameters), "", text, table(rules), "", dense, _pattern(description.dense), "", switch, _pattern(description.switched)]
+    )
+
+
+def _pattern(seconds: Mapping[str, float]) -> str:
+    return table([tuple(seconds), tuple(f"{each:.4f}" for each in seconds.values())])
 
 
 def _or(value: float | None, form: str) -> str:

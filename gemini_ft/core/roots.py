@@ -28,6 +28,11 @@ def checksum(data: bytes | bytearray | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
+def running_checksum() -> xxhash.xxh3_64:
+    """The same, of bytes that come piece by piece: its ``intdigest`` is the `checksum` of all that its ``update`` was given."""
+    return xxhash.xxh3_64()
+
+
 def layout_digest(layout: bytes) -> bytes:
     """The part of the root that stays the same from step to step; made once per layout, because layouts can be large."""
     return blake2b(layout, digest_size=_ROOT_BYTES, person=b"gemini layout").digest()

@@ -28,7 +28,6 @@ import errno
 import gc
 import importlib
 import os
-import select
 import signal
 import socket
 import sys
@@ -40,7 +39,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from gemini_ft.hosts import began
+from gemini_ft.hosts import began, is_readable
 from gemini_ft.launch.renewal import Renewal
 from gemini_ft.launch.script import die_with, import_root, run
 from gemini_ft.wire import channel as messages
@@ -148,7 +147,7 @@ def _serve(channel: socket.socket, refusal: str | None, dispositions: Mapping[in
         messages.send(channel, {"number": 0, "refused": refusal})
         while received := messages.receive(channel):
             request, (*streams, gun) = received
-            for known in [pid for pid, worker in forked.items() if _ended(worker)]:
+            for known in [pid for pid, worker in forked.items() if is_readable(worker)]:
                 os.close(forked.pop(known))
 
             def prepare(streams: Sequence[int] = streams) -> None:
@@ -228,10 +227,6 @@ def _await_start(gun: int, launcher: int) -> None:
         die_with(launcher)
 
 
-def _ended(worker: int) -> bool:
-    return bool(select.select([worker], [], [], 0)[0])
-
-
 def see_off(forked: Mapping[int, int]) -> None:
     """Kills the sessions of workers that are left without a launcher."""
     for pid, worker in forked.items():
@@ -246,7 +241,7 @@ def _kill_session(pid: int, worker: int) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        if not (_ended(worker) and began(pid) is not None):  # an older kernel
+        if not (is_readable(worker) and began(pid) is not None):  # an older kernel
             os.killpg(pid, signal.SIGKILL)
 
 

@@ -84,7 +84,11 @@ class LocalShard:
         first = self._memory.shape.data_bytes
         for index, (offset, nbytes) in [each for each in self._cuts if (each[1][0] >= first) == extras]:
             view = self._memory.data(offset, nbytes)
-            _compare(view, self._memory.chunks[index][2], f"chunk {index} of rank {self._memory.shape.owner}'s shard in this host's memory")
+            _compare(
+                checksum(view),
+                self._memory.chunks[index][2],
+                f"chunk {index} of rank {self._memory.shape.owner}'s shard in this host's memory",
+            )
             yield offset, view
 
     def close(self) -> None:
@@ -189,8 +193,8 @@ class PeerShard:
                 raise PeerError(f"{self.where} sent {kind_of(head)!r} where bytes from {at} were due")
             if len(buffer) != head.nbytes:
                 buffer = bytearray(head.nbytes)
-            self._wire.receive_payload(memoryview(buffer))
-            _compare(buffer, self._about.digests[index], f"chunk {index} of rank {self._owner}'s shard from {self.where}")
+            found = self._wire.receive_payload(memoryview(buffer))
+            _compare(found, self._about.digests[index], f"chunk {index} of rank {self._owner}'s shard from {self.where}")
             yield at, memoryview(buffer)
             at, index = at + head.nbytes, index + 1
 
@@ -223,8 +227,8 @@ def _wrong_root(what: str, found: str, committed: str | None) -> CorruptDataErro
     return CorruptDataError(f"{what} is not what was committed: its root is {found}, should be {committed}")
 
 
-def _compare(view: memoryview | bytearray, digest: int, what: str) -> None:
-    if checksum(view) != digest:
+def _compare(found: int, digest: int, what: str) -> None:
+    if found != digest:
         raise CorruptDataError(f"{what} does not match its checksum")
 
 

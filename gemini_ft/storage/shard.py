@@ -30,6 +30,7 @@ from gemini_ft.errors import CorruptDataError, StorageError
 from gemini_ft.storage.base import Storage, ignore
 
 CHUNK_BYTES = 8 * 2**20
+_ONE_REQUEST = CHUNK_BYTES + 2**20  # bytes; up to here a journey to the storage costs more than the bytes
 LARGEST = 2**50  # bytes; no store takes larger objects
 
 # The dtypes that safetensors readers know. Any other one is stored as plain bytes and named in the metadata.
@@ -239,9 +240,28 @@ class StoredShard:
     def _small(self, name: str, span: Span) -> bytes:
         self._is_there(span.offset, span.nbytes)
         blob = bytearray(span.nbytes)
-        self._storage.get_range(self.record.key, span.offset, memoryview(blob))
+        self._get(span.offset, memoryview(blob))
         self._compare(f"its {name}", xxhash.xxh3_64_hexdigest(blob), span.xxh3)
         return bytes(blob)
+
+    @cached_property
+    def _front(self) -> tuple[int, memoryview]:
+        """Offset and bytes of what is read in one request: the small parts, and all of a small shard; nothing where they are large."""
+        record = self.record
+        parts = (record.layout, record.extras, record.digests)
+        start, stop = min(span.offset for span in parts), max(span.offset + span.nbytes for span in parts)
+        whole = max(stop, record.data.offset + record.data.nbytes)
+        nbytes = next((end - start for end in (whole, stop) if end - start <= _ONE_REQUEST), 0)
+        blob = memoryview(bytearray(nbytes))
+        self._storage.get_range(record.key, start, blob)
+        return start, blob
+
+    def _get(self, offset: int, out: memoryview) -> None:
+        start, front = self._front
+        if start <= offset and offset + out.nbytes <= start + front.nbytes:
+            out[:] = front[offset - start :][: out.nbytes]
+        else:
+            self._storage.get_range(self.record.key, offset, out)
 
     def _is_there(self, offset: int, nbytes: int) -> None:
         """Checks that the object has the bytes, before memory is taken for them: its record may lie."""
@@ -255,7 +275,7 @@ class StoredShard:
     def _read_chunks(self, indices: Sequence[int], out: memoryview) -> None:
         """Reads chunks that lie one after the other, in one go."""
         first, _ = self._chunk(indices[0])
-        self._storage.get_range(self.record.key, self.record.data.offset + first, out)
+        self._get(self.record.data.offset + first, out)
         for index in indices:
             begin, end = self._chunk(index)
             found = checksum(out[begin - first : end - first])

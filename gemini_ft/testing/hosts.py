@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import secrets
-import select
 import signal
 import struct
 import subprocess
@@ -22,6 +21,7 @@ import torch
 
 from gemini_ft.errors import GeminiError
 from gemini_ft.events import read_events
+from gemini_ft.hosts import is_readable
 from gemini_ft.launch.drain import LEFT
 from gemini_ft.testing.network import DEVICE, HUB, Network
 
@@ -239,8 +239,7 @@ def _start_store(env: Mapping[str, str], address: str) -> tuple[subprocess.Popen
     process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     with process.stdout as output:
-        ready, _, _ = select.select([output], [], [], _START_SECONDS)
-        line = output.readline().decode() if ready else ""
+        line = output.readline().decode() if is_readable(output.fileno(), _START_SECONDS) else ""
     if not line.startswith("store ready on "):
         process.kill()
         process.wait(_END_SECONDS)

@@ -299,7 +299,10 @@ def _guard(watched: int, orders: int) -> None:
     spaces: list[int] = []
     with socket.socket(fileno=orders) as sock:
         sock.send(_ON_WATCH)
-        while orders in select.select([orders, watched], [], [])[0]:
+        waiting = select.poll()
+        for descriptor in (orders, watched):
+            waiting.register(descriptor, select.POLLIN)
+        while orders in dict(waiting.poll()):
             order, given, _, _ = socket.recv_fds(sock, 1, 1)
             if not order:
                 break

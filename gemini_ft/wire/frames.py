@@ -9,7 +9,9 @@ import array
 import contextlib
 import socket
 import ssl
+from collections.abc import Callable
 
+from gemini_ft.core.roots import running_checksum
 from gemini_ft.errors import PeerError, SecretError
 from gemini_ft.wire.lane import MARK, SLICE, TAG_BYTES, Seal, keys
 from gemini_ft.wire.messages import MAX_MESSAGE, kind_of, pack
@@ -106,21 +108,24 @@ class BlockingWire:
         self._fill(self._socket, memoryview(body))
         return peers.unpack(body)
 
-    def receive_payload(self, out: memoryview) -> None:
-        """Fills ``out`` with the payload that the last message announced.
+    def receive_payload(self, out: memoryview) -> int:
+        """Fills ``out`` with the payload that the last message announced; returns its `gemini_ft.core.roots.checksum`.
 
         Raises:
             PeerError: it does not come, or is not what the peer sent.
         """
+        found = running_checksum()
         if self._lane is None:
-            self._fill(self._socket, out)
-            return
+            self._fill(self._socket, out, found.update)
+            return found.intdigest()
         tag = bytearray(TAG_BYTES)
-        self._fill(self._lane, out, self._seal)
+        self._fill(self._lane, out, found.update, self._seal.add)
         self._fill(self._lane, memoryview(tag))
         self._seal.check(tag, self.peer)
+        return found.intdigest()
 
-    def _fill(self, sock: socket.socket, out: memoryview, seal: Seal | None = None) -> None:
+    def _fill(self, sock: socket.socket, out: memoryview, *see: Callable[[memoryview], object]) -> None:
+        """Fills ``out``; each piece is shown to ``see`` while it is in the core's cache."""
         while out:
             try:
                 count = sock.recv_into(out[:SLICE])
@@ -128,8 +133,8 @@ class BlockingWire:
                 raise self._silent(error) from None
             if count == 0:
                 raise PeerError(f"the agent at {self.peer} closed the connection")
-            if seal is not None:
-                seal.add(out[:count])
+            for each in see:
+                each(out[:count])
             out = out[count:]
 
     def _silent(self, error: OSError) -> PeerError:

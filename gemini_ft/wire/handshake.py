@@ -53,7 +53,7 @@ class _Dialling:
             self._fail(PeerError(f"it sent {kind_of(message)!r} in place of a handshake; another gemini-ft listens there"))
         return None
 
-    def on_bytes(self, message: PeerMessage) -> None:
+    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
         raise PeerError("raw bytes during the handshake")
 
     def on_lost(self, reason: str) -> None:
@@ -263,7 +263,7 @@ class _Greeting:
         self._admit(self.connection, message)
         return None
 
-    def on_bytes(self, message: PeerMessage) -> None:
+    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
         raise PeerError("raw bytes during the handshake")
 
     def on_lost(self, reason: str) -> None:

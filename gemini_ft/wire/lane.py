@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.ciphers import AEADEncryptionContext, Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import GCM
 
+from gemini_ft.core.roots import running_checksum
 from gemini_ft.errors import PeerError
 
 Valve = Callable[[int], Awaitable[int]]  # given how many bytes are ready, waits, and says how many of them may go
@@ -110,13 +111,13 @@ class Lane:
         finally:
             self._loop.remove_writer(self.socket)
 
-    def receive(self, target: memoryview, nbytes: int, done: Callable[[Exception | None], None]) -> None:
+    def receive(self, target: memoryview, nbytes: int, done: Callable[[Exception | int], None]) -> None:
         """Receives a payload of ``nbytes``.
 
         Args:
             target: where it goes; if it is shorter than the payload, it is filled again and again.
             nbytes: length of the payload.
-            done: called once, with None when the payload is whole and is what the other end sent.
+            done: called once; with the payload's `gemini_ft.core.roots.checksum` when it is whole and is what the other end sent.
         """
         self._loop.add_reader(self.socket, _Receiving(self, target, nbytes, done).on_readable)
 
@@ -141,9 +142,10 @@ class Lane:
 class _Receiving:
     """A payload on its way in."""
 
-    def __init__(self, lane: Lane, target: memoryview, nbytes: int, done: Callable[[Exception | None], None]) -> None:
+    def __init__(self, lane: Lane, target: memoryview, nbytes: int, done: Callable[[Exception | int], None]) -> None:
         self._lane, self._target, self._left, self._done = lane, target, nbytes, done
         self._room = target
+        self._checksum = running_checksum()  # beside the tag, because a piece is in the core's cache only now
         self._tag = bytearray()
 
     def on_readable(self) -> None:
@@ -157,7 +159,7 @@ class _Receiving:
             return
         if finished:
             self._lane.stop_receiving()
-            self._done(None)
+            self._done(self._checksum.intdigest())
 
     def _read(self) -> bool:
         """Whether the payload and its tag are there."""
@@ -165,6 +167,7 @@ class _Receiving:
             piece = self._room[: min(self._left, SLICE)]
             count = self._some(self._lane.socket.recv_into(piece))
             self._lane.receiving.add(piece[:count])
+            self._checksum.update(piece[:count])
             self._room = self._room[count:] or self._target
             self._left -= count
             return False

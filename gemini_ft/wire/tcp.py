@@ -40,8 +40,8 @@ class Handler(Protocol):
     def on_message(self, message: PeerMessage) -> memoryview | None:
         """Takes a message. Returns, for one that raw bytes follow, the memory for them (None: they are thrown away)."""
 
-    def on_bytes(self, message: PeerMessage) -> None:
-        """Takes note that the raw bytes that followed ``message`` are all there."""
+    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
+        """Takes note that the raw bytes that followed ``message`` are all there, and of their checksum, if it was formed on the way."""
 
     def on_lost(self, reason: str) -> None:
         """Takes note that the connection is closed; nothing refers to payloads any more."""
@@ -161,12 +161,12 @@ class Connection(asyncio.BufferedProtocol):
             self._expect("payload", self._scratch())
             return
         self._expect("head", memoryview(bytearray(4)))
-        self._payload_is_there()
+        self._payload_is_there(None)
 
-    def _payload_is_there(self) -> None:
+    def _payload_is_there(self, digest: int | None) -> None:
         message, self._message, self._wanted = self._message, None, None
         if message is not None:
-            self.handler.on_bytes(message)
+            self.handler.on_bytes(message, digest)
 
     # -- receiving on the lane: messages wait until the payload before them is whole
 
@@ -188,12 +188,12 @@ class Connection(asyncio.BufferedProtocol):
             target = self._wanted if self._wanted is not None else memoryview(_SCRATCH)
             self._lane.receive(target, self._payload_left, self._received)
 
-    def _received(self, error: Exception | None) -> None:
-        if error is not None:
-            self._refuse(error)
+    def _received(self, outcome: Exception | int) -> None:
+        if isinstance(outcome, Exception):
+            self._refuse(outcome)
             return
         try:
-            self._payload_is_there()
+            self._payload_is_there(outcome)
             while self._early and self._message is None:
                 self._hear(self._early.popleft())
         except GeminiError as refusal:

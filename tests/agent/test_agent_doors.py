@@ -79,7 +79,7 @@ class TestUnixSocket:
         job.rank("a", 0)
         name = lifecycle.socket_name(job.run, "a")
         if os.getuid() != 0:
-            pytest.skip("only root can become another user")
+            pytest.skip("needs another user: run as root, who can become one")
         stranger = f"""
 import os, socket
 os.setgid(65534), os.setuid(65534)
@@ -170,6 +170,15 @@ class TestTcpPort:
                 sock.sendall(data)
                 assert said(sock) == b""
         job.commit(ranks, 1, 2)
+
+    def test_a_host_that_dials_again_hangs_up_what_it_dialled_before(self, job: Job) -> None:
+        ranks = job.start()
+        claims = job.claims("replicate", host="a", to="b", incarnation=ranks[0].spec.incarnation)
+        first, second = (BlockingWire(ranks[1].address, claims, SECRET, WAIT) for _ in range(2))
+        with contextlib.closing(first), contextlib.closing(second), pytest.raises(PeerError) as caught:
+            first.receive()
+        assert "timed out" not in str(caught.value)
+        job.commit(ranks, 1, 2)  # the true host has dialled once more
 
     def test_a_stranger_without_the_secret_gets_nothing(self, job: Job) -> None:
         ranks = job.start()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -42,6 +44,23 @@ def held(job: Job, host: str) -> dict[int, set[int]]:
     """Owner -> iterations of which there are copies."""
     streams = job.status(host)["streams"]["main"]["shards"]
     return {int(owner): {int(slot.partition(":")[2]) for slot in slots if slot.startswith("complete")} for owner, slots in streams.items()}
+
+
+def test_an_agent_is_watched_and_killed_from_a_process_with_thousands_of_open_files() -> None:
+    hung = subprocess.Popen(["sleep", "600"])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    low = os.pidfd_open(hung.pid)
+    listener = revival.Listener(hung.pid, fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 2000))
+    os.close(low)
+    try:
+        assert not listener.ended()
+        assert listener.kill()
+    finally:
+        listener.close()
+        hung.kill()
+        hung.wait()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class TestReplacement:

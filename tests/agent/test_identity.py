@@ -146,7 +146,7 @@ class _Replies:
         self.changed.set()
         return None
 
-    def on_bytes(self, message: Message) -> None:
+    def on_bytes(self, message: Message, digest: int | None) -> None:
         """Not of interest."""
 
     def on_lost(self, reason: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 
@@ -11,14 +12,14 @@ import torch
 from compression_kit import EVERY, SHAPES, gradients, method, same
 from torch import Tensor
 
-from gemini_ft.compression import kernels
+from gemini_ft.compression import kernels, sparse
 from gemini_ft.compression.base import Bundle, Layout, Turn
 from gemini_ft.compression.collective import reduce
 
-pytest.importorskip("triton", reason="needs triton, which has no build for this platform or is not installed")
+pytest.importorskip("triton", reason="needs triton: pip install triton, where it has a build for the platform")
 from gemini_ft.compression import triton_kernels
 
-CPU = torch.device("cpu")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +30,8 @@ def bundle() -> Bundle:
     return Bundle.of(given, 64)
 
 
-def seeds(layout: Layout, step: int) -> Tensor:
-    return kernels.stream_seeds(layout, CPU, 0, Turn(step))
+def seeds(layout: Layout, step: int, device: str = "cpu") -> Tensor:
+    return kernels.stream_seeds(layout, torch.device(device), 0, Turn(step))
 
 
 def alone(bundle: Bundle, name: str) -> Bundle:
@@ -49,34 +50,40 @@ def test_pack_signs(bundle: Bundle) -> None:
     assert torch.equal(triton_kernels.pack_signs(bundle.flat), kernels.pack_signs(bundle.flat))
 
 
-def test_stochastic_round(bundle: Bundle) -> None:
-    finite = Bundle(bundle.layout, bundle.flat.nan_to_num(0.0, 0.0, 0.0))
-    scales = torch.full((len(bundle.layout.names),), 1.7)
-    draws = [triton_kernels.stochastic_round(finite.flat, bundle.layout, scales, 40, seeds(bundle.layout, step), 0) for step in range(60)]
-    clipped = (finite.flat * 1.7).clamp(-40, 40)
+@pytest.mark.parametrize("device", DEVICES)
+def test_stochastic_round(bundle: Bundle, device: str) -> None:
+    flat, layout = bundle.flat.to(device), bundle.layout
+    finite = flat.nan_to_num(0.0, 0.0, 0.0)
+    scales = torch.full((len(layout.names),), 1.7, device=device)
+    draws = [triton_kernels.stochastic_round(finite, layout, scales, 40, seeds(layout, step, device), 0) for step in range(60)]
+    clipped = (finite * 1.7).clamp(-40, 40)
     found = torch.stack(draws).double()
     assert all(((draw - clipped).abs() < 1).all() for draw in draws)
     deviation = found.std(0) / 60**0.5
     assert float(((found.mean(0) - clipped).abs() > 5.5 * deviation + 0.15).sum()) == 0
     assert abs(float((found.mean(0) - clipped).mean())) < 0.005
-    with_bad = triton_kernels.stochastic_round(bundle.flat, bundle.layout, scales, 40, seeds(bundle.layout, 0), 0)
-    assert with_bad[torch.isnan(bundle.flat)].tolist() == [0]
+    with_bad = triton_kernels.stochastic_round(flat, layout, scales, 40, seeds(layout, 0, device), 0)
+    assert with_bad[torch.isnan(flat)].tolist() == [0]
 
 
-def test_stochastic_round_by_buckets(bundle: Bundle) -> None:
-    scales = torch.arange(bundle.layout.total // 64).float()
-    found = triton_kernels.stochastic_round(torch.ones(bundle.layout.total), bundle.layout, scales, 127, seeds(bundle.layout, 0), 64)
+@pytest.mark.parametrize("device", DEVICES)
+def test_stochastic_round_by_buckets(bundle: Bundle, device: str) -> None:
+    layout, ones = bundle.layout, torch.ones(bundle.layout.total, device=device)
+    scales = torch.arange(layout.total // 64, device=device).float()
+    found = triton_kernels.stochastic_round(ones, layout, scales, 127, seeds(layout, 0, device), 64)
     assert torch.equal(found.view(-1, 64)[:100, 5].float(), scales[:100].clamp(max=127))
 
 
-def test_natural(bundle: Bundle) -> None:
-    own = bundle.flat.view(torch.int32) >> 23 & 255
-    draws = torch.stack([triton_kernels.natural(bundle.flat, bundle.layout, seeds(bundle.layout, step)) for step in range(60)]).int()
+@pytest.mark.parametrize("device", DEVICES)
+def test_natural(bundle: Bundle, device: str) -> None:
+    flat, layout = bundle.flat.to(device), bundle.layout
+    own = flat.view(torch.int32) >> 23 & 255
+    draws = torch.stack([triton_kernels.natural(flat, layout, seeds(layout, step, device)) for step in range(60)]).int()
     assert ((draws == own) | (draws == own + 1)).all()
     assert (draws[:, own >= 254] == own[own >= 254]).all()
-    finite = torch.isfinite(bundle.flat) & (bundle.flat != 0)
+    finite = torch.isfinite(flat) & (flat != 0)
     values = torch.exp2(draws.double() - 127)[:, finite]
-    ratio = values.mean(0) / bundle.flat[finite].abs()
+    ratio = values.mean(0) / flat[finite].abs()
     assert abs(float(ratio.mean()) - 1) < 0.005
 
 
@@ -95,17 +102,49 @@ def test_a_group_gives_what_its_tensors_give(bundle: Bundle, name: str) -> None:
     assert torch.equal(exponents[part], triton_kernels.natural(single.flat, single.layout, seeds(single.layout, 3)))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_device_as_on_a_cpu(bundle: Bundle) -> None:
-    flat = bundle.flat.cuda()
-    thresholds = torch.ones(len(bundle.layout.names), device="cuda")
-    assert torch.equal(kernels.select(flat, bundle.layout, thresholds).cpu(), kernels.select(bundle.flat, bundle.layout, thresholds.cpu()))
-    assert torch.equal(kernels.pack_signs(flat).cpu(), kernels.pack_signs(bundle.flat))
+# -- the side of an accelerator against the side of a CPU
+
+
+def _words(flat: Tensor) -> Tensor:
+    """Bytes that differ from element to element, as codes or as packed bits."""
+    return flat.abs().nan_to_num(0.0, 0.0).mul(37).to(torch.uint8)
+
+
+def _all_blocks(flat: Tensor, layout: Layout) -> Tensor:
+    factors = torch.linspace(0.5, 9.0, len(layout.names), device=flat.device)
+    return torch.cat([values.clone() for _, values in kernels.scaled_blocks(flat, layout, factors)])
+
+
+DETERMINISTIC: dict[str, Callable[[Tensor, Layout], object]] = {
+    "select": lambda flat, layout: kernels.select(flat, layout, torch.ones(len(layout.names), device=flat.device)),
+    "not_below": lambda flat, _: kernels.not_below(flat, 1.0),
+    "negative": lambda flat, _: kernels.negative(flat),
+    "equal": lambda flat, _: kernels.equal(_words(flat), 0),
+    "indices": lambda flat, _: kernels.indices(flat > 0),
+    "pack": lambda flat, _: kernels.pack(flat > 0),
+    "pack_signs": lambda flat, _: kernels.pack_signs(flat),
+    "pack_signs_and_zeros": lambda flat, _: kernels.pack_signs_and_zeros(flat.nan_to_num(0.0, 0.0, 0.0)),
+    "pack_small": lambda flat, _: [kernels.pack_small(_words(flat) & (2**bits - 1), bits) for bits in (2, 4)],
+    "unpack_signs": lambda flat, _: kernels.unpack_signs(_words(flat)),
+    "unpack_small": lambda flat, _: [kernels.unpack_small(_words(flat), bits, 1) for bits in (2, 4)],
+    "scaled_blocks": _all_blocks,
+    "largest": lambda flat, _: sparse.largest(flat[torch.isfinite(flat)].abs(), 50).sort().values,
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_an_accelerator_gives_the_bits_of_a_cpu(bundle: Bundle, monkeypatch: pytest.MonkeyPatch, name: str, device: str) -> None:
+    """On a CPU its code runs too, its kernels in the interpreter."""
+    call = DETERMINISTIC[name]
+    expected = call(bundle.flat, bundle.layout)
+    for module in (kernels, sparse):
+        monkeypatch.setattr(module, "holds", lambda tensor: True)
+    found = call(bundle.flat.to(device), bundle.layout)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, check_device=False)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", EVERY)
 def test_every_method_runs_on_a_device(name: str) -> None:
     fused, single = method(name), method(name)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("deepspeed", reason="needs deepspeed")
+pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
 
 from deepspeed.runtime import constants
 from deepspeed_case import Case as Job

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("deepspeed", reason="needs deepspeed")
+pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
 
 from agent_kit import preload
 from lightning_pipeline_case import Case, every

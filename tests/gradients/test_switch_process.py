@@ -68,6 +68,33 @@ def test_ddp_trains_to_the_same_bits_on_all_ranks_through_a_switch(tmp_path: Pat
     assert counts["added"] > 0
 
 
+def test_errors_of_fpisa_are_measured_while_training(tmp_path: Path) -> None:
+    """Of three of seven sums. FPISA-A overwrites what is 1000 times smaller: in 16 bits that is no more than FPISA may, in 32 it is."""
+    with switches() as [switch], World(tmp_path, 3) as world:
+        first, *others = world.outcome(switch_case.fpisa_errors, switch.place)
+    assert not isinstance(first, Exception), first
+    assert others == [first] * 2
+    for (full, reduced, is_right), width in zip(first, (4, 2, 2), strict=True):
+        assert is_right
+        assert (full.sums, full.values, full.beyond) == (7, 3 * 1408 // width, 0)
+        assert 0 < full.mean < full.worst
+        assert (reduced.sums, reduced.values, reduced.beyond > 0) == (full.sums, full.values, width == 4)
+
+
+def test_aggregators_on_the_hosts_of_the_ranks(tmp_path: Path) -> None:
+    """OmniReduce's colocated aggregators, each with a third of the slots; when one of them is gone, all do without."""
+    secret = tmp_path / "secret"
+    secret.write_text("of a run")
+    secret.chmod(0o600)
+    with World(tmp_path, 3, GEMINI_SECRET_FILE=str(secret)) as world:
+        results = world.outcome(switch_case.beside_an_aggregator)
+    for result in results:
+        assert isinstance(result, switch_case.Colocated), result
+        assert (result.wrong, result.used) == ([], (True, False))
+    assert min(result.added for result in results[:2]) > 100
+    assert results[2].added == 0, "a killed process reports nothing"
+
+
 def test_a_rank_without_a_socket_does_not_hold_up_the_others(tmp_path: Path) -> None:
     with switches() as [switch], World(tmp_path, 2) as world:
         assert world.outcome(switch_case.without_descriptors, switch.place) == [(True, False)] * 2

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gemini_ft.sync import fpisa_registers
 from gemini_ft.sync.omnireduce_streaming import OmniReduceStream
 from gemini_ft.sync.switch_adders import ADDERS
 from gemini_ft.sync.switch_packets import Array, Packets
@@ -233,6 +234,66 @@ def test_packets_that_integers_cannot_carry_are_told_apart() -> None:
     assert exponents(values).tolist() == [SPECIAL] * 5 + [-90, -90, 3]
 
 
+# -- timers: which packets a worker sends again, and when
+
+
+def under_way(slots: int, parts: int = 1) -> tuple[Worker, list[float]]:
+    """A worker that has sent a packet of every slot, in moments one millisecond apart; the answers to its first round took 10 ms."""
+    worker = Worker(slots, 4 * ELEMENTS, parts)
+    worker.start(SwitchMLStream(np.zeros((slots, ELEMENTS), np.float32), slots, 1), 0.0)
+    moments = [0.010 + 0.001 * slot for slot in range(slots)]
+    for slot, moment in enumerate(moments):
+        worker.take(bare(slot), moment)
+    return worker, moments
+
+
+def bare(slot: int) -> Packets:
+    return Packets(np.array([slot]), np.array([0]), np.array([0]), None)
+
+
+def sum_of(slots: Sequence[int]) -> Packets:
+    return Packets(
+        np.array(slots), np.ones(len(slots), np.int64), np.zeros(len(slots), np.int64), np.zeros((len(slots), 4 * ELEMENTS), np.uint8)
+    )
+
+
+def sent_by(packets: Sequence[Packets]) -> list[int]:
+    return sorted(int(slot) for each in packets for slot in each.slots)
+
+
+def test_a_packet_that_later_ones_overtook_is_sent_again_before_its_time() -> None:
+    worker, moments = under_way(16)
+    now = moments[-1] + 0.001
+    assert worker.due() > now
+    worker.take(sum_of([slot for slot in range(16) if slot not in (2, 3)]), now)
+    assert sent_by(worker.tick(now)) == [2, 3]
+    assert sent_by(worker.tick(now + 0.001)) == [], "sent again a moment ago"
+
+
+def test_a_packet_to_another_switch_is_not_taken_for_overtaken() -> None:
+    """Switch 1 is slower than switch 0: nothing was lost."""
+    worker, moments = under_way(16, parts=2)
+    worker.take(sum_of(range(0, 16, 2)), now := moments[-1] + 0.001)
+    assert sent_by(worker.tick(now)) == []
+
+
+@pytest.mark.parametrize("lost", [1, 9, 16])
+def test_all_of_a_tail_is_sent_again_at_once(lost: int) -> None:
+    """The last packets of a tensor are lost, and nothing comes after them: that is no stall, however few slots are still open."""
+    worker, _ = under_way(64)
+    worker.take(sum_of(range(64 - lost)), 1.0)
+    assert sent_by(worker.tick(10.0)) == list(range(64 - lost, 64))
+
+
+def test_a_stall_is_asked_about_by_few_packets() -> None:
+    """Nothing is answered, of all that is under way: somebody is slow, and must not be buried."""
+    worker, _ = under_way(64)
+    asked = 0
+    for second in range(10):
+        asked += len(sent_by(worker.tick(10.0 + second)))
+    assert 0 < asked <= 10 * 8
+
+
 # -- OmniReduce
 
 
@@ -278,6 +339,18 @@ def test_fpisa_has_room_for_as_many_workers_as_a_job_may_have() -> None:
     most = float(np.nextafter(np.float32(2), np.float32(0)))
     assert fpisa("fpisa", [most] * 64)[0] == 64 * most
     assert fpisa("fpisa", [-most] * 128)[0] == -128 * most
+    assert fpisa("fpisa", [most] * 129)[0] != 129 * most, "one more than fits in 32 bits"
+
+
+def test_registers_without_head_room_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of 16 bits, whose mantissas are shorter and leave more of it."""
+    for name, width in (("float32", 24), ("float16", 11), ("bfloat16", 8)):
+        for mode in ("fpisa", "fpisa-a"):
+            monkeypatch.setattr(fpisa_registers, "MOST_RANKS", 2 ** (31 - width))
+            ADDERS[f"{mode}-{name}"](1, 8)
+            monkeypatch.setattr(fpisa_registers, "MOST_RANKS", 2 ** (31 - width) + 1)
+            with pytest.raises(AssertionError, match="could overflow"):
+                ADDERS[f"{mode}-{name}"](1, 8)
 
 
 def test_fpisa_a_shifts_left_in_its_room_and_overwrites_beyond() -> None:

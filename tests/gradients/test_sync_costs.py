@@ -15,7 +15,7 @@ from gemini_ft.sync import costs
 from gemini_ft.sync.auto import candidates
 from gemini_ft.sync.costs import FORMULAS, Link, Traffic
 from gemini_ft.sync.profiling import describe, overlap
-from gemini_ft.sync.schemes import SCHEMES, dimensions_table
+from gemini_ft.sync.schemes import SCHEMES, SWITCH_SCHEMES, dimensions_table
 
 preload("sync_case")
 ELEMENTS = 10**9
@@ -64,6 +64,17 @@ def test_parameter_servers_suffer_from_skew() -> None:
     push = 2 * 7 / 8 * 0.005 * 5
     assert cost("ssar-split-allgather", traffic) == pytest.approx(push + 2 * 7 / 8 * 0.02)
     assert cost("dsar-split-allgather", traffic) == pytest.approx(push + 7 / 8)
+    assert costs.dsar_split_allgather(traffic, 4 / 32)[1] / ELEMENTS == pytest.approx(push + 7 / 8 / 8)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_the_link_of_a_single_server_carries_everything(ranks: int) -> None:
+    """2 p d, where the server is a worker too and its own share stays: 2 (p - 1) d of what is dense, (p - 1) (d + d^n) of pairs."""
+    full = spread(ranks, 1.0, {1: 1.0, ranks: 1.0})
+    assert cost("single-ps", full) == pytest.approx(2 * (ranks - 1))
+    apart = costs.textbook(ranks, ELEMENTS, Link(0.0, 1 / ELEMENTS))["parameter server"]
+    assert apart - cost("single-ps", full) == pytest.approx(2)
+    assert cost("single-ps", spread(ranks, 0.01, {1: 1.0, ranks: 1.5})) == pytest.approx((ranks - 1) * 2 * (0.01 + 0.015))
 
 
 def test_zen_saves_the_pulls_indices() -> None:
@@ -144,6 +155,14 @@ def test_auto_agrees_and_begins_anew_when_the_gradient_changes(tmp_path: Path) -
     assert set(first[found + 5 : -1]) == {None}
 
 
+def test_auto_tries_what_the_formulas_cannot_rule_out(tmp_path: Path) -> None:
+    """On loopback processors decide: the best takes many times as long as its bytes, and a scheme of more bytes may be faster."""
+    for tried, close, least, took in on_ranks(tmp_path, 2, sync_case.auto_tries):
+        open_to_all = {name for name, seconds in least.items() if seconds < took}
+        assert open_to_all - close, "the formulas alone would have tried all of them"
+        assert open_to_all <= tried
+
+
 def test_latency_keeps_nobody_from_being_tried() -> None:
     densities = {1: 0.0113, 2: 0.0189, 4: 0.0312, 8: 0.0535, 16: 0.088}
     traffic = Traffic(16, ELEMENTS, 1024, densities, push_skew=11.5, pull_skew=11.5)
@@ -169,3 +188,49 @@ def test_the_textbook_patterns_at_a_glance() -> None:
     assert min(small, key=lambda each: small[each]) == "switch"
     assert small["tree"] < small["ring"] == pytest.approx(14e-4, rel=1e-2)
     assert set(costs.textbook(1, 100, link).values()) == {0.0}
+
+
+# -- through a switch
+
+
+def test_a_link_waits_for_its_slots_only_where_their_packets_are_shorter_than_a_round_trip() -> None:
+    """By hand: packets of 90 + 10 bytes at 1 ms a byte take 0.1 s. Two slots, five packets, rounds of 2, 2 and 1."""
+    pool = costs.Pool(slots=2, packet=90, header=10)
+    busy = pool.stream(5, Link(0.02, 1e-3))  # 0.04 + 0.1 < 0.2: five packets one after the other, after 2 headers, and two round trips
+    assert busy == pytest.approx((0.04 + 0.02) + 5 * 0.1 + 0.04)
+    waits = pool.stream(5, Link(0.5, 1e-3))  # 1 + 0.1 > 0.2: every round lasts a round trip
+    assert waits == pytest.approx((1.0 + 0.02) + 2 * 1.1 + (1.0 + 0.1))
+    assert pool.stream(1, Link(0.5, 1e-3)) == pytest.approx((1.0 + 0.01) + (1.0 + 0.1))
+    assert pool.stream(0, Link(0.5, 1e-3)) == 0.0
+
+
+def test_a_pool_is_large_enough_when_it_holds_what_a_round_trip_takes() -> None:
+    """SwitchML, section 3.6: slots for as many packets as leave within a round trip; more of them gain nothing."""
+    link = Link(5e-5, 8e-10)  # 10 Gbit/s
+    times = [costs.switchml(10**8, link, costs.Pool(slots, 1024, 52)) for slots in (58, 117, 118, 512)]
+    assert times[0] == pytest.approx(2 * times[1], rel=2e-2)
+    assert times[1] > times[2] == pytest.approx(times[3], rel=1e-3)
+
+
+def test_what_a_switch_saves_in_the_papers() -> None:
+    """SwitchML: 8/14 of a ring with 8 ranks, in packets that are 5 % longer than their values (1076 bytes for 1024). FPISA: the same, and
+    half of it in 16 bits. OmniReduce: 2 (p - 1) / (p D) times as fast as a ring; with aggregators on the ranks' hosts, 1 / D times.
+    """
+    link, elements, bare = Link(0.0, 1e-9), 2**24, costs.Pool(header=0)
+    ring = costs.textbook(8, 4 * elements, link)["ring"]
+    assert costs.switchml(elements, link, bare) / ring == pytest.approx(8 / 14, rel=1e-3)
+    assert costs.switchml(elements, link, costs.Pool(256, 1024, 52)) / ring == pytest.approx(8 / 14 * 1076 / 1024, rel=1e-3)
+    assert costs.fpisa(elements, link) == costs.switchml(elements, link)
+    assert costs.fpisa(elements, link, itemsize=2) == pytest.approx(costs.switchml(elements, link) / 2, rel=1e-3)
+    for density in (1.0, 0.1, 0.01):
+        dedicated = costs.omnireduce_streaming(4 * elements, density, link, bare)
+        assert ring / dedicated == pytest.approx(2 * 7 / 8 / density, rel=1e-2)
+        assert ring / costs.omnireduce_streaming(4 * elements, density, link, bare, colocated=8) == pytest.approx(1 / density, rel=1e-2)
+
+
+def test_every_scheme_of_a_switch_is_shown() -> None:
+    shown = costs.switched(8, 10**6, Link(1e-5, 1e-9))
+    assert {name.partition(",")[0] for name in shown} == set(SWITCH_SCHEMES)
+    assert shown["switchml"] > shown["omnireduce-streaming, 10%"] > shown["omnireduce-streaming, 1%"] > 0
+    assert costs.switched(2, 10**6, Link(1e-5, 1e-9)) == shown
+    assert set(costs.switched(1, 10**6, Link(1e-5, 1e-9)).values()) == {0.0}

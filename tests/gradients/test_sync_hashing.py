@@ -140,7 +140,7 @@ def run_case(device: str, **env: str) -> str:
     return done.stdout
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton")
 def test_the_kernel_in_the_interpreter() -> None:
     assert run_case("cpu", TRITON_INTERPRET="1") == "as it should be\n"
 

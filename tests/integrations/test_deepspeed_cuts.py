@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("deepspeed", reason="needs deepspeed")
+pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
 
 from gemini_ft.core.layout import Layout, TensorSpec, build_layout
 from gemini_ft.deepspeed.reshard import Cut, Fragment, OldShards

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("deepspeed", reason="needs deepspeed")
+pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
 
 from deepspeed_case import Case, train_resized
 from plain_case import history

@@ -14,9 +14,9 @@ from rank_kit import World
 
 from gemini_ft.errors import ConfigError
 
-pytest.importorskip("deepspeed", reason="needs deepspeed")
-pytest.importorskip("transformers", reason="needs transformers")
-pytest.importorskip("accelerate", reason="needs accelerate")
+pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
+pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
 
 CASE = Path(__file__).parents[1] / "kit" / "huggingface_case.py"
 FAULTS = "step=8:rank=1:sigkill; step=12:rank=0:sigkill:moment=in_copy"

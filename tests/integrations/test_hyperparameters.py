@@ -123,7 +123,7 @@ def test_changes_are_named_at_every_resume_and_only_they(
     train: Callable[[Path, float, float], list[str]], vendors: list[str], rates: str, factor: str, tmp_path: Path
 ) -> None:
     for vendor in vendors:
-        pytest.importorskip(vendor, reason=f"needs {vendor}")
+        pytest.importorskip(vendor, reason=f"needs {vendor}: pip install {vendor}")
     with World(tmp_path) as world:
         for given, is_told in [((0.01, 0.5), False), ((0.01, 0.5), False), ((0.3, 0.7), True), ((0.3, 0.7), True)]:
             (texts,) = world.outcome(train, tmp_path, *given)

@@ -189,7 +189,9 @@ def test_a_csv_goes_on_in_its_version(kind: Any, fit: Callable[..., Case], tmp_p
 
 
 def test_tensorboard_goes_on_in_its_version(fit: Callable[..., Case], tmp_path: Path) -> None:
-    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reading = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard: pip install tensorboard"
+    )
     options = {"log_every_n_steps": 1}
     fit(Logging, table, "ddp", logger=TensorBoardLogger(tmp_path, "plain"), **options)
     with pytest.raises(Boom):

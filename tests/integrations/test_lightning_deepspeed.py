@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("deepspeed", reason="needs deepspeed")
+pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
 
 from agent_kit import end_agent, eventually, preload
 from lightning_deepspeed_case import Case, train

@@ -167,7 +167,7 @@ def test_lightnings_hint_names_ours() -> None:
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize(("package", "ours"), TRAINERS)
 def test_deepspeed_has_the_stages_that_lightning_has(package: Any, ours: ModuleType, name: str) -> None:
-    pytest.importorskip("deepspeed")
+    pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
     strategy, theirs = (package.strategies.StrategyRegistry.get(of) for of in (name, name.removeprefix("gemini_")))
     assert type(strategy) is ours.GeminiDeepSpeedStrategy
     assert isinstance(strategy, package.strategies.DeepSpeedStrategy)
@@ -175,7 +175,7 @@ def test_deepspeed_has_the_stages_that_lightning_has(package: Any, ours: ModuleT
 
 
 def test_options_in_a_deepspeed_configuration(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
+    pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 1}, "gemini": {"replicas": 3, "interval": 5, "timeout": 7}}))
     strategy = gemini_ft.lightning.GeminiDeepSpeedStrategy(config=path, interval=2)
@@ -193,7 +193,7 @@ def test_a_wrong_section_in_a_deepspeed_configuration(section: Any, message: str
 
 
 def test_deepspeed_must_use_the_devices_that_the_trainer_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = pytest.importorskip("deepspeed").accelerator
+    accelerator = pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed").accelerator
     monkeypatch.setattr(accelerator, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
     strategy = gemini_ft.lightning.GeminiDeepSpeedStrategy(accelerator="cpu", parallel_devices=[torch.device("cpu")])
     with pytest.raises(ConfigError, match=r"uses cpu and DeepSpeed cuda; .*DS_ACCELERATOR=cpu, or use Trainer\(accelerator='gpu'\)"):

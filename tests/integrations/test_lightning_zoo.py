@@ -466,7 +466,7 @@ TORCHDATA: dict[str, tuple[Maker, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.skipif(StatefulDataLoader is None, reason="torchdata is not installed")
+@pytest.mark.skipif(StatefulDataLoader is None, reason="needs torchdata: pip install torchdata")
 @pytest.mark.parametrize("name", TORCHDATA)
 @pytest.mark.parametrize("stop", [pytest.param((0, 3), marks=pytest.mark.soak), MIDDLE])
 def test_stateful_data_loader(name: str, stop: tuple[int, int]) -> None:

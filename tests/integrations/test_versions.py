@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("deepspeed", reason="needs deepspeed")
-pytest.importorskip("lightning", reason="needs lightning")
-pytest.importorskip("transformers", reason="needs transformers")
+pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
+pytest.importorskip("lightning", reason="needs lightning: pip install lightning")
+pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
 
 import deepspeed
 

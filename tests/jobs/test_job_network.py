@@ -32,7 +32,7 @@ def options(transport: str, **more: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def permitted() -> None:
     if (reason := Network.unavailable()) is not None:
-        pytest.skip(reason)
+        pytest.skip(f"needs hosts with a network of their own: {reason}")
 
 
 @pytest.fixture(scope="module")

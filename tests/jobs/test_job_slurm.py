@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.slurm,
     pytest.mark.soak,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(bool(slurm_kit.unavailable()), reason=slurm_kit.unavailable() or "-"),
+    pytest.mark.skipif(bool(slurm_kit.unavailable()), reason=f"needs SLURM: {slurm_kit.unavailable()}"),
 ]
 EXAMPLES = Path(__file__).parents[2] / "examples" / "slurm"
 STEPS = 400

@@ -39,7 +39,7 @@ def same_error(results: list[Any], kind: type[GeminiError]) -> str:
 class TestOptions:
     def test_an_unknown_one_is_named_with_those_there_are(self, one: World) -> None:
         text = same_error(one.outcome(*run(replica=3)), ConfigError)
-        known = "agent_timeout, chunk_bytes, copy_when, domain, drain_seconds, drain_signal, encrypt"
+        known = "agent_cpus, agent_timeout, chunk_bytes, copy_when, domain, drain_seconds, drain_signal, encrypt"
         assert text.startswith(f"gemini options: unknown option 'replica'; allowed: {known}")
 
     def test_that_differ_between_ranks_are_refused(self, two: World) -> None:
@@ -50,6 +50,14 @@ class TestOptions:
         text = same_error(two.outcome(*run(interface="ib7")), ConfigError)
         assert "interface='ib7': no such interface, and not a CIDR; this host has " in text
         assert "lo (127.0.0.1" in text
+
+    def test_what_agents_must_hear_of_is_no_argument(self, one: World) -> None:
+        text = same_error(one.outcome(*run(agent_cpus="0")), ConfigError)
+        assert "it elsewhere: give it as GEMINI_AGENT_CPUS, or in the file that GEMINI_CONFIG names" in text
+
+    def test_processors_that_are_not_there_are_refused(self, one: World) -> None:
+        attempt = one.start(*run(), per_rank=[{"GEMINI_AGENT_CPUS": "0,1020"}])
+        assert "agent_cpus=0,1020: this host, or this process's control group, lacks" in same_error(attempt.results(), ConfigError)
 
     def test_domains_of_some_hosts_only_are_refused(self, two: World) -> None:
         attempt = two.start(*run(), per_rank=[{"GEMINI_DOMAIN": "rack1"}, {}])

@@ -573,7 +573,7 @@ class _Side:
             self._heard.put_nowait((message, self._payload))
         return memoryview(self._payload)
 
-    def on_bytes(self, message: PeerMessage) -> None:
+    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
         self._heard.put_nowait((message, self._payload))
 
     def on_lost(self, reason: str) -> None:

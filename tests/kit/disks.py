@@ -18,7 +18,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)], capture_output=True, timeout=_WAIT)
     if mounted.returncode:
-        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.decode().strip()}")
+        pytest.skip(f"needs the right to mount a tmpfs: run as root, with CAP_SYS_ADMIN ({mounted.stderr.decode().strip()})")
     try:
         yield folder
     finally:

@@ -77,7 +77,7 @@ for entry in pathlib.Path("/proc").iterdir():
 def unavailable() -> str:
     """The reason why there can be no cluster here; empty: there can."""
     missing = [name for name in _PROGRAMS if shutil.which(name, path=PATH) is None]
-    return f"SLURM is not installed ({', '.join(missing)}): apt-get install slurmctld slurmd slurm-client munge" if missing else ""
+    return f"apt-get install slurmctld slurmd slurm-client munge (there is no {', no '.join(missing)})" if missing else ""
 
 
 class Cluster:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import resource
+import signal
 import socket
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +17,16 @@ from pathlib import Path
 import sync_case
 import torch
 import torch.distributed as dist
-from agent_kit import eventually
+from agent_kit import WAIT, eventually
 from switch_kit import KEY, PATIENCE
 
+from gemini_ft.config import load_config
 from gemini_ft.sync.ddp_hook import HookState, hook
+from gemini_ft.sync.fpisa import FPISA
+from gemini_ft.sync.fpisa_accuracy import Accuracy
+from gemini_ft.sync.omnireduce_streaming import OmniReduceStreaming
 from gemini_ft.sync.switchml import SwitchML
+from gemini_ft.wire.trust import switch_key
 
 SIZE = 5000
 _MOST_STEPS = 2000
@@ -83,6 +92,72 @@ def without_descriptors(place: str) -> tuple[bool, bool]:
     is_right, in_use = torch.equal(total, parts[0] + parts[1]), scheme.in_use()
     dist.destroy_process_group()
     return is_right, in_use
+
+
+def fpisa_errors(place: str) -> list[tuple[Accuracy, Accuracy, bool]]:
+    """By dtype: errors of FPISA and of FPISA-A where one rank has a large value at each place, and whether FPISA's are all small."""
+    group, found = sync_case.join(), []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        full, reduced = (FPISA(place, KEY, mode, patience=PATIENCE, compare_every=3) for mode in ("fpisa", "fpisa-a"))  # type: ignore[arg-type]
+        worst = 0.0
+        for step in range(7):
+            parts = [gradient(rank, step) for rank in range(group.size())]
+            for rank, part in enumerate(parts):
+                part[rank :: group.size()] *= 1000
+            parts = [part.to(dtype) for part in parts]
+            total = full.all_reduce(parts[group.rank()])
+            reduced.all_reduce(parts[group.rank()])
+            wide = torch.stack(parts).double()
+            worst = max(worst, float(((total - wide.sum(0)).abs() / wide.abs().sum(0)).max()))
+        own, other = full.accuracy(dtype), reduced.accuracy(dtype)
+        found.append((own, other, own.worst <= worst <= group.size() * torch.finfo(dtype).eps))
+    dist.destroy_process_group()
+    return found
+
+
+@dataclass
+class Colocated:
+    """Attributes: ``wrong`` sums; whether the switches were ``used`` and, one being dead, were not; packets that this rank's one added."""
+
+    wrong: list[str] = field(default_factory=list)
+    used: tuple[bool, bool] = False, False
+    added: int = 0
+
+
+def beside_an_aggregator() -> Colocated:
+    """Sums with an aggregator on each rank's host, which has a part of the slots; in the end that of the last rank dies."""
+    group, lived = sync_case.join(), Colocated()
+    rank, size = group.rank(), group.size()
+    command = [sys.executable, "-m", "gemini_ft.cli.main", "switch", "--host", "127.0.0.1", "--port", "0", "--part", f"{rank + 1}/{size}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as aggregator:
+        assert aggregator.stdout is not None
+        address = aggregator.stdout.readline().split()[3].rstrip(",")
+        places = [""] * size
+        dist.all_gather_object(places, address)
+        scheme = OmniReduceStreaming(",".join(places), switch_key(load_config()), slots=6, patience=PATIENCE)
+
+        def add_up() -> None:
+            for dtype in (torch.float32, torch.bfloat16):
+                parts = [sync_case.rows((300, 256), sync_case.draw(40, 300, each), dtype, each) for each in range(size)]
+                total = scheme.all_reduce(parts[rank]).to_dense().double()
+                exact = torch.stack([part.to_dense().double() for part in parts])
+                if bool(((total - exact.sum(0)).abs() > size * torch.finfo(dtype).eps * exact.abs().sum(0)).any()):
+                    lived.wrong.append(f"{dtype}, off")
+                if not sync_case.alike(total, group):
+                    lived.wrong.append(f"{dtype}, ranks differ")
+
+        add_up()
+        before = scheme.in_use()
+        dist.barrier()
+        aggregator.send_signal(signal.SIGKILL if rank == size - 1 else signal.SIGCONT)
+        dist.barrier()
+        add_up()
+        lived.used = before, scheme.in_use()
+        aggregator.send_signal(signal.SIGTERM)
+        report, _ = aggregator.communicate(timeout=WAIT)
+        lived.added = json.loads(report)["added"] if report else 0
+    dist.destroy_process_group()
+    return lived
 
 
 def mark(folder: str, text: str) -> None:

@@ -32,7 +32,7 @@ exec g++ "$@"
 """
 
 
-@pytest.mark.skipif(not shutil.which("g++") or not shutil.which("ninja"), reason="torch builds extensions with g++ and ninja")
+@pytest.mark.skipif(not shutil.which("g++") or not shutil.which("ninja"), reason="needs g++ and ninja: apt-get install g++ ninja-build")
 @pytest.mark.parametrize("options", [pytest.param((), id="forked"), pytest.param(("--cold",), id="cold", marks=pytest.mark.soak)])
 def test_a_worker_that_is_killed_in_a_build_does_not_hold_the_next(
     options: tuple[str, ...], tmp_path: Path, launch: Callable[..., Job]

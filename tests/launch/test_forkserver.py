@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import api as torch_api
 
+from gemini_ft.hosts import is_readable
 from gemini_ft.launch import forkserver
 from gemini_ft.launch.grace import Process, Workers
 from gemini_ft.launch.worker_start import ForkServer, ForkServerError, forked_workers, modules_to_preload
@@ -391,7 +391,7 @@ class TestLifetime:
         assert worker.poll() is None
         os.kill(server.pid, signal.SIGCONT)
         monkeypatch.setattr("gemini_ft.launch.worker_start.ANSWER_SECONDS", 30.0)
-        select.select([server.channel], [], [], 30)  # the late answer
+        assert is_readable(server.channel.fileno(), 30)  # the late answer
         again = server.fork([write(tmp_path / "again.py", "")], os.environ, [0, 1, 2])
         assert again.wait(30) == 0
         os.killpg(worker.pid, signal.SIGTERM)

@@ -32,7 +32,7 @@ def test_the_drill_survives_three_ways_of_being_killed(tmp_path: Path) -> None:
     assert [cell != "-" for cell in cells["a worker"][3:6]] == [True, True, False]
     assert [cell != "-" for cell in cells["a host"][3:6]] == [True, True, False]
     assert [cell != "-" for cell in cells["a group"][3:6]] == [False, True, True]  # each shard is read from storage once, then from peers
-    assert [cells[name][8] for name in ("a worker", "a host")] == ["1", "1"]
+    assert {cells[name][8] for name in ("a worker", "a host")} <= {"1", "2"}  # a step that was not committed yet goes as well
     assert "IDENTICAL: not one bit differs" in output
     states = [torch.load(tmp_path / "drill" / name / "final.ckpt", weights_only=False) for name in ("undisturbed", "disturbed")]
     assert states[0]["global_step"] == 24
@@ -65,7 +65,7 @@ def test_a_plain_loop_survives_under_either_launcher(tmp_path: Path, launcher: s
 @pytest.mark.timeout(300)
 def test_a_trainer_of_transformers_is_killed_twice() -> None:
     for module in ("deepspeed", "transformers", "accelerate"):
-        pytest.importorskip(module, reason=f"needs {module}")
+        pytest.importorskip(module, reason=f"needs {module}: pip install {module}")
     output = run(sys.executable, str(EXAMPLES / "huggingface_trainer.py"), timeout=250)
     assert output.count("step 32: training loss 0x") == 2
     assert "IDENTICAL: not one bit differs" in output
@@ -74,7 +74,7 @@ def test_a_trainer_of_transformers_is_killed_twice() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_zero_3_survives_the_same_drill(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed", reason="needs deepspeed")
+    pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
     output = run(sys.executable, str(EXAMPLES / "deepspeed_zero3.py"), "--quick", "--folder", str(tmp_path / "drill"), timeout=500)
     assert "IDENTICAL: not one bit differs" in output
 
@@ -83,7 +83,7 @@ def test_zero_3_survives_the_same_drill(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("config", ["deepspeed_zero1", "deepspeed_zero2_offload"])
 def test_the_same_training_under_other_stages(tmp_path: Path, config: str) -> None:
-    pytest.importorskip("deepspeed", reason="needs deepspeed")
+    pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
     script = [str(EXAMPLES / "deepspeed_zero3.py"), "--train", "--steps=12", "--width=32", "--layers=1"]
     script += [f"--config={EXAMPLES.parent / 'configs' / config}.json"]
     run_id = f"zero-{os.getpid()}-{tmp_path.name}"

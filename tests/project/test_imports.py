@@ -97,7 +97,7 @@ def test_types_are_shipped() -> None:
 @pytest.mark.parametrize("name", gemini_ft.__all__)
 def test_exported_members_exist(name: str) -> None:
     if name == "huggingface":
-        pytest.importorskip("transformers", reason="needs transformers")
+        pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
     assert getattr(gemini_ft, name) is not None
     assert name in dir(gemini_ft)
 

@@ -30,7 +30,7 @@ SLEEP = ["sleep", "600"]
 @pytest.fixture(scope="module")
 def permitted() -> None:
     if (reason := Network.unavailable()) is not None:
-        pytest.skip(reason)
+        pytest.skip(f"needs hosts with a network of their own: {reason}")
 
 
 @pytest.fixture

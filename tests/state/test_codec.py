@@ -532,7 +532,7 @@ def test_a_tensor_returns_to_its_accelerator() -> None:
     assert decoded.stride() == tensor.stride()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without an accelerator")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without an accelerator: CUDA_VISIBLE_DEVICES= hides it")
 def test_a_tensor_of_an_absent_accelerator_comes_to_the_cpu() -> None:
     blob = codec.encode(torch.tensor([1.0, 2.0]))
     moved = blob[12:].replace(b"\xa3cpu", b"\xa4cuda")

@@ -169,7 +169,7 @@ ARGUMENTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("package", ["pytorch_optimizer", "torch_optimizer", "schedulefree", "prodigyopt", "lion_pytorch"])
 def test_optimizers_of_public_packages_are_captured_or_refused(package: str) -> None:
-    pytest.importorskip(package, reason=f"needs {package}, an extra of the tests: pip install --no-deps {package}")
+    pytest.importorskip(package, reason=f"needs {package}: pip install --no-deps {package}")
     outcomes: dict[str, str] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -582,8 +582,8 @@ def test_other_modules_with_extra_state_are_refused() -> None:
 
 
 def test_lightning_and_fabric_optimizers_are_unwrapped() -> None:
-    fabric_wrappers = pytest.importorskip("lightning.fabric.wrappers", reason="needs lightning")
-    core = pytest.importorskip("lightning.pytorch.core.optimizer", reason="needs lightning")
+    fabric_wrappers = pytest.importorskip("lightning.fabric.wrappers", reason="needs lightning: pip install lightning")
+    core = pytest.importorskip("lightning.pytorch.core.optimizer", reason="needs lightning: pip install lightning")
     model, optimizer = build("adam")
     train(model, optimizer, range(1))
     expected = list(names({"model": model}, [optimizer]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -18,11 +17,12 @@ from agent_kit import CHUNK, WAIT, Job, content, eventually
 from gemini_ft.agent import lifecycle, revival
 from gemini_ft.errors import AgentError, AgentTimeoutError, ConfigError
 from gemini_ft.faults import inject as faults
+from gemini_ft.hosts import is_readable
 from gemini_ft.wire.private import open_log, own_folder, runtime_folder
 
 NOBODY = 65534
 SECRET = b"s" * 16  # of the kit's ranks
-needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs another user: run as root, who can become one")
 
 SQUATTER = """
 import os, socket, sys
@@ -150,7 +150,7 @@ def test_a_dead_agents_port_taken_by_another_user_gets_no_byte_of_the_state(tmp_
                 assert squatter.stdout.readline() == "ready\n"
                 ranks[0].request(2)
                 ranks[0].copy(2)
-                assert select.select([squatter.stdout], [], [], WAIT)[0], job.log("a")
+                assert is_readable(squatter.stdout.fileno(), WAIT), job.log("a")
                 heard = squatter.stdout.readline()
             finally:
                 squatter.kill()

@@ -43,7 +43,7 @@ class Recorder:
         self._news.set()
         return memoryview(self._room)[message.offset :][: message.nbytes] if self._room is not None and isinstance(message, Chunk) else None
 
-    def on_bytes(self, message: PeerMessage) -> None:
+    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
         self.whole.append(message)
         self._news.set()
 
