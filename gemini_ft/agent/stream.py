@@ -300,7 +300,7 @@ class Stream:
         match message:
             case Commit(version, freeze, roots=roots, agreed=agreed):
                 home.counters["committed"] += 1
-                self._progressed = True
+                self._progressed = self._progressed or home.spec is None or version != home.spec.resumed  # which may be repeated
                 self.perform(host.on_commit(version, freeze, roots, agreed))
                 home.tell_workers(message)
             case Abort(version):
