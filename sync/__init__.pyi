@@ -7,6 +7,7 @@ from .ddp_hook import hook as hook
 from .dense import Dense as Dense
 from .hierarchical import Hierarchical as Hierarchical
 from .omnireduce import OmniReduce as OmniReduce
+from .parameter_server import SinglePS as SinglePS
 from .parameter_server import SparsePS as SparsePS
 from .rows import GradientError as GradientError
 from .schemes import SCHEMES as SCHEMES

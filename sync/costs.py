@@ -93,6 +93,11 @@ def ssar_recursive_doubling(t: Traffic) -> tuple[float, float]:
     return rounds + 2 * bool(extra), sum(t.coo(1 << i) for i in range(rounds)) + extra
 
 
+def single_ps(t: Traffic) -> tuple[float, float]:
+    """All ranks' gradients come in at the server, one after the other, and as many sums go out: `textbook`'s 2 p d, less its own."""
+    return 2 * (t.ranks - 1), (t.ranks - 1) * (t.coo(1) + t.coo(t.ranks))
+
+
 def sparse_ps(t: Traffic) -> tuple[float, float]:
     """Appendix B, with the skew before the sum for the push and that after it for the pull."""
     return 2 * (t.ranks - 1), _push(t) + (t.ranks - 1) * t.coo_part(t.ranks, t.pull_skew)
@@ -102,8 +107,9 @@ def ssar_split_allgather(t: Traffic) -> tuple[float, float]:
     return 2 * (t.ranks - 1), _push(t) + (t.ranks - 1) / t.ranks * t.coo(t.ranks)
 
 
-def dsar_split_allgather(t: Traffic) -> tuple[float, float]:
-    return 2 * (t.ranks - 1), _push(t) + (t.ranks - 1) / t.ranks * t.nbytes
+def dsar_split_allgather(t: Traffic, share: float = 1.0) -> tuple[float, float]:
+    """``share``: bytes of the dense phase as part of the dense tensor's: in b bits of float32 b / 32, and 8 bytes a bucket."""
+    return 2 * (t.ranks - 1), _push(t) + (t.ranks - 1) / t.ranks * t.nbytes * share
 
 
 def omnireduce(t: Traffic) -> tuple[float, float]:
@@ -124,6 +130,7 @@ FORMULAS: Mapping[str, Formula] = {
     "ssar-recursive-doubling": ssar_recursive_doubling,
     "ssar-split-allgather": ssar_split_allgather,
     "dsar-split-allgather": dsar_split_allgather,
+    "single-ps": single_ps,
     "sparse-ps": sparse_ps,
     "omnireduce": omnireduce,
     "zen": zen,

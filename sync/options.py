@@ -23,6 +23,12 @@ def _packet(default: int) -> tuple[object, int]:
 
 SCHEME_OPTIONS: dict[str, type[BaseModel]] = {
     "dense": options_model("dense", check=(Annotated[Flag, Field(description="compare the ranks' shapes and dtypes first")], True)),
+    "dsar-split-allgather": options_model(
+        "dsar-split-allgather",
+        bits=(Annotated[Literal[2, 4, 8] | None, Field(description="of each value of the sums, 2, 4 or 8; null: all, exactly")], None),
+        bucket=(Annotated[int, Field(ge=8, multiple_of=8, description="values that share a norm, a multiple of 8")], 1024),
+        seed=(Seed, 0),
+    ),
     "zen": options_model(
         "zen",
         hashing=(

@@ -1,6 +1,8 @@
-"""Parallel schemes: every rank is the server of one part. All begin with the same push."""
+"""Parameter servers: a single one; and the parallel schemes, in which every rank is the server of one part, and the same push begins."""
 
 from __future__ import annotations
+
+import torch
 
 from . import wire
 from .base import Dimensions, SparseScheme
@@ -34,3 +36,28 @@ class SparsePS(SparseScheme):
                 for part, message in exchange.all_to_all([own] * exchange.size)
             ]
         )
+
+
+class SinglePS(SparseScheme):
+    """One parameter server, rank 0: it receives all ranks' gradients and sends the sum back to each of them.
+
+    All bytes go through its link, so that time grows with the number of ranks: the pattern with which the others are compared.
+    """
+
+    name = "single-ps"
+    dimensions = Dimensions("point-to-point", "one-shot", "centralization", None)
+
+    def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
+        def read(message: torch.Tensor) -> SparseRows:
+            return wire.decode(message, gradient.rows, gradient.width, gradient.values.dtype)
+
+        exchange.agree()
+        if exchange.rank:
+            exchange.send(wire.encode(gradient), 0)
+            return read(exchange.receive(0))
+        workers = range(1, exchange.size)
+        total = add_up([gradient, *(read(exchange.receive(worker)) for worker in workers)])
+        message = wire.encode(total)
+        for worker in workers:
+            exchange.send(message, worker)
+        return read(message)  # as the others have it: where a message is dense, units whose sum is zero are present

@@ -12,7 +12,7 @@ from .fpisa import FPISA
 from .hierarchical import Hierarchical
 from .omnireduce import OmniReduce
 from .omnireduce_streaming import OmniReduceStreaming
-from .parameter_server import SparsePS
+from .parameter_server import SinglePS, SparsePS
 from .sparcml import DSARSplitAllgather, SSARRecursiveDoubling, SSARSplitAllgather
 from .switch_scheme import SwitchScheme
 from .switchml import SwitchML
@@ -20,7 +20,17 @@ from .zen import Zen
 
 SCHEMES: Mapping[str, type[SparseScheme]] = {
     scheme.name: scheme
-    for scheme in (Dense, AGsparse, SSARRecursiveDoubling, SSARSplitAllgather, DSARSplitAllgather, SparsePS, OmniReduce, Zen)
+    for scheme in (
+        Dense,
+        AGsparse,
+        SSARRecursiveDoubling,
+        SSARSplitAllgather,
+        DSARSplitAllgather,
+        SinglePS,
+        SparsePS,
+        OmniReduce,
+        Zen,
+    )
 }
 """The schemes that can be made without arguments, by name."""
 

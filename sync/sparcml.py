@@ -5,11 +5,18 @@ SSAR keeps the sum sparse, DSAR makes it dense. A message turns dense by itself 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, Literal
+
 import torch
+
+from gemini_ft.validation import check_options
 
 from . import wire
 from .base import Dimensions, SparseScheme
+from .dithering import quantise, restore, stream_seed
 from .exchange import Exchange
+from .options import SCHEME_OPTIONS
 from .parameter_server import push
 from .partition import EvenPartition
 from .rows import SparseRows, add_up, from_dense
@@ -61,14 +68,46 @@ class SSARSplitAllgather(SparseScheme):
 
 
 class DSARSplitAllgather(SparseScheme):
-    """The same push, then an all-gather of the sums as dense parts. Units whose sum is zero are left out of the result."""
+    """The same push, then an all-gather of the sums as dense parts. Units whose sum is zero are left out of the result.
+
+    Args:
+        bits: null, or 2, 4 or 8: of each value of the sums in the second phase, which are then rounded as in QSGD, by chance and without
+            bias (section 6 of the paper). Every rank has the same values, but they are no longer the exact sum.
+        bucket: values that share a norm, a multiple of 8.
+        seed: of the chances.
+    """
 
     name = "dsar-split-allgather"
     dimensions = Dimensions("ring", "one-shot", "parallelism", "imbalanced")
 
+    def __init__(self, bits: Literal[2, 4, 8] | None = None, bucket: int = 1024, seed: int = 0) -> None:
+        check_options("DSARSplitAllgather", SCHEME_OPTIONS[self.name], {"bits": bits, "bucket": bucket, "seed": seed})
+        self._bits, self._bucket, self._seed = bits, bucket, seed
+        self._sums = 0
+
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
         partition = EvenPartition(gradient.rows, exchange.size)
         own = push(gradient, partition, exchange)
+        if self._bits is not None:
+            return self._quantised(own, partition, exchange, self._bits)
         gathered = dict(exchange.all_gather(wire.encode(own, ("dense",))))
         parts = [wire.decode(gathered[part], partition.size(part), own.width, own.values.dtype) for part in range(partition.parts)]
         return from_dense(torch.cat([part.values for part in parts]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": self._sums} if self._bits is not None else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sums = int(state.get("sums", 0))
+
+    @property
+    def _title(self) -> str:
+        return self.name if self._bits is None else f"{self.name} in {self._bits} bits, buckets of {self._bucket}, seed {self._seed},"
+
+    def _quantised(self, own: SparseRows, partition: EvenPartition, exchange: Exchange, bits: int) -> SparseRows:
+        chances = torch.Generator().manual_seed(stream_seed(self._seed, self._sums, exchange.rank))
+        self._sums += 1
+        message = quantise(own.dense(), bits, self._bucket, chances)
+        gathered = dict(exchange.all_gather(message))
+        likes = [own.values.new_empty(partition.size(part), own.width) for part in range(partition.parts)]
+        return from_dense(torch.cat([restore(gathered[part], like, bits, self._bucket) for part, like in enumerate(likes)]))

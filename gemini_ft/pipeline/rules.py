@@ -36,7 +36,7 @@ SYNCS = (*SCHEMES, "auto", "hierarchical", *SWITCH_SCHEMES)
 PLANNED = ("cupcake", "espresso", "auto")  # fusions for which training is observed first
 MOST_OF_INT8 = 127  # ranks, whose integers must have a sum of eight bits
 _OURS = ("feedback", "two_phase")  # options of compress that are not the method's own
-_PLACES = ("switch", "patience")  # options of sync that make no difference to averages
+_PLACES = ("switch", "patience", "compare_every")  # options of sync that make no difference to averages
 
 
 class _Model(BaseModel):

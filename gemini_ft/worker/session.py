@@ -148,6 +148,18 @@ def _check_for_agents(config: GeminiConfig, run: str) -> None:
             pool.submit(lifecycle.keep_to, processors).result()
 
 
+def _warn_of_folder(config: GeminiConfig, client: AgentClient, run: str) -> None:
+    """Says so where an agent that ran already keeps slots elsewhere: it goes on with the copies that it has, which may be the only ones."""
+    wanted = str(config.memory.folder.absolute()) if config.memory.folder is not None else ""
+    host, used = client.welcome.info.host, client.welcome.memory_folder
+    if wanted and used != wanted:
+        _log.warning(
+            "memory.folder=%r has no effect: the agent of host %s (pid %d) was started before, and keeps slots in %s. To have another that "
+            "uses the folder, let the job end or reach storage and give `gemini leave --run-id %s --host %s`; its copies are lost then",
+            *(wanted, host, client.welcome.pid, used or "memory that has no name and is gone with its last process", run, host),
+        )
+
+
 def _connect(run: str, hello: Hello, on_event: Callable[[ToWorker], None], timeout: float) -> AgentClient:
     """This rank's connection to its agent; processes that have just been killed are given time to end."""
     end = time.monotonic() + PARTING_SECONDS
@@ -169,11 +181,13 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: s
             "Run `gemini agent` as a service of the host (docs/deploy.md).",
             client.welcome.info.host,
         )
+    _warn_of_folder(config, client, run)
     inventory = client.call(GetInventory(), Inventory)[0]
     before = client.welcome.launch
     launch = "" if before is None else now.id if before.is_same(now) else before.id
     shared = config.model_dump_json(exclude={"domain", "secret_file", "memory_limit", "interface"})
-    welcome = client.welcome.model_copy(update={"secret": b"", "launch": None})  # exchanges between ranks travel openly
+    own = {"secret": b"", "launch": None, "memory_folder": ""}  # exchanges between ranks travel openly
+    welcome = client.welcome.model_copy(update=own)
     mark = recall_on_host(config.storage.url, run, stream) if config.storage is not None else None
     stored = mark.version if mark is not None else None
     return Introduction(run, welcome, inventory, configured_secret, shared, Orders.read(run), stored, launch)

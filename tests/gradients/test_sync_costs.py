@@ -64,6 +64,17 @@ def test_parameter_servers_suffer_from_skew() -> None:
     push = 2 * 7 / 8 * 0.005 * 5
     assert cost("ssar-split-allgather", traffic) == pytest.approx(push + 2 * 7 / 8 * 0.02)
     assert cost("dsar-split-allgather", traffic) == pytest.approx(push + 7 / 8)
+    assert costs.dsar_split_allgather(traffic, 4 / 32)[1] / ELEMENTS == pytest.approx(push + 7 / 8 / 8)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_the_link_of_a_single_server_carries_everything(ranks: int) -> None:
+    """2 p d, where the server is a worker too and its own share stays: 2 (p - 1) d of what is dense, (p - 1) (d + d^n) of pairs."""
+    full = spread(ranks, 1.0, {1: 1.0, ranks: 1.0})
+    assert cost("single-ps", full) == pytest.approx(2 * (ranks - 1))
+    apart = costs.textbook(ranks, ELEMENTS, Link(0.0, 1 / ELEMENTS))["parameter server"]
+    assert apart - cost("single-ps", full) == pytest.approx(2)
+    assert cost("single-ps", spread(ranks, 0.01, {1: 1.0, ranks: 1.5})) == pytest.approx((ranks - 1) * 2 * (0.01 + 0.015))
 
 
 def test_zen_saves_the_pulls_indices() -> None:

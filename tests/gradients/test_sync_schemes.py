@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rank_kit import on_ranks
 from switch_kit import KEY, places, switches
 
-from gemini_ft.sync import omnireduce
+from gemini_ft.sync import dithering, omnireduce, wire
 from gemini_ft.sync.base import Scheme
 from gemini_ft.sync.dense import Dense
 from gemini_ft.sync.hierarchical import Hierarchical
@@ -91,6 +91,26 @@ def test_ranks_with_different_schemes_are_told(tmp_path: Path) -> None:
 
 def test_nan_and_infinity_stay(switch: str, tmp_path: Path) -> None:
     assert on_ranks(tmp_path, 3, sync_case.special_values, TEST_SWITCH=switch) == [[]] * 3
+
+
+def test_dsar_in_few_bits_is_right_on_average_and_the_same_everywhere(tmp_path: Path) -> None:
+    """SparCML's section 6: the sums in QSGD's form."""
+    assert on_ranks(tmp_path, 3, sync_case.quantised_sums) == [[]] * 3
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_few_bits_are_as_many_bytes_as_they_say(bits: int) -> None:
+    """1500 values in buckets of 64, the last one filled up; each with a norm of 8 bytes. Scale makes no difference."""
+    for scale in (1e-30, 1.0, 1e30):
+        values = scale * torch.randn(30, 50, generator=torch.Generator().manual_seed(1))
+        message = dithering.quantise(values, bits, 64, torch.Generator().manual_seed(2))
+        assert len(wire.payload(message)) == 8 + 24 * 8 + 1536 * bits // 8
+        restored = dithering.restore(message, values, bits, 64) / scale
+        if scale == 1e-30:
+            first = restored
+        torch.testing.assert_close(restored, first, rtol=1e-5, atol=0)
+    zeros = torch.zeros(10, 3)
+    assert torch.equal(dithering.restore(dithering.quantise(zeros, bits, 8, torch.Generator()), zeros, bits, 8), zeros)
 
 
 def test_in_the_background_they_take_turns(switch: str, tmp_path: Path) -> None:

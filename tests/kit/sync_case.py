@@ -19,16 +19,18 @@ import torch.distributed as dist
 from gemini_ft.sync import backends, profiling
 from gemini_ft.sync.auto import Auto, candidates
 from gemini_ft.sync.base import Scheme
+from gemini_ft.sync.costs import Link
 from gemini_ft.sync.ddp_hook import HookState, hook
 from gemini_ft.sync.hierarchical import Hierarchical
-from gemini_ft.sync.partition import HashedPartition, RotatedPartition
+from gemini_ft.sync.partition import EvenPartition, HashedPartition, RotatedPartition
 from gemini_ft.sync.rows import GradientError, to_rows
 from gemini_ft.sync.schemes import SCHEMES, SWITCH_SCHEMES
+from gemini_ft.sync.sparcml import DSARSplitAllgather
 from gemini_ft.sync.switch_scheme import SwitchScheme
 from gemini_ft.sync.turns import line_of
 from gemini_ft.sync.zen import Zen
 
-IN_RANK_ORDER = {"agsparse", "ssar-split-allgather", "dsar-split-allgather", "sparse-ps", "omnireduce", "zen"}
+IN_RANK_ORDER = {"agsparse", "ssar-split-allgather", "dsar-split-allgather", "single-ps", "sparse-ps", "omnireduce", "zen"}
 """Schemes that add in rank order, 16-bit values in 32 bits: their sum is that of `expected`, bit for bit."""
 
 SWITCH = "TEST_SWITCH"  # variable with its address
@@ -111,7 +113,7 @@ def cases(world: int) -> Iterator[tuple[str, Make]]:
 
 
 HUGE = "above 2**31"
-SPARSE = {"agsparse", "ssar-recursive-doubling", "ssar-split-allgather", "sparse-ps", "omnireduce", "zen"}
+SPARSE = {"agsparse", "ssar-recursive-doubling", "ssar-split-allgather", "single-ps", "sparse-ps", "omnireduce", "zen"}
 """Schemes that do not make the gradient dense, which takes 64 GiB for the huge one."""
 
 
@@ -271,7 +273,7 @@ def special_values() -> list[str]:
     own[300] = 1e38 * 3  # the sum overflows
     own[400] = 1e-45
     wrong = []
-    for scheme in schemes(group.size()):
+    for scheme in [*schemes(group.size()), DSARSplitAllgather(4)]:  # parts that hold any travel as they are
         for tensor in (own, own.to_sparse()):
             result = scheme.all_reduce(tensor).to_dense()
             marks = [*range(group.size()), 200]
@@ -374,6 +376,38 @@ def zen_on(sets: list[list[list[int]]], size: int) -> list[bool]:
     return good
 
 
+# -- DSAR in few bits
+
+
+def quantised_sums() -> list[str]:
+    """What is wrong with DSAR's sums in few bits: their errors, their mean, special values, the sum after a restored state."""
+    group, wrong = join(), []
+    world, bucket = group.size(), 64
+    for bits, dtype in ((2, torch.float32), (4, torch.bfloat16), (4, torch.float64), (8, torch.float32)):
+        make = partial(_rows_of, dtype)
+        scheme = DSARSplitAllgather(bits, bucket, seed=3)  # type: ignore[arg-type]
+        sums = [scheme.all_reduce(make(group.rank())).to_dense().double() for _ in range(40)]
+        if not all(alike(each, group) for each in sums[:3]):
+            wrong.append(f"{bits} bits, {dtype}: ranks differ")
+        total = expected(make, world).double()
+        most = 0.0
+        parts = EvenPartition(len(total), world)
+        for part in torch.split(total, [parts.size(number) for number in range(world)]):  # buckets begin anew in each
+            most = max([most, *(float(each.norm()) for each in torch.split(part.flatten(), bucket))])
+        steps = most / (2 ** (bits - 1) - 1)
+        if max(float((each - total).abs().max()) for each in sums) > steps + most * torch.finfo(dtype).eps:
+            wrong.append(f"{bits} bits, {dtype}: off by more than a level")
+        mean_off = float((torch.stack(sums).mean(0) - total).abs().mean())
+        if mean_off > steps * 40**-0.5 / 2 + most * torch.finfo(dtype).eps:  # a level's standard deviation is half of it at most
+            wrong.append(f"{bits} bits, {dtype}: biased by {mean_off}")
+        again = DSARSplitAllgather(bits, bucket, seed=3)  # type: ignore[arg-type]
+        again.load_state_dict(scheme.state_dict())
+        following = [each.all_reduce(make(group.rank())).to_dense() for each in (scheme, again)]
+        if not torch.equal(*following) or torch.equal(following[0].double(), sums[-1]):
+            wrong.append(f"{bits} bits, {dtype}: chances are not those of the state")
+    return wrong
+
+
 # -- auto
 
 
@@ -407,7 +441,8 @@ def auto_tries() -> Any:
         auto.all_reduce(rows((2000, 4), draw(30, 2000, group.rank()), torch.float32, 0))
         [plan] = auto.plans.values()
         if plan.chosen is not None and plan.traffic is not None:
-            [link] = auto._links.values()
+            [[_, alpha, beta]] = auto.state_dict()["links"]
+            link = Link(alpha, beta)
             took = plan.trial.medians()[plan.tried.index(plan.chosen)]
             return set(plan.judged), set(candidates(plan.least, plan.traffic, link)), dict(plan.least), took
 
