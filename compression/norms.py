@@ -40,8 +40,9 @@ def _doubtful(found: Tensor) -> Tensor:
 
 def _scaled(matrix: Tensor) -> Tensor:
     largest = matrix.abs().amax(1, keepdim=True)
-    # A reciprocal would overflow for a subnormal. Two steps by powers of two are exact, but for what is too small to count.
-    scale = torch.exp2(-torch.frexp(largest).exponent.clamp(-252, 252) / 2)
+    # A reciprocal would overflow for a subnormal. Two steps by powers of two are exact, but for what is too small to count. Half of an odd
+    # exponent is rounded, since two to the power of it would be no power of two: the largest value becomes 1 or 2 at most.
+    scale = torch.exp2(-torch.div(torch.frexp(largest).exponent.clamp(-252, 252), 2, rounding_mode="floor").float())
     scaled: Tensor = torch.linalg.vector_norm(matrix * scale * scale, dim=1)
     return scaled / scale.view(-1) / scale.view(-1)
 

@@ -8,8 +8,15 @@ from pydantic import BaseModel, Field
 
 from gemini_ft.validation import Flag, Seed, options_model
 
+_PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])"  # 1 to 65535
 _SWITCH = (
-    Annotated[str, Field(pattern=r"^[^,\s]+:\d+(\s*,\s*[^,\s]+:\d+)*$", description="host:port of the switch, or of several, with commas")],
+    Annotated[
+        str,
+        Field(
+            pattern=rf"^[^,\s]+:{_PORT}(\s*,\s*[^,\s]+:{_PORT})*$",
+            description="host:port of the switch, or of several, with commas; ports from 1 to 65535",
+        ),
+    ],
     ...,
 )
 _SLOTS = (Annotated[int, Field(ge=1, le=2**16, description="packets that are under way at once, from 1 to 65536")], 256)

@@ -15,6 +15,7 @@ from .switch_packets import GIVEN, SUMMED, SWITCH, Packets, decode, encode
 from .switch_udp import Datagrams, await_any
 from .switch_worker import Stream, Worker
 
+MOST_ROUNDS = 2**31  # of a job's slot: a packet has 32 bits for their number, and a nonce must never come again
 _ASK_AGAIN = 0.1  # seconds between control messages that are not answered
 _TICK = 0.005  # seconds between looks at the timers
 _FRESH = 30.0  # seconds for which a switch's answer is believed; its cookie is good for longer
@@ -127,6 +128,11 @@ class Client:
     def sent_again(self) -> int:
         """Packets that were sent more than once."""
         return self._worker.sent_again
+
+    @property
+    def spent(self) -> bool:
+        """Whether the job has had so many rounds that it should end; the same on all ranks between two tensors."""
+        return self._worker.rounds >= MOST_ROUNDS
 
     def reaches(self, seconds: float) -> str | None:
         """Says hello to all switches and waits for their answers at most so long; returns which does not answer, or None.

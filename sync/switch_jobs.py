@@ -64,11 +64,9 @@ class Jobs:
         self._past: Counter[str] = Counter()  # counts of jobs that are over
         self._over = 0
 
-    def find(self, address: Address, now: float) -> tuple[Job, int] | None:
-        """The job and the rank of the worker at an address."""
-        if (found := self._places.get(address)) is not None:
-            found[0].heard = now
-        return found
+    def find(self, address: Address) -> tuple[Job, int] | None:
+        """The job and the rank of the worker at an address, which anybody can write on a datagram."""
+        return self._places.get(address)
 
     def control(self, message: Message, address: Address, now: float) -> Message | None:
         """Takes a message that is properly sealed; returns the reply, if it gets one."""

@@ -63,6 +63,9 @@ class Link:
         Raises:
             GradientError: a rank was given something else, or cannot take part.
         """
+        if self.ready and self._connected.spent:
+            self.close()
+            self._said = None  # as at the first call: it waits for the switch
         problem = "" if self.ready else self._look()
         reports = share(exchange, secrets.token_bytes(_JOB_BYTES) + problem.encode())
         if self.ready or self._failed([report[_JOB_BYTES:] for report in reports], drop=False):

@@ -110,11 +110,20 @@ class SwitchScheme(Scheme, Generic[Gradient]):
         if terms.adder not in links:
             if group.size() > MOST_RANKS:
                 raise GradientError(f"{self.name} takes up to {MOST_RANKS} ranks, and there are {group.size()}; take another scheme")
-            key = self._key if isinstance(self._key, bytes) else self._key()
+            key = self._read_key()
             rank, size = group.rank(), group.size()
             links[terms.adder] = link = Link(rank == 0, lambda: Client(self._places, key, rank, size, terms), ", ".join(self._places))
             weakref.finalize(group, link.close)
         return links[terms.adder]
+
+    def _read_key(self) -> bytes:
+        try:
+            key = self._key if isinstance(self._key, bytes) else self._key()
+        except Exception as error:  # whatever it is: the other ranks wait for this one
+            raise GradientError(f"{self.name} has no key: {type(error).__name__}: {error}") from error
+        if not key:
+            raise GradientError(f"{self.name} has no key: it is empty; give all ranks that of the switch")
+        return key
 
 
 class DenseSwitchScheme(SwitchScheme[torch.Tensor]):

@@ -27,27 +27,28 @@ class Server:
         part, parts: of the slots that this switch has, from 0 on.
 
     Attributes:
+        jobs: at present.
         counts: datagrams that were dropped before they came to a job, by reason.
     """
 
     def __init__(self, listening: socket.socket, key: bytes, limits: Limits | None = None, part: int = 0, parts: int = 1) -> None:
         self._socket = Datagrams(listening)
         self._envelope = Envelope(key)
-        self._jobs = Jobs(key, secrets.token_hex(16), limits or Limits(), part, parts)
+        self.jobs = Jobs(key, secrets.token_hex(16), limits or Limits(), part, parts)
         self.counts: Counter[str] = Counter()
 
     def report(self) -> dict[str, int]:
         """The counts of all jobs and of what was dropped."""
-        return {**self._jobs.counts(), **self.counts}
+        return {**self.jobs.counts(), **self.counts}
 
     def serve(self, stop: socket.socket) -> None:
         """Serves until ``stop`` can be read."""
         while True:
             if stop.fileno() in await_any([self._socket, stop]):
                 return
-            self._take(self._socket.receive(), time.monotonic())
+            self.take(self._socket.receive(), time.monotonic())
 
-    def _take(self, received: Sequence[tuple[Array, Any]], now: float) -> None:
+    def take(self, received: Sequence[tuple[Array, Any]], now: float) -> None:
         """Takes what has come. Sums that it completes are sent together: the fewer batches there are, the less work they make."""
         by_sender: dict[tuple[Any, int], list[Array]] = {}
         for datagrams, sender in received:
@@ -63,22 +64,24 @@ class Server:
             self._send(job, sums, list(job.members.values()))
 
     def _add(self, datagrams: Array, sender: Any, now: float, complete: dict[Job, list[Packets]]) -> None:
-        found = self._jobs.find(sender, now)
+        found = self.jobs.find(sender)
         if found is None:
             self.counts["stranger"] += len(datagrams)
             return
         job, rank = found
-        packets, wrong = decode(datagrams, GIVEN, rank, self._jobs.part, job.key)
+        packets, wrong = decode(datagrams, GIVEN, rank, self.jobs.part, job.key)
         if packets.values is not None and packets.values.shape[1] != job.nbytes:
             wrong, packets = wrong + len(packets), packets.pick(packets.slots < 0)
         self.counts["forged"] += wrong
+        if len(packets):
+            job.heard = now
         outcome = job.slots.take(rank, packets)
         self._send(job, outcome.again, [sender])
         complete.setdefault(job, []).extend(outcome.everybody)
 
     def _send(self, job: Job, sums: Sequence[Packets], addresses: Sequence[Any]) -> None:
         for each in Packets.join(sums):
-            datagrams = encode(each, SUMMED, SWITCH, self._jobs.part, job.key)
+            datagrams = encode(each, SUMMED, SWITCH, self.jobs.part, job.key)
             for address in addresses:
                 self._try_to_send(datagrams, address)
 
@@ -86,7 +89,7 @@ class Server:
         message = self._envelope.open(datagram)
         if message is None:
             self.counts["forged"] += 1
-        elif (reply := self._jobs.control(message, address, now)) is not None:
+        elif (reply := self.jobs.control(message, address, now)) is not None:
             with contextlib.suppress(OSError):
                 self._socket.socket.sendto(self._envelope.seal(reply), address)
 

@@ -94,6 +94,11 @@ class Worker:
         """Whether all sums of the tensor are there."""
         return not self._open.any()
 
+    @property
+    def rounds(self) -> int:
+        """Rounds of the slot that has had most; the same on all workers when a tensor is done."""
+        return int(self._rounds.max())
+
     def due(self) -> float:
         """When something has to be sent again, by the clock of ``now``; infinite if nothing is under way."""
         return float(self._due[self._open].min()) if self._open.any() else np.inf

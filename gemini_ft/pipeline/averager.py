@@ -278,7 +278,7 @@ class Averager:
             )
         if odd := sorted({tensor.name for tensor in self.tensors} ^ set(state["order"])):
             return f"the gradient pipeline's state is of other parameters: {', '.join(odd[:5])} are on one side only"
-        return None
+        return self.controls.problem(state.get("controls", {}), self.world)
 
     def common(self) -> dict[str, Any]:
         """State that is the same on all ranks as long as nothing is wrong, as plain data."""

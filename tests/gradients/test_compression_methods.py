@@ -18,6 +18,7 @@ from gemini_ft.compression.base import Bundle, Layout, Payload, Turn, layout_of
 from gemini_ft.compression.collective import reduce
 from gemini_ft.compression.dgc import MomentumCorrection, SampledThreshold
 from gemini_ft.compression.methods import create
+from gemini_ft.compression.norms import row_norms
 from gemini_ft.compression.quantise import QSGD, GlobalInt8, TernGrad
 from gemini_ft.compression.sidco import SIDCo, Stages, gamma_quantile
 from gemini_ft.compression.sketch import Sketch
@@ -538,3 +539,10 @@ def test_a_hard_threshold_has_the_least_total_error_for_its_budget() -> None:
     for taken, added in itertools.permutations(range(len(kept)), 2):  # no exchange of one element between two steps makes it less
         if kept[taken]:
             assert total([count - (number == taken) + (number == added) for number, count in enumerate(kept)]) >= least * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("exponent", [-120, -99, -98, 90, 97])
+def test_norms_of_other_scales_are_those_of_the_same_numbers(exponent: int) -> None:
+    """Scaling is by powers of two, also where the largest value has an odd exponent: bits are those of a gradient of ordinary scale."""
+    row = torch.randn(1, 100, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(row_norms(row * 2.0**exponent), torch.linalg.vector_norm(row, dim=1) * 2.0**exponent)

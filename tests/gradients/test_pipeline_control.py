@@ -12,6 +12,8 @@ from plain_case import history
 from rank_kit import World, on_ranks
 
 from gemini_ft.errors import ConfigError
+from gemini_ft.pipeline.control import Controls
+from gemini_ft.pipeline.plan import Tensor
 from gemini_ft.pipeline.rules import load_rules
 
 preload("steered_case")
@@ -70,3 +72,18 @@ def test_ratio_and_model_of_the_network_survive_kills(tmp_path: Path) -> None:
 def test_what_cannot_be_steered_is_refused(rule: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_rules([{"params": "*", **rule}])
+
+
+def test_ratios_of_other_rules_are_refused_where_all_ranks_hear_of_it() -> None:
+    """One rank with such a state raised a KeyError when the others had begun to train; and one rank alone has no use for any."""
+    rules = load_rules([{"params": "*", "control": "dc2", "compress": "topk"}])
+    tensors = [Tensor("a", (10,), 4, 0, False)]
+    several, alone = Controls(rules, tensors, 2), Controls(rules, tensors, 1)
+    state = several.state_dict()
+    assert several.problem(state, 2) is None
+    text = several.problem({**state, "7": state["0"]}, 2)
+    assert text is not None
+    assert "ratios under control of rules 7, which control nothing here" in text
+    assert alone.problem(state, 1) is None
+    alone.load_state_dict(state)
+    assert alone.state_dict() == {}

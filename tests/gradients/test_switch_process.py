@@ -26,6 +26,7 @@ from gemini_ft.sync.switch_client import Client, SwitchRefusedError, Terms
 from gemini_ft.sync.switch_control import Envelope, Hello, Join, Leave, Welcome
 from gemini_ft.sync.switch_jobs import Jobs, Limits
 from gemini_ft.sync.switch_packets import Array
+from gemini_ft.sync.switch_server import Server
 from gemini_ft.sync.switchml_stream import SwitchMLStream
 
 preload("switch_case")
@@ -220,6 +221,34 @@ def test_a_job_is_let_in_by_its_terms() -> None:
     assert join(jobs, ("c", 1), cookie="0" * 32, job="2" * 32) is None
 
 
+def test_a_job_is_heard_of_by_what_is_sealed_only() -> None:
+    """Whoever writes the address of a worker that has died on a datagram would keep its job, and its memory, for ever."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bound:
+        bound.bind(("127.0.0.1", 0))
+        server = Server(bound, KEY, Limits(jobs=1, idle=100.0))
+        assert join(server.jobs, ("a", 1), now=0.0) == "joined"
+        server.take([(np.zeros((1, 100), np.uint8), ("a", 1))], 90.0)
+        assert server.report()["forged"] == 1
+        assert join(server.jobs, ("c", 1), now=110.0, job="3" * 32) == "joined"
+
+
+def test_a_job_ends_before_its_rounds_come_round_again(tmp_path: Path) -> None:
+    """32 bits count the rounds of a slot; the next ones would have nonces that were used. A job with a key of its own follows."""
+    with switches() as [switch], World(tmp_path, 2) as world:
+        assert world.outcome(switch_case.with_few_rounds, switch.place) == [[]] * 2
+        assert switch.stop()["jobs_over"] >= 2
+
+
+def test_a_key_that_one_rank_cannot_have_is_an_error_on_all(tmp_path: Path) -> None:
+    with World(tmp_path, 2) as world:
+        first, second = world.outcome(switch_case.without_a_key)
+    assert first == second
+    for text in first:
+        assert "rank 1: switchml has no key: " in text
+    assert "it is not here" in first[0]
+    assert "it is empty" in first[1]
+
+
 def test_a_cookie_is_for_one_address_and_a_short_time() -> None:
     jobs = Jobs(b"key", "1" * 32, Limits())
     welcome = jobs.control(Hello(), ("a", 1), 0.0)
@@ -234,12 +263,14 @@ def test_a_silent_job_makes_room_and_a_busy_one_does_not() -> None:
     assert join(jobs, ("a", 1), now=0.0) == "joined"
     assert join(jobs, ("b", 1), now=0.0, job="2" * 32) == "joined"
     assert "takes 2 jobs" in str(join(jobs, ("c", 1), now=90.0, job="3" * 32))
-    assert jobs.find(("a", 1), 90.0) is not None
+    found = jobs.find(("a", 1))
+    assert found is not None
+    found[0].heard = 90.0
     assert join(jobs, ("c", 1), now=110.0, job="3" * 32) == "joined"
-    assert jobs.find(("b", 1), 110.0) is None
-    assert jobs.find(("a", 1), 110.0) is not None
+    assert jobs.find(("b", 1)) is None
+    assert jobs.find(("a", 1)) is not None
     jobs.control(Leave(job="0" * 32), ("a", 1), 110.0)
-    assert jobs.find(("a", 1), 110.0) is None
+    assert jobs.find(("a", 1)) is None
 
 
 # -- the command

@@ -53,6 +53,10 @@ def test_also_over_backends_that_need_to_know_sizes(tmp_path: Path) -> None:
         (lambda: Hierarchical(Zen(), 0), "Hierarchical: local_size=0: "),
         (lambda: SwitchML("host", KEY), "SwitchML: switch='host': must be a text .host:port of the switch, or of several"),
         (
+            lambda: SwitchML("host:1, other:65536", KEY),
+            "SwitchML: switch='host:1, other:65536': must be a text .host:port of the switch, or of several",
+        ),
+        (
             lambda: SwitchML("host:1", KEY, packet=12),
             "SwitchML: packet=12: must be a whole number .bytes of a packet's values",
         ),

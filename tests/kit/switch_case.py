@@ -21,10 +21,12 @@ from agent_kit import WAIT, eventually
 from switch_kit import KEY, PATIENCE
 
 from gemini_ft.config import load_config
+from gemini_ft.sync import switch_client
 from gemini_ft.sync.ddp_hook import HookState, hook
 from gemini_ft.sync.fpisa import FPISA
 from gemini_ft.sync.fpisa_accuracy import Accuracy
 from gemini_ft.sync.omnireduce_streaming import OmniReduceStreaming
+from gemini_ft.sync.rows import GradientError
 from gemini_ft.sync.switchml import SwitchML
 from gemini_ft.wire.trust import switch_key
 
@@ -158,6 +160,39 @@ def beside_an_aggregator() -> Colocated:
         lived.added = json.loads(report)["added"] if report else 0
     dist.destroy_process_group()
     return lived
+
+
+def with_few_rounds(place: str) -> list[str]:
+    """Sums that are wrong or did not go through the switch, where a job has few rounds."""
+    switch_client.MOST_ROUNDS = 50  # type: ignore[misc]
+    group, wrong = sync_case.join(), []
+    scheme = SwitchML(place, KEY, slots=8, patience=PATIENCE)
+    for step in range(20):
+        total = scheme.all_reduce(gradient(group.rank(), step))
+        if not torch.allclose(total, gradient(0, step) + gradient(1, step), atol=1e-5):
+            wrong.append(f"step {step}: off")
+        if not scheme.in_use():
+            wrong.append(f"step {step}: not by the switch")
+    dist.destroy_process_group()
+    return wrong
+
+
+def without_a_key() -> list[str]:
+    """The errors where the second rank's key cannot be read, and where it is empty."""
+    group, found = sync_case.join(), []
+
+    def missing() -> bytes:
+        if group.rank() == 1:
+            raise OSError("it is not here")
+        return KEY
+
+    for key in (missing, lambda: b"" if group.rank() == 1 else KEY):
+        try:
+            SwitchML("127.0.0.1:1", key).all_reduce(torch.ones(3))
+        except GradientError as error:
+            found.append(str(error))
+    dist.destroy_process_group()
+    return found
 
 
 def mark(folder: str, text: str) -> None:
