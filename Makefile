@@ -76,7 +76,7 @@ BENCHMARKS = $(addprefix $(CURDIR)/benchmarks/,*.py peers/*.py gpu/*.py)
 types: $(STAMP) $(TREE) ## mypy --strict
 	cd $(TREE) && $(MYPY) -p gemini_ft
 	cd $(TREE) && MYPYPATH=$(CURDIR)/tests/kit $(MYPY) $(KIT)
-	cd $(TREE) && MYPYPATH=$(CURDIR)/tests/kit:$(CURDIR)/benchmarks $(MYPY) $(BENCHMARKS)
+	cd $(TREE) && MYPYPATH=$(CURDIR)/tests/kit:$(CURDIR)/benchmarks $(MYPY) --allow-untyped-calls --no-warn-return-any --no-warn-unused-ignores $(BENCHMARKS)
 
 imports: $(STAMP) $(TREE) ## which module may import which
 	@touch $(TREE)/gemini_ft/sync/__init__.py $(TREE)/gemini_ft/compression/__init__.py # grimp sees no folder without one

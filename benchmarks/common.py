@@ -68,8 +68,17 @@ def revision() -> str:
     return commit + ("+" if changed else "")
 
 
+def same_revision(started: str) -> str:
+    """The commit of all that was measured, for a report; says so if the checkout has changed since ``started``."""
+    now = revision()
+    return started if now == started else f"{started} at the start, {now} at the end: rows may be from either, measure again"
+
+
 def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=HERE, capture_output=True, text=True, check=True).stdout.strip()
+
+
+STARTED = revision()
 
 
 def _lines(path: str) -> list[str]:
@@ -314,7 +323,7 @@ def write_report(name: str, title: str, body: str, packages: Mapping[str, str]) 
     path = next(path for path in itertools.chain([first], more) if not path.exists())
     facts = [f"- {key}: {value}" for key, value in hardware().items()]
     facts += ["- versions: " + ", ".join(f"{key} {value}" for key, value in packages.items())]
-    facts += [f"- commit: {revision()}", f"- command: `{command_line()}`"]
+    facts += [f"- commit: {same_revision(STARTED)}", f"- command: `{command_line()}`"]
     path.write_text(f"# {title}, {date.today().isoformat()}\n\n" + "\n".join(facts) + "\n\n" + body.rstrip() + "\n")
     return path
 

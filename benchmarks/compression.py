@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +36,6 @@ class Plan:
     """Sizes in MB, numbers of tensors, rounds that are timed."""
 
     cells: tuple[tuple[float, int], ...]  # of part 1
-    encode: tuple[float, int]  # whose encoders the ratios compare
-    fused: tuple[float, int]  # whose fused and layered exchanges, and PowerSGD, the ratios compare
     rounds: int
     link: tuple[float, int]  # of part 2
     link_rounds: int
@@ -46,17 +45,15 @@ class Plan:
 
 FULL = Plan(
     cells=tuple((size, count) for size in (1, 16, 128) for count in (1, 30, 300)),
-    encode=(16, 1),
-    fused=(16, 300),
     rounds=5,
     link=(16, 100),
     link_rounds=5,
     rates=("200mbit", "1gbit", UNSHAPED),
     timeout=3600,
 )
-QUICK = Plan(cells=((1, 1), (1, 300)), encode=(1, 1), fused=(1, 300), rounds=3, link=(1, 20), link_rounds=2, rates=("1gbit",), timeout=300)
+QUICK = Plan(cells=((1, 1), (1, 300)), rounds=3, link=(1, 20), link_rounds=2, rates=("1gbit",), timeout=300)
 
-Table = dict[str, dict[str, float]]
+Table = dict[str, dict[str, list[float]]]  # method -> figure -> one per round
 
 
 def codecs(plan: Plan, methods: Sequence[str]) -> dict[str, Table]:
@@ -106,27 +103,58 @@ def _cell(megabytes: float, count: int) -> str:
     return f"{megabytes:g} MB in {count}"
 
 
-def ratios(plan: Plan, alone: Mapping[str, Table], linked: Mapping[str, Table]) -> dict[str, float | None]:
-    """Above 1: better than what it is compared with."""
-    found: dict[str, float | None] = {}
-    encode, fused = alone.get(_cell(*plan.encode), {}), alone.get(_cell(*plan.fused), {})
-    if "powersgd" in fused:
-        found["powersgd_vs_torch"] = common.ratio(fused["powersgd"]["torch"], fused["powersgd"]["fused"])
-    for name, row in encode.items():
-        if "textbook" in row:
-            found[f"encode_vs_textbook_{name}"] = common.ratio(row["textbook"], row["encode"])
-    for name, row in fused.items():
-        found[f"fused_vs_layerwise_{name}"] = common.ratio(row["layered"], row["fused"])
+@dataclass(frozen=True)
+class Quotient:
+    """A ratio in one cell, round by round; above 1: better than what it is compared with."""
+
+    name: str
+    where: str
+    middle: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.middle:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def quotients(alone: Mapping[str, Table], linked: Mapping[str, Table]) -> Iterator[Quotient]:
+    """Every ratio in every cell."""
+    for cell, table in alone.items():
+        for name, row in table.items():
+            for kind, top, bottom in (("encode_vs_textbook", "textbook", "encode"), ("fused_vs_layerwise", "layered", "fused")):
+                if top in row:
+                    yield Quotient(f"{kind}_{name}", cell, *_over(row[top], row[bottom]))
+            if "torch" in row:
+                yield Quotient("powersgd_vs_torch", cell, *_over(row["torch"], row["fused"]))
     for rate, table in linked.items():
         for name, row in table.items():
             label = name.replace(" ", "_").replace("+", "_")
-            found[f"iteration_vs_bf16_{label}_{rate}"] = common.ratio(_bf16(table), row["total"])
+            for bf16 in _bf16(table):
+                yield Quotient(f"iteration_vs_bf16_{label}_{rate}", rate, *_over(bf16["total"], row["total"]))
+
+
+def _over(top: Sequence[float], bottom: Sequence[float]) -> tuple[float, float, float]:
+    return common.interval([one / two for one, two in zip(top, bottom, strict=False)])
+
+
+def ratios(alone: Mapping[str, Table], linked: Mapping[str, Table]) -> dict[str, float]:
+    """The worst cell of each."""
+    return {name: round(cell.middle, 3) for name, cell in worst(quotients(alone, linked)).items()}
+
+
+def worst(cells: Iterable[Quotient]) -> dict[str, Quotient]:
+    """By name, the cell with the least ratio."""
+    found: dict[str, Quotient] = {}
+    for cell in cells:
+        if cell.name not in found or cell.middle < found[cell.name].middle:
+            found[cell.name] = cell
     return found
 
 
-def _bf16(table: Table) -> float | None:
-    """The better of ours and torch's hook."""
-    return min((table[name]["total"] for name in ("bf16", "torch bf16 hook") if name in table), default=None)
+def _bf16(table: Table) -> list[dict[str, list[float]]]:
+    """The better of ours and torch's hook, if there is one."""
+    rows = [table[name] for name in ("bf16", "torch bf16 hook") if name in table]
+    return [min(rows, key=lambda row: statistics.median(row["total"]))] if rows else []
 
 
 def break_even(name: str, linked: Mapping[str, Table]) -> str:
@@ -135,7 +163,8 @@ def break_even(name: str, linked: Mapping[str, Table]) -> str:
     From the times on the two shaped links, by a straight line over seconds per byte.
     """
     known = [rate for rate in RATES if rate in linked and name in linked[rate] and "bf16" in linked[rate] and name != "bf16"]
-    gains = {1 / RATES[rate]: linked[rate]["bf16"]["total"] - linked[rate][name]["total"] for rate in known}
+    median = statistics.median
+    gains = {1 / RATES[rate]: median(linked[rate]["bf16"]["total"]) - median(linked[rate][name]["total"]) for rate in known}
     if len(gains) < 2:
         return "-"
     (fast, gain_fast), (slow, gain_slow) = sorted(gains.items())
@@ -152,7 +181,9 @@ def report(plan: Plan, alone: Mapping[str, Table], linked: Mapping[str, Table]) 
     for cell, table in alone.items():
         header = ["method", "encode ms", "textbook ms", "decode ms", "fused ms", "layer by layer ms", "bytes"]
         keys = ("encode", "textbook", "decode", "fused", "layered")
-        rows = [[name, *(_ms(row.get(key)) for key in keys), f"{row['nbytes']:.0f}"] for name, row in table.items()]
+        rows = [
+            [name, *(_ms(row.get(key)) for key in keys), f"{statistics.median(row['nbytes']):.0f}"] for name, row in sorted(table.items())
+        ]
         torch_hook = f"\n\ntorch's PowerSGD hook: {_ms(table['powersgd']['torch'])} ms" if "powersgd" in table else ""
         parts.append(f"## Codecs, {cell} tensors\n\n{common.table(header, rows)}{torch_hook}")
     if linked:
@@ -160,16 +191,19 @@ def report(plan: Plan, alone: Mapping[str, Table], linked: Mapping[str, Table]) 
         header = ["method", *(f"{rate}: total (encode, collective, decode) ms" for rate in linked), "as fast as bf16 at"]
         rows = [[name, *(_phases(table[name]) for table in linked.values()), break_even(name, linked)] for name in names]
         parts.append(f"## {HOSTS} hosts, {_cell(*plan.link)} tensors\n\n{common.table(header, rows)}")
-    return "\n\n".join([_summary(ratios(plan, alone, linked)), *parts])
+    return "\n\n".join([_summary(list(quotients(alone, linked))), *parts])
 
 
-def _summary(found: Mapping[str, float | None]) -> str:
-    """The ratios, a line for each method."""
+def _summary(cells: Sequence[Quotient]) -> str:
+    """The worst cell of each ratio, a line for each method; then all of them."""
+    found = {name: str(cell) + ("" if cell.name.startswith("iteration") else f", {cell.where}") for name, cell in worst(cells).items()}
     columns = sorted({_place(name)[0] for name in found}, key=[_place(name)[0] for name in found].index)
-    cells = {_place(name): value for name, value in found.items()}
+    texts = {_place(name): text for name, text in found.items()}
     names = dict.fromkeys(_place(name)[1] for name in found)
-    rows = [[name, *("-" if (value := cells.get((column, name))) is None else f"{value:.2f}" for column in columns)] for name in names]
-    return f"## Ratios: above 1 is better\n\n{common.table(['method', *columns], rows)}"
+    rows = [[name, *(texts.get((column, name), "-") for column in columns)] for name in names]
+    every = [[cell.name, cell.where, str(cell)] for cell in cells]
+    parts = ["## Ratios, worst cell (95 %): above 1 is better", common.table(["method", *columns], rows)]
+    return "\n\n".join([*parts, "## Ratios, cell by cell", common.table(["ratio", "where", "median (95 %)"], every)])
 
 
 def _place(ratio: str) -> tuple[str, str]:
@@ -183,13 +217,14 @@ def _place(ratio: str) -> tuple[str, str]:
     return f"vs_{other}", method
 
 
-def _phases(row: Mapping[str, float]) -> str:
+def _phases(row: Mapping[str, Sequence[float]]) -> str:
     phases = ", ".join(_ms(row[key]) for key in ("encode", "collective", "decode") if key in row)
     return f"{_ms(row['total'])} ({phases})" if phases else _ms(row["total"])
 
 
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1000 * seconds:.2f}"
+def _ms(seconds: Sequence[float] | None) -> str:
+    """The median."""
+    return "-" if seconds is None else f"{1000 * statistics.median(seconds):.2f}"
 
 
 def main() -> None:
@@ -206,8 +241,15 @@ def main() -> None:
     print(text)
     if not arguments.quick:
         print(common.write_report("compression", "Gradient compression", text, common.versions(PACKAGES)))
-    results: dict[str, Any] = {"codecs": alone, "links": linked}
-    common.print_result("compression", results, ratios(plan, alone, linked))
+    results: dict[str, Any] = {"codecs": _medians(alone), "links": _medians(linked)}
+    common.print_result("compression", results, ratios(alone, linked))
+
+
+def _medians(tables: Mapping[str, Table]) -> dict[str, dict[str, dict[str, float]]]:
+    return {
+        place: {name: {key: statistics.median(each) for key, each in row.items()} for name, row in table.items()}
+        for place, table in tables.items()
+    }
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 CODECS = [name for name in METHODS if name != "hard_threshold"]  # which is threshold
 LINKS = [*(name for name in CODECS if name != "atomo"), "efsignsgd+two_phase"]
+Columns = dict[str, list[float]]
 PATIENCE = 4.0  # seconds after which a codec has been timed often enough, if it was three times
 LARGEST = 2048  # rows of a matrix that is decomposed: time grows with their cube
 HOOKS = ["torch fp16 hook", "torch bf16 hook", "torch PowerSGD hook"]  # the batched one fails an assertion of its own in torch 2.13
@@ -49,17 +49,24 @@ def settle(name: str) -> int:
 
 
 class Bucket:
-    """A stand-in for a DDP bucket, as far as torch's hooks use one; real buckets cannot be made outside of DDP."""
+    """A stand-in for a DDP bucket, as far as torch's hooks use one; real buckets cannot be made outside of DDP.
+
+    The tensors are parts of one buffer, as DDP's are when a backward pass has written them there: `fill` does that pass's part.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._shapes = [tensor.shape for tensor in tensors]
-        self._flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self._flat = torch.empty(sum(shape.numel() for shape in self._shapes))
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Writes gradients, which hooks change in place."""
+        torch.cat([tensor.reshape(-1) for tensor in tensors], out=self._flat)
 
     def buffer(self) -> Tensor:
         return self._flat
 
     def gradients(self) -> list[Tensor]:
-        parts = self._flat.split([shape.numel() for shape in self._shapes])
+        parts = torch.split(self._flat, [shape.numel() for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def index(self) -> int:
@@ -70,9 +77,14 @@ class Bucket:
 
 
 class Hook:
-    """One of torch's hooks as a step: flat in, flat mean out."""
+    """One of torch's hooks as a step: flat in, flat mean out.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        tensors: the gradients of every step.
+    """
+
+    def __init__(self, name: str, tensors: Sequence[Tensor]) -> None:
+        self._tensors, self._bucket = list(tensors), Bucket(tensors)
         group = dist.group.WORLD
         if "PowerSGD" in name:
             self._state: Any = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
@@ -81,8 +93,12 @@ class Hook:
             self._state = group
             self._hook = default_hooks.fp16_compress_hook if "fp16" in name else default_hooks.bf16_compress_hook
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        result: Tensor = self._hook(self._state, Bucket(tensors)).wait()
+    def prepare(self) -> None:
+        """Puts the gradients where DDP's backward pass leaves them; not to be timed, for DDP does not do it beside the hook."""
+        self._bucket.fill(self._tensors)
+
+    def __call__(self) -> Tensor:
+        result: Tensor | list[Tensor] = self._hook(self._state, self._bucket).wait()
         return result[0] if isinstance(result, list) else result
 
 
@@ -135,16 +151,16 @@ def timed(function: Callable[[], object]) -> float:
 # --------------------------------------------------------------------------- codecs alone
 
 
-def codecs(megabytes: float, count: int, rounds: int, names: Sequence[str]) -> dict[str, dict[str, float]]:
+def codecs(megabytes: float, count: int, rounds: int, names: Sequence[str]) -> dict[str, Columns]:
     """By method: seconds of encode, decode, of whole exchanges fused and layer by layer, of the textbook's encode; bytes."""
     tensors = gradients(megabytes, count, 0)
     if max(min(tensor.shape) for tensor in tensors.values()) > LARGEST:
         names = [name for name in names if name != "atomo"]
-    return {name: _codec(name, tensors, rounds) for name in names}
+    return {name: _codec(name, tensors, rounds) for name in random.Random(count).sample(names, len(names))}
 
 
-def _codec(name: str, tensors: dict[str, Tensor], rounds: int) -> dict[str, float]:
-    """Medians. The order changes from round to round: each finds caches and free memory as another has left them."""
+def _codec(name: str, tensors: dict[str, Tensor], rounds: int) -> Columns:
+    """A figure per round. The order changes from round to round: each finds caches and free memory as another has left them."""
     timings, until = _timings(name, tensors), time.perf_counter() + PATIENCE
     columns: dict[str, list[float]] = {}
     for number in range(settle(name) + rounds):
@@ -155,7 +171,7 @@ def _codec(name: str, tensors: dict[str, Tensor], rounds: int) -> dict[str, floa
             row |= timing(Turn(number))
         for key, value in row.items():
             columns.setdefault(key, []).append(value)
-    return {key: statistics.median(values[settle(name) :]) for key, values in columns.items()}
+    return {key: values[settle(name) :] for key, values in columns.items()}
 
 
 def _timings(name: str, tensors: dict[str, Tensor]) -> list[Callable[[Turn], dict[str, float]]]:
@@ -169,14 +185,19 @@ def _timings(name: str, tensors: dict[str, Tensor]) -> list[Callable[[Turn], dic
     def one_by_one(at: Turn) -> dict[str, float]:
         return {"layered": sum(_sides(step(layered, {key: value}, at)) for key, value in tensors.items())}
 
-    timings = [together, one_by_one]
+    timings: list[Callable[[Turn], dict[str, float]]] = [together, one_by_one]
     if name in COMPRESSORS:
         timings.append(_without_feedback(COMPRESSORS[name](**OPTIONS.get(name, {})), tensors))
     if name in TEXTBOOK:
         timings.append(_textbook(name, tensors))
     if name == "powersgd":
-        hook = Hook("torch PowerSGD hook")
-        timings.append(lambda at: {"torch": timed(lambda: hook(list(tensors.values())))})
+        hook = Hook("torch PowerSGD hook", list(tensors.values()))
+
+        def torchs(at: Turn) -> dict[str, float]:
+            hook.prepare()
+            return {"torch": timed(hook)}
+
+        timings.append(torchs)
     return timings
 
 
@@ -202,26 +223,28 @@ def _textbook(name: str, tensors: dict[str, Tensor]) -> Callable[[Turn], dict[st
 # --------------------------------------------------------------------------- behind links
 
 
-def link(megabytes: float, count: int, rounds: int, names: Sequence[str]) -> dict[str, dict[str, float]]:
+def link(megabytes: float, count: int, rounds: int, names: Sequence[str]) -> dict[str, Columns]:
     """By method or hook: seconds of one synchronisation, of the slowest rank, and its phases on this one."""
     tensors = gradients(megabytes, count, dist.get_rank())
     methods = {name: method(name) for name in names if name not in HOOKS}
-    hooks = {name: Hook(name) for name in names if name in HOOKS}
+    hooks = {name: Hook(name, list(tensors.values())) for name in names if name in HOOKS}
     columns: dict[str, dict[str, list[float]]] = {name: {} for name in names}
     for number in range(max(map(settle, names)) + rounds):
         for name in random.Random(number).sample(names, len(names)):  # an order that changes, alike on all ranks
             if number >= settle(name) + rounds:
                 continue
+            if name in hooks:
+                hooks[name].prepare()
             dist.barrier()
             begin = time.perf_counter()
             row = step(methods[name], tensors, turn(number)) if name in methods else {}
             if name in hooks:
-                hooks[name](list(tensors.values()))
+                hooks[name]()
             total = torch.tensor([time.perf_counter() - begin])
             dist.all_reduce(total, dist.ReduceOp.MAX)
             for key, value in {**row, "total": float(total)}.items():
                 columns[name].setdefault(key, []).append(value)
-    return {name: {key: statistics.median(values[settle(name) :]) for key, values in column.items()} for name, column in columns.items()}
+    return {name: {key: values[settle(name) :] for key, values in column.items()} for name, column in columns.items()}
 
 
 def main() -> None:

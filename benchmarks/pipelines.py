@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import HERE, clean_up_on_sigterm, print_result, table, versions, write_report
+from common import HERE, clean_up_on_sigterm, interval, print_result, table, versions, write_report
 from gemini_ft.testing import Network
 from sparse_sync import run_hosts
 
@@ -65,51 +65,69 @@ Instance = tuple[str, int, str]  # model, hosts, rate
 def ratios(found: Mapping[Instance, Mapping[str, Mapping[str, Any]]], methods: Sequence[str]) -> dict[str, float | None]:
     """The ratios that the report shows; above 1 the row is better than its rival. Pairs that were not measured are left out."""
     out: dict[str, float | None] = {}
-    kinds: dict[str, list[float]] = {"cupcake_vs_layerwise": [], "cupcake_vs_best_bucket": [], "auto_vs_bf16": []}
+    kinds: dict[str, list[float]] = {"cupcake_vs_layerwise": [], "cupcake_vs_best_bucket": [], "auto_vs_bf16": [], "auto_vs_espresso": []}
     for (model, hosts, rate), rows in found.items():
         for name in methods:
-            for kind, value in compared(rows, name).items():
+            for kind, rounds in compared(rows, name).items():
+                value = round(statistics.median(rounds), 3)
                 out[f"{kind}_{name.partition(' ')[0]}_{model}_{hosts}_{rate}"] = value
                 kinds[kind].append(value)
     for kind, values in kinds.items():
         if values:
-            out[kind] = max(values) if kind == "cupcake_vs_layerwise" else min(values)
-    errors = [_error(row) for rows in found.values() for row in rows.values() if row["predicted"] and row["exchanged"]]
-    out["predicted_vs_measured"] = round(sorted(errors)[len(errors) // 2], 3) if errors else None
+            out[kind] = min(values)
+    for name, espresso in (("predicted_vs_measured", False), ("predicted_vs_measured_espresso", True)):
+        errors = predictions(found, espresso)
+        farthest: float | None = max(errors, key=_distance, default=None)
+        out[name] = round(farthest, 3) if farthest is not None else None
     return out
 
 
-def compared(rows: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, float]:
-    """The ratios of one method on one network."""
-    layerwise, cupcake, auto, bf16 = (
-        rows.get(row) for row in (f"{name}, layer-wise", f"{name}, cupcake", f"{name}, auto", "DDP bf16 hook")
+def _distance(quotient: float) -> float:
+    """How far from 1, in whichever direction."""
+    return max(quotient, 1 / quotient)
+
+
+def predictions(found: Mapping[Instance, Mapping[str, Mapping[str, Any]]], espresso: bool) -> list[float]:
+    """Predicted over measured, of Espresso's rows or of all others."""
+    every = [(name, row) for rows in found.values() for name, row in rows.items() if row["predicted"] and row["exchanged"]]
+    return [float(row["predicted"]) / row["exchanged"] for name, row in every if name.endswith("espresso") == espresso]
+
+
+def compared(rows: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, list[float]]:
+    """The ratios of one method on one network, round by round."""
+    layerwise, cupcake, auto, espresso, bf16 = (
+        rows.get(row) for row in (f"{name}, layer-wise", f"{name}, cupcake", f"{name}, auto", f"{name}, espresso", "DDP bf16 hook")
     )
     buckets = [row for label, row in rows.items() if label.startswith(f"{name}, buckets")]
     found = {}
     if layerwise and cupcake:
-        found["cupcake_vs_layerwise"] = layerwise["seconds"] / cupcake["seconds"]
+        found["cupcake_vs_layerwise"] = _over(layerwise, cupcake)
     if buckets and cupcake:
         found["cupcake_vs_best_bucket"] = over_best(buckets, cupcake["rounds"])
     if auto and bf16:
-        found["auto_vs_bf16"] = bf16["seconds"] / auto["seconds"]
-    return {kind: round(value, 3) for kind, value in found.items()}
+        found["auto_vs_bf16"] = _over(bf16, auto)
+    if auto and espresso:
+        found["auto_vs_espresso"] = _over(espresso, auto)
+    return found
 
 
-def over_best(buckets: Sequence[Mapping[str, Any]], rounds: Sequence[float]) -> float:
+def _over(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[float]:
+    return [first / second for first, second in zip(one["rounds"], other["rounds"], strict=True)]
+
+
+def over_best(buckets: Sequence[Mapping[str, Any]], rounds: Sequence[float]) -> list[float]:
     """Time of the best bucket size over that of ``rounds``: the size is chosen by every second round, and compared in the others.
 
     The least of several noisy figures is less than what any of them stands for; who tunes by hand pays for that as well.
     """
     tuned = min(buckets, key=lambda row: statistics.median(row["rounds"][::2]))
-    return statistics.median(theirs / own for theirs, own in zip(tuned["rounds"][1::2], rounds[1::2], strict=True))
+    return [theirs / own for theirs, own in zip(tuned["rounds"][1::2], rounds[1::2], strict=True)]
 
 
-def _error(row: Mapping[str, Any]) -> float:
-    return float(row["predicted"] / row["exchanged"])
-
-
-def report(found: Mapping[Instance, Mapping[str, Mapping[str, Any]]], learned: Mapping[str, Mapping[str, Any]]) -> str:
-    parts = [f"Beside: {PAPER}."]
+def report(
+    found: Mapping[Instance, Mapping[str, Mapping[str, Any]]], learned: Mapping[str, Mapping[str, Any]], methods: Sequence[str]
+) -> str:
+    parts = [f"Beside: {PAPER}.", "## Ratios: above 1 the first is worse", _ratios(found, methods)]
     for (model, hosts, rate), rows in found.items():
         fp32, bf16 = (rows[name]["seconds"] if name in rows else None for name in ("DDP fp32", "DDP bf16 hook"))
         cells = [
@@ -128,6 +146,30 @@ def report(found: Mapping[Instance, Mapping[str, Mapping[str, Any]]], learned: M
     for model, rows in learned.items():
         parts.append(f"## {model}: time to the target loss\n\n{_learned(model, rows, found)}")
     return "\n\n".join(parts)
+
+
+def _ratios(found: Mapping[Instance, Mapping[str, Mapping[str, Any]]], methods: Sequence[str]) -> str:
+    """Every ratio on every network, with its 95 % interval, and what was predicted."""
+    rows = []
+    for (model, hosts, rate), here in found.items():
+        for name in methods:
+            for kind, rounds in compared(here, name).items():
+                middle, low, high = interval(rounds)
+                rows.append(
+                    [kind, f"{name}, {model}, {hosts} hosts, {rate}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}", str(len(rounds))]
+                )
+    for kind, each in (("Espresso", predictions(found, True)), ("all others", predictions(found, False))):
+        if each:
+            rows.append(
+                [
+                    f"predicted / measured, {kind}",
+                    "all",
+                    f"{statistics.median(each):.3f}",
+                    f"{min(each):.3f} to {max(each):.3f} (range)",
+                    "",
+                ]
+            )
+    return table(["ratio", "where", "median", "95 %", "rounds"], rows)
 
 
 def _learned(model: str, rows: Mapping[str, Any], found: Mapping[Instance, Mapping[str, Mapping[str, Any]]]) -> str:
@@ -163,7 +205,7 @@ def main() -> None:
     clean_up_on_sigterm()
     if (reason := Network.unavailable()) is not None:
         sys.exit(f"no shaped links: {reason}")
-    buckets = BUCKETS
+    buckets: tuple[str, ...] = BUCKETS
     if arguments.quick:
         arguments.models, arguments.hosts, arguments.rates, arguments.methods = ["resnet"], [2], ["200mbit"], ["topk 1 %"]
         arguments.rounds, arguments.learn, buckets = 2, 0, ("256KiB", "4MiB")
@@ -182,7 +224,7 @@ def main() -> None:
         print(f"{model}: losses", file=sys.stderr, flush=True)
         rows = [row for row in rows_of(model, arguments.methods, (), ("cupcake", "auto")) if "layer-wise" not in row["name"]]
         learned[model] = run(4, None, {"model": model, "rows": rows, "rounds": 0, "learn": arguments.learn})
-    text = report(found, learned)
+    text = report(found, learned, arguments.methods)
     print(text)
     if not arguments.quick:
         print(write_report("pipelines", "Gradient pipelines", text, versions(PACKAGES)))

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -76,7 +77,7 @@ class Trainer:
     def step(self) -> torch.Tensor:
         self._optimizer.zero_grad()
         loss = loss_of(self._model, self._batch(self._source))
-        loss.backward()
+        torch.autograd.backward(loss)
         if self.synchronizer is not None:
             self.synchronizer.synchronize()
         self._optimizer.step()
@@ -90,9 +91,9 @@ class Trainer:
                 return
 
 
-def bf16_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def bf16_hook(state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """torch's, under another name: DDP refuses it by name on CPUs, where it works."""
-    return default_hooks.bf16_compress_hook(state, bucket)
+    return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
 
 
 def slowest(seconds: float) -> float:

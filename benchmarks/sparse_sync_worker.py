@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -33,15 +35,17 @@ from traces import TRACES, Trace
 MOST_ROUNDS, LEAST_ROUNDS = 15, 3
 SHORT = 1.0  # seconds: a scheme that takes less is called once more before each call that is measured
 TRIES = 3  # of each way of grouping
+SEED = 1
+FORMULAS = {"torch, sparse": "agsparse"}  # schemes under another name: gloo gathers all ranks' indices and values
 
 
 @dataclass
 class Point:
-    """One scheme on one trace; seconds are those of the slowest host, medians over rounds."""
+    """One scheme on one trace; figures are medians over rounds."""
 
     trace: str
     scheme: str
-    rounds: int
+    times: list[float]  # of the slowest host, by round
     seconds: float
     formula_seconds: float
     mbytes: float  # that the busiest host sent
@@ -58,7 +62,7 @@ def main() -> None:
     described = {}
     for name in job["traces"]:
         gradient = TRACES[name].gradient(dist.get_rank(), job["rows"], job["width"])
-        traffic, found = _describe(TRACES[name], gradient)
+        traffic, found = _describe(TRACES[name], gradient, job)
         described[name] = found
         points += _measure(name, gradient, traffic, job)
     if dist.get_rank() == 0:
@@ -68,18 +72,35 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _schemes(names: list[str]) -> dict[str, Scheme]:
-    special: dict[str, Scheme] = {"auto": Auto(), "zen, paper's hashing": Zen("hierarchical")}
-    return {name: special[name] if name in special else SCHEMES[name]() for name in names}
+class TorchSparse:
+    """torch's own all-reduce of sparse tensors, which DDP takes for sparse gradients."""
+
+    def all_reduce(self, gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
+Row: TypeAlias = Scheme | TorchSparse
+
+
+def _schemes(names: list[str]) -> dict[str, Row]:
+    special: dict[str, Callable[[], Row]] = {
+        "auto": Auto,
+        "zen, paper's hashing": lambda: Zen("hierarchical"),
+        "torch, sparse": TorchSparse,
+    }
+    return {name: special[name]() if name in special else SCHEMES[name]() for name in names}
 
 
 def _measure(trace: str, gradient: torch.Tensor, traffic: costs.Traffic, job: dict[str, Any]) -> list[Point]:
-    """In turns, so that what disturbs the machine disturbs all. A short call comes after one of its own kind, as in training:
-    the scheme before has left caches, and connections that had lost packets, to it."""
+    """In turns, in another order in each round, so that what disturbs the machine disturbs all. A short call comes after one of its own
+    kind, as in training: the scheme before has left caches, and connections that had lost packets, to it."""
     link = costs.Link(0.0, 8 / job["bits"])
     schemes = _schemes(job["schemes"])
-    formulas = {name: costs.seconds(name.partition(",")[0], traffic, link) for name in schemes if name != "auto"}
-    formulas["auto"] = min(formulas.values())
+    names = {name: FORMULAS.get(name, name.partition(",")[0]) for name in schemes if name != "auto"}
+    names["auto"] = min(names.values(), key=lambda name: costs.seconds(name, traffic, link))
+    formulas = {name: costs.seconds(names[name], traffic, link) for name in schemes}
     rounds = {name: min(MOST_ROUNDS, max(LEAST_ROUNDS, int(job["budget"] / formulas[name]))) for name in schemes}
     for scheme in schemes.values():
         scheme.all_reduce(gradient)
@@ -87,24 +108,24 @@ def _measure(trace: str, gradient: torch.Tensor, traffic: costs.Traffic, job: di
             scheme.all_reduce(gradient)
     samples: dict[str, list[list[float]]] = {name: [] for name in schemes}
     for number in range(max(rounds.values())):
-        for name, scheme in schemes.items():
-            if number < rounds[name]:
-                if formulas[name] < SHORT:
-                    scheme.all_reduce(gradient)
-                samples[name].append(_one(scheme, gradient))
+        going = [name for name in schemes if number < rounds[name]]
+        for name in random.Random(SEED + number).sample(going, len(going)):
+            if formulas[name] < SHORT:
+                schemes[name].all_reduce(gradient)
+            samples[name].append(_one(schemes[name], gradient))
     points = []
     for name, scheme in schemes.items():
         table = torch.tensor(samples[name], dtype=torch.float64)
         dist.all_reduce(table, op=dist.ReduceOp.MAX)
-        seconds, sent, cpu = (statistics.median(column) for column in table.T.tolist())
-        formula = "zen" if name == "auto" else name.partition(",")[0]
-        nbytes = costs.FORMULAS[formula](traffic)[1]
+        times, *others = table.T.tolist()
+        sent, cpu = map(statistics.median, others)
+        nbytes = costs.FORMULAS[names[name]](traffic)[1]
         chosen = next(iter(scheme.plans.values())).chosen or "" if isinstance(scheme, Auto) else ""
-        points.append(Point(trace, name, rounds[name], seconds, formulas[name], sent / 1e6, nbytes / 1e6, cpu, chosen))
+        points.append(Point(trace, name, times, statistics.median(times), formulas[name], sent / 1e6, nbytes / 1e6, cpu, chosen))
     return points
 
 
-def _one(scheme: Scheme, gradient: torch.Tensor) -> list[float]:
+def _one(scheme: Row, gradient: torch.Tensor) -> list[float]:
     """Seconds, bytes sent, share of the processors."""
     dist.barrier()
     busy, sent, begin = _busy(), _sent(), time.perf_counter()
@@ -130,18 +151,17 @@ def _sent() -> int:
 # -- the trace
 
 
-def _describe(trace: Trace, gradient: torch.Tensor) -> tuple[costs.Traffic, dict[str, Any]]:
+def _describe(trace: Trace, gradient: torch.Tensor, job: dict[str, Any]) -> tuple[costs.Traffic, dict[str, Any]]:
     """Its figures, and how well each way of hashing does on it."""
     group = dist.group.WORLD
     assert group is not None
     own = to_rows(gradient)
     traffic = profiling.traffic(own, open_exchange(group, torch.device("cpu"), "a trace"))
-    width = gradient.shape[1]
-    sets = [own.indices if rank == dist.get_rank() else _indices(trace, rank, own.rows) for rank in range(group.size())]
+    sets = [own.indices if rank == dist.get_rank() else trace.indices(rank, job["rows"], job["width"]) for rank in range(group.size())]
     found = {
         "published": trace.published,
         "rows": own.rows,
-        "width": width,
+        "width": gradient.shape[1],
         "density": traffic.density,
         "sum": traffic.densities[traffic.ranks],
         "densification": traffic.densification,
@@ -151,10 +171,6 @@ def _describe(trace: Trace, gradient: torch.Tensor) -> tuple[costs.Traffic, dict
         "hashing": _hashing(sets, own.rows),
     }
     return traffic, found
-
-
-def _indices(trace: Trace, rank: int, rows: int) -> torch.Tensor:
-    return trace.gradient(rank, rows, 0).indices()[0]
 
 
 def _hashing(sets: list[torch.Tensor], rows: int) -> dict[str, dict[str, float]]:

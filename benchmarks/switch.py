@@ -150,7 +150,8 @@ def report(points: Sequence[Point], arguments: argparse.Namespace) -> str:
     parts = [
         f"Gradients of {arguments.megabytes:g} MB of float32. The switch is on the hub, whose ports are as fast as all workers' links "
         "together. Losses are drawn by a seed where datagrams are received, at the workers and at the switch; the ring, Zen and the block "
-        "format travel by TCP, without losses. Formulas count values only: headers make packets 5 % longer. Rounds are in random order; "
+        "format travel by TCP, without losses. Formulas are those of `gemini_ft.sync.costs` without latency; those of the switch "
+        "count headers, the others values only. Rounds are in random order; "
         "seconds are the slowest worker's, medians; 95 % intervals are of the median. *CPU* is of all processors of the machine, which "
         f"workers and switch share; from {CPU_BOUND:.0%} on a figure says more about this machine than about the scheme.",
         "## Ratios, worst network",

@@ -120,16 +120,21 @@ def _rows(job: dict[str, Any]) -> Iterator[Row]:
         gradient = _gradient(density, job["rows"])
         traffic = _traffic(gradient)
         everywhere = traffic.densities[traffic.ranks]  # rows are as long as blocks, so this is the share of blocks too
-        switched = everywhere * traffic.nbytes * link.beta
+        elements = gradient.numel()
+        switched = {
+            "switchml": costs.switchml(elements, link),
+            "fpisa": costs.fpisa(elements, link),
+            "omnireduce-streaming": costs.omnireduce_streaming(traffic.nbytes, everywhere, link),
+        }
         for name in ("ring",) if density == 1 else ("omnireduce", "zen"):
             formula = costs.seconds("dense" if name == "ring" else name, traffic, link)
             yield Row(Point(name, density, 0.0, formula), _without_switch(name, gradient), gradient)
         names = ("switchml", "fpisa") if density == 1 else ("omnireduce-streaming",)
         for name in names:
             for loss in job["losses"]:
-                yield _through_switch(name, Point(name, density, loss, switched), gradient, str(loss), job)
+                yield _through_switch(name, Point(name, density, loss, switched[name]), gradient, str(loss), job)
         if density < 1:
-            formula = costs.seconds("omnireduce", traffic, costs.Link(0.0, link.beta))
+            formula = costs.omnireduce_streaming(traffic.nbytes, everywhere, link, colocated=traffic.ranks)
             yield _through_switch("omnireduce-streaming", Point(COLOCATED, density, 0.0, formula), gradient, "hosts", job)
 
 

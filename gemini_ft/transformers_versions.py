@@ -1,8 +1,8 @@
 """The differences between the supported versions of transformers, in one place.
 
 5.3 is the first version whose Trainer prepares a training and runs an epoch in methods of their own, which `GeminiCallback` extends. In
-older ones, all of 4.x among them, the whole loop is one function: nothing can come between an epoch and the next, and its running loss is
-a local variable.
+older ones, all of 4.x among them, the whole loop is one function, which is given its position in a checkpoint's folder before there is an
+engine, and its running loss is a local variable; docs/versions.md has what it would take to resume those.
 """
 
 from __future__ import annotations

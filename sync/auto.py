@@ -72,10 +72,11 @@ class Auto(SparseScheme):
 
     The first call with a shape measures the gradient and, once per group, the network, and predicts every scheme's time with
     `costs`. The next calls try those that come close, six times in a row each, and again those that prove to be nearly as fast
-    as the best. A formula knows bytes only, so it is the least that a scheme takes; where processors are short the best one takes far
-    longer than its bytes. Then all others whose bytes take less time than that are tried beside it. The fastest stays. When the sum has had a quarter more or fewer units for three calls in a row, all of it begins
-    anew. Whatever is decided is decided from what all ranks know: they always agree. Plans are kept by shape and dtype;
-    gradients of one shape that behave differently should have an `Auto` each.
+    as the best. A formula knows bytes only, so without latency it is the least that a scheme takes; where processors are short, the
+    best one takes far longer than its bytes do. Then all others whose bytes take less time than that are tried beside it. The fastest
+    stays. When the sum has had a quarter more or fewer units for three calls in a row, all of it begins anew. Whatever is decided is
+    decided from what all ranks know: they always agree. Plans are kept by shape and dtype; gradients of one shape that behave
+    differently should have an `Auto` each.
     """
 
     name = "auto"

@@ -39,13 +39,12 @@ def restore(message: torch.Tensor, like: torch.Tensor, bits: int, bucket: int) -
     payload = wire.payload(message)
     rest = payload[_FLAG:]
     if not int(payload[0]):
-        plain: torch.Tensor = rest.view(like.dtype).view(like.shape)
-        return plain
+        return rest.view(like.dtype).view(like.shape)
     levels, buckets = 2 ** (bits - 1) - 1, -(-like.numel() // bucket)
     norms = rest[: 8 * buckets].view(torch.float64).unsqueeze(1)
     signed = _unpack(rest[8 * buckets :], bits).view(buckets, bucket).to(torch.float64) - levels
-    restored: torch.Tensor = (signed * (norms / levels)).flatten()[: like.numel()].to(like.dtype).view(like.shape)
-    return restored
+    values: torch.Tensor = (signed * (norms / levels)).flatten()[: like.numel()]
+    return values.to(like.dtype).view(like.shape)
 
 
 def _message(flag: int, data: torch.Tensor) -> torch.Tensor:

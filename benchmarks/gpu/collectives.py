@@ -8,14 +8,13 @@ Two ranks must have the averages that the same gradients have on CPUs; one rank 
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 
 from gemini_ft import GradientSynchronizer
 from gemini_ft.sync.zen import Zen
@@ -24,7 +23,7 @@ RULES: list[dict[str, object]] = [{"params": "0.*", "sync": "zen"}, {"params": "
 
 
 def _device() -> torch.device:
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    return (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None) or torch.device("cpu")
 
 
 def _gradients(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,14 +41,15 @@ def _averages(device: torch.device) -> list[torch.Tensor]:
         parameter.register_hook(lambda _, gradient=gradient: gradient.to(device))
     for _ in range(3):
         model.zero_grad()
-        sum(parameter.sum() for parameter in model.parameters()).backward()
+        torch.stack([parameter.sum() for parameter in model.parameters()]).sum().backward()
         synchronizer.synchronize()
     synchronizer.close()
-    return [parameter.grad.cpu() for parameter in model.parameters()]
+    return [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
 
 
 def _rank(rank: int, world: int, backend: str, store: str, device: torch.device) -> None:
-    dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world)
+    shared = dist.FileStore(store, world)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=shared, rank=rank, world_size=world)
     given = _gradients(rank)[0].to(device)
     whole = Zen().all_reduce(given.clone())
     own = sum(_gradients(each)[0] for each in range(world))
@@ -65,10 +65,10 @@ def main() -> None:
     device = _device()
     for backend, world in (("nccl" if device.type == "cuda" else "gloo", 1), ("gloo", 2)):
         with tempfile.TemporaryDirectory() as folder:
-            multiprocessing.spawn(_rank, (world, backend, str(Path(folder, "store")), device), nprocs=world)
+            spawn(_rank, (world, backend, str(Path(folder, "store")), device), nprocs=world)
         print(f"{backend}, {world} ranks, {device}: as it should be", flush=True)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    sys.exit(main())
+    main()

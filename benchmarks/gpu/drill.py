@@ -26,7 +26,7 @@ RANKS = {"lightning": 1, "deepspeed": 1, "fsdp2": 2}
 
 
 def _device() -> torch.device:
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    return (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None) or torch.device("cpu")
 
 
 def _net() -> nn.Sequential:
@@ -50,8 +50,8 @@ def lightning(out: Path) -> None:
             super().__init__()
             self.net = _net()
 
-        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
-            return self.net(batch).square().mean()
+        def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+            return self.net(batch[0]).square().mean()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -66,7 +66,8 @@ def lightning(out: Path) -> None:
         default_root_dir=out,
     )
     module = Module()
-    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(8 * STEPS, 256), batch_size=8))
+    data = torch.utils.data.TensorDataset(torch.randn(8 * STEPS, 256))
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=8))
     _tell(out, [module.state_dict(), trainer.optimizers[0].state_dict()])
 
 
@@ -75,6 +76,8 @@ def deepspeed(out: Path) -> None:
 
     import gemini_ft.deepspeed
 
+    if _device().type == "cpu":  # it would compile collectives over shared memory for minutes, which one rank never calls
+        ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     ds.init_distributed(dist_backend="nccl" if _device().type == "cuda" else "gloo")
     net = _net()
     config = {
@@ -95,6 +98,7 @@ def deepspeed(out: Path) -> None:
 def fsdp2(out: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
 
     import gemini_ft
 
@@ -109,14 +113,15 @@ def fsdp2(out: Path) -> None:
             net(torch.randn(8, 256, device=device)).square().mean().backward()
             optimizer.step()
             checkpointer.step()
-    _tell(out, [parameter.to_local() for parameter in net.parameters()])
+    _tell(out, [parameter.to_local() for parameter in net.parameters() if isinstance(parameter, DTensor)])
 
 
 def _job(kind: str, faults: str) -> tuple[dict[str, str], list[int]]:
     """Runs the job to its end; each rank's hash, and the iterations at which ranks resumed."""
     with tempfile.TemporaryDirectory() as folder:
         events, out = Path(folder, "events"), Path(folder, "out")
-        environment = os.environ | {"GEMINI_FAULTS": faults, "GEMINI_LOG_DIR": folder, "GEMINI_REPLICAS": "1", "GEMINI_EVENTS": str(events)}
+        environment = os.environ | {"GEMINI_FAULTS": faults, "GEMINI_LOG_DIR": folder, "GEMINI_REPLICAS": "1"}
+        environment |= {"GEMINI_EVENTS": str(events), "GEMINI_ON_LATE": "wait"}  # these steps are shorter than a commit
         if _device().type == "cpu":
             environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         launch = [sys.executable, "-m", "gemini_ft.cli.main", "run", "--standalone", "--nproc-per-node", str(RANKS[kind])]

@@ -33,11 +33,12 @@ async def _serve(run: HostRun, streams: Streams, listener: socket.socket) -> Non
     """Serves until it is time to leave."""
     requests, leaving = Requests(run, streams), asyncio.Event()
     desk = Desk(requests, listener)
+    drains_by_sigterm = load_config().drain_signal == "SIGTERM"  # a file of options that has gone since must not keep the agent from ending
     run.log(f"agent {os.getpid()} of run {run.run_id!r} on host {run.host!r}; may hold {run.budget.limit:,} bytes")
 
     def told_to_end() -> None:
         """A scheduler that drains by SIGTERM sends it to all processes of a host: workers may need this one for their last commit."""
-        if load_config().drain_signal == "SIGTERM" and requests.drain():
+        if drains_by_sigterm and requests.drain():
             requests.departure.follow()
         else:
             leaving.set()

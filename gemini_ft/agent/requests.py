@@ -238,6 +238,7 @@ class Requests:
                 attempts=stream.attempts,
                 finished=stream.finished,
                 launch=stream.launch,
+                memory_folder=str(self._run.files.root.absolute()) if self._run.files is not None else "",
                 **(stream.origin._asdict() if stream.origin is not None else {}),
             )
         )

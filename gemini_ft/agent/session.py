@@ -14,7 +14,7 @@ from gemini_ft.core.ledger import Cadence, Ledger
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import PeerError
 from gemini_ft.wire.handshake import dial
-from gemini_ft.wire.peer_messages import PeerMessage, Rejoin
+from gemini_ft.wire.peer_messages import PeerMessage, Rejoin, UploadSoon
 from gemini_ft.wire.tcp import Connection
 from gemini_ft.wire.worker_messages import SessionSpec
 
@@ -30,6 +30,7 @@ class Session:
 
     def __init__(self, home: Home, spec: SessionSpec, on_decision: Callable[[PeerMessage], None]) -> None:
         self._home = home
+        self._is_drained = False  # whether this host leaves: a leader must hear that the next version is due for storage
         self.outbound = Outbound(home, spec)
         self.storing = Storing(home, spec) if spec.storage is not None else None
         self._leader: Leader | None = None
@@ -56,6 +57,7 @@ class Session:
 
     def report(self, message: PeerMessage) -> None:
         """Tells the leader, on whichever host that is."""
+        self._is_drained = self._is_drained or isinstance(message, UploadSoon)
         if self._leader is not None:
             self._leader.take(message)
         elif self._member is not None:
@@ -88,7 +90,7 @@ class Session:
         host, need = self._home.host, self.outbound.pacing.need
         uploading, said = (self.storing.uploader.version, self.storing.said) if self.storing is not None else (None, [])
         rejoin = Rejoin(committed=host.committed, uploading=uploading, roots=host.heard_roots)
-        return [rejoin, *host.reports(), *said, *([need] if need is not None else [])]
+        return [rejoin, *host.reports(), *said, *([need] if need is not None else []), *([UploadSoon()] if self._is_drained else [])]
 
 
 def _book(home: Home, spec: SessionSpec) -> Ledger:

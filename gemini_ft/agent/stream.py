@@ -16,12 +16,13 @@ from gemini_ft.agent.own_shards import OwnShards
 from gemini_ft.agent.serving import rebuild
 from gemini_ft.agent.session import Session
 from gemini_ft.agent.storing import Stagings
+from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.vault import Giver
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Send, Tell, Upload, Withdraw
 from gemini_ft.core.ledger import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import AgentError, PeerError, RecoveryError, SupersededError
+from gemini_ft.errors import AgentError, MemoryBudgetError, PeerError, RecoveryError, SupersededError
 from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of
 from gemini_ft.wire.peer_messages import AllFinished, DrainHost, PeerMessage, ReportFinished, UploadSoon
 from gemini_ft.wire.worker_messages import (
@@ -64,6 +65,7 @@ class Stream:
         self._session: Session | None = None
         self.incoming = Incoming(self.home, self._inbound, lambda: self._session)
         self._rebuilding: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
         self.stagings = Stagings(self.home, self._end_rebuilding)
 
     # -- sessions
@@ -272,10 +274,18 @@ class Stream:
         """Makes slots that there was no room for before: a replica's at once, a worker's own when it asks."""
         for owner in self.home.vault.short():
             if not self.home.host.owns(owner):
-                self.home.vault.top_up(owner)
+                made = self.home.vault.top_up(owner)
                 self._inbound.entrust_all()
+                if self.home.vault.lacks_pages(owner, made):
+                    self._tasks.spawn(self._reserve(owner, made))
             elif owner in self.home.workers:
                 self.home.workers[owner].send(Room())
+
+    async def _reserve(self, owner: int, slots: list[int]) -> None:
+        try:
+            await self.home.vault.reserve(owner, slots)
+        except MemoryBudgetError as error:
+            self.home.log(str(error))
 
     def report(self, message: PeerMessage) -> None:
         """Tells the leader, if there is a session."""
@@ -290,7 +300,7 @@ class Stream:
         match message:
             case Commit(version, freeze, roots=roots, agreed=agreed):
                 home.counters["committed"] += 1
-                self._progressed = True
+                self._progressed = self._progressed or home.spec is None or version != home.spec.resumed  # which may be repeated
                 self.perform(host.on_commit(version, freeze, roots, agreed))
                 home.tell_workers(message)
             case Abort(version):

@@ -48,8 +48,20 @@ class Process:
     def look(self) -> int | None:
         """Does what :meth:`poll` does, for a caller that is undisturbed already."""
         if self.returncode is None:
+            self._end_leftovers()
             self.returncode = self._reap()
         return self.returncode
+
+    def _end_leftovers(self) -> None:
+        """Kills the rest of a worker's session once the worker has failed by itself.
+
+        Processes of a DataLoader end when their parent does. Where a server of multiprocessing has started them, as from Python 3.14 on,
+        that is their parent: they would keep their memory, and the job's output open, for ever.
+        """
+        with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None and ended.si_status and not self.sent:  # after a signal of the launcher they have had it too
+                os.killpg(self.pid, signal.SIGKILL)  # the worker is not reaped yet, so that no other process has its number
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for the end, as Popen's method does; TimeoutExpired after ``timeout`` seconds."""

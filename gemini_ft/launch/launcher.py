@@ -49,8 +49,6 @@ from gemini_ft.wire.worker_messages import Launch
 logger = logging.getLogger(__name__)
 
 _MAX_RESTARTS = 10
-# From this version on multiprocessing has a server start processes, and a DataLoader in a forked worker waited for it without end.
-COLD_FROM = (3, 14)
 _DRAIN_SIGNALS = get_args(GeminiConfig.model_fields["drain_signal"].annotation)
 # Torchrun's options that say how hosts meet.
 _MEETING = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "node_rank", "standalone")
@@ -224,9 +222,6 @@ def workers_of(options: argparse.Namespace, program: Sequence[str], copy: Path |
     if reason := not_forkable(options, copy):
         logger.warning("starting workers cold: %s", reason)
         return cold_workers(by_python=True)
-    if sys.version_info >= COLD_FROM:
-        logger.warning("starting workers cold: on Python %d.%d and newer a DataLoader in a forked worker can hang", *COLD_FROM)
-        return cold_workers(copy)
     modules = modules_to_preload(program, options.preload, copy)
     early = early_environment(program, modules, copy)
     if early.unknown:

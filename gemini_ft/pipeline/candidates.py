@@ -77,7 +77,7 @@ class Candidates:
         found: list[Candidate] = []
         if rule.fusion in ("cupcake", "auto"):
             found += self._by_cupcake(number, own, "rule", "cupcake")
-        if rule.fusion == "espresso" or (rule.fusion == "auto" and self._can_espresso(number)):
+        if rule.fusion == "espresso":
             found.append(self._by_espresso(number, own))
         if rule.fusion == "auto":
             found += self._by_cupcake(number, own, "plain", "all-reduce") + self._by_cupcake(number, own, "bf16", "bf16")
@@ -132,10 +132,6 @@ class Candidates:
         }
         flat = found.get(Scope.FLAT)
         return (flat, flat) if flat is not None else (found[Scope.INTRA], found[Scope.INTER])
-
-    def _can_espresso(self, number: int) -> bool:
-        compress = self._averager.rules[number].compress
-        return compress is not None and self._averager.world > 1 and payload_of_one_length(compress.make()) is not None
 
     def _costs(self, number: int, way: str, own: Sequence[Tensor]) -> Costs:
         return measure(lambda: self._averager.routes.fresh(number, way), own, self._averager.group, self._device)

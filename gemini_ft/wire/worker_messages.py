@@ -308,6 +308,7 @@ class Welcome(Answer):
     lineage: list[Version] = []  # of that one, see SessionSpec
     overtaken: list[Incarnation] = []
     aside: list[Incarnation] = []
+    memory_folder: str = ""  # where this agent makes slots as files; empty: in memory without a name
 
 
 class Inventory(Answer):

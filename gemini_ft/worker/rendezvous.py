@@ -9,6 +9,7 @@ do not count at all. The ranks agree on it in a handshake instead.
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import pickle
 import sys
@@ -27,7 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from gemini_ft import errors
-from gemini_ft.errors import GeminiError, PeerError
+from gemini_ft.errors import ConfigError, GeminiError, PeerError
 
 T = TypeVar("T")
 
@@ -49,8 +50,10 @@ def init_process_group(backend: str | None = None, timeout: timedelta | None = N
         **kwargs: passed on to torch.
 
     Raises:
+        ConfigError: a process that multiprocessing starts is importing the script.
         PeerError: some ranks did not come; the message names them.
     """
+    refuse_import()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not {"store", "init_method", "rank", "world_size"} & kwargs.keys():
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = _fresh_store(rank, world_size, timeout or default_pg_timeout)
@@ -59,6 +62,22 @@ def init_process_group(backend: str | None = None, timeout: timedelta | None = N
     else:
         dist.init_process_group(backend, timeout=timeout, **kwargs)
     atexit.register(_leave)
+
+
+def refuse_import() -> None:
+    """Refuses to train while a process that multiprocessing starts is importing the script.
+
+    Such a process has the rank of the one that starts it, which waits for it, as it itself would wait for the other ranks.
+
+    Raises:
+        ConfigError: that is so.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # by this multiprocessing refuses to start processes here
+        raise ConfigError(
+            "the script trains while it is imported by a process that multiprocessing has started, as from Python 3.14 on it does for the "
+            'workers of a DataLoader; put the lines that train under `if __name__ == "__main__":`, or give the DataLoader '
+            'multiprocessing_context="fork"'
+        )
 
 
 def _leave() -> None:

@@ -36,7 +36,7 @@ from gemini_ft.wire.network import bind_address, is_loopback
 from gemini_ft.wire.peer_messages import Claims
 from gemini_ft.wire.trust import fingerprint, read_secret
 from gemini_ft.wire.worker_messages import GetInventory, Hello, HostInfo, Inventory, Launch, Opened, OpenSession, SessionSpec, ToWorker
-from gemini_ft.worker.rendezvous import exchange, exchange_or_raise, on_all_ranks
+from gemini_ft.worker.rendezvous import exchange, exchange_or_raise, on_all_ranks, refuse_import
 from gemini_ft.worker.resume_choice import Choice, Chooser, Introduction
 from gemini_ft.worker.secret import agree_on_secret
 from gemini_ft.worker.storage_check import check_storage, storage_opener
@@ -94,8 +94,10 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None]
         resizable: whether what another number of ranks has made can be resumed.
 
     Raises:
+        ConfigError: a process that multiprocessing starts is importing the script.
         GeminiError: some rank could not; all ranks raise the same text.
     """
+    refuse_import()
     rank, _ = rank_and_world()
     run, launch = exchange((config.run_id or default_run_id(), launch_id()), config.timeout)[0]
     secret = on_all_ranks(lambda: read_secret(config), config.timeout)  # it does not leave this rank
@@ -146,6 +148,18 @@ def _check_for_agents(config: GeminiConfig, run: str) -> None:
             pool.submit(lifecycle.keep_to, processors).result()
 
 
+def _warn_of_folder(config: GeminiConfig, client: AgentClient, run: str) -> None:
+    """Says so where an agent that ran already keeps slots elsewhere: it goes on with the copies that it has, which may be the only ones."""
+    wanted = str(config.memory.folder.absolute()) if config.memory.folder is not None else ""
+    host, used = client.welcome.info.host, client.welcome.memory_folder
+    if wanted and used != wanted:
+        _log.warning(
+            "memory.folder=%r has no effect: the agent of host %s (pid %d) was started before, and keeps slots in %s. To have another that "
+            "uses the folder, let the job end or reach storage and give `gemini leave --run-id %s --host %s`; its copies are lost then",
+            *(wanted, host, client.welcome.pid, used or "memory that has no name and is gone with its last process", run, host),
+        )
+
+
 def _connect(run: str, hello: Hello, on_event: Callable[[ToWorker], None], timeout: float) -> AgentClient:
     """This rank's connection to its agent; processes that have just been killed are given time to end."""
     end = time.monotonic() + PARTING_SECONDS
@@ -167,11 +181,13 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: s
             "Run `gemini agent` as a service of the host (docs/deploy.md).",
             client.welcome.info.host,
         )
+    _warn_of_folder(config, client, run)
     inventory = client.call(GetInventory(), Inventory)[0]
     before = client.welcome.launch
     launch = "" if before is None else now.id if before.is_same(now) else before.id
     shared = config.model_dump_json(exclude={"domain", "secret_file", "memory_limit", "interface"})
-    welcome = client.welcome.model_copy(update={"secret": b"", "launch": None})  # exchanges between ranks travel openly
+    own = {"secret": b"", "launch": None, "memory_folder": ""}  # exchanges between ranks travel openly
+    welcome = client.welcome.model_copy(update=own)
     mark = recall_on_host(config.storage.url, run, stream) if config.storage is not None else None
     stored = mark.version if mark is not None else None
     return Introduction(run, welcome, inventory, configured_secret, shared, Orders.read(run), stored, launch)

@@ -332,6 +332,17 @@ class TestLeaving:
         os.kill(job.pid("a"), signal.SIGTERM)
         job.gone("a")
 
+    def test_on_sigterm_when_the_file_of_its_options_has_been_spoilt_since(
+        self, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        options = tmp_path / "gemini.yaml"
+        options.write_text("drain_signal: SIGUSR1\n")
+        monkeypatch.setenv("GEMINI_CONFIG", str(options))
+        job.rank("a", 0)
+        options.write_text("drain_signal: [\n")
+        os.kill(job.pid("a"), signal.SIGTERM)
+        job.gone("a")
+
 
 class TestDescriptors:
     def test_do_not_pile_up_over_many_sessions(self, job: Job) -> None:

@@ -100,7 +100,7 @@ def fpisa_errors(place: str) -> list[tuple[Accuracy, Accuracy, bool]]:
     """By dtype: errors of FPISA and of FPISA-A where one rank has a large value at each place, and whether FPISA's are all small."""
     group, found = sync_case.join(), []
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        full, reduced = (FPISA(place, KEY, mode, patience=PATIENCE, compare_every=3) for mode in ("fpisa", "fpisa-a"))  # type: ignore[arg-type]
+        full, reduced = (FPISA(place, KEY, mode, patience=PATIENCE, compare_every=3) for mode in ("fpisa", "fpisa-a"))
         worst = 0.0
         for step in range(7):
             parts = [gradient(rank, step) for rank in range(group.size())]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from gemini_ft.sync import backends, profiling
 from gemini_ft.sync.auto import Auto, candidates
 from gemini_ft.sync.base import Scheme
+from gemini_ft.sync.costs import Link
 from gemini_ft.sync.ddp_hook import HookState, hook
 from gemini_ft.sync.hierarchical import Hierarchical
 from gemini_ft.sync.partition import EvenPartition, HashedPartition, RotatedPartition
@@ -391,8 +392,8 @@ def quantised_sums() -> list[str]:
         total = expected(make, world).double()
         most = 0.0
         parts = EvenPartition(len(total), world)
-        for part in total.split([parts.size(number) for number in range(world)]):  # buckets begin anew in each
-            most = max([most, *(float(each.norm()) for each in part.flatten().split(bucket))])
+        for part in torch.split(total, [parts.size(number) for number in range(world)]):  # buckets begin anew in each
+            most = max([most, *(float(each.norm()) for each in torch.split(part.flatten(), bucket))])
         steps = most / (2 ** (bits - 1) - 1)
         if max(float((each - total).abs().max()) for each in sums) > steps + most * torch.finfo(dtype).eps:
             wrong.append(f"{bits} bits, {dtype}: off by more than a level")
@@ -440,7 +441,8 @@ def auto_tries() -> Any:
         auto.all_reduce(rows((2000, 4), draw(30, 2000, group.rank()), torch.float32, 0))
         [plan] = auto.plans.values()
         if plan.chosen is not None and plan.traffic is not None:
-            [link] = auto._links.values()
+            [[_, alpha, beta]] = auto.state_dict()["links"]
+            link = Link(alpha, beta)
             took = plan.trial.medians()[plan.tried.index(plan.chosen)]
             return set(plan.judged), set(candidates(plan.least, plan.traffic, link)), dict(plan.least), took
 

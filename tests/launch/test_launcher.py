@@ -418,14 +418,6 @@ class TestSettings:
             "starting workers cold: train.py sets HF_HOME in line 2, before its imports; a constant could be set for the fork server too"
         ]
 
-    def test_on_a_python_on_which_forked_workers_can_hang_they_are_started_cold(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        monkeypatch.setattr(launcher, "COLD_FROM", sys.version_info[:2])
-        launcher.workers_of(self.options(), ["train.py"], None)
-        version = "{}.{}".format(*sys.version_info)
-        assert caplog.messages == [f"starting workers cold: on Python {version} and newer a DataLoader in a forked worker can hang"]
-
     def test_another_python_or_no_file_is_started_cold(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         options = self.options()
         options.training_script = str(tmp_path)
@@ -471,6 +463,52 @@ def test_forked_workers_train_as_others_do(tmp_path: Path, launch: Callable[...,
         [(said, sums[mode])] = {tuple(line.split()) for line in job.out.splitlines()}  # both ranks say the same
         assert said == forked
     assert len(set(sums.values())) == 1
+
+
+LEAVES = """
+import multiprocessing, os, signal, sys, time
+if __name__ == "__main__":
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        process = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,))
+        process.start()
+        sys.stdout.write(f"{process.pid}\\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not os.path.exists("seen"):
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("mode", [(), ("--cold",)])
+def test_a_killed_worker_leaves_no_processes_behind_that_a_server_has_started(
+    mode: tuple[str, ...], tmp_path: Path, launch: Callable[..., Job]
+) -> None:
+    """A DataLoader's are of that kind from Python 3.14 on; they do not see their worker's end."""
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    job = launch(*mode, "leaves.py")
+    job.wait_for(lambda: bool(job.out) and int(job.out) not in job.processes())
+    (tmp_path / "seen").touch()
+    assert job.wait() == 0, job.err
+
+
+UNGUARDED = """
+import torch, gemini_ft
+from torch.utils.data import DataLoader
+model = torch.nn.Linear(1, 1)
+{begin}
+for _ in DataLoader(torch.zeros(2), num_workers=1, multiprocessing_context="forkserver"):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "begin", ["gemini_ft.init_process_group('gloo')", "gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters(), 0.1)).resume()"]
+)
+def test_a_script_that_trains_while_multiprocessing_imports_it_is_refused(begin: str, tmp_path: Path, launch: Callable[..., Job]) -> None:
+    """Several ranks would wait for each other and for themselves, without an end."""
+    (tmp_path / "unguarded.py").write_text(UNGUARDED.format(begin=begin))
+    job = launch("--max-restarts", "0", "unguarded.py")
+    assert job.wait() == 1, job.err
+    assert "ConfigError: the script trains while it is imported by a process that multiprocessing has started" in job.err
 
 
 REPEATS = """

@@ -1,0 +1,45 @@
+"""The batch scripts of examples/slurm, run by bash with stand-ins for SLURM's programs; real jobs are in tests/jobs/test_job_slurm.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "examples" / "slurm"
+# Agents and `gemini leave` are steps, too; the training's says which variables it has inherited, and how it ends is the test's choice.
+SRUN = """#!/bin/bash
+case "$*" in *gemini\\ agent | *gemini\\ leave) exit 0 ;; esac
+env | grep ^SLURM_STEP_
+echo "step"
+exit "$STEP_STATUS"
+"""
+
+
+def run(script: str, folder: Path, status: int, **environ: str) -> subprocess.CompletedProcess[str]:
+    for name, text in (("srun", SRUN), ("squeue", "#!/bin/bash\necho COMPLETING\n"), ("scontrol", "#!/bin/bash\necho requeued\n")):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "STEP_STATUS": str(status)}
+    path = os.pathsep.join([str(folder), os.environ["PATH"]])
+    command = ["bash", str(SCRIPTS / script), "train.py"]
+    return subprocess.run(
+        command, env={**os.environ, **job, **environ, "PATH": path}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("script", ["train.sbatch", "lightning.sbatch"])
+def test_a_job_that_a_step_has_submitted_is_not_taken_for_that_step(script: str, tmp_path: Path) -> None:
+    output = run(script, tmp_path, 0, SLURM_STEP_ID="3", SLURM_STEP_RESV_PORTS="12000-12003", ATTEMPTS="1").stdout
+    assert "step\n" in output
+    assert "SLURM_STEP_" not in output
+
+
+@pytest.mark.parametrize(("status", "steps"), [(0, 1), (74, 1), (85, 1), (9, 2)])
+def test_a_step_that_is_over_before_the_script_looks_has_its_status_all_the_same(status: int, steps: int, tmp_path: Path) -> None:
+    (tmp_path / "bash_env").write_text('kill() { command wait $step; command kill "$@"; }\n')  # so that it is over for certain
+    done = run("lightning.sbatch", tmp_path, status, ATTEMPTS="2", BASH_ENV=str(tmp_path / "bash_env"))
+    assert done.returncode == status, done.stderr
+    assert done.stdout.count("step\n") == steps
