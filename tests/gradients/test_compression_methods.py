@@ -544,5 +544,5 @@ def test_a_hard_threshold_has_the_least_total_error_for_its_budget() -> None:
 @pytest.mark.parametrize("exponent", [-120, -99, -98, 90, 97])
 def test_norms_of_other_scales_are_those_of_the_same_numbers(exponent: int) -> None:
     """Scaling is by powers of two, also where the largest value has an odd exponent: bits are those of a gradient of ordinary scale."""
-    row = torch.randn(1, 100, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(row_norms(row * 2.0**exponent), torch.linalg.vector_norm(row, dim=1) * 2.0**exponent)
+    rows = torch.randn(200, 100, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(row_norms(rows * 2.0**exponent), torch.linalg.vector_norm(rows, dim=1) * 2.0**exponent)

@@ -164,7 +164,7 @@ def beside_an_aggregator() -> Colocated:
 
 def with_few_rounds(place: str) -> list[str]:
     """Sums that are wrong or did not go through the switch, where a job has few rounds."""
-    switch_client.MOST_ROUNDS = 50  # type: ignore[misc]
+    switch_client.MOST_ROUNDS = 50
     group, wrong = sync_case.join(), []
     scheme = SwitchML(place, KEY, slots=8, patience=PATIENCE)
     for step in range(20):

@@ -28,7 +28,7 @@ def test_every_benchmark_with_a_quick_form_is_on_the_page() -> None:
 def test_runs_to_its_end_and_says_what_it_found(command: str) -> None:
     program, *arguments = shlex.split(command)
     if Path(program).stem in NEEDS_ROOT and os.geteuid() != 0:
-        pytest.skip("needs root, for network namespaces")
+        pytest.skip("needs root: networks of a given rate are namespaces")
     run = subprocess.run([sys.executable, program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=1000)
     assert run.returncode == 0, run.stderr[-4000:]
     said = json.loads(run.stdout.splitlines()[-1])
