@@ -76,7 +76,6 @@ class Inbound:
         reuse = not (may_be_written_by_another(self._home, owner) or self._is_kept_by_stranger(owner))
         indices = vault.ensure(owner, shape_of(self._home, owner, wanted), REPLICA_SLOTS, reuse)
         fresh = [index for index in indices if vault.memory[owner, index] not in before]  # a number may be that of a slot just freed
-        await vault.reserve(owner, fresh)
         await vault.prefault(owner, fresh)
         for index in fresh:
             self._home.custodians.entrust(vault.memory[owner, index])

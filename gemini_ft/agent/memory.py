@@ -141,10 +141,7 @@ class SlotMemory:
     @classmethod
     def create(cls, shape: SlotShape, files: SlotFiles | None = None) -> SlotMemory:
         """Makes a file in ``files``, or a sealed memfd: a client that truncated it would kill every process that maps it."""
-        if files is not None:
-            fd = files.make(shape.total, shape.data_offset)
-        else:
-            fd = _sealed(f"gemini:{shape.stream}:{shape.owner}", shape.total)
+        fd = files.make(shape.total) if files is not None else _sealed(f"gemini:{shape.stream}:{shape.owner}", shape.total)
         try:
             slot = cls(shape, fd)
         except OSError:

@@ -6,12 +6,10 @@ from collections.abc import Callable
 
 from gemini_ft.agent.home import Home
 from gemini_ft.agent.inbound import REPLICA_SLOTS, Inbound, may_be_written_by_another, shape_of
-from gemini_ft.agent.memory import SlotShape
 from gemini_ft.agent.outbound import Outbound
 from gemini_ft.agent.outgoing import end_of
-from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.workers import WorkerConnection
-from gemini_ft.errors import AgentError, GeminiError
+from gemini_ft.errors import AgentError
 from gemini_ft.wire.messages import Chunk, kind_of
 from gemini_ft.wire.worker_messages import Copied, GiveUp, Request, Reserve, Reserved, ToAgent
 
@@ -27,7 +25,6 @@ class OwnShards:
 
     def __init__(self, home: Home, inbound: Inbound, outbound: Callable[[], Outbound]) -> None:
         self._home, self._inbound, self._outbound = home, inbound, outbound
-        self._tasks = Tasks()
 
     def on_message(self, worker: WorkerConnection, message: ToAgent) -> None:
         """Handles a worker's message about its own shard."""
@@ -55,25 +52,6 @@ class OwnShards:
         reuse = not may_be_written_by_another(home, owner, worker)
         home.workers[owner] = worker
         indices = home.vault.ensure(owner, shape, count, reuse)
-        if home.vault.lacks_pages(owner, indices):
-            self._tasks.spawn(self._hand_out_reserved(worker, message, shape, indices))
-        else:
-            self._hand_out(worker, message, shape, indices)
-
-    async def _hand_out_reserved(self, worker: WorkerConnection, message: Reserve, shape: SlotShape, indices: list[int]) -> None:
-        """Hands slots out as soon as their memory is reserved; the worker waits, and the agent goes on with everything else."""
-        home = self._home
-        try:
-            await home.vault.reserve(worker.rank, indices)
-            if not home.is_present(worker) or any((worker.rank, index) not in home.vault.memory for index in indices):
-                raise AgentError(f"the memory of rank {worker.rank}'s shard was given back while it was reserved: its incarnation is over")
-        except GeminiError as error:
-            worker.refuse(message, error)
-        else:
-            self._hand_out(worker, message, shape, indices)
-
-    def _hand_out(self, worker: WorkerConnection, message: Reserve, shape: SlotShape, indices: list[int]) -> None:
-        home, owner = self._home, worker.rank
         fds = [home.vault.memory[owner, index].fd for index in indices]
         reserved = Reserved(
             call=message.call,

@@ -7,13 +7,10 @@ host takes it up as it would take up what a hung agent leaves. Files have no sea
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
-import errno
 import fcntl
 import hashlib
-import math
 import os
 import secrets
 import stat
@@ -57,36 +54,17 @@ class SlotFiles:
         own_folder(self.folder.parent)
         own_folder(self.folder)
 
-    def make(self, nbytes: int, head: int) -> int:
-        """The descriptor of a new file. A tmpfs that is full, or will be when all its files have their pages, is an error now.
-
-        Args:
-            nbytes: its size; whoever is to write more than the head calls `reserve` before, or a full tmpfs would be a SIGBUS.
-            head: bytes at the beginning that can be written at once.
-
-        Raises:
-            OSError: there is no room.
-        """
-        if nbytes > self._room():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def make(self, nbytes: int) -> int:
+        """The descriptor of a new file whose memory is reserved: a full tmpfs is an error now, and no SIGBUS later. Raises OSError."""
         path = f"{self.folder}{SLOT}{secrets.token_hex(8)}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(fd, nbytes)
-            os.posix_fallocate(fd, 0, head)
+            os.posix_fallocate(fd, 0, nbytes)
         except OSError:
             os.close(fd)
             os.unlink(path)
             raise
         return fd
-
-    def _room(self) -> float:
-        """Bytes that new files may take: those are left out that files of this run still lack."""
-        state = os.statvfs(self.folder)
-        if not state.f_blocks:  # a tmpfs without a limit
-            return math.inf
-        lacking = sum(_lacking(os.stat(path)) for path in self.folder.glob(f"{SLOT[1:]}*"))
-        return state.f_bavail * state.f_frsize - lacking
 
     def identity(self) -> int:
         """The descriptor of the file with an agent's own knowledge, which is new where no agent has been before.
@@ -132,32 +110,6 @@ class SlotFiles:
     def clear(self) -> None:
         """Gives all of it back: the run is over."""
         remove(self.folder)
-
-
-def lacks_pages(fd: int) -> bool:
-    """Whether the memory of a slot's file is not reserved yet; a memfd's never is, as it has no size of its own to run out of."""
-    return SLOT in os.readlink(f"/proc/self/fd/{fd}") and _lacking(os.fstat(fd)) > 0
-
-
-async def reserve(fd: int) -> None:
-    """Reserves all memory of a slot's file on a thread: it takes a quarter of a second per GiB, and an agent must answer meanwhile.
-
-    Raises:
-        OSError: there is no room.
-    """
-    own = os.dup(fd)  # the slot may be given back meanwhile, and another file get its number
-    try:
-        nbytes = os.fstat(own).st_size
-        try:
-            await asyncio.to_thread(os.posix_fallocate, own, 0, nbytes)
-        except RuntimeError:  # no thread can be started
-            os.posix_fallocate(own, 0, nbytes)
-    finally:
-        os.close(own)
-
-
-def _lacking(file: os.stat_result) -> int:
-    return max(0, file.st_size - 512 * file.st_blocks)
 
 
 def lock(fd: int) -> bool:

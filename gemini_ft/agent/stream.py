@@ -16,13 +16,12 @@ from gemini_ft.agent.own_shards import OwnShards
 from gemini_ft.agent.serving import rebuild
 from gemini_ft.agent.session import Session
 from gemini_ft.agent.storing import Stagings
-from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.vault import Giver
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Send, Tell, Upload, Withdraw
 from gemini_ft.core.ledger import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import AgentError, MemoryBudgetError, PeerError, RecoveryError, SupersededError
+from gemini_ft.errors import AgentError, PeerError, RecoveryError, SupersededError
 from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of
 from gemini_ft.wire.peer_messages import AllFinished, DrainHost, PeerMessage, ReportFinished, UploadSoon
 from gemini_ft.wire.worker_messages import (
@@ -65,7 +64,6 @@ class Stream:
         self._session: Session | None = None
         self.incoming = Incoming(self.home, self._inbound, lambda: self._session)
         self._rebuilding: asyncio.Task[None] | None = None
-        self._tasks = Tasks()
         self.stagings = Stagings(self.home, self._end_rebuilding)
 
     # -- sessions
@@ -274,18 +272,10 @@ class Stream:
         """Makes slots that there was no room for before: a replica's at once, a worker's own when it asks."""
         for owner in self.home.vault.short():
             if not self.home.host.owns(owner):
-                made = self.home.vault.top_up(owner)
+                self.home.vault.top_up(owner)
                 self._inbound.entrust_all()
-                if self.home.vault.lacks_pages(owner, made):
-                    self._tasks.spawn(self._reserve(owner, made))
             elif owner in self.home.workers:
                 self.home.workers[owner].send(Room())
-
-    async def _reserve(self, owner: int, slots: list[int]) -> None:
-        try:
-            await self.home.vault.reserve(owner, slots)
-        except MemoryBudgetError as error:
-            self.home.log(str(error))
 
     def report(self, message: PeerMessage) -> None:
         """Tells the leader, if there is a session."""

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gemini_ft.agent import slot_files
 from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape, available_memory, populate
 from gemini_ft.agent.slot_files import SlotFiles
 from gemini_ft.agent.staging import StoredCopy
@@ -147,8 +146,6 @@ class Vault:
         adopted = False
         try:
             memory = SlotMemory.create(shape, self._files)
-            if slot_files.lacks_pages(memory.fd):
-                await slot_files.reserve(memory.fd)
             await asyncio.to_thread(copy.fill, memory)
             slots = self._host.slots(shape.owner)
             if wanted() and slots.find(version) is None:
@@ -236,35 +233,10 @@ class Vault:
         room = min(self._budget.limit - self._budget.used, available_memory())
         return [owner for owner, shape in lacking if shape.total <= room]
 
-    def top_up(self, owner: int) -> list[int]:
-        """Makes the slots that there was no room for before; returns those in rotation, or none where there is no room again."""
+    def top_up(self, owner: int) -> None:
+        """Makes the slots that there was no room for before."""
         with contextlib.suppress(MemoryBudgetError):
-            return self.ensure(owner, *self._wanted[owner], reuse=True)
-        return []
-
-    def lacks_pages(self, owner: int, indices: list[int]) -> bool:
-        """Whether slots cannot be written to before `reserve`."""
-        return any(slot_files.lacks_pages(self.memory[owner, index].fd) for index in indices)
-
-    async def reserve(self, owner: int, indices: list[int]) -> None:
-        """Reserves the memory of slots that are files, beside everything else the agent does.
-
-        Raises:
-            MemoryBudgetError: something else has filled the folder meanwhile; slots without memory are given back.
-        """
-        try:
-            for index in indices:
-                if (memory := self.memory.get((owner, index))) is not None and slot_files.lacks_pages(memory.fd):
-                    await slot_files.reserve(memory.fd)
-        except OSError as error:
-            slots = self._host.slots(owner)
-            for index in indices:
-                memory = self.memory.get((owner, index))
-                if memory is not None and slot_files.lacks_pages(memory.fd) and slots.slots.pop(index, None) is not None:
-                    self.free(owner, index)
-            raise MemoryBudgetError(
-                f"rank {owner}'s shard: memory.folder has no room for it any more ({error.strerror}); see `df` of the folder"
-            ) from None
+            self.ensure(owner, *self._wanted[owner], reuse=True)
 
     async def prefault(self, owner: int, indices: list[int]) -> None:
         """Faults pages in before the first bytes arrive, beside everything else the agent does."""
