@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from gemini_ft.errors import ConfigError
 
+_MOST_PROCESSORS = 2**16
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12}
 _UNITS |= {"tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -57,13 +58,13 @@ def _patterns(value: object) -> object:
 
 def _processors(value: object) -> object:
     """Turns ``"0-3,8"`` into numbers, as ``taskset -c`` does."""
-    if not isinstance(value, str):
-        return value
+    if value is None:
+        return None
     numbers: set[int] = set()
-    for part in value.split(","):
-        first, dash, last = part.strip().partition("-")
+    for part in value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) and value else ("",):
+        first, dash, last = str(part).strip().partition("-")
         last = last if dash else first
-        if not first.isdigit() or not last.isdigit() or int(last) < int(first):
+        if not first.isdecimal() or not last.isdecimal() or not int(first) <= int(last) <= _MOST_PROCESSORS:
             raise ValueError("must be numbers of processors and ranges of them, separated by commas, for example 0-3,8")
         numbers.update(range(int(first), int(last) + 1))
     return tuple(sorted(numbers))

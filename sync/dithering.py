@@ -20,13 +20,14 @@ def quantise(values: torch.Tensor, bits: int, bucket: int, generator: torch.Gene
     """A message with the values of a tensor, in ``bits`` bits each: the sign, and a level of the L2 norm of their bucket.
 
     A value v of a bucket with norm w becomes w / s times one of the two whole numbers beside s |v| / w, by chance, so that v is what is
-    expected, with s = 2^(bits - 1) - 1 levels. Values of a part with a NaN, an infinity, or a norm beyond float64 travel as they are.
+    expected, with s = 2^(bits - 1) - 1 levels. Values of a part with a NaN, an infinity, or a norm that is no
+    number of their dtype travel as they are: one of them may become the norm.
     """
     levels = 2 ** (bits - 1) - 1
     buckets = _padded(values.flatten(), bucket).view(-1, bucket).to(torch.float64)
     largest = buckets.abs().amax(1, keepdim=True)  # what is divided by it can be squared, however small or large it was
     norms = largest * (buckets / largest.where(largest > 0, 1.0)).norm(dim=1, keepdim=True)
-    if not bool(norms.isfinite().all()):
+    if not bool((norms <= torch.finfo(values.dtype).max).all()):
         return _message(0, wire.as_bytes(values))
     scaled = levels * buckets.abs() / norms.where(norms > 0, 1.0)
     codes = (scaled + torch.rand(scaled.shape, generator=generator, dtype=torch.float64).to(scaled.device)).floor_().clamp_(max=levels)

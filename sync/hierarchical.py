@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -49,6 +52,13 @@ class Hierarchical(Scheme):
         all_gather_single(padded, self.inter.reduce(from_dense(own), between).dense(), group=host)
         whole = padded[:rows]
         return whole.reshape(tensor.shape).to(tensor.device) if tensor.layout == torch.strided else to_tensor(from_dense(whole), tensor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the scheme between hosts."""
+        return self.inter.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.inter.load_state_dict(state)
 
     @property
     def _title(self) -> str:

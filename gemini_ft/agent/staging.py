@@ -33,7 +33,7 @@ class StoredCopy:
 
     def __init__(self, run: str, stream: str, order: Stage, log: Callable[[str], None]) -> None:
         settings = StorageConfig.model_validate(order.storage)
-        self._stored = StoredShard(_storage(settings.url, settings.endpoint_url), ShardRecord.model_validate_json(order.record))
+        self._stored = StoredShard(_storage(settings.url, settings.endpoint_url), ShardRecord.model_validate_json(order.record), whole=True)
         self._order, self._log = order, log
         layout, self.extras = self._stored.layout, self._stored.extras
         self.shape = SlotShape(
@@ -84,5 +84,10 @@ class StoredCopy:
 
 @lru_cache(maxsize=4)
 def _storage(url: str, endpoint_url: str | None) -> Storage:
-    """The storage, opened once for all shards: two clients of boto3 take longer to make than a small shard takes to come."""
+    """The storage, opened once for shards that come together: two clients of boto3 take longer to make than a small shard to come."""
     return open_storage(url, endpoint_url)
+
+
+def hang_up() -> None:
+    """Forgets open storages: the next shard is read on new connections, and with the credentials of then."""
+    _storage.cache_clear()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from gemini_ft.agent.home import Home
-from gemini_ft.agent.staging import StoredCopy
+from gemini_ft.agent.staging import StoredCopy, hang_up
 from gemini_ft.agent.uploads import Uploader
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError
@@ -87,8 +87,13 @@ class Stagings:
         key = order.owner, order.version
         if key not in self._tasks:
             self._tasks[key] = asyncio.get_running_loop().create_task(self._stage(order))
-            self._tasks[key].add_done_callback(lambda _: self._tasks.pop(key, None))
+            self._tasks[key].add_done_callback(lambda _: self._is_over(key))
         await asyncio.shield(self._tasks[key])
+
+    def _is_over(self, key: tuple[int, Version]) -> None:
+        self._tasks.pop(key, None)
+        if not self._tasks:
+            hang_up()
 
     async def _stage(self, order: Stage) -> None:
         before = self._home.spec
@@ -98,6 +103,7 @@ class Stagings:
                 await self._read(order, before)
             except CorruptDataError as error:  # on a new connection, before it is believed
                 self._home.log(f"{error}; reading it again")
+                hang_up()
                 await self._read(order, before)
 
     async def _read(self, order: Stage, before: SessionSpec | None) -> None:

@@ -24,11 +24,12 @@ from gemini_ft.config import GeminiConfig
 from gemini_ft.errors import AgentTimeoutError, GeminiError
 from gemini_ft.hosts import host_id
 from gemini_ft.launch import grace
+from gemini_ft.launch.notes import DRAINED_STATUS
 from gemini_ft.wire.worker_messages import AskDrain, Draining, ToWorker
 
 _log = logging.getLogger(__name__)
 
-LEFT = 85  # ERESTART; as of the workers (gemini_ft.worker.drain)
+LEFT = DRAINED_STATUS
 _STRAGGLERS = 10.0  # seconds for the other workers of a host, once one has left
 _POLL = 0.1  # seconds
 

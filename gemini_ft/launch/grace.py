@@ -18,6 +18,8 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import api as torch_api
 
+from gemini_ft.launch.notes import DRAINED_STATUS
+
 TO_HANDLER = "_terminate_process_handler"  # torch's function that turns a signal into SignalException
 # Signal -> the function that hears it, on the thread that passes signals on; it returns whether the workers are to be spared.
 watched: dict[int, Callable[[], bool]] = {}
@@ -53,15 +55,18 @@ class Process:
         return self.returncode
 
     def _end_leftovers(self) -> None:
-        """Kills the rest of a worker's session once the worker has failed by itself.
+        """Ends the rest of a worker's session once the worker has failed by itself.
 
         Processes of a DataLoader end when their parent does. Where a server of multiprocessing has started them, as from Python 3.14 on,
-        that is their parent: they would keep their memory, and the job's output open, for ever.
+        that is their parent: they would keep their memory, and the job's output open, for ever. SIGTERM leaves multiprocessing's tracker
+        alone, which then removes the shared memory that all of them have left.
         """
         with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is not None and ended.si_status and not self.sent:  # after a signal of the launcher they have had it too
-                os.killpg(self.pid, signal.SIGKILL)  # the worker is not reaped yet, so that no other process has its number
+            if ended is None or ended.si_status == 0 or (ended.si_code, ended.si_status) == (os.CLD_EXITED, DRAINED_STATUS):
+                return
+            if not self.sent:  # after a signal of the launcher they have had it too
+                os.killpg(self.pid, signal.SIGTERM)  # the worker is not reaped yet, so that no other process has its number
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for the end, as Popen's method does; TimeoutExpired after ``timeout`` seconds."""

@@ -151,11 +151,16 @@ class StoredShard:
 
     Its methods may be called from several threads at once. They raise `CorruptDataError`, which names the object, where
     bytes do not match their checksum, and `StorageError` where the storage fails.
+
+    Args:
+        storage: where it is.
+        record: of the object.
+        whole: all of it will be read, so that a small one comes in one request, and is kept.
     """
 
-    def __init__(self, storage: Storage, record: ShardRecord) -> None:
+    def __init__(self, storage: Storage, record: ShardRecord, whole: bool = False) -> None:
         self.record = record
-        self._storage = storage
+        self._storage, self._whole = storage, whole
 
     @cached_property
     def layout(self) -> Layout:
@@ -246,12 +251,12 @@ class StoredShard:
 
     @cached_property
     def _front(self) -> tuple[int, memoryview]:
-        """Offset and bytes of what is read in one request: the small parts, and all of a small shard; nothing where they are large."""
+        """Offset and bytes of what is read in one request: the small parts, perhaps all of a small shard; nothing where they are large."""
         record = self.record
         parts = (record.layout, record.extras, record.digests)
         start, stop = min(span.offset for span in parts), max(span.offset + span.nbytes for span in parts)
-        whole = max(stop, record.data.offset + record.data.nbytes)
-        nbytes = next((end - start for end in (whole, stop) if end - start <= _ONE_REQUEST), 0)
+        ends = (max(stop, record.data.offset + record.data.nbytes), stop) if self._whole else (stop,)
+        nbytes = next((end - start for end in ends if end - start <= _ONE_REQUEST), 0)
         blob = memoryview(bytearray(nbytes))
         self._storage.get_range(record.key, start, blob)
         return start, blob

@@ -25,7 +25,7 @@ _log = logging.getLogger("gemini_ft")
 class DrainedError(SystemExit):
     """Ends a rank whose host is drained; its last step is committed. A SystemExit, which loops and frameworks let through."""
 
-    exit_status = 85  # ERESTART
+    exit_status = notes.DRAINED_STATUS
 
     def __init__(self) -> None:
         super().__init__(self.exit_status)

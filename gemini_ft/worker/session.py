@@ -185,7 +185,7 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: s
     inventory = client.call(GetInventory(), Inventory)[0]
     before = client.welcome.launch
     launch = "" if before is None else now.id if before.is_same(now) else before.id
-    shared = config.model_dump_json(exclude={"domain", "secret_file", "memory_limit", "interface"})
+    shared = config.model_dump_json(exclude={"domain", "secret_file", "memory_limit", "interface", "agent_cpus"})
     own = {"secret": b"", "launch": None, "memory_folder": ""}  # exchanges between ranks travel openly
     welcome = client.welcome.model_copy(update=own)
     mark = recall_on_host(config.storage.url, run, stream) if config.storage is not None else None

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from agent_kit import CHUNK, EXTRAS, Job, Rank, content, eventually, versions
 
+from gemini_ft.agent import staging
 from gemini_ft.agent.memory import EXTRAS_ROOM, Budget, SlotMemory, SlotShape, extras_room
+from gemini_ft.agent.storing import Stagings
 from gemini_ft.agent.vault import Vault
 from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.core.protocol import Host
@@ -155,3 +158,35 @@ def test_without_room_it_is_refused_with_the_numbers() -> None:
 def test_small_state_may_grow_by_a_quarter(nbytes: int) -> None:
     assert extras_room(nbytes) >= max(EXTRAS_ROOM, nbytes + nbytes // 4)
     assert extras_room(nbytes) == extras_room(nbytes + nbytes // 1000)
+
+
+def test_shards_that_come_together_share_a_storage_and_nothing_keeps_it(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What looks damaged is read again on another connection; and credentials change while an agent lives."""
+    opened: list[str] = []
+
+    def reopened(url: str, *_: object) -> LocalStorage:
+        opened.append(url)
+        return storage
+
+    async def corrupt(*_: object, **__: object) -> None:
+        raise CorruptDataError("as it seems")
+
+    monkeypatch.setattr(staging, "open_storage", reopened)
+    host = SimpleNamespace(slots=lambda owner: SimpleNamespace(complete_version=lambda version: None))
+    vault = SimpleNamespace(stage=corrupt)
+    home = SimpleNamespace(spec=None, host=host, run=SimpleNamespace(run_id="r"), name="main", log=print, vault=vault)
+    settings: dict[str, object] = {"url": storage.root.as_uri(), "every_steps": 1}
+    orders = [Stage(owner=owner, version=STORED, record=store(storage, owner).model_dump_json(), storage=settings) for owner in (0, 1)]
+
+    async def work() -> None:
+        async def nothing() -> None: ...
+
+        stagings = Stagings(home, nothing)  # type: ignore[arg-type]
+        for _ in range(2):
+            before = len(opened)
+            found = await asyncio.gather(*(stagings.stage(order) for order in orders), return_exceptions=True)
+            assert [type(each) for each in found] == [CorruptDataError] * 2
+            assert 2 <= len(opened) - before <= 4  # each has had a second look elsewhere
+
+    asyncio.run(work())
+    staging.hang_up()

@@ -20,6 +20,7 @@ from gemini_ft.sync.dense import Dense
 from gemini_ft.sync.hierarchical import Hierarchical
 from gemini_ft.sync.rows import SparseRows
 from gemini_ft.sync.schemes import SCHEMES
+from gemini_ft.sync.sparcml import DSARSplitAllgather
 from gemini_ft.sync.switchml import SwitchML
 from gemini_ft.sync.zen import Zen
 
@@ -100,6 +101,25 @@ def test_nan_and_infinity_stay(switch: str, tmp_path: Path) -> None:
 def test_dsar_in_few_bits_is_right_on_average_and_the_same_everywhere(tmp_path: Path) -> None:
     """SparCML's section 6: the sums in QSGD's form."""
     assert on_ranks(tmp_path, 3, sync_case.quantised_sums) == [[]] * 3
+
+
+def test_a_hierarchical_scheme_has_the_state_of_the_one_between_hosts() -> None:
+    first, second = (Hierarchical(DSARSplitAllgather(bits=4), 2) for _ in range(2))
+    first.inter.load_state_dict({"sums": 7})
+    second.load_state_dict(first.state_dict())
+    assert second.inter.state_dict() == first.state_dict() == {"sums": 7}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_few_bits_make_no_infinity(bits: int, dtype: torch.dtype) -> None:
+    """A value may become the norm of its bucket, which is no number of the dtype where values are large."""
+    values = (torch.randn(64, 16, generator=torch.Generator().manual_seed(0)) * (torch.finfo(dtype).max / 13)).to(dtype)
+    found = dithering.restore(dithering.quantise(values, bits, 1024, torch.Generator().manual_seed(1)), values, bits, 1024)
+    assert found.isfinite().all()
+    small = values / 64
+    found = dithering.restore(dithering.quantise(small, bits, 1024, torch.Generator().manual_seed(1)), small, bits, 1024)
+    assert not torch.equal(found, small)  # those are quantised
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

@@ -55,6 +55,10 @@ class TestOptions:
         text = same_error(one.outcome(*run(agent_cpus="0")), ConfigError)
         assert "it elsewhere: give it as GEMINI_AGENT_CPUS, or in the file that GEMINI_CONFIG names" in text
 
+    def test_processors_for_agents_may_differ_between_hosts(self, two: World) -> None:
+        attempt = two.start(*run(), per_rank=[{"GEMINI_AGENT_CPUS": "0"}, {}])
+        assert [result["start"] for result in attempt.results()] == [0, 0]
+
     def test_processors_that_are_not_there_are_refused(self, one: World) -> None:
         attempt = one.start(*run(), per_rank=[{"GEMINI_AGENT_CPUS": "0,1020"}])
         assert "agent_cpus=0,1020: this host, or this process's control group, lacks" in same_error(attempt.results(), ConfigError)

@@ -281,3 +281,22 @@ def test_whole_jobs_are_told_at_random_moments(tmp_path: Path, options: tuple[st
         assert saved == dict.fromkeys(begun, "x"), (number, (folder / "output").read_text()[-2000:])
         second_begun += len(begun)
     assert second_begun > 0
+
+
+FORGETFUL = """
+import os, time
+from multiprocessing import shared_memory
+shared_memory.SharedMemory(name=os.environ["LEFT"], create=True, size=64)
+if os.fork() == 0:
+    time.sleep(600)
+os._exit(1)
+"""
+
+
+def test_shared_memory_of_a_worker_that_fails_goes_with_it() -> None:
+    """The process that removes it is in the worker's session, and waits for all others of it."""
+    name = f"gemini-left-{os.getpid()}"
+    worker = subprocess.Popen([sys.executable, "-c", FORGETFUL], env={**os.environ, "LEFT": name}, start_new_session=True)
+    process = Workers().adopt(worker.pid, worker.poll)
+    wait_for(lambda: process.poll() == 1)
+    wait_for(lambda: not Path("/dev/shm", name).exists())
