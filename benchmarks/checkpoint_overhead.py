@@ -40,7 +40,7 @@ RATIOS = {
 
 
 def report(
-    results: Mapping[int, Mapping[str, Mapping[str, Any]]], ratios: Mapping[str, Mapping[str, trials.Spread]], arguments: argparse.Namespace
+    results: Mapping[int, Mapping[str, Mapping[str, Any]]], ratios: Mapping[str, Mapping[str, common.Spread]], arguments: argparse.Namespace
 ) -> str:
     """The body of the dated report."""
     parts = [
@@ -60,7 +60,7 @@ def compare(rows: Mapping[str, trials.Measured], base: str, rounds: int) -> str:
     def cells(name: str, key: str) -> list[str]:
         values = [1e3 * figures[key] for figures in rows[name].rounds.values() if key in figures]
         ratio = trials.paired(rows, base, key).get(name)
-        return [trials.spread(common.interval(values), 1) if values else "-", trials.spread(ratio, 3) if ratio else "-"]
+        return [common.spread(common.interval(values), 1) if values else "-", common.spread(ratio, 3) if ratio else "-"]
 
     header = ("row", "complete, ms", "ratio", "lost, ms", "ratio", "rounds")
     lines = [

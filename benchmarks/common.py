@@ -292,11 +292,20 @@ def median(values: Iterable[float]) -> float | None:
     return statistics.median(kept) if kept else None
 
 
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
+Spread = tuple[float, float, float]  # a median and the ends of its 95 % interval
+
+
+def interval(values: Sequence[float]) -> Spread:
     """Median, and the 95 % interval of it by drawing again with replacement."""
     drawn = random.Random(1)
     medians = sorted(statistics.median(drawn.choices(values, k=len(values))) for _ in range(2000))
     return statistics.median(values), medians[50], medians[1949]
+
+
+def spread(value: Spread, digits: int) -> str:
+    """A median and its interval, as reports show them."""
+    middle, low, high = (f"{number:.{digits}f}" for number in value)
+    return f"{middle} ({low} to {high})"
 
 
 def ratio(top: float | None, bottom: float | None) -> float | None:

@@ -114,7 +114,7 @@ class Quotient:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.middle:.2f} ({self.low:.2f} to {self.high:.2f})"
+        return common.spread((self.middle, self.low, self.high), 2)
 
 
 def quotients(alone: Mapping[str, Table], linked: Mapping[str, Table]) -> Iterator[Quotient]:

@@ -34,7 +34,7 @@ RATIOS = {
 }
 
 
-def report(results: Mapping[str, Mapping[str, Mapping[str, Any]]], ratios: Mapping[str, Mapping[str, trials.Spread]], limit: float) -> str:
+def report(results: Mapping[str, Mapping[str, Mapping[str, Any]]], ratios: Mapping[str, Mapping[str, common.Spread]], limit: float) -> str:
     """The body of the dated report."""
     parts = [
         "Two ranks, one torch thread each, both on this machine; bf16 weights, fp32 masters and moments; times in ms, medians. `lost` is "

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from common import HERE, clean_up_on_sigterm, command_line, interval, one_thread, print_result, ratio, table, versions, write_report
+from common import HERE, clean_up_on_sigterm, command_line, interval, one_thread, print_result, ratio, spread, table, versions, write_report
 from curves import TRACE, draw
 from gemini_ft.testing import Network
 
@@ -135,7 +135,7 @@ class Quotient:
     busy: float
 
     def __str__(self) -> str:
-        return f"{self.middle:.3f} ({self.low:.3f} to {self.high:.3f})"
+        return spread((self.middle, self.low, self.high), 3)
 
 
 class Points:

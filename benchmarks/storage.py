@@ -113,7 +113,7 @@ def transfers(megabytes: int, rounds: int, endpoint: str) -> dict[str, list[floa
     return {name: [round(megabytes / each, 1) for each in seconds] for name, seconds in found.items()}
 
 
-def against_boto3(speeds: Mapping[str, Sequence[float]], way: str) -> tuple[float, float, float]:
+def against_boto3(speeds: Mapping[str, Sequence[float]], way: str) -> common.Spread:
     """gemini-ft's speed divided by that of boto3's best settings, round by round: median and 95 % interval."""
     rivals = [each for name, each in speeds.items() if name.startswith(f"boto3 {way}")]
     best = max(rivals, key=statistics.median)
@@ -242,7 +242,7 @@ def report(results: Mapping[str, Any], ratio: Mapping[str, float | None], plan: 
     ways = next(iter(sizes.values()))
     speeds = [[way, *(f"{statistics.median(each[way]):.0f}" for each in sizes.values())] for way in ways]
     speeds += [
-        [f"gemini-ft {way} / boto3's best", *("{:.2f} ({:.2f} to {:.2f})".format(*against_boto3(each, way)) for each in sizes.values())]
+        [f"gemini-ft {way} / boto3's best", *(common.spread(against_boto3(each, way), 2) for each in sizes.values())]
         for way in ("up", "down")
     ]
     slow = [

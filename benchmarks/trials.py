@@ -213,10 +213,7 @@ def _attempt(into: Measured, worker: str, row: str, plan: Plan, limit: float, pa
     return f"{added} pairs" + (f", lost {lost * 1e3:.1f} ms" if lost is not None else "") + (f", killed {left}" if left else "")
 
 
-Spread = tuple[float, float, float]  # a median and the ends of its 95 % interval
-
-
-def paired(rows: Mapping[str, Measured], base: str, key: str) -> dict[str, Spread]:
+def paired(rows: Mapping[str, Measured], base: str, key: str) -> dict[str, common.Spread]:
     """Row -> its figure divided by that of ``base`` in the same round."""
     found = {}
     for name, measured in rows.items():
@@ -226,22 +223,16 @@ def paired(rows: Mapping[str, Measured], base: str, key: str) -> dict[str, Sprea
     return found
 
 
-def against(rows: Mapping[str, Measured], row: str, wanted: Mapping[str, tuple[str, str]]) -> dict[str, Spread]:
+def against(rows: Mapping[str, Measured], row: str, wanted: Mapping[str, tuple[str, str]]) -> dict[str, common.Spread]:
     """Ratios of one plan, as far as they were measured: name -> a figure of ``row`` divided by that of another row, as ``wanted`` says."""
     pairs = {name: paired(rows, base, key).get(row) for name, (key, base) in wanted.items() if base in rows and row in rows}
     return {name: found for name, found in pairs.items() if found is not None}
 
 
-def worst(found: Mapping[K, Mapping[str, Spread]]) -> dict[str, float]:
+def worst(found: Mapping[K, Mapping[str, common.Spread]]) -> dict[str, float]:
     """Each ratio at the plan at which it is highest."""
     names = dict.fromkeys(name for ratios in found.values() for name in ratios)
     return {name: round(max(ratios[name][0] for ratios in found.values() if name in ratios), 3) for name in names}
-
-
-def spread(value: Spread, digits: int) -> str:
-    """A median and its interval, as reports show them."""
-    middle, low, high = (f"{number:.{digits}f}" for number in value)
-    return f"{middle} ({low} to {high})"
 
 
 def table(title: str, rows: Mapping[str, Row], results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -250,10 +241,10 @@ def table(title: str, rows: Mapping[str, Row], results: Mapping[str, Mapping[str
     return f"## {title}\n\n" + common.table(COLUMNS, lines)
 
 
-def ratio_table(found: Mapping[K, Mapping[str, Spread]]) -> str:
+def ratio_table(found: Mapping[K, Mapping[str, common.Spread]]) -> str:
     """The section with the ratios of all plans."""
     names = dict.fromkeys(name for ratios in found.values() for name in ratios)
-    rows = [[name, *(spread(ratios[name], 3) if name in ratios else "-" for ratios in found.values())] for name in names]
+    rows = [[name, *(common.spread(ratios[name], 3) if name in ratios else "-" for ratios in found.values())] for name in names]
     told = "Medians over rounds of the ratios within one round, and their 95 % intervals."
     return f"## Ratios\n\n{told}\n\n" + common.table(["ratio", *map(str, found)], rows)
 

@@ -113,6 +113,7 @@ class _Copier:
         self.memory: SlotMemory | None = None
         self.asked: Fetch | None = None
         self.inbox: asyncio.Queue[PeerMessage | str] = asyncio.Queue()
+        self.digest: int | None = None  # of the bytes that came last, if it was formed on the way
 
     def on_message(self, message: PeerMessage) -> memoryview | None:
         if isinstance(message, Data) and self.memory is not None and self.asked is not None:
@@ -124,6 +125,7 @@ class _Copier:
         return None
 
     def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
+        self.digest = digest
         self.inbox.put_nowait(message)
 
     def on_lost(self, reason: str) -> None:
@@ -193,7 +195,8 @@ async def _fill(
             connection.send(copier.asked)
             data = await asyncio.wait_for(copier.inbox.get(), 30)
             digest = about.digests[index]
-            if not isinstance(data, Data) or checksum(memory.data(offset, nbytes)) != digest:
+            found = checksum(memory.data(offset, nbytes)) if copier.digest is None else copier.digest
+            if not isinstance(data, Data) or found != digest:
                 raise PeerError(f"chunk {index} is damaged or missing: {data}")
             memory.put_chunk(index, offset, nbytes, digest)
         if not memory.finish(version, about.extras_bytes, stream.host.roots.get(owner, about.root)):

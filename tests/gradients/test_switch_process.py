@@ -70,7 +70,7 @@ def test_ddp_trains_to_the_same_bits_on_all_ranks_through_a_switch(tmp_path: Pat
 
 
 def test_errors_of_fpisa_are_measured_while_training(tmp_path: Path) -> None:
-    """Of three of seven sums. FPISA-A overwrites what is 1000 times smaller: in 16 bits that is no more than FPISA may, in 32 it is."""
+    """Three of seven sums are compared. In 16 bits, what FPISA-A overwrites is no more than FPISA may lose; in 32 it is."""
     with switches() as [switch], World(tmp_path, 3) as world:
         first, *others = world.outcome(switch_case.fpisa_errors, switch.place)
     assert not isinstance(first, Exception), first
