@@ -40,6 +40,8 @@ class Scheme(ABC):
     """Sums one gradient over all ranks of a group."""
 
     name: ClassVar[str]
+    whole: ClassVar[bool] = False
+    """Whether it takes gradients whole, so that those that are dense travel together."""
 
     @property
     @abstractmethod

@@ -116,7 +116,7 @@ def test_bytes_are_those_that_travel(name: str) -> None:
     if cost.by == "formula":
         assert cost.wire_bytes == sent
     elif cost.wire_bytes is None:
-        assert bare in ("threshold", "hard_threshold", "threelc")
+        assert bare in ("threshold", "hard_threshold", "threelc", "inceptionn")
     else:
         assert cost.by == f"ratio {options['ratio']:g}; depends on the data"
 

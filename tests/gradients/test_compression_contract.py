@@ -19,6 +19,7 @@ from gemini_ft.compression.base import Bundle, Compressor, Payload, Primitive, R
 from gemini_ft.compression.collective import reduce, run, simulate
 from gemini_ft.compression.dgc import MomentumCorrection, SampledThreshold
 from gemini_ft.compression.feedback import ErrorFeedback
+from gemini_ft.compression.inceptionn import Inceptionn
 from gemini_ft.compression.methods import COMPRESSORS, create
 from gemini_ft.compression.powersgd import PowerSGD
 from gemini_ft.compression.sign import MajorityVote
@@ -187,7 +188,11 @@ def _selected(each: Reducer, bundle: Bundle, requests: list[Tensor]) -> int | No
     assert isinstance(inner, Compressor)
     if isinstance(inner, ThreeLC):
         return requests[0].numel() - 4 * len(bundle.layout.names)
-    return int(torch.count_nonzero(inner.decompress(Payload(bundle.layout, requests[0])).flat))
+    sent = inner.decompress(Payload(bundle.layout, requests[0])).flat
+    if isinstance(inner, Inceptionn):  # bytes of words, which truncation leaves in their ranges
+        magnitudes = sent.abs()
+        return sum(nbytes * int((magnitudes >= limit).sum()) for nbytes, limit in ((1, 2.0**-10), (1, 2.0**-5), (2, 1.0)))
+    return int(torch.count_nonzero(sent))
 
 
 @every
@@ -425,7 +430,7 @@ def test_entries_are_unique() -> None:
 
 # -- scale
 
-OF_THEIR_UNIT = {"fp16", "threshold", "hard_threshold", "natural8"}  # a range, or a value in units of the gradient
+OF_THEIR_UNIT = {"fp16", "threshold", "hard_threshold", "natural8", "inceptionn"}  # a range, or a value in units of the gradient
 SCALED = [name for name in EVERY if name not in OF_THEIR_UNIT]
 
 
