@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import math
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -506,6 +508,32 @@ def auto_plans() -> list[str | None]:
     while call(900) is None:
         pass
     return chosen
+
+
+def auto_alone() -> tuple[bool, dict[tuple[object, ...], Any], dict[str, Any]]:
+    """Whether the sums of one rank are its gradients, and what is planned and kept for them."""
+    group, auto = join(), Auto()
+    make = partial(_rows_of, torch.bfloat16)
+    right = [torch.equal(auto.all_reduce(make(group.rank())).to_dense(), expected(make, 1).bfloat16()) for _ in range(2)]
+    return all(right), dict(auto.plans), auto.state_dict()
+
+
+def most_messages_at_a_server() -> int:
+    """The most messages that a rank holds at once while it is the only server, the one that has just come included."""
+    group, held, most = join(), list[weakref.ref[torch.Tensor]](), 0
+
+    class Spy(backends.PointToPoint):
+        def receive(self, peer: int) -> torch.Tensor:
+            nonlocal most
+            message = super().receive(peer)
+            held.append(weakref.ref(message.untyped_storage()))
+            gc.collect()
+            most = max(most, sum(each() is not None for each in held))
+            return message
+
+    backends.PointToPoint = Spy  # type: ignore[misc]
+    SCHEMES["single-ps"]().all_reduce(_rows_of(torch.bfloat16, group.rank()))
+    return most
 
 
 def auto_tries() -> Any:
