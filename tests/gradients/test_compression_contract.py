@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from agent_kit import eventually
 from compression_kit import EVERY, OPTIONS, SHAPES, gradients, measured, method, run_every, same, spied, through_a_file, together
 from rank_kit import World
 from torch import Tensor
@@ -278,6 +279,18 @@ def test_a_buffer_is_lent_again_when_nobody_holds_it() -> None:
     own.idle = 0.0
     own.empty(2**18)
     assert own.nbytes == 2**20
+
+
+def test_idle_buffers_go_back_although_nothing_more_is_lent() -> None:
+    own = buffers.Buffers(idle=0.01)
+    held, free = own.empty(2**20), own.empty(2**19)
+    del free
+    eventually(lambda: own.nbytes == held.nbytes)
+    del held
+    eventually(lambda: own.nbytes == 0)
+    own.empty(2**20)  # is free at once
+    assert own.nbytes == 2**22
+    eventually(lambda: own.nbytes == 0)
 
 
 def test_a_buffer_is_held_by_views_of_an_array_too() -> None:
