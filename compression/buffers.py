@@ -2,8 +2,8 @@
 
 The C library gives large blocks back to the kernel when they are freed, and the kernel zeroes every page of a fresh one: for a group
 of 128 MB that took more processor time than compression itself. Buffers are lent here instead. A buffer is free again when the last
-tensor or array that shares its memory is gone, and goes back to the system when it has not been lent for a while, whether or not another one
-is asked for: as long as there are any, a thread looks after them now and then.
+tensor or array that shares its memory is gone, and goes back to the system when it has not been lent for a while, whether or not
+another one is asked for: as long as there are any, a thread looks now and then.
 """
 
 from __future__ import annotations

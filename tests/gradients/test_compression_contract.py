@@ -283,12 +283,13 @@ def test_a_buffer_is_lent_again_when_nobody_holds_it() -> None:
 
 def test_idle_buffers_go_back_although_nothing_more_is_lent() -> None:
     own = buffers.Buffers(idle=0.01)
-    held, free = own.empty(2**20), own.empty(2**19)
-    del free
-    eventually(lambda: own.nbytes == held.nbytes)
+    held = own.empty(2**20)
+    own.empty(2**19)  # is free at once, as nobody keeps it
+    assert own.nbytes == 2**22 + 2**21
+    eventually(lambda: own.nbytes == 2**22)
     del held
     eventually(lambda: own.nbytes == 0)
-    own.empty(2**20)  # is free at once
+    own.empty(2**20)
     assert own.nbytes == 2**22
     eventually(lambda: own.nbytes == 0)
 
