@@ -520,7 +520,7 @@ def auto_alone() -> tuple[bool, dict[tuple[object, ...], Any], dict[str, Any]]:
 
 def most_messages_at_a_server() -> int:
     """The most messages that a rank holds at once while it is the only server, the one that has just come included."""
-    group, held, most = join(), list[weakref.ref[torch.Tensor]](), 0
+    group, held, most = join(), list[weakref.ref[Any]](), 0
 
     class Spy(backends.PointToPoint):
         def receive(self, peer: int) -> torch.Tensor:
