@@ -29,7 +29,7 @@ from gemini_ft.accelerator import holds
 MOST = 14  # of b: with more, the 7 bits that begin at 2^-floor(b / 2) end before 2^-b
 Bound = Annotated[int, Field(ge=1, le=MOST, description=f"b of the error bound 2^-b, from 1 to {MOST}")]
 _WORDS = (torch.uint8, torch.int8, torch.int16, torch.float32)  # by tag; values of the first have no word
-_BLOCK = 2**16  # elements that fit into a core's own cache with their tags; a multiple of 4
+_BLOCK = 2**17  # elements that fit into a core's own cache with their tags; a multiple of 4
 
 
 def encode(flat: Tensor, bound: int) -> list[Tensor]:
@@ -71,13 +71,13 @@ def decode(data: Tensor, out: Tensor, bound: int) -> Tensor:
             at += _WORDS[tag].itemsize * words
     if at != end:
         raise ValueError(f"{len(data)} bytes of {count} truncated values, of which {end} are words: tags ask for {at}; were they cut?")
-    out.zero_()
     for block in _blocks(out):
+        part, found = out[block].zero_(), tags[block]
         for tag, begin in begins.items():
-            places = _places(tags[block], tag)
+            places = _places(found, tag)
             begins[tag] = begin + _WORDS[tag].itemsize * len(places)
             values = data[begin : begins[tag]].view(_WORDS[tag]).float()
-            out[block].scatter_(0, places, values.mul(_unit(tag, bound)))
+            part.scatter_(0, places, values.mul(_unit(tag, bound)))
     return out
 
 
