@@ -29,7 +29,7 @@ from gemini_ft.accelerator import holds
 MOST = 14  # of b: with more, the 7 bits that begin at 2^-floor(b / 2) end before 2^-b
 Bound = Annotated[int, Field(ge=1, le=MOST, description=f"b of the error bound 2^-b, from 1 to {MOST}")]
 _WORDS = (torch.uint8, torch.int8, torch.int16, torch.float32)  # by tag; values of the first have no word
-_BLOCK = 2**17  # elements that fit into a core's own cache with their tags; a multiple of 4
+BLOCK = 2**17  # elements that fit into a core's own cache with their tags; a multiple of 4
 
 
 def encode(flat: Tensor, bound: int) -> list[Tensor]:
@@ -131,5 +131,5 @@ def _table(device: torch.device) -> Tensor:
 def _blocks(flat: Tensor) -> Iterator[slice]:
     """The parts of a tensor that are handled one after the other: on an accelerator there is one; on a CPU as many as caches ask for."""
     count = flat.numel()
-    length = max(1, count) if holds(flat) else _BLOCK
+    length = max(1, count) if holds(flat) else BLOCK
     return (slice(begin, min(begin + length, count)) for begin in range(0, max(1, count), length))

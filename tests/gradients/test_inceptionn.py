@@ -90,7 +90,7 @@ def test_where_a_block_ends_does_not_matter(block: int, monkeypatch: pytest.Monk
     values = torch.cat([tensor.flatten() for tensor in gradients(1).values()]) * 0.05
     expected = joined(values, 8)
     with monkeypatch.context() as small:
-        small.setattr(truncation, "_BLOCK", block)
+        small.setattr(truncation, "BLOCK", block)
         assert torch.equal(joined(values, 8), expected)
         assert torch.equal(truncation.decode(expected, torch.empty_like(values), 8), there_and_back(values, 8))
 
