@@ -95,6 +95,14 @@ def test_where_a_block_ends_does_not_matter(block: int, monkeypatch: pytest.Monk
         assert torch.equal(truncation.decode(expected, torch.empty_like(values), 8), there_and_back(values, 8))
 
 
+def test_the_way_of_accelerators_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.cat([tensor.flatten() for tensor in gradients(1).values()] + [torch.tensor([math.nan, -math.inf, -0.0])]) * 0.3
+    expected, decoded = joined(values, 10), there_and_back(values, 10)
+    monkeypatch.setattr(truncation, "holds", lambda tensor: True)
+    assert torch.equal(joined(values, 10), expected)
+    assert torch.equal(there_and_back(values, 10).view(torch.int32), decoded.view(torch.int32))
+
+
 @pytest.mark.parametrize("off", [-1, 1])
 def test_bytes_that_are_no_encoded_tensor_are_refused(off: int) -> None:
     data = joined(torch.linspace(-2, 2, 41), 10)
