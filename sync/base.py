@@ -1,6 +1,6 @@
 """The interface of every gradient synchronisation scheme.
 
-All schemes compute the same sum; they differ in how the bytes travel. The four dimensions in which they differ are those of
+All schemes but `inceptionn` compute the same sum; they differ in how the bytes travel. The four dimensions in which they differ are those of
 Zen (Wang et al., OSDI 2025, section 2).
 
     gradient = Zen().all_reduce(gradient)                      # over the default group
