@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,11 +87,12 @@ class Buffers:
         self._buffers = [buffer for buffer in self._buffers if buffer.lent() is not None or now - buffer.used < self.idle]
 
     def _look_later(self) -> None:
-        """Sees to it that somebody looks, unless nobody has to; a forked process has the timer, but not its thread."""
+        """Starts the timer, unless it runs or there is no buffer. A forked process inherits the timer without its thread."""
         if self._buffers and (self._timer is None or not self._timer.is_alive()):
             self._timer = threading.Timer(self.idle, self._look)
             self._timer.daemon = True
-            self._timer.start()
+            with suppress(RuntimeError):  # no thread starts while the interpreter ends; the next loan looks too
+                self._timer.start()
 
     def _look(self) -> None:
         with self._lock:
