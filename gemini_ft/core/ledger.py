@@ -125,7 +125,8 @@ class Ledger:
         self._cadence = cadence
         self._pairs = sum(map(len, self.holders.values()))
         self._folded = Folded(self.holders)  # of one version, while there is no round
-        self._joined: dict[str, Version | None] = {}  # host -> newest version that had been reported when it joined, for the last time
+        self._joined: set[str] = set()
+        self._joined_at: dict[str, Version] = {}  # host -> newest version reported when it joined for the last time, if it matters
         self._newest: Version | None = None  # that was reported
         self._rounds: dict[Version, Round] = {}  # never one that an owner has gone past without its own copy: that is aborted
         self.aborted: dict[Version, str] = {}  # above the committed one -> reason
@@ -226,7 +227,9 @@ class Ledger:
         Comes before that host's repeated reports. ``roots``: of what is held there of ``committed`` (`protocol.Host.heard_roots`).
         The decisions are for that host; a commit that is new to this ledger is for all.
         """
-        self._joined[host] = self._newest
+        self._joined.add(host)
+        if self._newest is not None:
+            self._joined_at[host] = self._newest
         before, commits = self.committed, list[Commit]()
         newest = max((version for version in (committed, before) if version is not None), default=None)
         if newest is not None and newest != before:
@@ -246,11 +249,13 @@ class Ledger:
         A host whose copies all agreed, as it has reported them itself since it joined, does not hear their roots again. One that
         joined later may be an agent that has lost its memory, and one that was left out may have a damaged copy.
         """
-        joined = self._joined.get(host)
-        reported = host in self._joined and commit.version == self._judged and (joined is None or commit.version > joined)
-        if reported and host not in self._doubtful:
+        if host in self._joined and host not in self.apart(commit):
             return replace(commit, roots={}, agreed=True)
         return replace(commit, roots={owner: commit.roots[owner] for owner in self._folded.held.get(host, ()) if owner in commit.roots})
+
+    def apart(self, commit: Commit) -> Collection[str]:
+        """The hosts that must hear the roots of a commit, among those that have joined."""
+        return self._doubtful | self._joined_at.keys() if commit.version == self._judged else self._folded.held.keys()
 
     # -- uploads
 
@@ -335,6 +340,7 @@ class Ledger:
     def _commit(self, version: Version, roots: dict[int, str], compared: bool, now: float) -> list[Decision]:
         self._close(version)
         self._judged, self._doubtful = version, {host for _, host in self.excluded}
+        self._joined_at = {host: newest for host, newest in self._joined_at.items() if newest >= version}
         self.roots = roots
         return [Commit(version, self._freeze(version, compared, now), self._digest_at(version, now), roots)]
 
