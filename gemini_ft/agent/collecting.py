@@ -132,9 +132,12 @@ class Collector:
         """Sends what waits."""
         self._stop_waiting()
         for message in self._gathering.take():
-            if self._send is not None:
-                is_others = isinstance(message, Copies) and message.host != self.name
-                self._send(Relayed(hosts=[message.host], body=pack(message)[4:]) if is_others else message)
+            if self._send is None:
+                continue
+            if isinstance(message, Copies) and message.host != self.name:
+                self._send(Relayed(hosts=[message.host], body=pack(message)[4:]))
+            else:
+                self._send(message)
 
     def _stop_waiting(self) -> None:
         if self._late is not None:

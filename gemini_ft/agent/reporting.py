@@ -22,6 +22,7 @@ from gemini_ft.wire.tcp import Connection, Handler
 
 _GATHER = 0.25  # seconds for which a host waits for more to report, unless it has all it holds
 _HEARTBEAT = 1.0  # seconds
+_DELAY = 0.05  # seconds after the first connection that fails; twice as many after each further one
 _TRIES = 4  # connections in a row that must fail before the next host is dialled
 _LOOKS = 3  # looks in a row that must have heard nothing: this process may have been stopped itself
 
@@ -162,7 +163,7 @@ class MemberLink:
         self._flush()
 
     async def _run(self) -> None:
-        delay, failures = 0.05, 0
+        delay, failures = _DELAY, 0
         while True:
             self._lost.clear()
             try:
@@ -171,11 +172,13 @@ class MemberLink:
                 if not failures:
                     self._log(f"leader: {error}")
                 failures += 1
-                self._at = (self._at + (failures % _TRIES == 0)) % len(self._dials)
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, 2.0)
+                if failures % _TRIES == 0:
+                    delay = delay if self._is_leader else _DELAY  # once all have been tried, it is the leader that is waited for
+                    self._at = (self._at + 1) % len(self._dials)
                 continue
-            delay, failures = 0.05, 0
+            delay, failures = _DELAY, 0
             self._heard, self._looks = time.monotonic(), 0
             if self.collector is not None:
                 self.collector.open(self._send)
@@ -189,7 +192,10 @@ class MemberLink:
                 self._send(Heartbeat())
                 quiet = 0.0
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._lost.wait(), _HEARTBEAT - quiet)
+                async with asyncio.timeout(
+                    _HEARTBEAT - quiet
+                ):  # wait_for would forget that it is cancelled if the connection is lost meanwhile
+                    await self._lost.wait()
             self._looks += 1
             is_silent = self._looks > _LOOKS and time.monotonic() - self._heard > SILENCE
             if is_silent and not self._is_leader and self.connection is not None:

@@ -11,7 +11,7 @@ import pytest
 
 from gemini_ft.agent import leadership
 from gemini_ft.agent.collecting import Collector
-from gemini_ft.agent.leadership import Leader, MemberPort
+from gemini_ft.agent.leadership import Audience, Leader, MemberPort
 from gemini_ft.agent.reporting import MemberLink
 from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.effects import Completed, Copies, Gathered, Skipped
@@ -238,7 +238,7 @@ class Crowd:
             await self._listen(name)
         for name in self.names:
             collector = Collector(name, Gathering(name, self.holders)) if name in collectors(self.ways) else None
-            dials = [partial(self._dial, name, up) for up in self.ways[name]]
+            dials = [partial(self.dial, name, up) for up in self.ways[name]]
             bundles = Bundles(name, self.holders)
             self.links[name] = MemberLink(dials, self.heard[name].append, self._greeting, print, bundles, collector)
         await self.until(lambda: self.reached == set(self.names))
@@ -269,7 +269,7 @@ class Crowd:
 
         self._listeners[name] = await listen("127.0.0.1", None, lambda: b"secret", accept, print, lambda stream: True)
 
-    async def _dial(self, name: str, up: str, handler: Handler) -> Connection:
+    async def dial(self, name: str, up: str, handler: Handler) -> Connection:
         claims = Claims(run="r", stream="s", host=name, to=up, role="report", incarnation=None)
         return await dial(self._listeners[up].address, claims, b"secret", handler)
 
@@ -277,6 +277,14 @@ class Crowd:
         """A collector is gone."""
         self._listeners[name].close()
         self.links[name].close()
+
+    async def restart_listener(self, name: str, while_gone: Callable[[], bool]) -> None:
+        """A leader that cannot be reached for a while."""
+        self._listeners[name].close()
+        for port in self.ports.values():
+            port.connection.abort("cut")
+        await self.until(while_gone)
+        await self._listen(name)
 
     @property
     def reached(self) -> set[str]:
@@ -432,14 +440,15 @@ class TestCollectors:
                 crowd.complete_all(1)
                 await crowd.until(lambda: all(crowd.heard.values()))
                 crowd.taken.clear()
-                crowd.ports["m0"].connection.abort("cut")
-                await crowd.until(lambda: not crowd.links["m1"].reaches_leader)
                 crowd.rejoin = Rejoin(committed=version(1), uploading=None)
-                await crowd.until(lambda: crowd.links["m1"].reaches_leader and crowd.links["m2"].reaches_leader)
-                assert sorted(host for message in crowd.taken if isinstance(message, Relayed) for host in message.hosts) == ["m1", "m2"]
+                connection = crowd.links["m1"].connection
+                await crowd.restart_listener("leader", while_gone=lambda: not crowd.links["m1"].reaches_leader)
+                assert crowd.links["m1"].connection is connection
+                await crowd.until(lambda: crowd.reached == set(crowd.names))
+                greeted = [host for message in crowd.taken if isinstance(message, Relayed) for host in message.hosts]
+                assert sorted(greeted) == ["m1", "m2", "m4", "m5"]
                 crowd.complete_all(2)
-                await crowd.until(lambda: all(len(heard) == 2 for name, heard in crowd.heard.items() if name not in ("m0", "m1", "m2")))
-                assert crowd.leader.book.committed == version(2)
+                await crowd.until(lambda: all(heard[-1] == Commit(version(2), freeze=False, agreed=True) for heard in crowd.heard.values()))
 
         asyncio.run(work())
 
@@ -482,6 +491,8 @@ class TestCollectors:
         async def work() -> None:
             async with Crowd(6, fan_in=2) as crowd:
                 crowd.complete_all(1, "m4")
+                gathered = {"m0", "m1", "m2"}, {"m3", "m5"}
+                await crowd.until(lambda: [set(told.roots) for told in crowd.taken if isinstance(told, Gathered)] == [*gathered])
                 liar = crowd.links["m0"].connection
                 assert liar is not None
                 liar.send(Gathered(version(1), "l", "d", {"m4": "root 4root 5"}))
@@ -491,6 +502,86 @@ class TestCollectors:
                 assert crowd.leader.book.committed is None
 
         asyncio.run(work())
+
+    def test_the_leader_knows_of_which_hosts_nothing_is_heard(self) -> None:
+        """One has hung up, one says nothing, and a collector is gone, whose hosts have gone elsewhere."""
+
+        class Quiet:
+            on_message = on_bytes = on_lost = staticmethod(lambda *_: None)
+
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                absent = [set[str]()]
+                tick = crowd.leader.book.tick
+                crowd.leader.book.tick = lambda now, silent=(): (absent.append(set(silent)), tick(now, silent))[1]  # type: ignore[method-assign]
+                crowd.links["m1"].close()
+                crowd.links["m2"].close()
+                (await crowd.dial("m1", "m0", Quiet())).send(Rejoin(attempt=time.monotonic_ns(), committed=None, uploading=None))
+                crowd.end("m3")
+                await crowd.until(lambda: absent[-1] == {"m1", "m2", "m3"})
+
+        asyncio.run(work())
+
+    def test_what_comes_for_a_host_that_has_greeted_anew_is_not_passed_down_before_the_leader_has_heard_that(self) -> None:
+        """It was for the host as it was before."""
+
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                port, withheld = crowd.ports["m0"], list[PeerMessage]()
+                take = port.on_message
+                port.on_message = lambda message: withheld.append(message)  # type: ignore[method-assign, func-returns-value]
+                connection = crowd.links["m1"].connection
+                assert connection is not None
+                connection.abort("cut")
+                await crowd.until(lambda: any(isinstance(message, Relayed) for message in withheld))
+                Audience({"m1"}, port).send(Notice(text="for one"))
+                crowd.leader.take(DrainHost(host="nobody"))
+                port.on_message = take  # type: ignore[method-assign]
+                for message in withheld:
+                    take(message)
+                await crowd.until(lambda: crowd.links["m1"].reaches_leader)
+                crowd.leader.take(DrainHost(host="nobody else"))
+                await crowd.until(lambda: all(heard and heard[-1] == DrainHost(host="nobody else") for heard in crowd.heard.values()))
+                assert crowd.heard["m1"] == [DrainHost(host="nobody else")]
+                assert crowd.heard["m2"] == [DrainHost(host="nobody"), DrainHost(host="nobody else")]
+
+        asyncio.run(work())
+
+
+def test_a_link_that_is_closed_at_the_moment_at_which_its_connection_is_lost_does_not_dial_again() -> None:
+    async def work() -> None:
+        async with Crowd(1) as crowd:
+            link = crowd.links["m0"]
+            link.on_lost("cut")
+            link.close()
+            await crowd.until(lambda: "MemberLink._run" not in {task.get_coro().__qualname__ for task in asyncio.all_tasks()})
+
+    asyncio.run(work())
+
+
+def test_a_host_that_speaks_for_another_is_put_out() -> None:
+    async def work() -> None:
+        async with Crowd(3) as crowd:
+            liar = crowd.links["m1"].connection
+            assert liar is not None
+            liar.send(Copies("m2", version(1), "l", "d", {2: "root 2", 0: "root 0"}))
+            await crowd.until(liar.closed.is_set)
+
+    asyncio.run(work())
+
+
+def test_a_host_that_joins_when_all_have_finished_hears_that() -> None:
+    async def work() -> None:
+        async with Crowd(3) as crowd:
+            for rank in range(3):
+                crowd.leader.take(ReportFinished(rank=rank))
+            await crowd.until(lambda: all(crowd.heard.values()))
+            connection = crowd.links["m1"].connection
+            assert connection is not None
+            connection.abort("cut")
+            await crowd.until(lambda: crowd.heard["m1"] == [AllFinished(), AllFinished()])
+
+    asyncio.run(work())
 
 
 def test_only_reports_are_taken() -> None:
