@@ -25,6 +25,7 @@ from gemini_ft.pipeline.assignment import assign, trained
 from gemini_ft.pipeline.plan import NO_RULE, Tensor, first_plan, rule_at
 from gemini_ft.pipeline.rules import Compression, Rule, Rules, load_rules
 from gemini_ft.sync.costs import Link, switched, textbook
+from gemini_ft.sync.schemes import LOSSY_SCHEMES
 
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 
@@ -149,8 +150,9 @@ def _wire(
 ) -> tuple[int | None, str, Primitive]:
     """Bytes of one rank, how they are known, and how they travel."""
     if rule.compress is None:
-        if rule.is_sparse:
-            return None, "depends on the data: rows that are not zero", Primitive.ALL_REDUCE
+        if rule.is_sparse or rule.sync.scheme in LOSSY_SCHEMES:
+            what = "rows that are not zero" if rule.is_sparse else "words of 0 to 32 bits"
+            return None, f"depends on the data: {what}", Primitive.ALL_REDUCE
         return sum(tensor.nbytes for group in groups for tensor in group), "formula", Primitive.ALL_REDUCE
     reducer = rule.compress.make()
     layouts = [_layout(group, dtypes, reducer.align) for group in groups]

@@ -116,9 +116,14 @@ def test_bytes_are_those_that_travel(name: str) -> None:
     if cost.by == "formula":
         assert cost.wire_bytes == sent
     elif cost.wire_bytes is None:
-        assert bare in ("threshold", "hard_threshold", "threelc")
+        assert bare in ("threshold", "hard_threshold", "threelc", "inceptionn")
     else:
         assert cost.by == f"ratio {options['ratio']:g}; depends on the data"
+
+
+def test_bytes_that_magnitudes_decide_are_not_claimed() -> None:
+    [cost] = describe(Leaves(), load_rules([{"params": "*", "sync": "inceptionn-ring"}]), 8, 1e9).rules
+    assert (cost.wire_bytes, cost.seconds, cost.by) == (None, None, "depends on the data: words of 0 to 32 bits")
 
 
 @pytest.mark.parametrize(
