@@ -43,6 +43,7 @@ from gemini_ft.launch.piped import copied_from_pipe
 from gemini_ft.launch.reports import own_log_dir
 from gemini_ft.launch.run_id import default_run_id, is_passing
 from gemini_ft.launch.spares import better_rendezvous
+from gemini_ft.launch.trainjob import reported_progress
 from gemini_ft.launch.worker_start import cold_workers, early_environment, forked_workers, modules_to_preload
 from gemini_ft.wire.worker_messages import Launch
 
@@ -96,6 +97,7 @@ def command(argv: Sequence[str]) -> int:
             watchman = Watchman(run_id, host_id(), config.agent_timeout)
             watchman.start()
             stack.callback(watchman.stop)
+            stack.enter_context(reported_progress(os.environ, run_id, lambda: notes.total))
             record(torchrun.run)(options)
     except ChildFailedError as error:
         logger.error("%s", in_short(error, endings.repeated))
