@@ -43,6 +43,7 @@ from gemini_ft.launch.piped import copied_from_pipe
 from gemini_ft.launch.reports import own_log_dir
 from gemini_ft.launch.run_id import default_run_id, is_passing
 from gemini_ft.launch.spares import better_rendezvous
+from gemini_ft.launch.stores import surviving_stores
 from gemini_ft.launch.trainjob import reported_progress
 from gemini_ft.launch.worker_start import cold_workers, early_environment, forked_workers, modules_to_preload
 from gemini_ft.wire.worker_messages import Launch
@@ -87,6 +88,7 @@ def command(argv: Sequence[str]) -> int:
         with ExitStack() as stack:
             notes = stack.enter_context(notes_of_workers())
             stack.enter_context(better_rendezvous(torchrun.parse_min_max_nnodes(options.nnodes)[1], partial(notes.have, FIXED)))
+            stack.enter_context(surviving_stores())
             stack.enter_context(whole_rounds())
             stack.enter_context(own_log_dir(options))
             drain = drain_of(run_id, config)

@@ -50,6 +50,7 @@ class Container:
     def start(self) -> None:
         """Starts it, and waits until its startup probe succeeds."""
         self.restarts += 1
+        self.kill()
         self.process = self._run([*self.spec["command"], *self.spec.get("args", [])])
         if probe := self.spec.get("startupProbe"):
             for _ in range(probe["failureThreshold"]):
@@ -161,6 +162,8 @@ class Pod:
             if container.process is not None:
                 container.process.terminate()
         self.job.network.kill(self.host)
+        for container in (*self.setup, *self.main):
+            container.kill()
         return max(code or 0 for code in codes.values())
 
     def field(self, path: str) -> str:
