@@ -91,7 +91,7 @@ def command(argv: Sequence[str]) -> int:
             stack.enter_context(surviving_stores())
             stack.enter_context(whole_rounds())
             stack.enter_context(own_log_dir(options))
-            drain = drain_of(run_id, config)
+            drain = drain_of(run_id, config, notes)
             endings = stack.enter_context(final_endings(notes, run_id, drain))
             copy = stack.enter_context(copied_from_pipe(program)) if not (options.module or options.no_python) else None
             stack.enter_context(workers_of(options, program, copy))
