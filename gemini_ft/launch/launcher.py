@@ -278,6 +278,8 @@ def meet(options: argparse.Namespace, place: slurm.Rendezvous | None) -> None:
     options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", place.endpoint, place.name
     if "is_host" not in options.rdzv_conf:
         options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, f"is_host={int(place.is_host)}"]))
+    if "store_timeout" not in options.rdzv_conf:  # srun is lost with the store's node: there is nothing to wait for
+        options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, "store_timeout=10"]))
     if _is_default(options, ["nnodes"]):
         options.nnodes = str(place.hosts)
     logger.info("the hosts of this SLURM step meet at %s", place.endpoint)

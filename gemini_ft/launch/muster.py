@@ -60,14 +60,13 @@ def whole_rounds() -> Iterator[None]:
     rendezvous, world, store, assign = handler.next_rendezvous, handler._get_world, handler._get_store, SimpleElasticAgent._rendezvous
 
     def next_whole(self: Any) -> Any:
-        until = time.monotonic() + self._settings.timeout.join.total_seconds()
         while True:
             try:
                 return rendezvous(self)
             except _BrokenRoundError as error:
                 logger.warning("the hosts begin a new rendezvous round: %s", error)
             except (RendezvousConnectionError, dist.DistError) as error:  # the store was lost, and may be elsewhere or come back
-                if time.monotonic() > until:
+                if getattr(self._state_holder._backend, "is_given_up", True):
                     raise
                 logger.warning("the hosts begin a new rendezvous round: %s", str(error).splitlines()[0])
                 time.sleep(_RETRY)

@@ -24,7 +24,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, c10d_rendezvous_backend
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT, C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
@@ -70,6 +70,7 @@ class Standby:
     Attributes:
         store: the present one.
         moved_at: when this launcher came to it, in seconds of the monotonic clock; 0: it is the first one.
+        patience: seconds to look for another store where it is needed.
     """
 
     name = "c10d"
@@ -78,9 +79,9 @@ class Standby:
         self._run, self._endpoints = run, endpoints
         self._generation = 0
         self._last: bytes | None = None  # the state as it was read or written last
-        self._looked_at = time.monotonic()
+        self._looked_at = self._answered_at = time.monotonic()
         self._said = False
-        self.moved_at = 0.0
+        self.moved_at, self.patience = 0.0, patience
         end = time.monotonic() + patience
         while not (places := self._places()):
             if time.monotonic() > end:
@@ -112,16 +113,23 @@ class Standby:
         return self._last is not None and _progress(self._last)[0]
 
     @property
+    def is_given_up(self) -> bool:
+        """Whether no store has been there for so long that a launcher which needs one had better end."""
+        return time.monotonic() - self._answered_at > self.patience
+
+    @property
     def _is_lonely(self) -> bool:
         """Whether the hosts have not met: perhaps they are elsewhere."""
         return self._last is None or not pickle.loads(self._last).complete
 
     def _ask(self, question: Callable[[C10dRendezvousBackend], T]) -> T:
         try:
-            return _within(_ANSWER_SECONDS, lambda: question(self._backend))
+            answer = _within(_ANSWER_SECONDS, lambda: question(self._backend))
         except RendezvousConnectionError:
             self._take_over()
-            return _within(_ANSWER_SECONDS, lambda: question(self._backend))
+            answer = _within(_ANSWER_SECONDS, lambda: question(self._backend))
+        self._answered_at = time.monotonic()
+        return answer
 
     def _take_over(self) -> None:
         """Finds another store, and continues there what is not continued yet."""
@@ -233,7 +241,9 @@ def surviving_stores() -> Iterator[None]:
         if len(endpoints) == 1 and endpoints[0][1] == 0:  # a job of one host, with a port that nobody else has to know
             return create(params)
         served.extend(_served(endpoints, params.get_as_bool("is_host")))
-        backend = Standby(params.run_id, endpoints, params.get_as_int("join_timeout", 600) or 600)
+        joining = params.get_as_int("join_timeout", 600) or 600
+        backend = Standby(params.run_id, endpoints, joining)
+        backend.patience = params.get_as_int("store_timeout", joining) or joining
         backends.append(backend)
         return backend, backend.store
 

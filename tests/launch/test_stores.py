@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
