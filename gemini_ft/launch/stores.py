@@ -37,9 +37,10 @@ _GENERATION = "gemini.generation."  # and the rendezvous' id: key of a store's g
 _REACH_SECONDS = 2.0  # for a connection to a store
 _REACH = timedelta(seconds=_REACH_SECONDS)
 _ANSWER_SECONDS = 5.0  # for its answer: torch would wait for minutes where a host is cut off
-_OPERATION = timedelta(seconds=60)  # torch's own, for what the launchers exchange in a round
+_READ_SECONDS = 60  # torch's own default, for what the launchers exchange in a round
 _LOOK_SECONDS = 5.0  # between two looks for a better store, in a round that is not complete
 _RETRY_SECONDS = 0.5
+_SAID_SECONDS = 10.0  # after which a launcher says for what it waits
 _PARTING_SECONDS = 2.0  # for which a store is served after the end, so that spares, which look once a second, learn of it
 
 
@@ -63,6 +64,7 @@ class Standby:
         run: the rendezvous' id.
         endpoints: (host, port) in the order of preference, the same on all hosts.
         patience: seconds to wait for the first store.
+        read_seconds: for what the launchers exchange by way of a store, beside the state.
 
     Raises:
         RendezvousConnectionError: there was none in that time.
@@ -75,17 +77,21 @@ class Standby:
 
     name = "c10d"
 
-    def __init__(self, run: str, endpoints: Sequence[tuple[str, int]], patience: float) -> None:
-        self._run, self._endpoints = run, endpoints
+    def __init__(self, run: str, endpoints: Sequence[tuple[str, int]], patience: float, read_seconds: int = _READ_SECONDS) -> None:
+        self._run, self._endpoints, self._read_seconds = run, endpoints, read_seconds
         self._generation = 0
         self._last: bytes | None = None  # the state as it was read or written last
         self._looked_at = self._answered_at = time.monotonic()
         self._said = False
         self.moved_at, self.patience = 0.0, patience
-        end = time.monotonic() + patience
+        begun = time.monotonic()
         while not (places := self._places()):
-            if time.monotonic() > end:
+            waited = time.monotonic() - begun
+            if waited > patience:
                 raise RendezvousConnectionError(f"no store can be reached at {self._named()} within {patience:g} s")
+            if waited > _SAID_SECONDS and not self._said:
+                self._said = True
+                _log.warning("waiting for a store of the rendezvous at %s, for %g s at most (join_timeout)", self._named(), patience)
             time.sleep(_RETRY_SECONDS)
         self._move(places[0])
 
@@ -175,7 +181,7 @@ class Standby:
             with contextlib.suppress(OSError, RuntimeError, RendezvousConnectionError):  # RuntimeError: torch's
                 socket.create_connection((host, port), _REACH_SECONDS).close()  # torch would try again where the port is closed
                 store = _within(2 * _REACH_SECONDS, partial(TCPStore, host, port, is_master=False, timeout=_REACH))
-                store.set_timeout(_OPERATION)
+                store.set_timeout(timedelta(seconds=self._read_seconds))
                 said = _within(_ANSWER_SECONDS, partial(store.compare_set, _GENERATION + self._run, "?", "?"))
                 found.append(Place(int(said) if said.lstrip(b"-").isdigit() else -1, number, store))
         return sorted(found, key=lambda place: place.rank, reverse=True)
@@ -219,7 +225,7 @@ def _served(endpoints: Sequence[tuple[str, int]], is_host: bool | None) -> list[
     for host, port in endpoints:
         if is_host if is_host is not None and len(endpoints) == 1 else is_host is not False and _matches_machine_hostname(host):
             try:
-                found.append(TCPStore(host, port, is_master=True, multi_tenant=True, wait_for_workers=False, timeout=_OPERATION))
+                found.append(TCPStore(host, port, is_master=True, multi_tenant=True, wait_for_workers=False))
             except RuntimeError as error:  # another launcher of this host serves it, as torch supposes as well
                 if is_host:
                     raise RendezvousConnectionError(f"no store can be served at {host}:{port}: {error}") from error
@@ -242,7 +248,7 @@ def surviving_stores() -> Iterator[None]:
             return create(params)
         served.extend(_served(endpoints, params.get_as_bool("is_host")))
         joining = params.get_as_int("join_timeout", 600) or 600
-        backend = Standby(params.run_id, endpoints, joining)
+        backend = Standby(params.run_id, endpoints, joining, params.get_as_int("read_timeout", _READ_SECONDS) or _READ_SECONDS)
         backend.patience = params.get_as_int("store_timeout", joining) or joining
         backends.append(backend)
         return backend, backend.store
