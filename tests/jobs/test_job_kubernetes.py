@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from pods import Job
-from weights_kit import SCRIPT, STEPS, assert_same_bits
+from weights_kit import SCRIPT, assert_same_bits
 
 from gemini_ft.config import GeminiConfig, load_config
 from gemini_ft.events import read_events
@@ -18,6 +18,7 @@ from gemini_ft.launch import endings
 from gemini_ft.testing import Network
 
 MANIFESTS = Path(__file__).parents[2] / "examples" / "kubernetes"
+STEPS = 300
 NO_NETWORK = Network.unavailable()
 
 
@@ -135,6 +136,11 @@ def test_pods_that_are_killed_restarted_and_replaced_go_on_from_memory(tmp_path:
         assert job.codes == [(1, endings.LEFT)]
         assert {event["iteration"] for event in again} == {event["iteration"] for event in events("drained")}
         assert {source for event in again for source in event["sources"]} <= {"own memory", "peer node-0"}
+
+        job.pods[0].lose()  # with the store of the rendezvous, by a power cut
+        again = resumed(job, 6)
+        assert job.codes[1:] == [(0, 137)]
+        assert {source for event in again for source in event["sources"]} <= {"own memory", "peer node-1"}
 
         job.wait_for(lambda: job.is_over)
     assert_same_bits(tmp_path, STEPS)

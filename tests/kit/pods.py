@@ -146,6 +146,14 @@ class Pod:
             assert container.process is not None
             container.process.terminate()
 
+    def lose(self) -> None:
+        """The pod's node loses its power: packets vanish, and nobody says goodbye."""
+        self.is_deleted = True
+        self.job.network.cut(self.host)
+        self.job.network.kill(self.host)
+        for container in (*self.setup, *self.main):
+            container.kill()
+
     def look(self) -> int | None:
         """Restarts containers as their policies say; returns the pod's exit code once it has ended."""
         for container in self.setup:
