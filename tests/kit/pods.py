@@ -47,17 +47,20 @@ class Container:
     def is_sidecar(self) -> bool:
         return self.spec.get("restartPolicy") == "Always"
 
-    def start(self) -> None:
-        """Starts it, and waits until its startup probe succeeds."""
+    def start(self) -> bool:
+        """Starts it, and waits for its startup probe; whether that has succeeded before the container has ended."""
         self.restarts += 1
         self.kill()
         self.process = self._run([*self.spec["command"], *self.spec.get("args", [])])
-        if probe := self.spec.get("startupProbe"):
-            for _ in range(probe["failureThreshold"]):
-                if self.probe("startupProbe"):
-                    return
-                time.sleep(probe["periodSeconds"])
-            raise AssertionError(f"{self.pod.name}: {self.name} did not start")
+        probe = self.spec.get("startupProbe")
+        for _ in range(probe["failureThreshold"] if probe else 0):
+            if self.probe("startupProbe"):
+                return True
+            if self.status() is not None:
+                return False
+            time.sleep(probe["periodSeconds"])
+        assert not probe, f"{self.pod.name}: {self.name} did not start"
+        return True
 
     def probe(self, kind: str) -> bool:
         """Whether one of its probes succeeds."""
@@ -127,7 +130,7 @@ class Pod:
     def start(self) -> None:
         """Starts all containers in their order; plain init containers have to end well before the next one begins."""
         for container in (*self.setup, *self.main):
-            container.start()
+            assert container.start(), f"{self.name}: {container.name} has ended at once"
             if container in self.setup and not container.is_sidecar:
                 assert container.process is not None
                 assert container.process.wait(60) == 0, container.name
@@ -158,7 +161,7 @@ class Pod:
         """Restarts containers as their policies say; returns the pod's exit code once it has ended."""
         for container in self.setup:
             if container.is_sidecar and container.status() is not None and not self.is_deleted:
-                container.start()
+                container.start()  # one that ends at once is started again at the next look, as the agent is at the end of the job
         codes = {container: container.status() for container in self.main}
         for container, code in codes.items():
             if code is not None and not self.is_deleted and _restarts(container.spec, code):
