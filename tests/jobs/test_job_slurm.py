@@ -154,7 +154,7 @@ def test_a_node_is_lost_and_there_is_no_spare(job: Job) -> None:
     assert iteration >= 40
     assert where == "storage"
     assert job.cluster.fact(job.number, "Restarts") == "1"
-    assert job.at_work() == ["n1", "n3"]
+    assert sorted(job.at_work()) == ["n1", "n3"]  # which of them comes first in the rendezvous is rank 0
 
 
 @pytest.mark.xfail(strict=False, reason="SLURM may end the other nodes' tasks before one has requeued the job, which then runs on empty")
