@@ -52,15 +52,15 @@ class Container:
         self.restarts += 1
         self.kill()
         self.process = self._run([*self.spec["command"], *self.spec.get("args", [])])
-        probe = self.spec.get("startupProbe")
-        for _ in range(probe["failureThreshold"] if probe else 0):
+        if (probe := self.spec.get("startupProbe")) is None:
+            return True
+        for _ in range(probe["failureThreshold"]):
             if self.probe("startupProbe"):
                 return True
             if self.status() is not None:
                 return False
             time.sleep(probe["periodSeconds"])
-        assert not probe, f"{self.pod.name}: {self.name} did not start"
-        return True
+        raise AssertionError(f"{self.pod.name}: {self.name} did not start")
 
     def probe(self, kind: str) -> bool:
         """Whether one of its probes succeeds."""
