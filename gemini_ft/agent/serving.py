@@ -25,6 +25,24 @@ _LEASE = 30.0  # seconds, for readers between two sessions
 _REBUILD_PAUSE = 0.3  # seconds between two turns
 
 
+def describe(memory: SlotMemory, asked: Describe) -> Description:
+    """The account of a complete copy, by which its reader can check every byte."""
+    shape = memory.shape
+    return Description(
+        call=asked.call,
+        owner=asked.owner,
+        version=asked.version,
+        layout=shape.layout,
+        layout_hash=shape.layout_hash,
+        data_bytes=shape.data_bytes,
+        extras_bytes=memory.extras_bytes,
+        extras_capacity=shape.extras_capacity,
+        chunk_bytes=shape.chunk_bytes,
+        root=memory.root,
+        digests=[memory.chunks[i][2] for i in range(len(memory.chunks))],
+    )
+
+
 class Fetcher:
     """Serves one reader. The slot it reads is pinned until the reader hangs up, or gives no sign of life for its lease."""
 
@@ -57,7 +75,7 @@ class Fetcher:
             text = f"host {self._stream.host.name} has no complete copy of rank {message.owner}'s shard of {message.version}"
             self._connection.send(Failed(call=message.call, error="PeerError", text=text))
         elif isinstance(message, Describe):
-            self._describe(memory, message)
+            self._connection.send(describe(memory, message))
         else:
             self._send(memory, message)
         return None
@@ -76,24 +94,6 @@ class Fetcher:
             return None
         self._held[owner, version] = slot.index
         return self._stream.vault.memory[owner, slot.index]
-
-    def _describe(self, memory: SlotMemory, asked: Describe) -> None:
-        shape = memory.shape
-        self._connection.send(
-            Description(
-                call=asked.call,
-                owner=asked.owner,
-                version=asked.version,
-                layout=shape.layout,
-                layout_hash=shape.layout_hash,
-                data_bytes=shape.data_bytes,
-                extras_bytes=memory.extras_bytes,
-                extras_capacity=shape.extras_capacity,
-                chunk_bytes=shape.chunk_bytes,
-                root=memory.root,
-                digests=[memory.chunks[i][2] for i in range(len(memory.chunks))],
-            )
-        )
 
     def _send(self, memory: SlotMemory, fetch: Fetch) -> None:
         end = fetch.offset + fetch.nbytes
