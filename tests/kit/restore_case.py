@@ -37,6 +37,7 @@ def main() -> None:
     model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     checkpointer = gemini_ft.Checkpointer(model, optimizer, on_late="wait", **options)
+    dist.barrier()  # the weights have been sent round that every rank of a new DDP gets
     before = counted()
     start = checkpointer.resume()
     dist.barrier()  # all have what they need
