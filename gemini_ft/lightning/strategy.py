@@ -189,6 +189,17 @@ class GeminiMixin(Gemini, _Strategy):
 class GeminiDdpMixin(GeminiMixin, _DDPStrategy):
     """A mixin over DDPStrategy. A gradient pipeline is DDP's communication hook; a user's hook gets all that no rule matches."""
 
+    def _setup_model(self, model: Any) -> Any:
+        """Wraps the model.
+
+        A new DDP sends rank 0's weights and buffers to all ranks. They are about to be replaced by those of the snapshot, each of which is
+        read and compared with the committed root on every rank; a file of the user's may have only some of them.
+        """
+        if not self._is_resuming or self._gemini_trainer.ckpt_path is not None:
+            return super()._setup_model(model)
+        with compat.without_first_broadcast(self):
+            return super()._setup_model(model)
+
     def _register_ddp_hooks(self) -> None:
         if self.gemini_rules is None:
             super()._register_ddp_hooks()
