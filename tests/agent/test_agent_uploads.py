@@ -218,12 +218,19 @@ def test_a_host_that_waits_for_its_turn_to_upload_gives_up_with_its_session(host
     host.spec = host.spec.model_copy(update={"hosts": ["h", "later"], "world_size": 2, "holders": {0: ["h"], 1: ["later"]}})
     host.uploader = Uploader(host.spec, "run", host.log.append)
 
+    for index, cut in enumerate(host.memory.cuts(0)):
+        host.memory.put_chunk(index, *cut, checksum(host.memory.data(*cut)))
+    version = Version(THIS, 1)
+    assert host.memory.finish(version, 0, None)
+
     async def scenario() -> None:
-        assert await host.upload(1) == ""
-        heard = asyncio.get_running_loop().create_future()
-        host.uploader.start(1, host.memory, Version(THIS, 1), lambda *said: heard.set_result(said))
-        assert await host.upload(2) == ""  # the first host's turn is always at once
+        heard = [asyncio.get_running_loop().create_future() for _ in range(2)]
+        for owner in (1, 0):
+            host.uploader.start(owner, host.memory, version, lambda *said, owner=owner: heard[owner].set_result(said))  # type: ignore[misc]
+        record, error = await heard[0]
+        assert record
+        assert not error
         host.uploader.close()
-        assert await heard == ("", "the session was over before this host's turn to upload had come")
+        assert await heard[1] == ("", "the session was over before this host's turn to upload had come")
 
     run(scenario())
