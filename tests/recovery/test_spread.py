@@ -161,7 +161,7 @@ def pour(outflow: Outflow) -> list[bytes]:
     return blocks
 
 
-@pytest.mark.parametrize("fails_after", [None, 0, CHUNK, 3 * CHUNK])
+@pytest.mark.parametrize("fails_after", [None, 0, 11 * CHUNK, 13 * CHUNK])
 def test_a_stream_fills_the_tensors_of_all_ranks(fails_after: int | None) -> None:
     """Also where the copy that is read fails in the middle: the next one goes on with the byte that was due."""
     contents, accounts, values, specs = shards(per_rank=300)
