@@ -209,7 +209,7 @@ class Checkpointer:
         if isinstance(self._bound, PlainState):
             self._bound.remember()
         self._hyperparameters.note(self._bound.hyperparameters)
-        atexit.register(self._leave_if_interrupted)
+        atexit.register(self._end_with_process)
         notes.say(notes.PROTECTED)
         self._recorder = recorder = Recorder(self.config, self.name, self.stats, self._resizable)
         if not self._resizable:
@@ -397,7 +397,7 @@ class Checkpointer:
     def close(self, finished: bool = True, interrupted: bool = False) -> None:
         """Leaves the run. Only a finished or interrupted one lets its agents go; after a failure they keep the state."""
         self._steps.forget()
-        atexit.unregister(self._leave_if_interrupted)
+        atexit.unregister(self._end_with_process)
         if self._recorder is not None:
             self._recorder.close(finished, interrupted)
             self._recorder = None
@@ -410,10 +410,12 @@ class Checkpointer:
 
     # -- inside
 
-    def _leave_if_interrupted(self) -> None:
-        """Leaves the run at the end of the process: after Ctrl-C the agents' memory will not be needed."""
+    def _end_with_process(self) -> None:
+        """Ends this rank's threads with the process; after Ctrl-C leaves the run: the agents' memory will not be needed."""
         if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
             self.close(finished=False, interrupted=True)
+        elif self._recorder is not None:
+            self._recorder.halt()
 
     @contextlib.contextmanager
     def _script_to_blame(self) -> Iterator[None]:

@@ -203,11 +203,7 @@ class Recorder:
         self.drain.forget()
         if finished:
             self.flush()
-        self._copying.stop()
-        if self._observation is not None:
-            self._observation.close()
-        if self._courier is not None:
-            self._courier.close()
+        self.halt()
         if finished or interrupted:
             with contextlib.suppress(AgentError):
                 self.client.tell(Goodbye(finished=finished))
@@ -216,6 +212,18 @@ class Recorder:
             lifecycle.leave(self.session.run, self.session.host)
         self.events.write("left", finished=finished, interrupted=interrupted)
         self.events.close()
+
+    def halt(self) -> None:
+        """Ends the threads that call torch, and leaves everything else as it is.
+
+        Python ends a daemon thread that comes back into an interpreter that is being taken apart by unwinding its stack; where torch's
+        C++ is on that stack, the whole process ends in ``terminate called without an active exception``.
+        """
+        self._copying.stop()
+        if self._observation is not None:
+            self._observation.close()
+        if self._courier is not None:
+            self._courier.close()
 
     def flush(self) -> None:
         """Returns when the last snapshot is committed or given up: only then is it known whether it is due for storage."""

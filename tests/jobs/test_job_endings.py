@@ -169,3 +169,24 @@ def test_a_finished_job_leaves_nothing_behind(command: Command) -> None:
     assert command.status(command.start(5)) == 0
     eventually(lambda: command.agent() is None, "the leaving of the agent")
     assert [event["finished"] for event in command.events("left")] == [True] * len(command.workers())
+
+
+def test_a_script_that_ends_during_a_copy_ends_well(tmp_path: Path) -> None:
+    """Left alone, the snapshot thread, in the middle of torch, would abort the process now and then: the thread must have ended."""
+    (tmp_path / "train.py").write_text(
+        "import atexit, threading, time, torch, gemini_ft\n"
+        "atexit.register(lambda: print([each.name for each in threading.enumerate()]))\n"  # runs after later handlers
+        "from gemini_ft.state.copy_plan import MappedSlot\n"
+        "write = MappedSlot.write\n"
+        "def write_slowly(*arguments):\n"
+        "    until = time.monotonic() + 2\n"
+        "    while time.monotonic() < until:\n"
+        "        torch.zeros(2, 3).view(3, 2)\n"
+        "    write(*arguments)\n"
+        "MappedSlot.write = write_slowly\n" + SCRIPT.replace("checkpointer.close()", "").replace("time.sleep(0.02)", "")
+    )
+    environ = {**os.environ, "GEMINI_RUN_ID": f"ending-{os.getpid()}", "GEMINI_LOG_DIR": str(tmp_path), "GEMINI_LINGER": "1"}
+    done = subprocess.run([sys.executable, "train.py", "1"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "gemini-agent-client" in done.stdout
+    assert "gemini-snapshot" not in done.stdout
