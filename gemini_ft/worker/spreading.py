@@ -70,6 +70,8 @@ def fill(session: Session, state: TrainingState, extras: Mapping[int, Any]) -> t
             spread = _Spread(session, sources, filling, shards, {owner: account.salt for owner, account in accounts.items()})
             spread.carry_out(limit)
             on_all_ranks(spread.complete, limit)
+            if spread.stopped:
+                raise PeerError("a rank could not go on giving the others the state, and no rank says why; see the ranks' logs")
     return filling.restored, filling.own
 
 
@@ -132,6 +134,7 @@ class _Spread:
         self._seals = {owner: Seal(derive(session.secret, purpose)) for owner, purpose in purposes.items()}
         self._outflow: Outflow | None = None
         self._failure: Exception | None = None
+        self.stopped = False  # whether some rank could not go on
 
     def carry_out(self, limit: float) -> None:
         """Sends this rank's shard round and takes those of the others.
@@ -148,10 +151,11 @@ class _Spread:
             for number in range(self._rounds):
                 ring = self._rings[number % 2]
                 ring.send(self._next)
-                if under_way is not None and not self._arrived(under_way, limit):
-                    under_way = ring
-                    break
+                if under_way is not None:
+                    self._arrived(under_way, limit)
                 under_way = ring
+                if self.stopped:
+                    break
             if under_way is not None:
                 self._arrived(under_way, limit)
         finally:
@@ -167,12 +171,13 @@ class _Spread:
         outflow, done = self._outflow, set()
         if self._failure is not None:
             raise self._failure
-        if outflow is not None:
-            if outflow.failure is not None:
-                raise outflow.failure
-            if outflow.read is not None:
-                self._filling.note(*outflow.read)
-                done.add(self._rank)
+        if outflow is not None and outflow.failure is not None:
+            raise outflow.failure
+        if self.stopped:
+            return  # the rank that could not go on says why
+        if outflow is not None and outflow.read is not None:
+            self._filling.note(*outflow.read)
+            done.add(self._rank)
         for owner, landing in self._landings.items():
             if landing.is_complete:
                 self._filling.note("other ranks", landing.nbytes)
@@ -190,8 +195,8 @@ class _Spread:
             goes_on = self._outflow.failure is None
         part.finish(goes_on, self._seals.get(self._rank))
 
-    def _arrived(self, ring: _Ring, limit: float) -> bool:
-        """Takes what a round has brought; False: some rank cannot go on, and this was the last one."""
+    def _arrived(self, ring: _Ring, limit: float) -> None:
+        """Takes what a round has brought."""
         parts = ring.receive(limit)
         for owner, landing in list(self._landings.items()):
             try:
@@ -201,7 +206,7 @@ class _Spread:
                 del self._landings[owner]  # it is read from its holders
             except Exception as error:  # must not keep this rank from the rounds that the others are waiting in
                 self._failure = error
-        return all(part.goes_on for part in parts)
+        self.stopped = self.stopped or not all(part.goes_on for part in parts)
 
 
 class _Part:

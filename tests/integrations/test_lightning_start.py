@@ -49,10 +49,12 @@ def fit(until: int, folder: str, ckpt_path: str | None = None) -> dict[str, Any]
         def now(self) -> str:
             return digest({**dict(self.named_parameters()), **dict(self.named_buffers())})
 
-        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
-            if self.global_step == until:
+        def on_train_batch_start(self, batch: torch.Tensor, _: int) -> None:
+            if self.global_step == until:  # before the forward pass, in which DDP gives all ranks the buffers of rank 0
                 self.trainer.strategy.checkpointer.flush()
                 raise Interrupted
+
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
             return self.net(batch).square().mean()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -75,7 +77,7 @@ def test_weights_that_are_about_to_be_restored_are_not_sent_first(tmp_path: Path
         assert first[0]["begin"] == first[1]["begin"]
         second = world.outcome(fit, 5, str(tmp_path))
         assert [said["sent"] for said in second] == [[False]] * 2
-        assert [said["begin"] for said in second] == [first[0]["end"]] * 2  # buffers that are in no checkpoint, too
+        assert [said["begin"] for said in second] == [said["end"] for said in first]  # buffers that are in no checkpoint, too
         third = world.outcome(fit, 6, str(tmp_path), f"{tmp_path}/3.ckpt")  # from a file that may have less than everything
         assert [said["sent"] for said in third] == [[True]] * 2
-        assert [said["begin"] for said in third] == [second[0]["end"]] * 2
+        assert [said["begin"] for said in third] == [said["end"] for said in second]

@@ -82,7 +82,7 @@ def test_a_bucket_is_tried_by_one_rank_and_read_once_by_every_other_host(tmp_pat
         asked = Counter(request.operation for request in proxy.requests)
     assert not [path for path in (tmp_path / "s3").rglob("*") if path.is_file()]
     others = len(set(HOSTS)) - 1
-    assert asked == {"PutObject": 2, "GetObject": 1 + others, "DeleteObject": 2, "ListMultipartUploads": 1}
+    assert asked == {"PutObject": 2, "HeadObject": 2, "GetObject": 1 + others, "DeleteObject": 2, "ListMultipartUploads": 1}
 
 
 def test_a_bucket_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path: Path) -> None:
