@@ -176,7 +176,7 @@ class _Copier:
         self.digest: int | None = None  # of the bytes that came last, if it was formed on the way
 
     async def next(self) -> PeerMessage | str:
-        """The next message, or why there is none; after half a minute TimeoutError. (`asyncio.wait_for` may take a cancellation for its own.)"""
+        """The next message, or why there is none; `asyncio.wait_for` could take a cancellation for its own."""
         async with asyncio.timeout(_ANSWER_SECONDS):
             return await self.inbox.get()
 
