@@ -39,14 +39,14 @@ class Throttle:
     def __init__(
         self, share: float, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
     ) -> None:
-        self._rest, self._clock, self._sleep = 1 / share - 1, clock, sleep
+        self._rest, self._clock, self._wait = 1 / share - 1, clock, sleep
 
     @contextlib.asynccontextmanager
     async def piece(self) -> AsyncIterator[None]:
         """A piece of the work; it rests when that is done."""
         begin = self._clock()
         yield
-        await self._sleep(self._rest * (self._clock() - begin))
+        await self._wait(self._rest * (self._clock() - begin))
 
 
 class Rebuilding:

@@ -36,9 +36,9 @@ T = TypeVar("T")
 _GENERATION = "gemini.generation."  # and the rendezvous' id: key of a store's generation
 _REACH_SECONDS = 2.0  # for a connection to a store
 _REACH = timedelta(seconds=_REACH_SECONDS)
-_ANSWER_SECONDS = 5.0  # for its answer: torch would wait for minutes where a host is cut off
+ANSWER_SECONDS = 5.0  # for its answer: torch would wait for minutes where a host is cut off
 _READ_SECONDS = 60  # torch's own default, for what the launchers exchange in a round
-_LOOK_SECONDS = 5.0  # between two looks for a better store, in a round that is not complete
+LOOK_SECONDS = 5.0  # between two looks for a better store, in a round that is not complete
 _RETRY_SECONDS = 0.5
 _SAID_SECONDS = 10.0  # after which a launcher says for what it waits
 _PARTING_SECONDS = 2.0  # for which a store is served after the end, so that spares, which look once a second, learn of it
@@ -99,7 +99,7 @@ class Standby:
 
     def get_state(self) -> tuple[bytes, Any] | None:
         """The state and a token for it; None: there is none."""
-        if len(self._endpoints) > 1 and self._is_lonely and time.monotonic() - self._looked_at > _LOOK_SECONDS:
+        if len(self._endpoints) > 1 and self._is_lonely and time.monotonic() - self._looked_at > LOOK_SECONDS:
             self._look()
         found: tuple[bytes, Any] | None = self._ask(lambda backend: backend.get_state())
         self._last = found[0] if found is not None else self._last
@@ -130,10 +130,10 @@ class Standby:
 
     def _ask(self, question: Callable[[C10dRendezvousBackend], T]) -> T:
         try:
-            answer = _within(_ANSWER_SECONDS, lambda: question(self._backend))
+            answer = _within(ANSWER_SECONDS, lambda: question(self._backend))
         except RendezvousConnectionError:
             self._take_over()
-            answer = _within(_ANSWER_SECONDS, lambda: question(self._backend))
+            answer = _within(ANSWER_SECONDS, lambda: question(self._backend))
         self._answered_at = time.monotonic()
         return answer
 
@@ -161,16 +161,16 @@ class Standby:
         if place.generation < self._generation or place.generation < 0:
             wanted = str(self._generation if is_first else self._generation + 1)
             before = "" if place.generation < 0 else str(place.generation)
-            self._generation = int(_within(_ANSWER_SECONDS, lambda: place.store.compare_set(key, before, wanted)))
+            self._generation = int(_within(ANSWER_SECONDS, lambda: place.store.compare_set(key, before, wanted)))
         else:
             self._generation = place.generation
-        self._backend: Any = _within(_ANSWER_SECONDS, lambda: C10dRendezvousBackend(place.store, self._run))
+        self._backend: Any = _within(ANSWER_SECONDS, lambda: C10dRendezvousBackend(place.store, self._run))
         self.store, self._number, self._said = place.store, place.number, False
         while self._last is not None:
-            there = _within(_ANSWER_SECONDS, self._backend.get_state)
+            there = _within(ANSWER_SECONDS, self._backend.get_state)
             if there is not None and _progress(there[0]) >= _progress(self._last):
                 break
-            _within(_ANSWER_SECONDS, partial(self._backend.set_state, self._last, there[1] if there is not None else None))
+            _within(ANSWER_SECONDS, partial(self._backend.set_state, self._last, there[1] if there is not None else None))
         if not is_first:
             self.moved_at = time.monotonic()
 
@@ -182,7 +182,7 @@ class Standby:
                 socket.create_connection((host, port), _REACH_SECONDS).close()  # torch would try again where the port is closed
                 store = _within(2 * _REACH_SECONDS, partial(TCPStore, host, port, is_master=False, timeout=_REACH))
                 store.set_timeout(timedelta(seconds=self._read_seconds))
-                said = _within(_ANSWER_SECONDS, partial(store.compare_set, _GENERATION + self._run, "?", "?"))
+                said = _within(ANSWER_SECONDS, partial(store.compare_set, _GENERATION + self._run, "?", "?"))
                 found.append(Place(int(said) if said.lstrip(b"-").isdigit() else -1, number, store))
         return sorted(found, key=lambda place: place.rank, reverse=True)
 

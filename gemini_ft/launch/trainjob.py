@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 # The names under which releases (the first) and earlier versions of the proposal have the endpoint, and files with its CA and a token.
 _PREFIXES = "KUBEFLOW_TRAINER_SERVER", "KUBEFLOW_TRAINER_STATUS"
 _LOOK_SECONDS, _LEAST_SECONDS = 1.0, 5.0  # between two looks at the job; between two posts, as the Trainer asks for
-_PATIENCE = 5.0  # seconds for an endpoint to answer
+PATIENCE = 5.0  # seconds for an endpoint to answer
 
 
 class Endpoint(NamedTuple):
@@ -54,7 +54,7 @@ class Endpoint(NamedTuple):
         place = urlsplit(self.url)
         headers = {"Authorization": f"Bearer {Path(self.token).read_text().strip()}", "Content-Type": "application/json"}
         context = ssl.create_default_context(cafile=self.ca)
-        connection = http.client.HTTPSConnection(place.hostname or "", place.port, timeout=_PATIENCE, context=context)
+        connection = http.client.HTTPSConnection(place.hostname or "", place.port, timeout=PATIENCE, context=context)
         with contextlib.closing(connection):
             connection.request("POST", place.path, json.dumps({"trainerStatus": status}), headers)
             answer = connection.getresponse()
@@ -129,7 +129,7 @@ class Reports:
         """Ends reporting, with a last report where the whole job has ended well; waits no longer than an endpoint is given to answer."""
         self._has_ended = ended
         self._over.set()
-        self._thread.join(2 * _PATIENCE)
+        self._thread.join(2 * PATIENCE)
 
     def _work(self) -> None:
         said: int | None = None

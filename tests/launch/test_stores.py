@@ -101,7 +101,7 @@ def test_a_newcomer_goes_to_the_store_that_is_in_use(places: Places) -> None:
 
 def test_hosts_that_miss_others_look_where_the_rendezvous_has_moved(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     """A link is lost, and both stores are alive: the one that was moved to later counts."""
-    monkeypatch.setattr(stores, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(stores, "LOOK_SECONDS", 0.0)
     ports = places.serve(), places.serve()
     stays = launcher(*ports)
     stays.set_state(state(2, complete=True))
@@ -147,7 +147,7 @@ def test_a_store_that_does_not_answer_is_lost_as_well(
     one = launcher(port, places.serve())
     one.set_state(state(5, complete=True))
     stop()
-    monkeypatch.setattr(stores, "_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(stores, "ANSWER_SECONDS", 0.5)
     assert seen(one) == state(5, complete=True)
     assert one.store.port != port
 

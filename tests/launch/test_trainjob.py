@@ -140,7 +140,7 @@ def test_no_token_is_sent_to_a_server_that_another_authority_vouches_for(tmp_pat
     _certificate(tmp_path / "other")
     with running(tmp_path) as trainer:
         with pytest.raises(ssl.SSLCertVerificationError):
-            trainer.endpoint._replace(ca=str(tmp_path / "other" / "ca.crt")).post({})
+            Endpoint(trainer.endpoint.url, str(tmp_path / "other" / "ca.crt"), trainer.endpoint.token).post({})
         assert trainer.posts == []
 
 
@@ -164,7 +164,7 @@ def test_progress_has_the_models_fields_and_only_the_end_is_at_100_percent() -> 
     now = 30.0
     assert "estimatedRemainingSeconds" not in progress.status(40)  # a restart from an older step: its pace is not known yet
     assert progress.ended()["progressPercentage"] == 100
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs kubeflow_trainer_api, of the extra dev")
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs kubeflow_trainer_api: pip install kubeflow-trainer-api")
     for status in (half, progress.ended()):
         understood = models.TrainerV1alpha1TrainerStatus.from_dict(status).to_dict()
         assert understood.keys() == status.keys()
@@ -172,7 +172,7 @@ def test_progress_has_the_models_fields_and_only_the_end_is_at_100_percent() -> 
 
 
 def test_an_endpoint_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemini_ft.launch.trainjob._PATIENCE", 0.2)
+    monkeypatch.setattr("gemini_ft.launch.trainjob.PATIENCE", 0.2)
     with running(tmp_path) as trainer:
         trainer.is_held.clear()
         with pytest.raises(TimeoutError):
