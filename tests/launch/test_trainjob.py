@@ -60,7 +60,7 @@ class Trainer:
                 pass
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server.daemon_threads = False  # those of connections that were given up close them; `server_close` waits for that
         self.port = self._server.server_address[1]
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*_certificate(folder))
