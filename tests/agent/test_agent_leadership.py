@@ -291,6 +291,12 @@ class Crowd:
         """The hosts that the leader reaches."""
         return {host for port in self.ports.values() for host in self.leader.through(port)}
 
+    def watch_absent(self) -> list[set[str]]:
+        """The hosts that the ledger takes for absent, at each look at who is late."""
+        absent, tick = [set[str]()], self.leader.book.tick
+        self.leader.book.tick = lambda now, silent=(): (absent.append(set(silent)), tick(now, silent))[1]  # type: ignore[method-assign]
+        return absent
+
     def complete_all(self, iteration: int, *without: str) -> None:
         for owner, hosts in self.holders.items():
             for host in hosts:
@@ -511,14 +517,27 @@ class TestCollectors:
 
         async def work() -> None:
             async with Crowd(6, fan_in=2) as crowd:
-                absent = [set[str]()]
-                tick = crowd.leader.book.tick
-                crowd.leader.book.tick = lambda now, silent=(): (absent.append(set(silent)), tick(now, silent))[1]  # type: ignore[method-assign]
+                absent = crowd.watch_absent()
                 crowd.links["m1"].close()
                 crowd.links["m2"].close()
                 (await crowd.dial("m1", "m0", Quiet())).send(Rejoin(attempt=time.monotonic_ns(), committed=None, uploading=None))
                 crowd.end("m3")
                 await crowd.until(lambda: absent[-1] == {"m1", "m2", "m3"})
+
+        asyncio.run(work())
+
+    def test_a_host_of_which_nothing_is_heard_stays_absent_when_its_collector_is_gone(self) -> None:
+        """Else its replicas could be left out of a commit of which it had the only copy."""
+
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                absent = crowd.watch_absent()
+                crowd.links["m1"].close()
+                await crowd.until(lambda: absent[-1] == {"m1"})
+                since = len(absent)
+                crowd.end("m0")
+                await crowd.until(lambda: "m0" not in crowd.reached and len(absent) > since + 1)
+                assert all("m1" in each for each in absent[since:])
 
         asyncio.run(work())
 
