@@ -70,6 +70,7 @@ class Leader:
         patience: float = 0.0,
     ) -> None:
         self._host = host
+        self._others = {name for hosts in book.holders.values() for name in hosts} - {host}
         self.book, self._world_size, self._storing, self._on_decision, self._patience = book, world_size, storing, on_decision, patience
         self._ends_by: float | None = None  # until when the last upload of a finished job is tried again
         self._again_at, self._ended = 0.0, False
@@ -117,9 +118,11 @@ class Leader:
         """Takes what another host says, unless it has turned elsewhere since it said that (`gemini_ft.core.tree.Ways`).
 
         Raises:
-            PeerError: it speaks for a third one, or that is no report.
+            PeerError: it speaks for a third one, or for none of the session, or that is no report.
         """
         if isinstance(message, Rejoin):
+            if host not in self._others:
+                raise PeerError(f"host {port.host!r} greets for host {host!r}, which is none of the {len(self._others)} that report to this one")
             if not self._ways.greet(host, message.attempt, port):
                 return
             self._lost.pop(host, None)

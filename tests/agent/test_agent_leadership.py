@@ -509,6 +509,18 @@ class TestCollectors:
 
         asyncio.run(work())
 
+    @pytest.mark.parametrize("name", ["leader", "stranger"])
+    def test_a_collector_that_greets_for_a_host_that_does_not_report_to_this_leader_is_put_out(self, name: str) -> None:
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                liar = crowd.links["m0"].connection
+                assert liar is not None
+                liar.send(Relayed(hosts=[name], body=pack(crowd.rejoin)[4:]))
+                await crowd.until(lambda: liar.closed.is_set() or name in crowd.reached)
+                assert name not in crowd.reached
+
+        asyncio.run(work())
+
     def test_the_leader_knows_of_which_hosts_nothing_is_heard(self) -> None:
         """One has hung up, one says nothing, and a collector is gone, whose hosts have gone elsewhere."""
 
