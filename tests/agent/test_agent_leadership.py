@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from gemini_ft.agent import leadership
-from gemini_ft.agent.collecting import Collector
+from gemini_ft.agent.collecting import Collector, CollectorPort
 from gemini_ft.agent.leadership import Audience, Leader, MemberPort
 from gemini_ft.agent.reporting import MemberLink
 from gemini_ft.core.bundles import Bundles
@@ -225,6 +225,7 @@ class Crowd:
         self.leader = Leader("leader", Ledger(self.holders, None, patience), hosts, None, lambda message: None)
         self.taken: list[PeerMessage] = []
         self.ports: dict[str, MemberPort] = {}
+        self.below: dict[str, CollectorPort] = {}
         self.heard: dict[str, list[PeerMessage]] = {name: [] for name in self.names}
         self.links: dict[str, MemberLink] = {}
         self.rejoin = Rejoin(committed=None, uploading=None)
@@ -260,7 +261,8 @@ class Crowd:
             if name != "leader":
                 collector = self.links[name].collector
                 assert collector is not None
-                return collector.join(connection, claims.host)
+                self.below[claims.host] = collector.join(connection, claims.host)
+                return self.below[claims.host]
             port = self.leader.join(connection, claims.host)
             take = port.on_message
             port.on_message = lambda message: (self.taken.append(message), take(message))[1]  # type: ignore[method-assign]
@@ -550,6 +552,34 @@ class TestCollectors:
                 crowd.end("m0")
                 await crowd.until(lambda: "m0" not in crowd.reached and len(absent) > since + 1)
                 assert all("m1" in each for each in absent[since:])
+
+        asyncio.run(work())
+
+    @pytest.mark.parametrize("host", ["m0", "m1"])
+    def test_what_a_host_has_said_before_comes_before(self, host: str) -> None:
+        """Its copies wait at the collector for those of others, and would count as said by the agent that greets after them."""
+
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                crowd.taken.clear()
+                for owner in (owner for owner, hosts in crowd.holders.items() if host in hosts):
+                    crowd.complete(host, owner, 1)
+                crowd.links[host].take(Skipped(int(host[1:]), version(2), "late"))
+                await crowd.until(lambda: version(2) in crowd.leader.book.aborted)
+                assert [kind_of(told) for told in crowd.taken if not isinstance(told, Heartbeat)][0] == "gathered"
+
+        asyncio.run(work())
+
+    def test_a_collector_does_not_hear_a_host_on_a_connection_that_it_has_replaced(self) -> None:
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                former = crowd.below["m1"]
+                former.connection.abort("cut")
+                await crowd.until(lambda: crowd.below["m1"] is not former and crowd.links["m1"].reaches_leader)
+                former.on_message(Skipped(1, version(1), "said by an agent that is gone"))
+                crowd.links["m1"].take(Skipped(1, version(2), "late"))
+                await crowd.until(lambda: version(2) in crowd.leader.book.aborted)
+                assert version(1) not in crowd.leader.book.aborted
 
         asyncio.run(work())
 
