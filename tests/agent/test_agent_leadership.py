@@ -566,7 +566,7 @@ class TestCollectors:
                     crowd.complete(host, owner, 1)
                 crowd.links[host].take(Skipped(int(host[1:]), version(2), "late"))
                 await crowd.until(lambda: version(2) in crowd.leader.book.aborted)
-                assert [kind_of(told) for told in crowd.taken if not isinstance(told, Heartbeat)][0] == "gathered"
+                assert next(kind_of(told) for told in crowd.taken if not isinstance(told, Heartbeat)) == "gathered"
 
         asyncio.run(work())
 
