@@ -183,7 +183,7 @@ class Crowd:
         self.collectors = below(ways, self.holders)
         self.processors = {name: Processor(loop) for name in (self.first, *self.collectors)}
         ledger = Ledger(self.holders, None, 30.0)
-        self._leader = Leader(self.first, ledger, len(self.holders), None, partial(self._on_decision, self.first))
+        self._leader = Leader(self.first, ledger, len(self.holders), None, partial(self._on_decision, self.first), ways=ways)
         self._links = {name: self._link(name, ways[name][0]) for name in self.names[1:]}
 
     def _link(self, name: str, up: str) -> MemberLink:
@@ -298,7 +298,7 @@ def placing(hosts: int) -> float:
 # -- real processes ---------------------------------------------------------------------------------
 
 
-def lead(pipe: Pipe, hosts: int) -> None:
+def lead(pipe: Pipe, hosts: int, fan_in: int) -> None:
     """The leader's process: tells its address, then after each word its processor time so far."""
     raise_descriptor_limit()
 
@@ -306,7 +306,8 @@ def lead(pipe: Pipe, hosts: int) -> None:
         holders = holders_of(hosts)
         copies = held(holders)
         first = min(copies)
-        leader = Leader(first, Ledger(holders, None, 30.0), len(holders), None, lambda message: None)
+        ways = ways_up(sorted(copies), first, fan_in)
+        leader = Leader(first, Ledger(holders, None, 30.0), len(holders), None, lambda message: None, ways=ways)
         listener = await take_in(leader)
         pipe.send(listener.address)
         loop = asyncio.get_running_loop()
@@ -382,7 +383,7 @@ async def follow(pipe: Pipe, hosts: int, steps: int, fan_in: int) -> dict[str, f
 def real(hosts: int, steps: int, fan_in: int) -> dict[str, float]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=lead, args=(theirs, hosts))
+    process = context.Process(target=lead, args=(theirs, hosts, fan_in))
     process.start()
     try:
         return asyncio.run(follow(ours, hosts, steps, fan_in))

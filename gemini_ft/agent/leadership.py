@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from gemini_ft.agent.collecting import SILENCE
 from gemini_ft.agent.storing import Storing
@@ -44,6 +45,7 @@ _REMEMBERED = 16  # commits whose roots are kept for readers: the job has moved 
 _TICK = 0.25  # seconds between looks for late holders
 _AGAIN = 5.0  # seconds between two attempts at the last upload of a job
 SLOW_UPLOAD = 600.0  # seconds
+NO_COLLECTORS: Mapping[str, Sequence[str]] = MappingProxyType({})
 TIDY_AGAIN = 2.0  # seconds between two attempts to delete old checkpoints
 _AHEAD = 8  # steps that a change of pace is announced before it counts; a rank that hears it later loses a snapshot
 
@@ -58,6 +60,7 @@ class Leader:
         storing: writes manifests and deletes old checkpoints; None: nothing is stored.
         on_decision: carries decisions out on this host.
         patience: seconds for which the last upload is tried again.
+        ways: of each other host, those by way of which it may report (`gemini_ft.core.tree.ways_up`).
     """
 
     def __init__(
@@ -68,9 +71,9 @@ class Leader:
         storing: Storing | None,
         on_decision: Callable[[PeerMessage], None],
         patience: float = 0.0,
+        ways: Mapping[str, Sequence[str]] = NO_COLLECTORS,
     ) -> None:
-        self._host = host
-        self._others = {name for hosts in book.holders.values() for name in hosts} - {host}
+        self._host, self._allowed = host, ways
         self.book, self._world_size, self._storing, self._on_decision, self._patience = book, world_size, storing, on_decision, patience
         self._ends_by: float | None = None  # until when the last upload of a finished job is tried again
         self._again_at, self._ended = 0.0, False
@@ -118,11 +121,11 @@ class Leader:
         """Takes what another host says, unless it has turned elsewhere since it said that (`gemini_ft.core.tree.Ways`).
 
         Raises:
-            PeerError: it speaks for a third one, or for none of the session, or that is no report.
+            PeerError: it speaks for a third one, does not report by way of that connection's host, or that is no report.
         """
+        if host != port.host and port.host not in self._allowed.get(host, ()):
+            raise PeerError(f"host {port.host!r} is no collector for host {host!r}")
         if isinstance(message, Rejoin):
-            if host not in self._others:
-                raise PeerError(f"host {port.host!r} greets for host {host!r}, which is none of the {len(self._others)} that report to this one")
             if not self._ways.greet(host, message.attempt, port):
                 return
             self._lost.pop(host, None)
@@ -130,8 +133,8 @@ class Leader:
                 port.connection.send(Admitted(host=host, attempt=message.attempt))
         elif not self._ways.counts(host, port):
             return
-        if isinstance(message, Completed | Copies) and message.host != host:
-            raise PeerError(f"host {host!r} reports copies of host {message.host!r}")
+        if isinstance(message, Gathered) or (isinstance(message, Completed | Copies) and message.host != host):
+            raise PeerError(f"host {host!r} reports copies of another host")
         self.take(message, Audience({host}, port))
 
     def hear_gathered(self, message: Gathered, port: MemberPort) -> None:

@@ -23,7 +23,7 @@ from gemini_ft.wire.tcp import Connection, Handler
 _GATHER = 0.25  # seconds for which a host waits for more to report, unless it has all it holds
 _HEARTBEAT = 1.0  # seconds
 _DELAY = 0.05  # seconds after the first connection that fails; twice as many after each further one
-_TRIES = 4  # connections in a row that must fail before the next host is dialled
+TRIES = 6  # connections in a row that must fail before the next host is dialled: agents begin a session, and are restarted, within seconds
 _LOOKS = 3  # looks in a row that must have heard nothing: this process may have been stopped itself
 
 Dial = Callable[[Handler], Awaitable[Connection]]
@@ -174,7 +174,7 @@ class MemberLink:
                 failures += 1
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, 2.0)
-                if failures % _TRIES == 0:
+                if failures % TRIES == 0:
                     delay = delay if self._is_leader else _DELAY  # once all have been tried, it is the leader that is waited for
                     self._at = (self._at + 1) % len(self._dials)
                 continue

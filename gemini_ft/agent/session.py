@@ -42,10 +42,10 @@ class Session:
         self._leader: Leader | None = None
         self._member: MemberLink | None = None
         name, holders = home.host.name, home.host.holders
+        ways = ways_up(spec.hosts, spec.leader, spec.fan_in)
         if spec.leader == name:
-            self._leader = Leader(name, _book(home, spec), spec.world_size, self.storing, on_decision, self.patience)
+            self._leader = Leader(name, _book(home, spec), spec.world_size, self.storing, on_decision, self.patience, ways)
         else:
-            ways = ways_up(spec.hosts, spec.leader, spec.fan_in)
             dials = [partial(dial, spec.addresses[up], home.claims("report", up), home.run.secret) for up in ways[name]]
             collector = Collector(name, Gathering(name, holders)) if name in collectors(ways) else None
             self._member = MemberLink(dials, on_decision, self._undecided, home.log, Bundles(name, holders), collector)

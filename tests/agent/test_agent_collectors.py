@@ -6,9 +6,15 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agent_kit import Job, Rank, end_agent, eventually, stopped
+
+from gemini_ft.agent import lifecycle
+from gemini_ft.storage.checkpoints import list_checkpoints
+from gemini_ft.storage.local import LocalStorage
+from gemini_ft.wire.worker_messages import AskDrain, Draining
 
 HOSTS = "abcde"  # "a" leads; "b" collects for "c", and "d" for "e", as no more than two may report to the leader
 
@@ -19,12 +25,25 @@ def job(tmp_path: Path) -> Iterator[Job]:
         yield job
 
 
-def start(job: Job) -> list[Rank]:
+def start(job: Job, **fields: Any) -> list[Rank]:
     """Every shard on two hosts, agents that nobody takes for hung, and a first commit."""
     holders = {owner: [host, HOSTS[owner - 1]] for owner, host in enumerate(HOSTS)}
-    ranks = job.start(*HOSTS, hello={"agent_timeout": 0.0}, holders=holders, fan_in=2)
+    ranks = job.start(*HOSTS, hello={"agent_timeout": 0.0}, holders=holders, fan_in=2, **fields)
     job.commit(ranks, 1)
     return ranks
+
+
+def test_uploads_a_drain_and_the_end_of_the_job_are_told_by_way_of_collectors_too(job: Job, tmp_path: Path) -> None:
+    ranks = start(job, storage={"url": (tmp_path / "storage").as_uri(), "every_steps": 1000})
+    assert isinstance(lifecycle.ask(job.run, "e", AskDrain(host="c")), Draining)
+    ranks[2].wait_for("stop_after_step")
+    ranks[2].wait_for("commit", digest_at=2)  # the next version is due for storage, as a host is leaving
+    for rank in ranks:
+        rank.snapshot(2, digest="of all")
+    eventually(lambda: [info.iteration for info in list_checkpoints(LocalStorage(tmp_path / "storage"))] == [2], "the manifest")
+    for rank in ranks:
+        rank.goodbye()
+    eventually(lambda: all(job.stream(host)["finished"] for host in HOSTS), "the word that all have finished")
 
 
 def give_up(ranks: list[Rank], giving_up: Rank, hearing: list[Rank], iteration: int) -> None:
