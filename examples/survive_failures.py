@@ -137,7 +137,7 @@ def recovery(failure: str, fault: str, events: Sequence[Mapping[str, Any]], gone
     sources = dict.fromkeys(SOURCES, 0)
     for event in resumed:
         for where, nbytes in event["sources"].items():
-            sources["peers" if where.startswith("peer ") else where] += nbytes
+            sources["peers" if where.startswith("peer ") or where == "other ranks" else where] += nbytes
     return Recovery(
         failure,
         step,

@@ -32,7 +32,7 @@ from gemini_ft.core.census import Census, Fate, Finding, declare, table
 from gemini_ft.errors import ConfigError, RecoveryError, StateError
 from gemini_ft.faults import inject as faults
 from gemini_ft.launch import notes
-from gemini_ft.recovery.restore import fill, read_extras
+from gemini_ft.recovery.restore import read_extras
 from gemini_ft.state.base import PlainState, TrainingState
 from gemini_ft.state.ddp import ddp_state, findings, refuse_hooks, restore_buckets, restore_sync
 from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence
@@ -43,6 +43,7 @@ from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.storage.base import WORD
 from gemini_ft.worker.recorder import Recorder
 from gemini_ft.worker.rendezvous import exchange_or_raise, on_all_ranks
+from gemini_ft.worker.spreading import fill
 from gemini_ft.worker.stats import Stats
 
 EXPLAIN = "GEMINI_EXPLAIN"  # in the environment: print the census
@@ -213,6 +214,8 @@ class Checkpointer:
         self._recorder = recorder = Recorder(self.config, self.name, self.stats, self._resizable)
         if not self._resizable:
             notes.say(notes.FIXED)
+        if self.config.total_steps is not None:
+            notes.say_total(self.config.total_steps)
         session, plan = recorder.session, recorder.session.plan
         trust = bool(self.config.storage and self.config.storage.trust_pickle)  # the state in memory may have come from storage
         notes.step = 0 if plan.version is None else plan.version.iteration
@@ -318,11 +321,10 @@ class Checkpointer:
             if isinstance(fresh, PlainState) and isinstance(self._bound, PlainState):
                 self._bound.inherit(fresh)
         self._find_gradients()
-        everything = (self._state, self._state_extras, session.rank, session.world_size)
         with self._script_to_blame():
             if self._gradients is None:
                 on_all_ranks(lambda: check_presence(self._state_extras[session.rank % session.plan.world_size], attached=False))
-            self.stats.restored, own = on_all_ranks(lambda: fill(session.sources, *everything), self.config.timeout + 600)
+            self.stats.restored, own = fill(session, self._state, self._state_extras)
             on_all_ranks(lambda: self._state.apply_extras(own), self.config.timeout + 600)
         seconds = self.stats.restore_seconds = time.perf_counter() - begin
         self._joined.events.write("resumed", iteration=self._iteration, sources=self.stats.restored, seconds=seconds)

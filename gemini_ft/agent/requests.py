@@ -115,13 +115,14 @@ class Requests:
                 except SupersededError:
                     page.close()
                     raise
-            case Progress(suspended=suspended):
-                self._current(worker)
+            case Progress(iteration=iteration, suspended=suspended):
+                self._current(worker).reached(iteration)
                 self.hangs.progress(worker, suspended)
             case _:
                 stream = self._current(worker)
                 if isinstance(message, Request):
                     self.hangs.progress(worker)
+                    stream.reached(message.iteration)
                 stream.on_worker_message(worker, message)
 
     def _current(self, worker: WorkerConnection) -> Stream:

@@ -1,28 +1,37 @@
-"""Serves complete shards to readers: to a restarted worker's recovery, or an agent that rebuilds a lost replica."""
+"""Serves complete shards to readers: to a restarted worker's recovery, an agent that rebuilds a replica (`gemini_ft.agent.rebuilding`)."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import Callable, Mapping
 
 from gemini_ft.agent.home import Home
-from gemini_ft.agent.inbound import Inbound
 from gemini_ft.agent.lease import Lease
 from gemini_ft.agent.memory import SlotMemory
-from gemini_ft.core.layout import Layout
-from gemini_ft.core.roots import checksum
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import GeminiError, PeerError
-from gemini_ft.wire.handshake import dial
-from gemini_ft.wire.messages import Failed, check_answer, kind_of
+from gemini_ft.errors import PeerError
+from gemini_ft.wire.messages import Failed, kind_of
 from gemini_ft.wire.peer_messages import Data, Describe, Description, Fetch, GetRoots, Heartbeat, PeerMessage, Roots
 from gemini_ft.wire.tcp import Connection
-from gemini_ft.wire.worker_messages import SessionSpec
 
-_REBUILD_TURNS = 5  # how often each peer is asked
 _LEASE = 30.0  # seconds, for readers between two sessions
-_REBUILD_PAUSE = 0.3  # seconds between two turns
+
+
+def describe(memory: SlotMemory, asked: Describe) -> Description:
+    """The account of a complete copy, by which its reader can check every byte."""
+    shape = memory.shape
+    return Description(
+        call=asked.call,
+        owner=asked.owner,
+        version=asked.version,
+        layout=shape.layout,
+        layout_hash=shape.layout_hash,
+        data_bytes=shape.data_bytes,
+        extras_bytes=memory.extras_bytes,
+        extras_capacity=shape.extras_capacity,
+        chunk_bytes=shape.chunk_bytes,
+        root=memory.root,
+        digests=[memory.chunks[i][2] for i in range(len(memory.chunks))],
+    )
 
 
 class Fetcher:
@@ -57,7 +66,7 @@ class Fetcher:
             text = f"host {self._stream.host.name} has no complete copy of rank {message.owner}'s shard of {message.version}"
             self._connection.send(Failed(call=message.call, error="PeerError", text=text))
         elif isinstance(message, Describe):
-            self._describe(memory, message)
+            self._connection.send(describe(memory, message))
         else:
             self._send(memory, message)
         return None
@@ -77,24 +86,6 @@ class Fetcher:
         self._held[owner, version] = slot.index
         return self._stream.vault.memory[owner, slot.index]
 
-    def _describe(self, memory: SlotMemory, asked: Describe) -> None:
-        shape = memory.shape
-        self._connection.send(
-            Description(
-                call=asked.call,
-                owner=asked.owner,
-                version=asked.version,
-                layout=shape.layout,
-                layout_hash=shape.layout_hash,
-                data_bytes=shape.data_bytes,
-                extras_bytes=memory.extras_bytes,
-                extras_capacity=shape.extras_capacity,
-                chunk_bytes=shape.chunk_bytes,
-                root=memory.root,
-                digests=[memory.chunks[i][2] for i in range(len(memory.chunks))],
-            )
-        )
-
     def _send(self, memory: SlotMemory, fetch: Fetch) -> None:
         end = fetch.offset + fetch.nbytes
         if fetch.offset < 0 or end > memory.shape.data_bytes + memory.extras_bytes:
@@ -104,105 +95,3 @@ class Fetcher:
             nbytes = min(step, end - offset)
             data = Data(call=fetch.call, owner=fetch.owner, version=fetch.version, offset=offset, nbytes=nbytes)
             self._connection.send(data, memory.data(offset, nbytes))
-
-
-class _Copier:
-    """Receives one shard from a peer into a slot."""
-
-    def __init__(self) -> None:
-        self.memory: SlotMemory | None = None
-        self.asked: Fetch | None = None
-        self.inbox: asyncio.Queue[PeerMessage | str] = asyncio.Queue()
-        self.digest: int | None = None  # of the bytes that came last, if it was formed on the way
-
-    def on_message(self, message: PeerMessage) -> memoryview | None:
-        if isinstance(message, Data) and self.memory is not None and self.asked is not None:
-            check_answer(self.asked, message)
-            if (message.offset, message.nbytes) != (self.asked.offset, self.asked.nbytes):
-                raise PeerError(f"bytes {message.offset}+{message.nbytes} came where {self.asked.offset}+{self.asked.nbytes} were due")
-            return self.memory.data(message.offset, message.nbytes)
-        self.inbox.put_nowait(message)
-        return None
-
-    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
-        self.digest = digest
-        self.inbox.put_nowait(message)
-
-    def on_lost(self, reason: str) -> None:
-        self.inbox.put_nowait(reason)
-
-
-async def rebuild(stream: Home, inbound: Inbound, spec: SessionSpec) -> None:
-    """Copies from peers, after a recovery, every shard of the resumed version that this host should hold and does not.
-
-    Until then a second failure would find one copy less. The next commit makes it moot, so a failure is only logged; but
-    a peer that opens the session a moment later than this host cuts off whoever reads from it, so it is asked again.
-    """
-    assert spec.resumed is not None
-    for owner, holders in spec.holders.items():
-        if stream.host.name not in holders or stream.host.slots(owner).complete_version(spec.resumed) is not None:
-            continue
-        peers = [source for source in spec.sources.get(owner, []) if source != stream.host.name]
-        for turn, source in enumerate(peers * _REBUILD_TURNS):
-            if turn and turn % len(peers) == 0:
-                await asyncio.sleep(_REBUILD_PAUSE)
-            try:
-                await _copy(stream, inbound, spec, owner, source)
-                stream.log(f"rebuilt rank {owner}'s replica of {spec.resumed} from host {source}")
-                break
-            except (GeminiError, OSError) as error:
-                stream.log(f"rebuilding rank {owner}'s replica from host {source} failed: {error}")
-            if stream.host.slots(owner).committed != spec.resumed:
-                break
-
-
-async def _copy(stream: Home, inbound: Inbound, spec: SessionSpec, owner: int, source: str) -> None:
-    assert spec.resumed is not None
-    copier = _Copier()
-    connection = await dial(spec.addresses[source], stream.claims("fetch", source), stream.run.secret, copier)
-    try:
-        asked = Describe(owner=owner, version=spec.resumed)
-        connection.send(asked)
-        about = await asyncio.wait_for(copier.inbox.get(), 30)
-        if not isinstance(about, Description):
-            raise PeerError(str(getattr(about, "text", about)))
-        check_answer(asked, about)
-        await _fill(stream, inbound, spec.resumed, owner, about, copier, connection)
-    finally:
-        connection.abort("done")
-
-
-async def _fill(
-    stream: Home, inbound: Inbound, version: Version, owner: int, about: Description, copier: _Copier, connection: Connection
-) -> None:
-    Layout.from_bytes(about.layout)  # refuses garbage before it is kept
-    # A replica's slots may have another shape by now, or a writer of the past; those of its own worker were, or will be, reserved for it.
-    if not stream.host.owns(owner) or not any(o == owner for o, _ in stream.vault.memory):
-        await inbound.make_room(owner, about)
-    if stream.host.slots(owner).find(version) is not None:
-        return
-    if (slot := stream.host.rebuild(owner, version)) is None:
-        raise PeerError("no slot is free for it; the next commit brings a copy")
-    memory = stream.vault.memory[owner, slot.index]
-    memory.clear()
-    memory.forget()
-    copier.memory = memory
-    try:
-        for index, (offset, nbytes) in enumerate(memory.cuts(about.extras_bytes)):
-            if stream.host.slots(owner).committed != version:
-                raise PeerError("a newer version is committed")
-            copier.asked = Fetch(call=index + 1, owner=owner, version=version, offset=offset, nbytes=nbytes)
-            connection.send(copier.asked)
-            data = await asyncio.wait_for(copier.inbox.get(), 30)
-            digest = about.digests[index]
-            found = checksum(memory.data(offset, nbytes)) if copier.digest is None else copier.digest
-            if not isinstance(data, Data) or found != digest:
-                raise PeerError(f"chunk {index} is damaged or missing: {data}")
-            memory.put_chunk(index, offset, nbytes, digest)
-        if not memory.finish(version, about.extras_bytes, stream.host.roots.get(owner, about.root)):
-            raise PeerError(f"rank {owner}'s shard of {version} arrived with another root than the committed one")
-        stream.perform(stream.host.rebuilt(owner, version, memory.root))
-    finally:
-        if memory.version is None:
-            with contextlib.suppress(KeyError):
-                stream.perform(stream.host.receive_failed(owner, version))

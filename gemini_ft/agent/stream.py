@@ -5,15 +5,13 @@ Everything runs on the agent's event loop, so nothing here needs a lock.
 
 from __future__ import annotations
 
-import asyncio
-
 from gemini_ft.agent.home import Home, HostRun
 from gemini_ft.agent.identity import Origin
 from gemini_ft.agent.inbound import Inbound
 from gemini_ft.agent.incoming import Incoming
 from gemini_ft.agent.memory import SlotMemory
 from gemini_ft.agent.own_shards import OwnShards
-from gemini_ft.agent.serving import rebuild
+from gemini_ft.agent.rebuilding import Rebuilding
 from gemini_ft.agent.session import Session
 from gemini_ft.agent.storing import Stagings
 from gemini_ft.agent.vault import Giver
@@ -63,7 +61,7 @@ class Stream:
         self._own = OwnShards(self.home, self._inbound, lambda: self.session.outbound)
         self._session: Session | None = None
         self.incoming = Incoming(self.home, self._inbound, lambda: self._session)
-        self._rebuilding: asyncio.Task[None] | None = None
+        self._rebuilding: Rebuilding | None = None
         self.stagings = Stagings(self.home, self._end_rebuilding)
 
     # -- sessions
@@ -100,6 +98,7 @@ class Stream:
             raise SupersededError(
                 f"incarnation {spec.incarnation} comes after {before.incarnation} began; this process belongs to the past and must stop"
             )
+        is_unstored = self._session is not None and self._session.uploads
         self.close_session()
         holders = {owner: tuple(hosts) for owner, hosts in spec.holders.items()}
         if readopt:
@@ -119,8 +118,10 @@ class Stream:
             self._repeat_reports()  # workers that are choosing go on, and the copies they were shown are kept
         else:
             self._candidates.clear()
+        if is_unstored:  # the upload has died with its session; one that a drain had asked for would not come again by itself
+            self.report(UploadSoon())
         if not readopt and spec.resumed is not None and spec.sources:
-            self._rebuilding = asyncio.get_running_loop().create_task(rebuild(home, self._inbound, spec))
+            self._rebuilding = Rebuilding(home, self._inbound, spec, self.session.outbound.gate)
         home.log(f"incarnation {spec.incarnation} of {spec.world_size} ranks, from {spec.resumed or 'nothing'}")
 
     def close_session(self) -> None:
@@ -135,8 +136,7 @@ class Stream:
 
     async def _end_rebuilding(self) -> None:
         if self._rebuilding is not None:
-            self._rebuilding.cancel()
-            await asyncio.wait([self._rebuilding])
+            await self._rebuilding.end()
 
     def _repeat_reports(self) -> None:
         """Reports again what was complete here and not committed yet: the ledger may have forgotten it, or never heard of it."""
@@ -209,6 +209,7 @@ class Stream:
         present = [worker for worker in self.home.workers.values() if worker.alive and self.home.is_present(worker)]
         if present:
             self.home.log("this host is drained")
+            self.home.run.leaving.update((each.launch.pid, each.launch.ticks) for each in present if each.launch is not None)
             self.report(UploadSoon())
             self.home.tell_workers(StopAfterStep())
         return len(present)
@@ -229,6 +230,11 @@ class Stream:
             )
         self.report(DrainHost(host=host))
         return True
+
+    def reached(self, iteration: int) -> None:
+        """Takes note of how far a worker of the present incarnation has come."""
+        if self._rebuilding is not None:
+            self._rebuilding.reached(iteration)
 
     def worker_lost(self, worker: WorkerConnection) -> None:
         """Takes note that a worker is proven dead."""

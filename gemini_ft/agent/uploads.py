@@ -9,7 +9,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -36,6 +36,12 @@ _ATTEMPTS = 4
 _DELETING = "deleting old checkpoints"
 _UPLOADS = "an upload"
 BACKOFF = 0.5  # seconds before the second attempt, doubled for each further one
+HOSTS_PER_SECOND = 50.0  # that begin to upload: a store slows down whoever sends it thousands of requests at once
+
+
+def turn(hosts: Sequence[str], owner: int) -> float:
+    """Seconds after which the host of rank ``owner`` begins to upload; ``hosts``: rank -> its host."""
+    return list(dict.fromkeys(hosts)).index(hosts[owner]) / HOSTS_PER_SECOND
 
 
 class Uploader:
@@ -159,6 +165,9 @@ class Uploader:
 
     async def _upload(self, owner: int, memory: SlotMemory, version: Version, done: Callable[[str, str], None]) -> None:
         try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), turn(self._spec.hosts, owner))
+                raise StorageError("the session was over before this host's turn to upload had come")
             record = await self._insist(f"rank {owner}'s shard", lambda: self._write(owner, memory, version))
         except GeminiError as error:
             done("", str(error))

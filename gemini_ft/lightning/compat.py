@@ -7,8 +7,9 @@ something. The loops are internal to Lightning, and without them no step can be 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gemini_ft.errors import ConfigError
@@ -104,6 +105,17 @@ def ddp_hook(strategy: Any) -> tuple[Any, Any] | None:
     if hook is None:
         return None
     return strategy._ddp_comm_state, hook if wrapper is None else wrapper(hook)
+
+
+@contextlib.contextmanager
+def without_first_broadcast(strategy: Any) -> Iterator[None]:
+    """Lets a DDPStrategy wrap the model without sending rank 0's weights to all ranks, unless the user has given ``init_sync``."""
+    given = strategy._ddp_kwargs
+    strategy._ddp_kwargs = {"init_sync": False} | given
+    try:
+        yield
+    finally:
+        strategy._ddp_kwargs = given
 
 
 def name_our_strategy(exception: BaseException) -> None:

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.agent.memory import SlotMemory
+from gemini_ft.agent.serving import describe
 from gemini_ft.core.layout import Layout
 from gemini_ft.core.roots import checksum, layout_digest, shard_root
 from gemini_ft.core.versions import Version
@@ -74,6 +75,12 @@ class LocalShard:
             on_error.pop_all()
         self._cuts = list(enumerate(memory.cuts(memory.extras_bytes)))
 
+    @property
+    def about(self) -> Description:
+        """The account by which others can check every byte."""
+        assert self._memory.version is not None
+        return describe(self._memory, Describe(owner=self._memory.shape.owner, version=self._memory.version))
+
     def extras(self) -> bytes:
         return b"".join(bytes(view) for _, view in self._verified(extras=True))
 
@@ -120,9 +127,9 @@ class PeerShard:
         self._sending, self._reading = threading.Lock(), 0  # how many answers are under way
         self._wire = BlockingWire(address, claims.model_copy(update={"to": host}), secret, timeout)
         try:
-            self._about = self._describe(host)
-            self._check_root(root)
-            self.layout = Layout.from_bytes(self._about.layout)
+            self.about = self._describe(host)
+            check_description(self.about, root, f"rank {owner}'s shard of {version} from {self.where}")
+            self.layout = Layout.from_bytes(self.about.layout)
         except GeminiError:
             self.close()
             raise
@@ -134,14 +141,6 @@ class PeerShard:
         if not isinstance(about, Description):
             raise PeerError(f"host {host}: {about.text if isinstance(about, Failed) else kind_of(about)}")
         return about
-
-    def _check_root(self, root: str | None) -> None:
-        """Forms the root of the description: layout and checksums can be wrong as well as the bytes."""
-        about = self._about
-        sizes = about.data_bytes, about.extras_bytes, about.chunk_bytes
-        found = shard_root(self._owner, self._version, layout_digest(about.layout), sizes, about.digests)
-        if found != (root or about.root):
-            raise _wrong_root(f"rank {self._owner}'s shard of {self._version} from {self.where}", found, root or about.root)
 
     def _answer(self, asked: Describe | Fetch) -> PeerMessage:
         """The next message that answers this call; leftovers of the answer to an earlier one are dropped."""
@@ -156,7 +155,7 @@ class PeerShard:
     @property
     def root(self) -> str:
         """The root of the copy, as described and checked."""
-        return self._about.root
+        return self.about.root
 
     def renew(self) -> None:
         """Keeps the slot although nothing is read just now; from any thread."""
@@ -165,11 +164,11 @@ class PeerShard:
                 self._wire.send(Heartbeat())
 
     def extras(self) -> bytes:
-        about = self._about
+        about = self.about
         return b"".join(bytes(v) for _, v in self._fetch(about.data_bytes, about.data_bytes + about.extras_bytes))
 
     def chunks(self) -> Iterator[tuple[int, memoryview]]:
-        return self._fetch(0, self._about.data_bytes)
+        return self._fetch(0, self.about.data_bytes)
 
     def _fetch(self, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
         if start == stop:
@@ -185,7 +184,7 @@ class PeerShard:
     def _fetched(self, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
         asked = Fetch(call=next(self._calls), owner=self._owner, version=self._version, offset=start, nbytes=stop - start)
         self._wire.send(asked)
-        first = 0 if start == 0 else len(self._about.digests) - self._extras_chunks(stop - start)
+        first = 0 if start == 0 else len(self.about.digests) - self._extras_chunks(stop - start)
         at, index, buffer = start, first, bytearray(0)
         while at < stop:
             head = self._answer(asked)
@@ -194,12 +193,12 @@ class PeerShard:
             if len(buffer) != head.nbytes:
                 buffer = bytearray(head.nbytes)
             found = self._wire.receive_payload(memoryview(buffer))
-            _compare(found, self._about.digests[index], f"chunk {index} of rank {self._owner}'s shard from {self.where}")
+            _compare(found, self.about.digests[index], f"chunk {index} of rank {self._owner}'s shard from {self.where}")
             yield at, memoryview(buffer)
             at, index = at + head.nbytes, index + 1
 
     def _extras_chunks(self, nbytes: int) -> int:
-        return -(-nbytes // self._about.chunk_bytes)
+        return -(-nbytes // self.about.chunk_bytes)
 
     def close(self) -> None:
         self._wire.close()
@@ -221,6 +220,18 @@ def committed_roots(
         if not isinstance(answer, Roots):
             raise PeerError(f"host {host} sent {kind_of(answer)!r} where roots were due")
         return answer.roots
+
+
+def check_description(about: Description, root: str | None, what: str) -> None:
+    """Forms the root of a description, because layout and checksums can be wrong as well as the bytes; None: the committed one is unknown.
+
+    Raises:
+        CorruptDataError: it is not that of the commit.
+    """
+    sizes = about.data_bytes, about.extras_bytes, about.chunk_bytes
+    found = shard_root(about.owner, about.version, layout_digest(about.layout), sizes, about.digests)
+    if found != (root or about.root):
+        raise _wrong_root(what, found, root or about.root)
 
 
 def _wrong_root(what: str, found: str, committed: str | None) -> CorruptDataError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -27,11 +26,11 @@ def read_extras(sources: ShardReaders, rank: int, world_size: int, secret: bytes
     return extras
 
 
-def fill(sources: ShardReaders, state: TrainingState, extras: Mapping[int, Any], rank: int, world_size: int) -> tuple[dict[str, int], Any]:
-    """Reads everything this rank needs into the tensors of ``state``. `TrainingState.apply_extras` is due when all ranks have done so.
+class Filling:
+    """The live state of one rank while it is filled: what it reads of which shard, and where that goes.
 
     A sharded rank needs its own shard alone; under DDP every rank owns a part and needs all of them. In a job of another
-    size every rank needs parts of several.
+    size every rank needs parts of several. `TrainingState.apply_extras` is due when all ranks have read everything.
 
     Args:
         sources: where the shards are.
@@ -39,28 +38,48 @@ def fill(sources: ShardReaders, state: TrainingState, extras: Mapping[int, Any],
         extras: rank of the job that made the snapshot -> what it gave as extras; at least those this rank needs.
         rank: this rank.
         world_size: ranks of this job.
+        layouts: owner -> layout of its shard, as far as it is known already.
 
-    Returns:
-        Bytes read from each place: ``own memory``, ``peer <host>``, ``storage``; and what to give to ``apply_extras``.
+    Attributes:
+        reads: owner -> what to read of its shard, by ascending offset.
+        tensors: ``Read.name`` -> what to fill.
+        own: what to give to ``apply_extras``.
+        restored: place (``own memory``, ``peer <host>``, ``other ranks``, ``storage``) -> bytes read from there so far.
 
     Raises:
         LayoutMismatchError: the snapshot is of another model; the first differences are named.
-        RecoveryError: a shard could not be read from anywhere.
+        RecoveryError: a shard could not be read from anywhere. So does `read`.
     """
-    with contextlib.closing(sources):
-        reads, tensors, own = _prepare(sources, state, extras, rank, world_size)
-        by_owner: dict[int, list[Read]] = {}
+
+    def __init__(
+        self,
+        sources: ShardReaders,
+        state: TrainingState,
+        extras: Mapping[int, Any],
+        rank: int,
+        world_size: int,
+        layouts: Mapping[int, Layout] | None = None,
+    ) -> None:
+        self._sources, self._rank = sources, rank
+        reads, self.tensors, self.own = _prepare(sources, state, extras, rank, world_size, layouts or {})
+        self.reads: dict[int, list[Read]] = {}
         for read in reads:
-            by_owner.setdefault(read.owner, []).append(read)
+            self.reads.setdefault(read.owner, []).append(read)
+        self.restored: dict[str, int] = {}
 
-        def read_shard(owner: int) -> tuple[str, int]:
-            return sources.read(owner, rank, lambda shard: scatter(shard, by_owner[owner], tensors))
+    def note(self, where: str, nbytes: int) -> None:
+        """Counts bytes that have been read."""
+        self.restored[where] = self.restored.get(where, 0) + nbytes
 
-        restored: dict[str, int] = {}
+    def read(self, without: Iterable[int] = ()) -> None:
+        """Reads what this rank needs of all shards, but for those of the owners ``without``."""
+        owners = self.reads.keys() - set(without)
         with ThreadPoolExecutor(_READERS) as pool:
-            for where, nbytes in pool.map(read_shard, _turn(by_owner, rank)):
-                restored[where] = restored.get(where, 0) + nbytes
-    return restored, own
+            for where, nbytes in pool.map(self._read_shard, _turn(owners, self._rank)):
+                self.note(where, nbytes)
+
+    def _read_shard(self, owner: int) -> tuple[str, int]:
+        return self._sources.read(owner, self._rank, lambda shard: scatter(shard, self.reads[owner], self.tensors))
 
 
 def _turn(owners: Iterable[int], rank: int) -> list[int]:
@@ -69,13 +88,13 @@ def _turn(owners: Iterable[int], rank: int) -> list[int]:
 
 
 def _prepare(
-    sources: ShardReaders, state: TrainingState, extras: Mapping[int, Any], rank: int, world_size: int
+    sources: ShardReaders, state: TrainingState, extras: Mapping[int, Any], rank: int, world_size: int, known: Mapping[int, Layout]
 ) -> tuple[Sequence[Read], Mapping[str, torch.Tensor], Any]:
     """The reads, by owner and ascending offset; the tensors to fill, by name; this rank's extras."""
     then = sources.plan.world_size
     state.check(extras[rank % then])
     if then == world_size:
-        layouts = _layouts(sources, rank)
+        layouts = _layouts(sources, rank, known)
         live = state.destinations(stored_specs(rank, layouts), rank, world_size)
         reads = plan_reads([source.spec for source in live], rank, layouts)
         return reads, {source.spec.name: source.tensor for source in live}, extras[rank]
@@ -83,10 +102,12 @@ def _prepare(
     return state.resized(layouts, extras, rank, world_size)
 
 
-def _layouts(sources: ShardReaders, rank: int) -> dict[int, Layout]:
+def _layouts(sources: ShardReaders, rank: int, known: Mapping[int, Layout]) -> dict[int, Layout]:
     """Layouts of all owners that hold something of ``rank``'s state."""
-    own = _layouts_of([rank], sources, rank)
-    return own | _layouts_of(own[rank].owners - {rank}, sources, rank)
+    own = {rank: known[rank]} if rank in known else _layouts_of([rank], sources, rank)
+    others = own[rank].owners - {rank}
+    there = {owner: known[owner] for owner in others & known.keys()}
+    return dict(sorted((own | there | _layouts_of(others - known.keys(), sources, rank)).items()))
 
 
 def _layouts_of(owners: Iterable[int], sources: ShardReaders, rank: int) -> dict[int, Layout]:
@@ -105,18 +126,29 @@ def scatter(shard: ShardReader, reads: Sequence[Read], tensors: Mapping[str, tor
     Returns:
         Where the shard was, and the bytes copied.
     """
-    pending = list(reversed(reads))
-    total = 0
+    to = Scatter(reads, tensors)
     for offset, view in shard.chunks():
-        end = offset + len(view)
+        to.put(offset, view)
+    return shard.where, to.nbytes
+
+
+class Scatter:
+    """Copies bytes of one shard, which come by ascending offset, to the tensors that they belong to; arguments as those of `scatter`."""
+
+    def __init__(self, reads: Sequence[Read], tensors: Mapping[str, torch.Tensor]) -> None:
+        self._pending, self._tensors = list(reversed(reads)), tensors
+        self.nbytes = 0  # copied
+
+    def put(self, offset: int, view: memoryview) -> None:
+        """Copies the bytes of ``view``, which begin at ``offset`` of the shard; no element may be cut."""
+        pending, end = self._pending, offset + len(view)
         while pending and pending[-1].offset < end:
             read = pending[-1]
             low, high = max(offset, read.offset), min(end, read.offset + read.nbytes)
             size = read.nbytes // (read.stop - read.start)
             start = read.start + (low - read.offset) // size
-            copy_into(tensors[read.name], start, start + (high - low) // size, view[low - offset : high - offset])
-            total += high - low
+            copy_into(self._tensors[read.name], start, start + (high - low) // size, view[low - offset : high - offset])
+            self.nbytes += high - low
             if high < read.offset + read.nbytes:
                 break
             pending.pop()
-    return shard.where, total

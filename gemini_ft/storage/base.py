@@ -47,6 +47,9 @@ class Storage(Protocol):
     """
 
     url: str
+    is_one_place: (
+        bool  # whether every host finds the same under this URL, as with a bucket; a folder is another one where a mount is missing
+    )
 
     def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
         """Writes the parts end to end as one durable object, in place of any that has this key.

@@ -39,6 +39,8 @@ class LocalStorage:
     never has a key. Files and folders whose names are no keys are another program's: they are never looked at.
     """
 
+    is_one_place = False
+
     def __init__(self, root: str | Path, deletes: bool = True) -> None:
         self.root, self._deletes = Path(root), deletes
         self.url = "file://" + quote(str(self.root))

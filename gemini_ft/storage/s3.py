@@ -57,6 +57,8 @@ class S3Storage:
         deletes: see `open_storage`.
     """
 
+    is_one_place = True
+
     def __init__(
         self, bucket: str, prefix: str = "", endpoint_url: str | None = None, max_bandwidth: int | None = None, deletes: bool = True
     ) -> None:

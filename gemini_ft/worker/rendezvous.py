@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from hashlib import blake2b
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
@@ -246,6 +247,48 @@ def exchange_bytes(blob: bytes, timeout: float) -> list[bytes]:
     except RuntimeError as error:  # torch's errors for a lost connection, and for its own timeout
         raise PeerError(f"another rank was lost while the ranks exchanged what they know; see the logs of the others ({error})") from error
     return gathered
+
+
+def mark_of(blob: bytes) -> bytes:
+    """A mark by which ranks see that they have the same bytes."""
+    return blake2b(blob, digest_size=16).digest()
+
+
+def exchange_alike(blobs: Sequence[bytes], marks: Sequence[Sequence[bytes]], timeout: float = 60.0) -> list[list[bytes]]:
+    """Gives all ranks the blobs of all, where those who have the same one say it together: each its part.
+
+    Collective, as :func:`exchange`. Ranks of one host know the same of it, and all ranks have the same options: else the bytes that reach
+    every rank would grow with the ranks, and not with what there is to say.
+
+    Args:
+        blobs: of this rank; every rank has as many.
+        marks: rank -> the `mark_of` each of its blobs, as all ranks know them.
+        timeout: seconds to wait for the other ranks.
+
+    Returns:
+        Rank -> its blobs.
+
+    Raises:
+        PeerError: as :func:`exchange`; or the parts do not make up what was announced.
+    """
+    rank = dist.get_rank() if len(marks) > 1 else 0
+    alike: dict[tuple[int, bytes], list[int]] = defaultdict(list)  # (which blob, mark) -> ranks that have it
+    for other, own in enumerate(marks):
+        for index, mark in enumerate(own):
+            alike[index, mark].append(other)
+    parts = [_part(blob, alike[index, mark], rank) for index, (blob, mark) in enumerate(zip(blobs, marks[rank], strict=True))]
+    said = exchange(parts, timeout)
+    whole = {key: b"".join(said[other][key[0]] for other in ranks) for key, ranks in alike.items()}
+    for (index, mark), blob in whole.items():
+        if mark_of(blob) != mark:
+            raise PeerError(f"{_ranks(alike[index, mark])} announced one thing and said another; see the logs of those ranks")
+    return [[whole[index, mark] for index, mark in enumerate(own)] for own in marks]
+
+
+def _part(blob: bytes, ranks: Sequence[int], rank: int) -> bytes:
+    """The part of a blob that one of the ranks that have it says."""
+    at, of = ranks.index(rank), len(ranks)
+    return blob[len(blob) * at // of : len(blob) * (at + 1) // of]
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from gemini_ft.wire.peer_messages import Claims
 from gemini_ft.wire.trust import fingerprint, read_secret
 from gemini_ft.wire.worker_messages import GetInventory, Hello, HostInfo, Inventory, Launch, Opened, OpenSession, SessionSpec, ToWorker
 from gemini_ft.worker.rendezvous import exchange, exchange_or_raise, on_all_ranks, refuse_import
-from gemini_ft.worker.resume_choice import Choice, Chooser, Introduction
+from gemini_ft.worker.resume_choice import Choice, Chooser, Introduction, introduced
 from gemini_ft.worker.secret import agree_on_secret
 from gemini_ft.worker.storage_check import check_storage, storage_opener
 
@@ -111,7 +111,7 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None]
         return _introduction(config, clients[0], run, stream, fingerprint(secret), now)
 
     try:
-        everyone = exchange_or_raise(introduce, config.timeout + 10)
+        everyone = introduced(introduce, config.timeout + 10)
         session = _agree(config, clients[0], hello, everyone, rank, resizable)
     except BaseException:
         for client in clients:

@@ -17,7 +17,7 @@ class Stats:
     skipped: int = 0  # snapshots given up, by this rank or another
     blocked: list[float] = field(default_factory=list)  # seconds per step
     shard_bytes: int = 0
-    restored: dict[str, int] = field(default_factory=dict)  # "own memory", "peer <host>", "storage" -> bytes
+    restored: dict[str, int] = field(default_factory=dict)  # "own memory", "peer <host>", "other ranks", "storage" -> bytes
     restore_seconds: float = 0.0
     commit_seconds: dict[int, float] = field(default_factory=dict)  # iteration -> from its end until all replicas were verified
     lag: dict[int, int] = field(default_factory=dict)  # iteration -> steps that had ended after it when it was committed

@@ -1,6 +1,8 @@
-"""Looks at the storage before the first step: whether every host can write to it, and whether all of them share it. Collective.
+"""Looks at the storage before the first step: whether it can be written to, and whether all hosts share it. Collective.
 
-One rank of each host looks, its speaker: it is the hosts' agents that upload, and a store should not be asked eight times per host.
+A bucket is tried by one rank of the job, and each host reads once what that rank has written: a thousand hosts that all write, list
+and delete at the same moment are more than a store takes. A folder is another one where a mount is missing, so every host writes to it.
+One rank of a host looks for all of them, its speaker.
 """
 
 from __future__ import annotations
@@ -43,20 +45,21 @@ def storage_opener(config: GeminiConfig) -> Callable[[], Storage] | None:
 
 
 def check_storage(config: GeminiConfig, reopen: Callable[[], Storage], choice: Choice, hello: Hello, hosts: Sequence[str]) -> None:
-    """Makes sure that every host can write to storage, and that all of them write to the same.
+    """Makes sure that storage can be written to, and that all hosts have the same.
 
     Raises:
         ConfigError: hosts do not share the storage.
         StorageError: it cannot be written, it is required, and the job does not resume from memory.
     """
     speakers = sorted({host: rank for rank, host in reversed(list(enumerate(hosts)))}.values())
+    writers = speakers[:1] if reopen().is_one_place else speakers
     make_room = partial(_make_room, config, reopen, hello, choice)
-    if _is_writable(config, reopen, choice, hello.rank in speakers, make_room):
-        _check_shared(config, reopen, hosts, speakers, hello.rank)
+    if _is_writable(config, reopen, choice, hello.rank in writers, make_room):
+        _check_shared(config, reopen, hosts, speakers, writers, hello.rank)
 
 
 def _is_writable(config: GeminiConfig, reopen: Callable[[], Storage], choice: Choice, speaks: bool, make_room: Callable[[], None]) -> bool:
-    """Finds out on every host whether storage can be written; if not, returns False, and the job goes on without it.
+    """Finds out on those that try whether storage can be written; if not, returns False, and the job goes on without it.
 
     Where it cannot, ``make_room`` is called before that is believed: storage may be full of what uploads of the past have left.
     """
@@ -105,8 +108,10 @@ def _make_room(config: GeminiConfig, reopen: Callable[[], Storage], hello: Hello
         _log.warning("%s", error)
 
 
-def _check_shared(config: GeminiConfig, reopen: Callable[[], Storage], hosts: Sequence[str], speakers: Sequence[int], rank: int) -> None:
-    """Makes every host read what the one before has written: a folder of the same name may differ between hosts.
+def _check_shared(
+    config: GeminiConfig, reopen: Callable[[], Storage], hosts: Sequence[str], speakers: Sequence[int], writers: Sequence[int], rank: int
+) -> None:
+    """Makes every host read what a writer, the one before it, has written: a folder of the same name may differ between hosts.
 
     Raises:
         ConfigError: it is; both hosts are named.
@@ -123,20 +128,20 @@ def _check_shared(config: GeminiConfig, reopen: Callable[[], Storage], hosts: Se
             _log.warning("could not check whether all hosts share the storage: %s", error)
 
     def leave() -> str:
-        if rank in speakers:
+        if rank in writers:
             attempt(lambda: storage.put(own, [own.encode()]))
         return own
 
     def find() -> None:
-        if rank in speakers:
-            before = speakers[speakers.index(rank) - 1]
+        if rank in speakers and writers != [rank]:
+            before = writers[speakers.index(rank) % len(writers) - 1]
             attempt(lambda: find_sign(storage, signs[before], hosts[before], hosts[rank]))
 
     signs = exchange_or_raise(leave, seconds + config.timeout)
     try:
         exchange_or_raise(find, seconds + config.timeout)
     finally:
-        if rank in speakers:
+        if rank in writers:
             attempt(lambda: storage.delete(own))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gemini_ft.agent.memory import SlotMemory, SlotShape
-from gemini_ft.agent.uploads import Uploader
+from gemini_ft.agent.uploads import HOSTS_PER_SECOND, Uploader, turn
 from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.core.roots import checksum
 from gemini_ft.core.versions import Incarnation, Version
@@ -199,5 +199,38 @@ def test_of_two_jobs_begun_together_with_one_id_the_first_to_store_goes_on(tmp_p
         assert "another job has taken run id 'run' over. End one of the two" in await other.upload(5)
         assert await one.upload(2) == ""
         assert one.steps() == [2, 1]
+
+    run(scenario())
+
+
+def test_hosts_begin_to_upload_one_after_the_other() -> None:
+    """All ranks of one host together, the first host at once, and no more hosts in a second than a store takes well."""
+    hosts = [f"h{number}" for number in range(1000) for _ in range(8)]
+    begins = [turn(hosts, owner) for owner in range(len(hosts))]
+    assert begins[:8] == [0.0] * 8
+    assert all(len(set(begins[first : first + 8])) == 1 for first in range(0, len(hosts), 8))
+    for second in range(int(max(begins)) + 1):
+        assert len({hosts[owner] for owner, begin in enumerate(begins) if second <= begin < second + 1}) <= HOSTS_PER_SECOND
+
+
+def test_a_host_that_waits_for_its_turn_to_upload_gives_up_with_its_session(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gemini_ft.agent.uploads.HOSTS_PER_SECOND", 1e-3)
+    host.spec = host.spec.model_copy(update={"hosts": ["h", "later"], "world_size": 2, "holders": {0: ["h"], 1: ["later"]}})
+    host.uploader = Uploader(host.spec, "run", host.log.append)
+
+    for index, cut in enumerate(host.memory.cuts(0)):
+        host.memory.put_chunk(index, *cut, checksum(host.memory.data(*cut)))
+    version = Version(THIS, 1)
+    assert host.memory.finish(version, 0, None)
+
+    async def scenario() -> None:
+        heard = [asyncio.get_running_loop().create_future() for _ in range(2)]
+        for owner in (1, 0):
+            host.uploader.start(owner, host.memory, version, lambda *said, owner=owner: heard[owner].set_result(said))  # type: ignore[misc]
+        record, error = await heard[0]
+        assert record
+        assert not error
+        host.uploader.close()
+        assert await heard[1] == ("", "the session was over before this host's turn to upload had come")
 
     run(scenario())

@@ -125,6 +125,7 @@ class TestAnswersAboutAnotherShard:
             addresses = {"a": to_a.address, "b": ranks[1].address, "c": ranks[2].address}
             spec = job.make_spec(newcomers, resumed=job.version(1), sources={0: ["a"], 1: ["a"], 2: ["a"]}, addresses=addresses)
             newcomers[2].open(spec.model_copy(update={"holders": {0: ["a", "c"], 1: ["b", "a"], 2: ["c", "a"]}}))
+            newcomers[2].progress(3)
             eventually(lambda: "failed: " in job.log("c"), "the refusal")
             assert "is about owner 1" in job.log("c")
 
@@ -346,6 +347,7 @@ class TestRoots:
         resumed, sources = job.version(2), {0: ["a"], 1: ["a"]}
         spec = job.make_spec(newcomers, resumed=resumed, sources=sources, roots={0: roots[0], 1: "0" * 32})
         newcomers[1].open(spec)
+        newcomers[1].progress(4)
         eventually(lambda: "complete:2" in job.stream("b")["shards"].get("0", []), "the sound one")
         eventually(lambda: "another root than the committed one" in job.log("b"), "the refusal")
         assert versions(newcomers[1].inventory()) == {(0, 2)}

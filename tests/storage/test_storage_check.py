@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import s3_server
 from rank_kit import World
 
 from gemini_ft.config import GeminiConfig
-from gemini_ft.errors import ConfigError
-from gemini_ft.storage.base import ignore
+from gemini_ft.errors import ConfigError, StorageError
+from gemini_ft.storage.base import Storage, ignore
+from gemini_ft.storage.decisions import Descent
 from gemini_ft.storage.local import LocalStorage
+from gemini_ft.storage.opening import open_storage
+from gemini_ft.testing import S3Proxy
 from gemini_ft.worker.rendezvous import init_process_group
 from gemini_ft.worker.storage_check import check_storage
 
@@ -35,11 +40,19 @@ class CountedFolder(LocalStorage):
 
 def look(folders: Sequence[Path], notes: Path) -> None:
     init_process_group("gloo")
-    rank = int(os.environ["RANK"])
-    config = GeminiConfig(run_id="r", storage={"url": "file:///shared", "every_steps": 1})
-    choice: Any = SimpleNamespace(plan=SimpleNamespace(kind="fresh"))
-    hello: Any = SimpleNamespace(rank=rank, run="r", stream="main")
-    check_storage(config, lambda: CountedFolder(folders[rank], notes), choice, hello, HOSTS)
+    _check("file:///shared", lambda: CountedFolder(folders[int(os.environ["RANK"])], notes))
+
+
+def look_at_bucket(endpoint: str) -> None:
+    init_process_group("gloo")
+    _check("s3://bucket/run", lambda: open_storage("s3://bucket/run", endpoint))
+
+
+def _check(url: str, reopen: Callable[[], Storage]) -> None:
+    config = GeminiConfig(run_id="r", storage={"url": url, "every_steps": 1})
+    choice: Any = SimpleNamespace(plan=SimpleNamespace(kind="fresh"), descent=Descent(), damaged=frozenset())
+    hello: Any = SimpleNamespace(rank=int(os.environ["RANK"]), run="r", stream="main")
+    check_storage(config, reopen, choice, hello, HOSTS)
 
 
 def test_each_host_writes_twice_whatever_the_number_of_its_ranks(tmp_path: Path) -> None:
@@ -57,3 +70,29 @@ def test_a_host_with_a_folder_of_its_own_is_named(tmp_path: Path) -> None:
         outcome = world.outcome(look, folders, tmp_path / "notes")
     assert all(isinstance(error, ConfigError) for error in outcome)
     assert "host b does not see what host a has just written there" in str(outcome[0])
+
+
+def test_a_bucket_is_tried_by_one_rank_and_read_once_by_every_other_host(tmp_path: Path) -> None:
+    with (
+        s3_server.serve(tmp_path / "s3", "bucket") as server,
+        S3Proxy(server.port) as proxy,
+        World(tmp_path, hosts=HOSTS, **s3_server.CREDENTIALS) as world,
+    ):
+        assert world.outcome(look_at_bucket, proxy.endpoint) == [None] * 6
+        asked = Counter(request.operation for request in proxy.requests)
+    assert not [path for path in (tmp_path / "s3").rglob("*") if path.is_file()]
+    others = len(set(HOSTS)) - 1
+    assert asked == {"PutObject": 2, "HeadObject": 2, "GetObject": 1 + others, "DeleteObject": 2, "ListMultipartUploads": 1}
+
+
+def test_a_bucket_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    with (
+        s3_server.serve(tmp_path / "s3", "bucket") as server,
+        S3Proxy(server.port) as proxy,
+        World(tmp_path, hosts=HOSTS, **s3_server.CREDENTIALS) as world,
+    ):
+        proxy.fail("403 AccessDenied", "PutObject", count=None)
+        errors = world.outcome(look_at_bucket, proxy.endpoint)
+    assert {type(error) for error in errors} == {StorageError}
+    assert len({str(error) for error in errors}) == 1
+    assert str(errors[0]).startswith("rank 0: ")
