@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,7 @@ from gemini_ft.core.ledger import Abort, Cadence, Commit, Holders, Ledger, Thaw
 from gemini_ft.core.tree import collectors, ways_up
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError, StorageError
+from gemini_ft.wire import handshake
 from gemini_ft.wire.handshake import Listener, dial, listen
 from gemini_ft.wire.messages import Notice, kind_of, pack
 from gemini_ft.wire.peer_messages import (
@@ -233,6 +235,7 @@ class Crowd:
         self.rejoin = Rejoin(committed=None, uploading=None)
 
         self._listeners: dict[str, Listener] = {}
+        self.dials: dict[str, tuple[str, int]] = {}  # host -> where it is dialled, if that is not where it listens
 
     async def __aenter__(self) -> Crowd:
         await self._listen("leader")
@@ -274,7 +277,7 @@ class Crowd:
 
     async def dial(self, name: str, up: str, handler: Handler) -> Connection:
         claims = Claims(run="r", stream="s", host=name, to=up, role="report", incarnation=None)
-        return await dial(self._listeners[up].address, claims, b"secret", handler)
+        return await dial(self.dials.get(up) or self._listeners[up].address, claims, b"secret", handler)
 
     def end(self, name: str) -> None:
         """A collector is gone."""
@@ -444,6 +447,27 @@ class TestCollectors:
                 await crowd.until(lambda: all(crowd.heard[name] for name in ("m1", "m2", "m3", "m4", "m5")))
                 crowd.end("m3")
                 await crowd.until(lambda: crowd.reached == {"m1", "m2", "m4", "m5"} == set(crowd.ports) - {"m0", "m3"})
+
+        asyncio.run(work())
+
+    def test_a_collector_that_does_not_answer_a_host_that_dials_it_is_dialled_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An agent that is stopped: its kernel takes the connection, and each further one would take as long to fail."""
+        monkeypatch.setattr(handshake, "TIMEOUT", 0.3)
+        monkeypatch.setattr(reporting, "SILENCE", 0.2)
+
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                with socket.create_server(("127.0.0.1", 0)) as stopped:
+                    crowd.dials["m0"] = stopped.getsockname()
+                    connection = crowd.links["m1"].connection
+                    assert connection is not None
+                    connection.abort("cut")
+                    link = crowd.links["m1"]
+                    await crowd.until(lambda: link.connection not in (None, connection) and link.reaches_leader)
+                    stopped.setblocking(False)
+                    stopped.accept()[0].close()
+                    with pytest.raises(BlockingIOError):
+                        stopped.accept()
 
         asyncio.run(work())
 
