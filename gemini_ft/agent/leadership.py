@@ -7,6 +7,7 @@ the same messages.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +79,7 @@ class Leader:
         self._again_at, self._ended = 0.0, False
         self._ways: Ways[MemberPort] = Ways()
         self._ports: set[MemberPort] = set()  # all that are connected, also those that have not greeted
-        self._lost: dict[str, float] = {}  # host that cannot be reached -> when something was heard last on its way
+        self._lost: dict[str, float] = {}  # host that cannot be reached -> when something was heard of it last, as far as is known
         self._finished: set[int] = set()
         self._pace: Pace | None = None  # begins with the knowledge of the first to report: this leader may have been restarted
         self._paced: Paced | None = None  # the last change
@@ -113,7 +114,8 @@ class Leader:
 
     def leave(self, port: MemberPort) -> None:
         self._ports.discard(port)
-        self._lost.update(dict.fromkeys(self._ways.lose(port), port.heard))
+        for host in self._ways.lose(port):
+            self._lost[host] = -math.inf if host in port.silent else port.heard
 
     def hear(self, message: PeerMessage, host: str, port: MemberPort) -> None:
         """Takes what another host says, unless it has turned elsewhere since it said that (`gemini_ft.core.tree.Ways`).

@@ -166,15 +166,17 @@ class MemberLink:
         delay, failures = _DELAY, 0
         while True:
             self._lost.clear()
+            dialled = time.monotonic()
             try:
                 self.connection = await self._dials[self._at](self)
             except GeminiError as error:
                 if not failures:
                     self._log(f"leader: {error}")
                 failures += 1
+                is_silent = time.monotonic() - dialled > SILENCE  # as an agent that is stopped, for which its kernel takes connections
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, 2.0)
-                if failures % TRIES == 0:
+                if is_silent or failures % TRIES == 0:
                     delay = delay if self._is_leader else _DELAY  # once all have been tried, it is the leader that is waited for
                     self._at = (self._at + 1) % len(self._dials)
                 continue

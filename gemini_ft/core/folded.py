@@ -70,8 +70,12 @@ class Folded:
     def _fits(self, report: Completed | Copies, size: int) -> bool:
         roots = {report.owner: report.root} if isinstance(report, Completed) else report.roots
         said = self._partly.get(report.host, {})
-        return report.host not in self._whole and all(
-            len(root) == size and owner not in said and report.host in self._holders.get(owner, ()) for owner, root in roots.items()
+        return (
+            bool(roots)
+            and report.host not in self._whole
+            and all(
+                len(root) == size and owner not in said and report.host in self._holders.get(owner, ()) for owner, root in roots.items()
+            )
         )
 
     @property

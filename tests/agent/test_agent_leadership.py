@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +11,7 @@ from functools import partial
 import pytest
 
 from gemini_ft.agent import leadership, reporting
-from gemini_ft.agent.collecting import Collector
+from gemini_ft.agent.collecting import Collector, CollectorPort
 from gemini_ft.agent.leadership import Audience, Leader, MemberPort
 from gemini_ft.agent.reporting import MemberLink
 from gemini_ft.core.bundles import Bundles
@@ -20,6 +21,7 @@ from gemini_ft.core.ledger import Abort, Cadence, Commit, Holders, Ledger, Thaw
 from gemini_ft.core.tree import collectors, ways_up
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError, StorageError
+from gemini_ft.wire import handshake
 from gemini_ft.wire.handshake import Listener, dial, listen
 from gemini_ft.wire.messages import Notice, kind_of, pack
 from gemini_ft.wire.peer_messages import (
@@ -227,11 +229,13 @@ class Crowd:
         self.leader = Leader("leader", book, hosts, None, lambda message: None, ways=self.ways)
         self.taken: list[PeerMessage] = []
         self.ports: dict[str, MemberPort] = {}
+        self.below: dict[str, CollectorPort] = {}
         self.heard: dict[str, list[PeerMessage]] = {name: [] for name in self.names}
         self.links: dict[str, MemberLink] = {}
         self.rejoin = Rejoin(committed=None, uploading=None)
 
         self._listeners: dict[str, Listener] = {}
+        self.dials: dict[str, tuple[str, int]] = {}  # host -> where it is dialled, if that is not where it listens
 
     async def __aenter__(self) -> Crowd:
         await self._listen("leader")
@@ -261,7 +265,8 @@ class Crowd:
             if name != "leader":
                 collector = self.links[name].collector
                 assert collector is not None
-                return collector.join(connection, claims.host)
+                self.below[claims.host] = collector.join(connection, claims.host)
+                return self.below[claims.host]
             port = self.leader.join(connection, claims.host)
             take = port.on_message
             port.on_message = lambda message: (self.taken.append(message), take(message))[1]  # type: ignore[method-assign]
@@ -272,7 +277,7 @@ class Crowd:
 
     async def dial(self, name: str, up: str, handler: Handler) -> Connection:
         claims = Claims(run="r", stream="s", host=name, to=up, role="report", incarnation=None)
-        return await dial(self._listeners[up].address, claims, b"secret", handler)
+        return await dial(self.dials.get(up) or self._listeners[up].address, claims, b"secret", handler)
 
     def end(self, name: str) -> None:
         """A collector is gone."""
@@ -291,6 +296,12 @@ class Crowd:
     def reached(self) -> set[str]:
         """The hosts that the leader reaches."""
         return {host for port in self.ports.values() for host in self.leader.through(port)}
+
+    def watch_absent(self) -> list[set[str]]:
+        """The hosts that the ledger takes for absent, at each look at who is late."""
+        absent, tick = [set[str]()], self.leader.book.tick
+        self.leader.book.tick = lambda now, silent=(): (absent.append(set(silent)), tick(now, silent))[1]  # type: ignore[method-assign]
+        return absent
 
     def complete_all(self, iteration: int, *without: str) -> None:
         for owner, hosts in self.holders.items():
@@ -439,6 +450,27 @@ class TestCollectors:
 
         asyncio.run(work())
 
+    def test_a_collector_that_does_not_answer_a_host_that_dials_it_is_dialled_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An agent that is stopped: its kernel takes the connection, and each further one would take as long to fail."""
+        monkeypatch.setattr(handshake, "TIMEOUT", 0.3)
+        monkeypatch.setattr(reporting, "SILENCE", 0.2)
+
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                with socket.create_server(("127.0.0.1", 0)) as stopped:
+                    crowd.dials["m0"] = stopped.getsockname()
+                    connection = crowd.links["m1"].connection
+                    assert connection is not None
+                    connection.abort("cut")
+                    link = crowd.links["m1"]
+                    await crowd.until(lambda: link.connection not in (None, connection) and link.reaches_leader)
+                    stopped.setblocking(False)
+                    stopped.accept()[0].close()
+                    with pytest.raises(BlockingIOError):
+                        stopped.accept()
+
+        asyncio.run(work())
+
     def test_while_a_collector_has_lost_the_leader_its_hosts_stay_and_then_say_everything_again(self) -> None:
         async def work() -> None:
             async with Crowd(6, fan_in=2) as crowd:
@@ -499,9 +531,10 @@ class TestCollectors:
             Relayed(hosts=["m0"], body=pack(Gathered(version(1), "l", "d", {"m4": "root 4root 5"}))[4:]),
             Relayed(hosts=["m0"], body=pack(Relayed(hosts=["m0"], body=b""))[4:]),
             Relayed(hosts=["m3"], body=pack(Rejoin(attempt=2**62, committed=None, uploading=None))[4:]),
+            Relayed(hosts=["leader"], body=pack(Rejoin(attempt=1, committed=None, uploading=None))[4:]),
             Relayed(hosts=["m0"], body=b"\x80"),
         ],
-        ids=["another's copies", "others' copies", "relayed twice", "a greeting of a collector", "no message"],
+        ids=["another's copies", "others' copies", "relayed twice", "a greeting of a collector", "a greeting of the leader", "no message"],
     )
     def test_a_collector_that_says_what_it_may_not_is_put_out(self, lie: Relayed) -> None:
         async def work() -> None:
@@ -541,14 +574,55 @@ class TestCollectors:
 
         async def work() -> None:
             async with Crowd(6, fan_in=2) as crowd:
-                absent = [set[str]()]
-                tick = crowd.leader.book.tick
-                crowd.leader.book.tick = lambda now, silent=(): (absent.append(set(silent)), tick(now, silent))[1]  # type: ignore[method-assign]
+                absent = crowd.watch_absent()
                 crowd.links["m1"].close()
                 crowd.links["m2"].close()
                 (await crowd.dial("m1", "m0", Quiet())).send(Rejoin(attempt=time.monotonic_ns(), committed=None, uploading=None))
                 crowd.end("m3")
                 await crowd.until(lambda: absent[-1] == {"m1", "m2", "m3"})
+
+        asyncio.run(work())
+
+    def test_a_host_of_which_nothing_is_heard_stays_absent_when_its_collector_is_gone(self) -> None:
+        """Else its replicas could be left out of a commit of which it had the only copy."""
+
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                absent = crowd.watch_absent()
+                crowd.links["m1"].close()
+                await crowd.until(lambda: absent[-1] == {"m1"})
+                since = len(absent)
+                crowd.end("m0")
+                await crowd.until(lambda: "m0" not in crowd.reached and len(absent) > since + 1)
+                assert all("m1" in each for each in absent[since:])
+
+        asyncio.run(work())
+
+    @pytest.mark.parametrize("host", ["m0", "m1"])
+    def test_what_a_host_has_said_before_comes_before(self, host: str) -> None:
+        """Its copies wait at the collector for those of others, and would count as said by the agent that greets after them."""
+
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                crowd.taken.clear()
+                for owner in (owner for owner, hosts in crowd.holders.items() if host in hosts):
+                    crowd.complete(host, owner, 1)
+                crowd.links[host].take(Skipped(int(host[1:]), version(2), "late"))
+                await crowd.until(lambda: version(2) in crowd.leader.book.aborted)
+                assert next(kind_of(told) for told in crowd.taken if not isinstance(told, Heartbeat)) == "gathered"
+
+        asyncio.run(work())
+
+    def test_a_collector_does_not_hear_a_host_on_a_connection_that_it_has_replaced(self) -> None:
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                former = crowd.below["m1"]
+                former.connection.abort("cut")
+                await crowd.until(lambda: crowd.below["m1"] is not former and crowd.links["m1"].reaches_leader)
+                former.on_message(Skipped(1, version(1), "said by an agent that is gone"))
+                crowd.links["m1"].take(Skipped(1, version(2), "late"))
+                await crowd.until(lambda: version(2) in crowd.leader.book.aborted)
+                assert version(1) not in crowd.leader.book.aborted
 
         asyncio.run(work())
 

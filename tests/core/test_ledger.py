@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from gemini_ft.core.effects import Completed, Gathered, Skipped
+from gemini_ft.core.effects import Completed, Copies, Gathered, Skipped
 from gemini_ft.core.ledger import Abort, Cadence, Commit, Decision, Fatal, Holders, Ledger, Manifest, Thaw
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError
@@ -79,6 +79,14 @@ def test_a_host_that_holds_no_copy_has_no_voice() -> None:
     book = Ledger({0: ("a", "b")}, None, TIMEOUT)
     assert report(book, version(1), (0, "a"), (0, "c"), (7, "a")) == []
     assert report(book, version(1), (0, "b")) == [Commit(version(1), freeze=False)]
+
+
+def test_a_report_of_no_copy_changes_nothing() -> None:
+    book = ledger()
+    assert with_root(book, 1, "root", *PAIRS[:3]) == []
+    for host in ("c", "b"):
+        assert book.report(Copies(host, version(1), "layout", "same", {}), 0.0) == []
+    assert with_root(book, 1, "root", PAIRS[3]) == [Commit(version(1), freeze=False, roots={0: "root", 1: "root"})]
 
 
 def test_reports_may_be_repeated_or_late() -> None:
