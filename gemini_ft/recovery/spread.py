@@ -201,8 +201,6 @@ class Outflow:
     def _run(self) -> None:
         try:
             self.read = self._sources.read(self._shard.owner, self._shard.owner, self._pour)
-            if self._block is not None:
-                self._full.put(self._block)
         except _Stopped:
             pass
         except Exception as error:
@@ -229,6 +227,8 @@ class Outflow:
             self._filled += len(part)
             self._poured += len(part)
             view = view[len(part) :]
-            if self._filled == len(self._block):
+            if self._filled == len(self._block) or self._poured == self._shard.nbytes:
                 self._full.put(self._block)
                 self._block = None
+        if self._poured == self._shard.nbytes:
+            self._full.put(None)  # the others must not wait for what only this rank needs

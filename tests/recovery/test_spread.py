@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from agent_kit import WAIT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -130,8 +132,8 @@ class Copy:
         """Nothing to let go of."""
 
 
-def readers(*copies: Copy) -> ShardReaders:
-    """Where rank 0's shard is."""
+def readers(*copies: Copy, owner: int = 0) -> ShardReaders:
+    """Where a rank's shard is."""
 
     class Copies(ShardReaders):
         def open(self, owner: int, host: str) -> Any:
@@ -139,7 +141,7 @@ def readers(*copies: Copy) -> ShardReaders:
 
     client: Any = None
     claims: Any = None
-    plan = RecoveryPlan("memory", VERSION, {0: tuple(copy.where for copy in copies)})
+    plan = RecoveryPlan("memory", VERSION, {owner: tuple(copy.where for copy in copies)})
     return Copies(client, "here", plan, {}, claims, b"", 1.0)
 
 
@@ -188,6 +190,33 @@ def test_a_stream_fills_the_tensors_of_all_ranks(fails_after: int | None) -> Non
         assert torch.equal(receiver[read.name][read.start : read.stop], values[read.name][read.start : read.stop])
         assert torch.equal(sender[read.name][read.start : read.stop], values[read.name][read.start : read.stop])
     assert landing.nbytes == sum(read.nbytes for read in reads)
+
+
+def test_nobody_waits_for_the_bytes_of_one_rank_alone() -> None:
+    contents, accounts, _, specs = shards(per_rank=300)
+    shard = SharedShard(accounts[1], accounts[1].root, WORLD)
+    tensors = {name: torch.zeros(size) for name, size in SIZES.items()} | {"own": torch.zeros(300)}
+    is_over = threading.Event()
+
+    class Slow(Copy):
+        def chunks(self) -> Iterator[tuple[int, memoryview]]:
+            for at, view in super().chunks():
+                if at > max(shard.offsets) and not is_over.wait(WAIT):
+                    raise PeerError("the stream did not end before this")
+                yield at, view
+
+    blocks = [memoryview(bytearray(BLOCK)) for _ in range(2)]
+    outflow = Outflow(readers(Slow("first", contents[1]), owner=1), shard, reads_of(1, accounts, specs, 1), tensors, blocks)
+    taken = 0
+    while (block := outflow.next_block()) is not None:
+        taken += len(block)
+        outflow.give_back(block)
+    is_over.set()
+    outflow.close()
+    assert taken >= shard.nbytes
+    assert outflow.failure is None
+    assert outflow.read is not None
+    assert torch.equal(tensors["own"], torch.full((300,), 2.0))
 
 
 def test_a_shard_that_cannot_be_read_ends_the_stream_and_says_why() -> None:
