@@ -78,6 +78,8 @@ RUNS = [
     Run("dynamic8"),
     Run("threelc"),
     Run("sketch"),
+    Run("inceptionn", {"bound": 10}),
+    Run("inceptionn", {"bound": 6}),
     Run("powersgd", {"rank": 1}, bare={"error_feedback": False}),
     Run("powersgd", {"rank": 4}, bare={"error_feedback": False}),
     Run("atomo", {"atoms": 4}, rate=0.5, momentum=0.0, bare=None),

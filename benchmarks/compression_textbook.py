@@ -216,6 +216,15 @@ def sketch(x: Tensor, bins: int = 64) -> list[Tensor]:
     return [codes.to(torch.uint8), sums / torch.bincount(codes, minlength=bins)]
 
 
+def inceptionn(x: Tensor, bound: int = 10) -> list[Tensor]:
+    exponents = (x.view(torch.int32) >> 23) & 0xFF
+    tags = (exponents >= 127 - bound).int() + (exponents >= 127 - bound // 2) + (exponents >= 127)
+    words = (x[tags == 2] * 2**15).to(torch.int16), (x[tags == 1] * 2.0 ** (7 + bound // 2)).to(torch.int8)
+    columns = torch.nn.functional.pad(tags, (0, -x.numel() % 4)).view(-1, 4)
+    packed = columns[:, 0] + 4 * columns[:, 1] + 16 * columns[:, 2] + 64 * columns[:, 3]
+    return [x[tags == 3], *words, packed.to(torch.uint8)]
+
+
 def int8(x: Tensor) -> list[Tensor]:
     scale = x.abs().max()
     return [(x * (127 / scale) + torch.rand_like(x)).floor().to(torch.int8), scale]
@@ -254,6 +263,7 @@ TEXTBOOK: dict[str, Callable[[], Encoder]] = {
     "dynamic8": lambda: dynamic8,
     "threelc": lambda: threelc,
     "sketch": lambda: sketch,
+    "inceptionn": lambda: inceptionn,
     "int8": lambda: int8,
     "atomo": lambda: partial(atomo, atoms=3),
 }

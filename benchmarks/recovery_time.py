@@ -63,6 +63,7 @@ class Recovery:
 
     phases: tuple[float, ...]
     steps_lost: int
+    ordinary_step: float = 0.0  # of the job before the failure: no first step is shorter
 
     @property
     def total(self) -> float:
@@ -182,6 +183,14 @@ class Attempt:
         """The steps of all ``event`` entries."""
         return [entry["step"] for entry in self.events if entry["event"] == event]
 
+    def ordinary_step(self) -> float:
+        """Median seconds from the end of a step to the end of the next one."""
+        ends: dict[int, list[float]] = {}
+        for entry in self.events:
+            if entry["event"] == "step":
+                ends.setdefault(entry["pid"], []).append(entry["at"])
+        return common.median(b - a for each in ends.values() for a, b in pairwise(each)) or 0.0
+
     def has_stepped(self, count: int) -> bool:
         """Whether every rank has made ``count`` steps."""
         made = Counter(entry["pid"] for entry in self.events if entry["event"] == "step")
@@ -208,7 +217,8 @@ def fail(job: Running, scenario: str) -> Recovery:
     marks += [max(new.times("group")), max(new.times("restored")), max(new.times("step"))]
     marks = [max(marks[: i + 1]) for i in range(len(marks))]  # a spare's worker may exist before the last old one has gone
     before = _attempt([event for event in job.events() if event["pid"] in known])
-    return Recovery(tuple(b - a for a, b in pairwise(marks)), max(before.steps()) - max(new.steps("restored")))
+    phases, lost = tuple(b - a for a, b in pairwise(marks)), max(before.steps()) - max(new.steps("restored"))
+    return Recovery(phases, lost, before.ordinary_step())
 
 
 def _stepped(events: Sequence[Mapping[str, Any]], count: int, besides: set[int] | None = None) -> bool:
@@ -269,6 +279,7 @@ def summary(recoveries: Sequence[Recovery], problem: str | None) -> dict[str, An
     phases = {name: round(common.median(recovery.phases[i] for recovery in recoveries) or 0.0, 3) for i, name in enumerate(PHASES)}
     totals = [recovery.total for recovery in recoveries]
     found: dict[str, Any] = {"total_s": round(common.median(totals) or 0.0, 3), "worst_s": round(max(totals), 3), "phases_s": phases}
+    found["ordinary_step_s"] = round(common.median(recovery.ordinary_step for recovery in recoveries) or 0.0, 3)
     found |= {"failures": len(totals), "steps_lost": max(recovery.steps_lost for recovery in recoveries)}
     return found | ({"problem": problem.strip().splitlines()[-1][:300]} if problem else {})
 
@@ -297,13 +308,14 @@ def report(results: Mapping[str, Mapping[str, Mapping[str, Any]]], ratio: Mappin
         for name, row in rows.items():
             if "total_s" in row:
                 cells = [f"{row['phases_s'][phase]:.2f}" for phase in PHASES]
-                cells += [f"{row['total_s']:.2f}", f"{row['worst_s']:.2f}", str(row["steps_lost"]), str(row["failures"])]
+                cells += [f"{row[name]:.2f}" for name in ("ordinary_step_s", "total_s", "worst_s")]
+                cells += [str(row["steps_lost"]), str(row["failures"])]
             else:
-                cells = [f"no result: {row['problem']}".replace("|", "/"), *[""] * (len(PHASES) + 3)]
+                cells = [f"no result: {row['problem']}".replace("|", "/"), *[""] * (len(PHASES) + 4)]
             lines.append([JOBS[name].title, *cells])
         scenario, _, megabytes = case.partition(" ")
         what = "a killed worker" if scenario == "worker" else "a lost host, a spare waiting"
-        header = ["job", *PHASES, "total", "worst", "steps lost", "failures"]
+        header = ["job", *PHASES, "(ordinary step)", "total", "worst", "steps lost", "failures"]
         parts.append(f"## {what.capitalize()}, {megabytes} of state\n\n{common.table(header, lines)}")
     shown = [[name, "not measured" if value is None else f"{value:.3f}"] for name, value in ratio.items()]
     parts.append("## Ratios\n\nThe worst over sizes and loops.\n\n" + common.table(["ratio", "value"], shown))

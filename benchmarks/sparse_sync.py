@@ -53,7 +53,7 @@ AIMS = {  # ratio: (aim, what the paper has at 25 Gbit/s)
 CPU_BOUND = 0.8
 PORT = 29400
 TIMEOUT = 3600.0  # seconds for one network
-EXAMPLE_HOSTS, EXAMPLE_STEPS, EXAMPLE_RUNS = 8, 10, 5
+EXAMPLE_HOSTS, EXAMPLE_STEPS = 8, 10
 EXAMPLE_PATHS = ("DDP, dense", "DDP, sparse", "Zen")
 EXAMPLE = HERE.parent / "examples" / "zen_language_model.py"
 
@@ -99,10 +99,10 @@ def measure(hosts: int, rate: str, arguments: argparse.Namespace) -> list[dict[s
     return points
 
 
-def end_to_end(rate: str) -> dict[str, list[float]]:
+def end_to_end(rate: str, runs: int) -> dict[str, list[float]]:
     """Seconds per step of the LSTM example by path, a figure per run; paths come in another order in each run, dense in the first only."""
     found: dict[str, list[float]] = {}
-    for number in range(EXAMPLE_RUNS):
+    for number in range(runs):
         paths = EXAMPLE_PATHS if number == 0 else EXAMPLE_PATHS[1:]
         order = random.Random(number).sample(paths, len(paths))
         command = [str(EXAMPLE), f"--steps={EXAMPLE_STEPS}", "--vocabulary=100000", "--width=256", "--batch=32", "--paths", *order]
@@ -232,8 +232,9 @@ def report(points: Points, steps: Steps) -> str:
     for hosts, rate in sorted({(point["hosts"], point["rate"]) for point in points.all}):
         here = [point for point in points.all if (point["hosts"], point["rate"]) == (hosts, rate)]
         parts += [f"## {hosts} hosts, {rate}", _times(points, here)]
-    parts += ["## Ratios", _ratios(points), "## Where Zen is not the fastest", _not_first(points)]
-    parts += ["## The traces", _traces(points.all), "## Hashing", _hashing(points.all)]
+    if points.all:
+        parts += ["## Ratios", _ratios(points), "## Where Zen is not the fastest", _not_first(points)]
+        parts += ["## The traces", _traces(points.all), "## Hashing", _hashing(points.all)]
     if steps:
         parts += [f"## The LSTM example, {EXAMPLE_HOSTS} hosts", _example(steps)]
     return "\n\n".join(parts)
@@ -320,7 +321,7 @@ def _hashing(points: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="4 hosts, two traces, a small gradient; writes no report")
-    parser.add_argument("--hosts", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--hosts", type=int, nargs="*", default=[4, 8, 16], help="none: the LSTM example alone")
     parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"])
     parser.add_argument("--traces", nargs="+", choices=TRACES, default=list(TRACES))
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
@@ -328,6 +329,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--budget", type=float, default=10.0, help="seconds, by its formula, that a scheme is measured on a trace")
     parser.add_argument("--example-rates", nargs="*", default=["1gbit", "500mbit", "200mbit"], help="of the LSTM example, on 8 hosts")
+    parser.add_argument("--example-runs", type=int, default=5, help="of the LSTM example at each rate")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.hosts, arguments.rates, arguments.traces = [4], ["200mbit"], ["LSTM", "DGC, elements"]
@@ -341,11 +343,11 @@ def main() -> None:
             measured += measure(hosts, rate, arguments)
             print(_times(Points(measured), [each for each in measured if (each["hosts"], each["rate"]) == (hosts, rate)]), flush=True)
     points = Points(measured)
-    steps = {rate: end_to_end(rate) for rate in arguments.example_rates}
-    print("\n\n".join([_ratios(points), _not_first(points), _traces(measured), _hashing(measured)]))
+    steps = {rate: end_to_end(rate, arguments.example_runs) for rate in arguments.example_rates}
+    print(report(points, steps))
     if not arguments.quick:
         path = write_report("sparse-sync", "Sparse gradient synchronisation", report(points, steps), versions(["torch", "numpy"]))
-        if TRACE in arguments.traces:
+        if measured and TRACE in arguments.traces:
             path.with_suffix(".svg").write_text(draw(measured))
         print(f"{command_line()}: {path.name}")
     results = {f"{each['scheme']}, {each['trace']}, {each['hosts']} hosts, {each['rate']}": each["seconds"] for each in measured}

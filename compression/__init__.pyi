@@ -21,6 +21,7 @@ from .dgc import SampledThreshold as SampledThreshold
 from .dynamic import Dynamic8 as Dynamic8
 from .espresso_executor import OptionExecutor as OptionExecutor
 from .feedback import ErrorFeedback as ErrorFeedback
+from .inceptionn import Inceptionn as Inceptionn
 from .methods import METHODS as METHODS
 from .methods import create as create
 from .natural import Natural as Natural

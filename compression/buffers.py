@@ -2,7 +2,8 @@
 
 The C library gives large blocks back to the kernel when they are freed, and the kernel zeroes every page of a fresh one: for a group
 of 128 MB that took more processor time than compression itself. Buffers are lent here instead. A buffer is free again when the last
-tensor or array that shares its memory is gone, and goes back to the system when it has not been used for a while.
+tensor or array that shares its memory is gone, and goes back to the system when it has not been lent for a while, whether or not
+another one is asked for: as long as there are any, a thread looks now and then.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +34,14 @@ class Buffers:
 
     Attributes:
         large: bytes from which on memory is lent; smaller blocks stay in the C library's own lists.
-        idle: seconds after which a buffer that nobody holds is given back.
+        idle: seconds since the last loan after which a buffer that nobody holds is given back, within as many seconds more.
     """
 
     def __init__(self, large: int = 2**20, idle: float = 10.0) -> None:
         self.large, self.idle = large, idle
         self._lock = threading.Lock()
         self._buffers: list[_Buffer] = []
+        self._timer: threading.Timer | None = None
 
     def empty(self, count: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
         """A tensor of ``count`` elements whose values are undefined; on an accelerator, whose allocator does all this, a plain one."""
@@ -70,14 +73,32 @@ class Buffers:
         """``nbytes`` bytes, which are lent as long as anything shares their memory."""
         now = time.monotonic()
         with self._lock:
-            self._buffers = [buffer for buffer in self._buffers if buffer.lent() is not None or now - buffer.used < self.idle]
+            self._give_back(now)
             fitting = [buffer for buffer in self._buffers if buffer.lent() is None and nbytes <= buffer.memory.nbytes <= 2 * nbytes]
             buffer = min(fitting, key=lambda each: each.memory.nbytes, default=None) or self._made(nbytes, now)
             # Whatever shares its memory must hold this very object. An array's views hold the array at the bottom instead, whose weak
             # reference would say nothing; with a memoryview in between they stop here.
             part = np.frombuffer(buffer.memory.data[:nbytes], dtype=np.uint8)
             buffer.lent, buffer.used = weakref.ref(part), now
+            self._look_later()
             return part
+
+    def _give_back(self, now: float) -> None:
+        self._buffers = [buffer for buffer in self._buffers if buffer.lent() is not None or now - buffer.used < self.idle]
+
+    def _look_later(self) -> None:
+        """Starts the timer, unless it runs or there is no buffer. A forked process inherits the timer without its thread."""
+        if self._buffers and (self._timer is None or not self._timer.is_alive()):
+            self._timer = threading.Timer(self.idle, self._look)
+            self._timer.daemon = True
+            with suppress(RuntimeError):  # no thread starts while the interpreter ends; the next loan looks too
+                self._timer.start()
+
+    def _look(self) -> None:
+        with self._lock:
+            self._give_back(time.monotonic())
+            self._timer = None
+            self._look_later()
 
     def _made(self, nbytes: int, now: float) -> _Buffer:
         raw = np.empty(nbytes + _ALIGN, dtype=np.uint8)

@@ -18,6 +18,7 @@ from .cast import Bf16, Fp16, Identity
 from .dgc import MomentumCorrection, SampledThreshold
 from .dynamic import Dynamic8
 from .feedback import ErrorFeedback
+from .inceptionn import Inceptionn
 from .natural import Natural, Natural8
 from .options import METHOD_OPTIONS
 from .powersgd import PowerSGD
@@ -51,6 +52,7 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "dynamic8": Dynamic8,
     "threelc": ThreeLC,
     "sketch": Sketch,
+    "inceptionn": Inceptionn,
     "atomo": Atomo,
 }
 

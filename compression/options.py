@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
+from gemini_ft.truncation import Bound
 from gemini_ft.validation import Flag, Seed, options_model
 
 Ratio = Annotated[float, Field(gt=0, le=1, description="part of each tensor that travels, above 0 and at most 1, for example 0.01")]
@@ -47,6 +48,7 @@ _METHODS: dict[str, dict[str, Any]] = {
     "dynamic8": {},
     "threelc": {"sparsity": (Annotated[float, Field(ge=1, lt=2, description="from 1, most exact, to below 2, sparsest")], 1.0)},
     "sketch": {},
+    "inceptionn": {"bound": (Bound, 10)},
     "atomo": {"atoms": (Annotated[int, Field(ge=1, description="rank-one matrices per matrix, 1 or more")], 3), "seed": (Seed, 0)},
     "dgc": {
         "momentum": (Momentum, 0.9),

@@ -6,6 +6,7 @@ from .ddp_hook import HookState as HookState
 from .ddp_hook import hook as hook
 from .dense import Dense as Dense
 from .hierarchical import Hierarchical as Hierarchical
+from .inceptionn import InceptionnRing as InceptionnRing
 from .omnireduce import OmniReduce as OmniReduce
 from .parameter_server import SinglePS as SinglePS
 from .parameter_server import SparsePS as SparsePS

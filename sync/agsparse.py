@@ -16,4 +16,4 @@ class AGsparse(SparseScheme):
 
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
         gathered = sorted(exchange.all_gather(wire.encode(gradient)), key=lambda each: each[0])
-        return add_up([wire.decode(message, gradient.rows, gradient.width, gradient.values.dtype) for _, message in gathered])
+        return add_up([wire.decode_like(message, gradient) for _, message in gathered])

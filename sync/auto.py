@@ -16,7 +16,7 @@ from . import profiling
 from .base import Dimensions, SparseScheme
 from .costs import Link, Traffic, seconds
 from .exchange import Exchange
-from .rows import SparseRows
+from .rows import SparseRows, add_up
 from .schemes import SCHEMES
 
 _CLOSE = 1.5  # a scheme predicted to take this many times the best one's time may still be the best
@@ -94,6 +94,9 @@ class Auto(SparseScheme):
         return self._schemes[chosen[-1] if chosen else "zen"].dimensions
 
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
+        if exchange.size == 1:  # nothing travels, so there is nothing to choose
+            exchange.agree()
+            return add_up([gradient])
         key = (exchange.group.group_name, gradient.rows, gradient.width, gradient.values.dtype)
         plan = self.plans.get(key) or self._restored.pop(key[1:], Findings())
         if plan.chosen is not None:

@@ -1,7 +1,7 @@
 """The interface of every gradient synchronisation scheme.
 
-All schemes compute the same sum; they differ in how the bytes travel. The four dimensions in which they differ are those of
-Zen (Wang et al., OSDI 2025, section 2).
+All schemes but `inceptionn` compute the same sum; they differ in how the bytes travel. The four dimensions in which they differ are
+those of Zen (Wang et al., OSDI 2025, section 2).
 
     gradient = Zen().all_reduce(gradient)                      # over the default group
     future = Zen().all_reduce(gradient, group, async_op=True)  # meanwhile compute; then future.wait()
@@ -40,6 +40,8 @@ class Scheme(ABC):
     """Sums one gradient over all ranks of a group."""
 
     name: ClassVar[str]
+    whole: ClassVar[bool] = False
+    """Whether it takes gradients whole, so that those that are dense travel together."""
 
     @property
     @abstractmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
@@ -17,7 +16,7 @@ from .switch_client import Terms
 from .switch_link import Link
 from .switch_packets import Array, span
 from .switch_scheme import DenseSwitchScheme, Key, add_up_without
-from .switch_worker import Stream
+from .switch_worker import PacketStream
 
 
 class FPISA(DenseSwitchScheme):
@@ -79,41 +78,29 @@ class FPISA(DenseSwitchScheme):
         return sums.reshape(-1)[: gradient.numel()].view(gradient.shape).to(gradient.dtype)
 
 
-class FpisaStream(Stream):
+class FpisaStream(PacketStream):
     """One tensor.
 
     Args:
         packets: uint8 [k, bytes].
         odd: bool [k], packets that hold NaN or infinities on this rank.
         slots: of the pool.
-
-    Attributes:
-        sums: like ``packets``.
-        special: bool [k], packets that some rank has as odd ones; their sums mean nothing.
     """
 
     def __init__(self, packets: Array, odd: Array, slots: int) -> None:
-        self._packets, self._odd, self._count = packets, odd.astype(np.int64), len(packets)
-        self.columns = min(slots, self._count)
-        self._next = np.arange(self.columns)
-        self.sums = np.empty_like(packets)
-        self.special = np.zeros(self._count, np.bool_)
+        super().__init__(packets, slots)
+        self._odd = odd.astype(np.int64)
 
     def first(self) -> Array:
         return self._odd[: self.columns]
 
-    def follow(self, columns: Array, sides: Array, values: Array | None) -> Iterable[tuple[Array, Array, Array | None]]:
-        if values is not None:
-            self.sums[span(self._next[columns])] = values
-            self._next[columns] += self.columns
-        going = self._next[columns] < self._count
-        columns, sides = columns[going], sides[going]
-        if not len(columns):
-            return []
-        packets = self._next[columns]
+    def _take(self, columns: Array, packets: Array, values: Array) -> None:
+        self.sums[span(packets)] = values
+
+    def _give(self, columns: Array, packets: Array, sides: Array) -> tuple[Array, Array]:
         self.special[packets] = sides != 0
         ahead = np.minimum(packets + self.columns, self._count - 1)
-        return [(columns, self._odd[ahead], self._packets[span(packets)])]
+        return self._odd[ahead], self._packets[span(packets)]
 
 
 def _travels(dtype: torch.dtype) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +24,10 @@ class Accuracy:
     Attributes:
         sums: calls that went through the switch.
         values: compared.
-        mean: error.
-        worst: largest error.
+        mean: error of those that are numbers.
+        worst: largest error; infinite where a sum is no number.
         beyond: values whose error is above FPISA's bound: a unit in the last place of the magnitudes' sum per rank.
+        lost: of these, sums that came out as a NaN or an infinity and should not have.
     """
 
     sums: int = 0
@@ -33,20 +35,25 @@ class Accuracy:
     mean: float = 0.0
     worst: float = 0.0
     beyond: int = 0
+    lost: int = 0
 
     def __str__(self) -> str:
         off = f"off by {self.mean:.1e} of the sum of magnitudes on average, {self.worst:.1e} at most"
-        return f"{self.values} values compared with their exact sums: {off}; {self.beyond} beyond the bound"
+        lost = f", {self.lost} of them no numbers" if self.lost else ""
+        return f"{self.values} values compared with their exact sums: {off}; {self.beyond} beyond the bound{lost}"
 
     def note(self, errors: torch.Tensor, allowed: torch.Tensor) -> None:
         """Takes in relative errors, float64 [n], and the most that each may be."""
-        self.mean += (float(errors.mean()) - self.mean) * len(errors) / (self.values + len(errors))
+        finite = errors[errors.isfinite()]
         self.values += len(errors)
-        self.worst = max(self.worst, float(errors.max()))
-        self.beyond += int((errors > allowed).sum())
+        self.lost += len(errors) - len(finite)
+        if len(finite):
+            self.mean += float((finite - self.mean).sum()) / (self.values - self.lost)
+        self.worst = math.inf if self.lost else max(self.worst, float(errors.max()))
+        self.beyond += int((~(errors <= allowed)).sum())  # a NaN is above nothing
 
     def look(self, packets: torch.Tensor, sums: torch.Tensor, special: torch.Tensor, every: int, exchange: Exchange) -> None:
-        """Counts a call; compares one packet of the first and of each ``every``-th (0: none). Collective.
+        """Counts a call; compares one packet that went through the switch of the first and of each ``every``-th (0: none). Collective.
 
         Args:
             packets: of this rank, as they travel, [k, elements].
@@ -54,9 +61,10 @@ class Accuracy:
             special: bool [k], the packets that did not go through it.
         """
         number, self.sums = self.sums, self.sums + 1
-        place = number * _SPREAD % len(packets)
-        if not every or number % every or special[place]:
+        if not every or number % every or special.all():
             return
+        there = special.logical_not().nonzero().flatten()
+        place = int(there[number * _SPREAD % len(there)])
         own = packets[place].to(torch.float64)
         exact = torch.stack([own, own.abs()]).to(exchange.device)
         dist.all_reduce(exact, group=exchange.group)

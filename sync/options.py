@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
+from gemini_ft.truncation import Bound
 from gemini_ft.validation import Flag, Seed, options_model
 
 _PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])"  # 1 to 65535
@@ -44,6 +45,7 @@ SCHEME_OPTIONS: dict[str, type[BaseModel]] = {
         ),
         seed=(Seed, 0),
     ),
+    "inceptionn-ring": options_model("inceptionn-ring", bound=(Bound, 10)),
     "switchml": options_model("switchml", switch=_SWITCH, slots=_SLOTS, packet=_packet(1408), patience=_PATIENCE),
     "omnireduce-streaming": options_model("omnireduce-streaming", switch=_SWITCH, slots=_SLOTS, patience=_PATIENCE),
     "fpisa": options_model(

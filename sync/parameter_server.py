@@ -48,16 +48,15 @@ class SinglePS(SparseScheme):
     dimensions = Dimensions("point-to-point", "one-shot", "centralization", None)
 
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
-        def read(message: torch.Tensor) -> SparseRows:
-            return wire.decode(message, gradient.rows, gradient.width, gradient.values.dtype)
-
         exchange.agree()
         if exchange.rank:
             exchange.send(wire.encode(gradient), 0)
-            return read(exchange.receive(0))
-        workers = range(1, exchange.size)
-        total = add_up([gradient, *(read(exchange.receive(worker)) for worker in workers)])
-        message = wire.encode(total)
-        for worker in workers:
+            return wire.decode_like(exchange.receive(0), gradient)
+        dtype = gradient.values.dtype
+        total = add_up([gradient.of(torch.promote_types(dtype, torch.float32))])  # wide, so that 16-bit values are rounded once
+        for worker in range(1, exchange.size):
+            total = add_up([total, wire.decode_like(exchange.receive(worker), gradient)])
+        message = wire.encode(total.of(dtype))
+        for worker in range(1, exchange.size):
             exchange.send(message, worker)
-        return read(message)  # as the others have it: where a message is dense, units whose sum is zero are present
+        return wire.decode_like(message, gradient)  # as the others have it: where a message is dense, units whose sum is zero are present

@@ -41,6 +41,10 @@ class SparseRows:
     def to(self, device: torch.device) -> SparseRows:
         return SparseRows(self.rows, self.indices.to(device), self.values.to(device))
 
+    def of(self, dtype: torch.dtype) -> SparseRows:
+        """The same units with values of another dtype."""
+        return SparseRows(self.rows, self.indices, self.values.to(dtype))
+
     def dense(self, rows: int | None = None) -> torch.Tensor:
         """The matrix, [rows, width], with zeros where units are absent; ``rows`` may ask for more of them."""
         matrix = self.values.new_zeros(self.rows if rows is None else rows, self.width)

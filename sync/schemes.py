@@ -10,6 +10,7 @@ from .base import Dimensions, Scheme, SparseScheme
 from .dense import Dense
 from .fpisa import FPISA
 from .hierarchical import Hierarchical
+from .inceptionn import InceptionnRing
 from .omnireduce import OmniReduce
 from .omnireduce_streaming import OmniReduceStreaming
 from .parameter_server import SinglePS, SparsePS
@@ -32,7 +33,10 @@ SCHEMES: Mapping[str, type[SparseScheme]] = {
         Zen,
     )
 }
-"""The schemes that can be made without arguments, by name."""
+"""The schemes that can be made without arguments and give the exact sum, but for its roundings, by name."""
+
+LOSSY_SCHEMES: Mapping[str, type[Scheme]] = {InceptionnRing.name: InceptionnRing}
+"""The schemes that leave out part of the gradients, by name; no other scheme takes their place or the other way round."""
 
 SWITCH_SCHEMES: Mapping[str, type[SwitchScheme[Any]]] = {scheme.name: scheme for scheme in (SwitchML, OmniReduceStreaming, FPISA)}
 """The schemes that go through a switch, whose address and key they need, by name."""
@@ -41,7 +45,7 @@ SWITCH_SCHEMES: Mapping[str, type[SwitchScheme[Any]]] = {scheme.name: scheme for
 def dimensions_table() -> str:
     """The four dimensions of every scheme, as a Markdown table."""
     rows = ["| scheme | class | communication | aggregation | partition | balance |", "|" + "---|" * 6]
-    schemes: list[type[Scheme]] = [*SCHEMES.values(), Hierarchical, *SWITCH_SCHEMES.values()]
+    schemes: list[type[Scheme]] = [*SCHEMES.values(), Hierarchical, *LOSSY_SCHEMES.values(), *SWITCH_SCHEMES.values()]
     for scheme in schemes:
         place = cast(Dimensions, scheme.dimensions)  # a property of the base class, a plain value in these
         cells = (place.communication, place.aggregation, place.partition, place.balance or "n/a")

@@ -33,20 +33,17 @@ class SSARRecursiveDoubling(SparseScheme):
     dimensions = Dimensions("hierarchy", "incremental", "centralization", None)
 
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
-        def read(message: torch.Tensor) -> SparseRows:
-            return wire.decode(message, gradient.rows, gradient.width, gradient.values.dtype)
-
         exchange.agree()
         core = 1 << (exchange.size.bit_length() - 1)
         if exchange.rank >= core:
             exchange.send(wire.encode(gradient), exchange.rank - core)
-            return read(exchange.receive(exchange.rank - core))
+            return wire.decode_like(exchange.receive(exchange.rank - core), gradient)
         helped = exchange.rank + core < exchange.size
-        total = add_up([gradient, read(exchange.receive(exchange.rank + core))] if helped else [gradient])
+        total = add_up([gradient, wire.decode_like(exchange.receive(exchange.rank + core), gradient)] if helped else [gradient])
         distance = 1
         while distance < core:
             peer = exchange.rank ^ distance
-            theirs = read(exchange.swap(wire.encode(total), peer))
+            theirs = wire.decode_like(exchange.swap(wire.encode(total), peer), gradient)
             total = add_up([total, theirs] if exchange.rank < peer else [theirs, total])
             distance *= 2
         if helped:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, Generic, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -43,8 +43,6 @@ class SwitchScheme(Scheme, Generic[Gradient]):
     """
 
     dimensions = Dimensions("point-to-point", "incremental", "centralization", None)
-    whole: ClassVar[bool]
-    """Whether it takes gradients whole, so that those that are dense travel together."""
 
     def __init__(self, switch: str, key: Key, slots: int = 256, packet: int = 1408, patience: float = 3.0, **more: object) -> None:
         given = {"switch": switch, "slots": slots, "packet": packet, "patience": patience, **more}

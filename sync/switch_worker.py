@@ -36,6 +36,42 @@ class Stream(ABC):
         """Takes the sums of a round of some columns; gives (columns, sides, values) of the next round, for those that have one."""
 
 
+class PacketStream(Stream):
+    """A tensor of which every packet is added up: each column's, one after the other.
+
+    Args:
+        packets: [k, ...].
+        slots: of the pool.
+
+    Attributes:
+        sums: like ``packets``.
+        special: bool [k], the packets whose sums mean nothing, because some rank's values cannot be added there; the same on all ranks.
+    """
+
+    def __init__(self, packets: Array, slots: int) -> None:
+        self._packets, self._count = packets, len(packets)
+        self.columns = min(slots, self._count)
+        self._next = np.arange(self.columns)  # the packet that each column's next round gives
+        self.sums = np.empty_like(packets)
+        self.special = np.zeros(self._count, np.bool_)
+
+    def follow(self, columns: Array, sides: Array, values: Array | None) -> Iterable[tuple[Array, Array, Array | None]]:
+        if values is not None:
+            self._take(columns, self._next[columns], values)
+            self._next[columns] += self.columns
+        going = self._next[columns] < self._count
+        columns, sides = columns[going], sides[going]
+        return [(columns, *self._give(columns, self._next[columns], sides))] if len(columns) else []
+
+    @abstractmethod
+    def _take(self, columns: Array, packets: Array, values: Array) -> None:
+        """Keeps the sums of some packets."""
+
+    @abstractmethod
+    def _give(self, columns: Array, packets: Array, sides: Array) -> tuple[Array, Array]:
+        """The side words and the values of some packets, by what the ranks have said of them in ``sides``."""
+
+
 class Timer:
     """The time after which a packet without an answer is sent again: as TCP has it (RFC 6298), with less patience."""
 

@@ -7,12 +7,10 @@ column. So no sum overflows, every worker scales alike, and a sum is off by n / 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from .switch_packets import Array, span
-from .switch_worker import Stream
+from .switch_worker import PacketStream
 
 LEAST, SPECIAL = -90, 127  # exponents: less is treated as this, so that f stays finite; of packets that integers cannot carry
 _MOST_INTEGER = 2**31 - 1
@@ -50,40 +48,27 @@ def to_floats(sums: Array, factor: Array, out: Array, places: Array | slice) -> 
         out[places] = np.divide(found, factor, out=found)
 
 
-class SwitchMLStream(Stream):
+class SwitchMLStream(PacketStream):
     """One tensor.
 
     Args:
         packets: float32 [k, elements].
         slots: of the pool.
         world: workers.
-
-    Attributes:
-        sums: float32 [k, elements].
-        special: bool [k], the packets that have no sum, because a worker's values were none for integers; the same on all workers.
     """
 
     def __init__(self, packets: Array, slots: int, world: int) -> None:
-        self._packets, self._world, self._count = packets, world, len(packets)
-        self.columns = min(slots, self._count)
-        self._next = np.arange(self.columns)  # the packet that each column's next round gives
-        self._given = exponents(packets)
+        super().__init__(packets, slots)
+        self._world, self._given = world, exponents(packets)
         self._factors = np.ones((self.columns, 1), np.float32)
-        self.sums = np.empty_like(packets)
-        self.special = np.zeros(self._count, np.bool_)
 
     def first(self) -> Array:
         return self._given[: self.columns]
 
-    def follow(self, columns: Array, sides: Array, values: Array | None) -> Iterable[tuple[Array, Array, Array | None]]:
-        if values is not None:
-            to_floats(values.view(np.int32), self._factors[columns], self.sums, span(self._next[columns]))
-            self._next[columns] += self.columns
-        going = self._next[columns] < self._count
-        columns, sides = columns[going], sides[going]
-        if not len(columns):
-            return []
-        packets = self._next[columns]
+    def _take(self, columns: Array, packets: Array, values: Array) -> None:
+        to_floats(values.view(np.int32), self._factors[columns], self.sums, span(packets))
+
+    def _give(self, columns: Array, packets: Array, sides: Array) -> tuple[Array, Array]:
         self.special[packets] = special = sides == SPECIAL
         self._factors[columns] = factor = factors(np.minimum(sides, SPECIAL - 1), self._world)
         given = self._packets[span(packets)]
@@ -91,4 +76,4 @@ class SwitchMLStream(Stream):
             given = np.where(special[:, None], np.float32(0), given)
         ahead = packets + self.columns
         exponent = np.where(ahead < self._count, self._given[np.minimum(ahead, self._count - 1)], LEAST)
-        return [(columns, exponent, to_integers(given, factor).view(np.uint8))]
+        return exponent, to_integers(given, factor).view(np.uint8)

@@ -96,6 +96,11 @@ def decode(message: torch.Tensor, rows: int, width: int, dtype: torch.dtype) -> 
     return SparseRows(rows, at.view(torch.int32 if index_bytes(rows) == 4 else torch.int64).long(), values)
 
 
+def decode_like(message: torch.Tensor, gradient: SparseRows) -> SparseRows:
+    """Decodes a message with units of the shape and dtype that a rank's own gradient has."""
+    return decode(message, gradient.rows, gradient.width, gradient.values.dtype)
+
+
 def pack(indices: torch.Tensor, rows: int) -> torch.Tensor:
     """One bit per unit, least significant first: uint8 [ceil(rows / 8)]."""
     bits = torch.zeros(-(-rows // 8) * 8, dtype=torch.uint8, device=indices.device)

@@ -1,46 +1,50 @@
 """The commit, out of band: every host's agent reports to the leader's, which keeps the ledger and tells all.
 
-``Leader`` runs in one agent, beside rank 0; ``MemberLink`` in all others. Both hand decisions to their stream as
-the same messages. A connection that broke is dialled again and everything undecided is reported once more.
+``Leader`` runs in one agent, beside rank 0; `gemini_ft.agent.reporting` has the end of all others. Both hand decisions to their stream as
+the same messages.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
+from gemini_ft.agent.collecting import SILENCE
 from gemini_ft.agent.storing import Storing
 from gemini_ft.agent.tasks import Tasks
-from gemini_ft.core.bundles import Bundles
-from gemini_ft.core.effects import Completed, Copies, Skipped
-from gemini_ft.core.ledger import Abort, Commit, Decision, Holders, Ledger, Manifest, Thaw
+from gemini_ft.core.effects import Completed, Copies, Gathered, Skipped
+from gemini_ft.core.ledger import Abort, Commit, Decision, Ledger, Manifest, Thaw
 from gemini_ft.core.traffic import Pace
+from gemini_ft.core.tree import Ways
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.messages import Notice, Paced, kind_of, pack
 from gemini_ft.wire.peer_messages import (
+    Admitted,
     AllFinished,
     DrainHost,
     Heartbeat,
     PeerMessage,
     Rejoin,
+    Relayed,
     ReportFinished,
     ReportNeed,
     ReportUploaded,
+    Silent,
     UploadSoon,
+    peers,
 )
-from gemini_ft.wire.tcp import Connection, Handler
+from gemini_ft.wire.tcp import Connection
 
 _REMEMBERED = 16  # commits whose roots are kept for readers: the job has moved on when they ask
 _TICK = 0.25  # seconds between looks for late holders
-_GATHER = 0.25  # seconds for which a host waits for more to report, unless it has all it holds
-_HEARTBEAT = 1.0  # seconds
-_SILENCE = 2.5  # seconds after which a host of which nothing is heard may be lost
 _AGAIN = 5.0  # seconds between two attempts at the last upload of a job
 SLOW_UPLOAD = 600.0  # seconds
+NO_COLLECTORS: Mapping[str, Sequence[str]] = MappingProxyType({})
 TIDY_AGAIN = 2.0  # seconds between two attempts to delete old checkpoints
 _AHEAD = 8  # steps that a change of pace is announced before it counts; a rank that hears it later loses a snapshot
 
@@ -49,21 +53,32 @@ class Leader:
     """Keeps the ledger, and the connections of the other hosts.
 
     Args:
+        host: the leader's own.
         book: the ledger.
         world_size: ranks of the job.
         storing: writes manifests and deletes old checkpoints; None: nothing is stored.
         on_decision: carries decisions out on this host.
         patience: seconds for which the last upload is tried again.
+        ways: of each other host, those by way of which it may report (`gemini_ft.core.tree.ways_up`).
     """
 
     def __init__(
-        self, book: Ledger, world_size: int, storing: Storing | None, on_decision: Callable[[PeerMessage], None], patience: float = 0.0
+        self,
+        host: str,
+        book: Ledger,
+        world_size: int,
+        storing: Storing | None,
+        on_decision: Callable[[PeerMessage], None],
+        patience: float = 0.0,
+        ways: Mapping[str, Sequence[str]] = NO_COLLECTORS,
     ) -> None:
+        self._host, self._allowed = host, ways
         self.book, self._world_size, self._storing, self._on_decision, self._patience = book, world_size, storing, on_decision, patience
         self._ends_by: float | None = None  # until when the last upload of a finished job is tried again
         self._again_at, self._ended = 0.0, False
-        self._members: dict[Connection, str] = {}  # -> host
-        self._heard: dict[str, float] = {}  # host -> when it last said something
+        self._ways: Ways[MemberPort] = Ways()
+        self._ports: set[MemberPort] = set()  # all that are connected, also those that have not greeted
+        self._lost: dict[str, float] = {}  # host that cannot be reached -> when something was heard last on its way
         self._finished: set[int] = set()
         self._pace: Pace | None = None  # begins with the knowledge of the first to report: this leader may have been restarted
         self._paced: Paced | None = None  # the last change
@@ -78,8 +93,8 @@ class Leader:
 
     def close(self) -> None:
         self._tasks.cancel()
-        for member in list(self._members):
-            member.abort("the session is over")
+        for port in list(self._ports):
+            port.connection.abort("the session is over")
 
     def committed_roots(self, version: Version) -> Mapping[int, str]:
         """Owner -> root of its shard, of a version that was committed not long ago."""
@@ -88,21 +103,48 @@ class Leader:
         return next((roots for known, roots in self._roots if known == version), {})
 
     def join(self, connection: Connection, host: str) -> MemberPort:
-        self._members[connection] = host
-        self.hear(host)
-        return MemberPort(self, connection, host)
+        port = MemberPort(self, connection, host)
+        self._ports.add(port)
+        return port
 
-    def hear(self, host: str) -> None:
-        """Takes note of a sign of life of a host."""
-        self._heard[host] = time.monotonic()
+    def through(self, port: MemberPort) -> set[str]:
+        """The hosts that are reached on a connection."""
+        return self._ways.through(port)
 
-    def leave(self, connection: Connection) -> None:
-        self._members.pop(connection, None)
+    def leave(self, port: MemberPort) -> None:
+        self._ports.discard(port)
+        self._lost.update(dict.fromkeys(self._ways.lose(port), port.heard))
 
-    def take(self, message: PeerMessage, member: Connection | None = None) -> None:
-        """Takes a report, from another host (on its connection ``member``) or our own."""
+    def hear(self, message: PeerMessage, host: str, port: MemberPort) -> None:
+        """Takes what another host says, unless it has turned elsewhere since it said that (`gemini_ft.core.tree.Ways`).
+
+        Raises:
+            PeerError: it speaks for a third one, does not report by way of that connection's host, or that is no report.
+        """
+        if host != port.host and port.host not in self._allowed.get(host, ()):
+            raise PeerError(f"host {port.host!r} is no collector for host {host!r}")
+        if isinstance(message, Rejoin):
+            if not self._ways.greet(host, message.attempt, port):
+                return
+            self._lost.pop(host, None)
+            if host != port.host:
+                port.connection.send(Admitted(host=host, attempt=message.attempt))
+        elif not self._ways.counts(host, port):
+            return
+        if isinstance(message, Gathered) or (isinstance(message, Completed | Copies) and message.host != host):
+            raise PeerError(f"host {host!r} reports copies of another host")
+        self.take(message, Audience({host}, port))
+
+    def hear_gathered(self, message: Gathered, port: MemberPort) -> None:
+        """Takes what a collector has gathered, of the hosts that still report by way of it."""
+        roots = {host: text for host, text in message.roots.items() if self._ways.counts(host, port)}
+        if roots:
+            self.take(replace(message, roots=roots), Audience(set(roots), port))
+
+    def take(self, message: PeerMessage, member: Audience | None = None) -> None:
+        """Takes a report, of another host or our own; ``member``: who hears the answer, if it is for nobody else."""
         now = time.monotonic()
-        if isinstance(message, Completed | Copies | Skipped):
+        if isinstance(message, Completed | Copies | Gathered | Skipped):
             self._newest = max(self._newest, message.version.iteration)
             is_late = not isinstance(message, Skipped) and message.version in self.book.aborted
             decisions = self.book.report(message, now)
@@ -137,7 +179,7 @@ class Leader:
         else:
             raise PeerError(f"{kind_of(message)!r} is not a report")
 
-    def _repeat(self, decisions: Sequence[Decision], member: Connection | None) -> None:
+    def _repeat(self, decisions: Sequence[Decision], member: Audience | None) -> None:
         """Tells one host again that a version is aborted, which was decided before its copies were complete, or while it was away."""
         for decision in dict.fromkeys(decision for decision in decisions if isinstance(decision, Abort)):
             if member is not None:
@@ -145,10 +187,10 @@ class Leader:
             else:
                 self._on_decision(decision)
 
-    def _welcome(self, message: Rejoin, now: float, member: Connection | None) -> None:
+    def _welcome(self, message: Rejoin, now: float, member: Audience | None) -> None:
         """Tells a host that has joined what it may have missed; all others as well, if it is news to this leader too."""
         before = self.book.committed
-        host = self._members.get(member, "") if member is not None else ""
+        host = next(iter(member.hosts)) if member is not None else ""
         for decision in self.book.rejoin(message.committed, now, message.roots, host):
             if member is None or (isinstance(decision, Commit) and self.book.committed != before):
                 self._apply([decision])
@@ -159,6 +201,8 @@ class Leader:
             self._tell(self._paced, member)
         if member is not None and host in self._drained:
             self._tell(DrainHost(host=host), member)
+        if member is not None and self._ended:
+            self._tell(AllFinished(unstored=self.book.upload_error), member)
 
     @property
     def ending(self) -> bool:
@@ -176,7 +220,7 @@ class Leader:
             self._again_at = now + _AGAIN
             self._apply(self.book.upload_last())
 
-    def _settle_upload(self, theirs: Version | None, member: Connection | None) -> None:
+    def _settle_upload(self, theirs: Version | None, member: Audience | None) -> None:
         """Ends an upload in the middle of which one side was restarted: it cannot become whole any more."""
         if self.book.uploading is not None and theirs != self.book.uploading:
             self._apply(self.book.upload_over(self.book.uploading, "an agent was restarted during the upload"))
@@ -187,10 +231,17 @@ class Leader:
         while True:
             await asyncio.sleep(_TICK)
             now = time.monotonic()
-            absent = [host for host, heard in self._heard.items() if now - heard > _SILENCE]
-            self._apply(self.book.tick(now, absent))
+            self._apply(self.book.tick(now, self._absent(now)))
             self._watch_upload(now)
             self._end(now)
+
+    def _absent(self, now: float) -> set[str]:
+        """Hosts of which nothing is heard."""
+        found = {host for host, heard in self._lost.items() if now - heard > SILENCE}
+        for port in self._ways.open:
+            hosts = self._ways.through(port)
+            found |= hosts if now - port.heard > SILENCE else hosts & port.silent
+        return found
 
     def _watch_upload(self, now: float) -> None:
         """Warns when storage takes very long: it may hang, and meanwhile nothing else is uploaded."""
@@ -233,141 +284,69 @@ class Leader:
             await asyncio.sleep(TIDY_AGAIN)
         self._apply(self.book.unobstructed(time.monotonic()))
 
-    def _tell(self, message: PeerMessage, member: Connection | None = None) -> None:
+    def _tell(self, message: PeerMessage, member: Audience | None = None) -> None:
         """Tells all hosts, this one last; or one of them alone."""
         if member is not None:
             member.send(message)
             return
-        frame, agreed = b"", b""  # packed once, as nearly all hosts hear the same
-        for connection, host in list(self._members.items()):
-            told = self.book.addressed(message, host) if isinstance(message, Commit) else message
-            if isinstance(told, Commit) and not told.agreed:
-                connection.send(told)
-            elif isinstance(told, Commit):
-                agreed = agreed or pack(told)
-                connection.send_frame(agreed)
+        general, apart = message, frozenset[str]()
+        if isinstance(message, Commit):
+            general, apart = replace(message, roots={}, agreed=True), frozenset(self.book.apart(message))
+        frame = pack(general)  # once, as nearly all hosts hear the same
+        for port, hosts in self._ways.audiences(apart):
+            if hosts is None:
+                port.connection.send_frame(frame)
+            elif isinstance(message, Commit) and hosts <= apart:
+                Audience(hosts, port).send(self.book.addressed(message, next(iter(hosts))))
             else:
-                frame = frame or pack(told)
-                connection.send_frame(frame)
-        self._on_decision(message)
+                Audience(hosts, port).send(general)
+        self._on_decision(self.book.addressed(message, self._host) if isinstance(message, Commit) else message)
+
+
+@dataclass(frozen=True)
+class Audience:
+    """Some of the hosts that are reached on one connection."""
+
+    hosts: set[str]
+    port: MemberPort
+
+    def send(self, message: PeerMessage) -> None:
+        """Sends to these hosts. What is sent plainly is for all that are reached there."""
+        connection = self.port.connection
+        connection.send(message if self.port.is_alone else Relayed(hosts=sorted(self.hosts), body=pack(message)[4:]))
 
 
 class MemberPort:
-    """The leader's end of another host's connection."""
+    """The leader's end of another host's connection, on which a collector also passes on what others say."""
 
     def __init__(self, leader: Leader, connection: Connection, host: str) -> None:
-        self._leader, self._connection, self._host = leader, connection, host
+        self._leader, self.connection, self.host = leader, connection, host
+        self.heard = time.monotonic()
+        self.silent: frozenset[str] = frozenset()  # hosts of a collector of which it hears nothing
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other host is reached here."""
+        return self._leader.through(self) <= {self.host}
 
     def on_message(self, message: PeerMessage) -> memoryview | None:
-        self._leader.hear(self._host)
-        if not isinstance(message, Heartbeat):
-            self._leader.take(message, self._connection)
+        self.heard = time.monotonic()
+        match message:
+            case Heartbeat():
+                pass
+            case Silent(hosts=hosts):
+                self.silent = frozenset(hosts)
+            case Gathered():
+                self._leader.hear_gathered(message, self)
+            case Relayed(hosts=hosts, body=body):
+                for host in hosts:
+                    self._leader.hear(peers.unpack(body), host, self)
+            case _:
+                self._leader.hear(message, self.host, self)
         return None
 
     def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
         raise PeerError("raw bytes on a reporting connection")
 
     def on_lost(self, reason: str) -> None:
-        self._leader.leave(self._connection)
-
-
-class MemberLink:
-    """Another host's end: reports go out, decisions come in.
-
-    Args:
-        dial: connects to the leader.
-        on_decision: carries decisions out on this host.
-        reports: everything undecided, which a leader that is reached anew must hear.
-        log: takes lines for the agent's log.
-        bundles: gathers what is complete here, so that it is one message per step.
-    """
-
-    def __init__(
-        self,
-        dial: Callable[[Handler], Awaitable[Connection]],
-        on_decision: Callable[[PeerMessage], None],
-        reports: Callable[[], Sequence[PeerMessage]],
-        log: Callable[[str], None],
-        bundles: Bundles,
-    ) -> None:
-        self._dial, self._on_decision, self._reports, self._log, self._bundles = dial, on_decision, reports, log, bundles
-        self._late: asyncio.TimerHandle | None = None  # sends what waits, complete or not
-        self._spoke = 0.0  # when something was sent
-        self.connection: Connection | None = None
-        self._finished: set[int] = set()
-        self._lost = asyncio.Event()
-        self._task = asyncio.get_running_loop().create_task(self._run())
-
-    def close(self) -> None:
-        self._task.cancel()
-        self._stop_waiting()
-        if self.connection is not None:
-            self.connection.abort("the session is over")
-
-    def take(self, message: PeerMessage) -> None:
-        """Sends a report now, or with all others once the leader is reached again."""
-        if isinstance(message, ReportFinished):
-            self._finished.add(message.rank)
-        if self.connection is None:
-            return
-        if isinstance(message, Completed):
-            if self._bundles.add(message):
-                self._flush()
-            elif self._late is None:
-                self._late = asyncio.get_running_loop().call_later(_GATHER, self._flush)
-        else:
-            self._flush()  # what was said before comes before
-            self._send(message)
-
-    def _flush(self) -> None:
-        self._stop_waiting()
-        for copies in self._bundles.take():
-            self._send(copies)
-
-    def _stop_waiting(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
-
-    def _send(self, message: PeerMessage) -> None:
-        if self.connection is not None:
-            self._spoke = time.monotonic()
-            self.connection.send(message)
-
-    def on_message(self, message: PeerMessage) -> memoryview | None:
-        if isinstance(message, Holders):
-            self._bundles.exclude(message.excluded)
-        self._on_decision(message)
-        return None
-
-    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
-        raise PeerError("raw bytes on a reporting connection")
-
-    def on_lost(self, reason: str) -> None:
-        self.connection = None
-        self._stop_waiting()
-        self._lost.set()
-
-    async def _run(self) -> None:
-        delay = 0.05
-        while True:
-            self._lost.clear()
-            try:
-                self.connection = await self._dial(self)
-            except GeminiError as error:
-                if delay == 0.05:
-                    self._log(f"leader: {error}")
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, 2.0)
-                continue
-            delay = 0.05
-            self._bundles.forget()
-            for message in [*self._reports(), *(ReportFinished(rank=rank) for rank in self._finished)]:
-                self.take(message)
-            self._flush()
-            while not self._lost.is_set():
-                if (quiet := time.monotonic() - self._spoke) >= _HEARTBEAT:
-                    self._send(Heartbeat())
-                    quiet = 0.0
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._lost.wait(), _HEARTBEAT - quiet)
+        self._leader.leave(self)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
+from gemini_ft.agent.collecting import Collector, CollectorPort
 from gemini_ft.agent.home import Home
-from gemini_ft.agent.leadership import Leader, MemberLink, MemberPort
+from gemini_ft.agent.leadership import Leader, MemberPort
 from gemini_ft.agent.outbound import Outbound
+from gemini_ft.agent.reporting import MemberLink
 from gemini_ft.agent.storing import Storing
 from gemini_ft.core.bundles import Bundles
+from gemini_ft.core.gathering import Gathering
 from gemini_ft.core.ledger import Cadence, Ledger
+from gemini_ft.core.tree import collectors, ways_up
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import PeerError
 from gemini_ft.wire.handshake import dial
@@ -35,25 +41,26 @@ class Session:
         self.storing = Storing(home, spec) if spec.storage is not None else None
         self._leader: Leader | None = None
         self._member: MemberLink | None = None
-        if spec.leader == home.host.name:
-            self._leader = Leader(_book(home, spec), spec.world_size, self.storing, on_decision, self.patience)
+        name, holders = home.host.name, home.host.holders
+        ways = ways_up(spec.hosts, spec.leader, spec.fan_in)
+        if spec.leader == name:
+            self._leader = Leader(name, _book(home, spec), spec.world_size, self.storing, on_decision, self.patience, ways)
         else:
-            address, claims = spec.addresses[spec.leader], home.claims("report", spec.leader)
-            bundles = Bundles(home.host.name, home.host.holders)
-            self._member = MemberLink(
-                lambda handler: dial(address, claims, home.run.secret, handler), on_decision, self._undecided, home.log, bundles
-            )
+            dials = [partial(dial, spec.addresses[up], home.claims("report", up), home.run.secret) for up in ways[name]]
+            collector = Collector(name, Gathering(name, holders)) if name in collectors(ways) else None
+            self._member = MemberLink(dials, on_decision, self._undecided, home.log, Bundles(name, holders), collector)
 
     def close(self) -> None:
         for part in (self.outbound, self._leader, self._member, self.storing.uploader if self.storing is not None else None):
             if part is not None:
                 part.close()
 
-    def join(self, connection: Connection, host: str) -> MemberPort:
+    def join(self, connection: Connection, host: str) -> MemberPort | CollectorPort:
         """Takes in a host that reports to this one."""
-        if self._leader is None:
-            raise PeerError(f"host {self._home.host.name!r} does not lead this run")
-        return self._leader.join(connection, host)
+        collector = self._leader or (self._member.collector if self._member is not None else None)
+        if collector is None:
+            raise PeerError(f"host {self._home.host.name!r} neither leads this run nor collects reports for its leader")
+        return collector.join(connection, host)
 
     def report(self, message: PeerMessage) -> None:
         """Tells the leader, on whichever host that is."""
@@ -66,7 +73,7 @@ class Session:
     @property
     def reaches_leader(self) -> bool:
         """Whether what is reported now goes out at once."""
-        return self._leader is not None or (self._member is not None and self._member.connection is not None)
+        return self._leader is not None or (self._member is not None and self._member.reaches_leader)
 
     def committed_roots(self, version: Version) -> Mapping[int, str]:
         """Owner -> root of its shard; the leader knows all, of the last few commits; another host those of what it holds."""
@@ -89,7 +96,8 @@ class Session:
         """Everything that a leader must hear that has been restarted, or could not be reached for a while."""
         host, need = self._home.host, self.outbound.pacing.need
         uploading, said = (self.storing.uploader.version, self.storing.said) if self.storing is not None else (None, [])
-        rejoin = Rejoin(committed=host.committed, uploading=uploading, roots=host.heard_roots)
+        attempt = time.monotonic_ns()  # goes on when the agent is restarted
+        rejoin = Rejoin(attempt=attempt, committed=host.committed, uploading=uploading, roots=host.heard_roots)
         return [rejoin, *host.reports(), *said, *([need] if need is not None else []), *([UploadSoon()] if self._is_drained else [])]
 
 

@@ -26,6 +26,7 @@ from gemini_ft.wire.network import bind_address, is_loopback
 from gemini_ft.wire.trust import read_secret
 
 _FEW_DESCRIPTORS = 4096
+SHARED_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _SLOW_LINK = 10_000  # Mbit/s
 STORAGE_SECONDS = 20.0  # for one small object to be written, read and deleted
 _VENDORS = ("torch", "lightning", "pytorch-lightning", "deepspeed", "transformers", "accelerate", "boto3")
@@ -156,6 +157,10 @@ def _memory(config: GeminiConfig, hosts: int) -> Iterator[Finding]:
             "memory",
             f"the agent may hold {limit:,} of {available:,} bytes: enough for a state of {_state(limit, config, hosts):,}",
         )
+    pages = SHARED_PAGES.read_text().partition("[")[2].partition("]")[0] if SHARED_PAGES.exists() else "never"
+    if config.memory.folder is None and pages not in ("always", "advise", "within_size", "force"):
+        text = f"slots have pages of 4 KiB, which take ten times as long to make as huge ones; `echo advise > {SHARED_PAGES}`"
+        yield Finding("ok", "memory", f"{text} (now {pages})")
     if (folder := config.memory.folder) is not None:
         files = slot_files.SlotFiles(folder, "gemini-doctor", host_id())
         files.clear()

@@ -24,8 +24,14 @@ from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.assignment import assign, trained
 from gemini_ft.pipeline.plan import NO_RULE, Tensor, first_plan, rule_at
 from gemini_ft.pipeline.rules import Compression, Rule, Rules, load_rules
-from gemini_ft.sync.costs import Link, switched, textbook
+from gemini_ft.sync.costs import Link, fpisa, switched, switchml, textbook
+from gemini_ft.sync.schemes import LOSSY_SCHEMES
 
+# scheme through a switch -> bytes of each element (0: as the gradient has them), seconds that so many bytes take
+_SWITCHED: dict[str, tuple[int, Callable[[int, Link], float]]] = {
+    "switchml": (4, lambda nbytes, link: switchml(nbytes // 4, link)),
+    "fpisa": (0, lambda nbytes, link: fpisa(nbytes, link, itemsize=1)),
+}
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 
 
@@ -139,7 +145,12 @@ def _cost(number: int, rule: Rule, groups: Sequence[Sequence[Tensor]], dtypes: M
     wire, by, primitive = _wire(rule, groups, dtypes, ranks)
     by += f"; control {rule.control.method} moves the ratio" if rule.control is not None else ""
     name = "no rule" if number == NO_RULE else f"{number + 1}: {rule}"
-    seconds = None if wire is None else _seconds(primitive, wire, ranks, rate)
+    through = _SWITCHED.get(rule.sync.scheme) if ranks > 1 and rule.compress is None else None
+    if through is not None:  # each rank sends once and receives once, at the same time
+        wire = through[0] * elements or dense
+        seconds: float | None = through[1](wire, Link(0.0, 8 / rate))
+    else:
+        seconds = None if wire is None else _seconds(primitive, wire, ranks, rate)
     plain = [_seconds(Primitive.ALL_REDUCE, size * elements, ranks, rate) for size in (4, 2)]
     return Cost(name, dense, wire, by, seconds, *plain)
 
@@ -149,8 +160,9 @@ def _wire(
 ) -> tuple[int | None, str, Primitive]:
     """Bytes of one rank, how they are known, and how they travel."""
     if rule.compress is None:
-        if rule.is_sparse:
-            return None, "depends on the data: rows that are not zero", Primitive.ALL_REDUCE
+        if rule.is_sparse or rule.sync.scheme in LOSSY_SCHEMES:
+            what = "rows that are not zero" if rule.is_sparse else "words of 0 to 32 bits"
+            return None, f"depends on the data: {what}", Primitive.ALL_REDUCE
         return sum(tensor.nbytes for group in groups for tensor in group), "formula", Primitive.ALL_REDUCE
     reducer = rule.compress.make()
     layouts = [_layout(group, dtypes, reducer.align) for group in groups]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gemini_ft.core.versions import Version
+from gemini_ft.errors import PeerError
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,31 @@ class Copies:
     def each(self) -> list[Completed]:
         """The reports one by one."""
         return [Completed(owner, self.host, self.version, self.layout, self.digest, root) for owner, root in self.roots.items()]
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """`Copies` of several hosts that have all they are to hold, alike in version, layout, digest and the length of their roots."""
+
+    version: Version
+    layout: str
+    digest: str
+    roots: dict[str, str]  # host -> the roots of its copies, one after the other in the order of their owners
+
+    def each(self, held: Mapping[str, Sequence[int]]) -> list[Copies]:
+        """The reports host by host; ``held``: host -> owners of the shards that it holds, in their order.
+
+        Raises:
+            PeerError: a host holds nothing, or another number of shards than these can be the roots of.
+        """
+        out = []
+        for host, text in self.roots.items():
+            size, rest = divmod(len(text), len(held[host])) if held.get(host) else (0, 1)
+            if rest or not size:
+                raise PeerError(f"{len(text)} characters are not the roots of the {len(held.get(host, ()))} copies on host {host!r}")
+            roots = {owner: text[at * size : (at + 1) * size] for at, owner in enumerate(held[host])}
+            out.append(Copies(host, self.version, self.layout, self.digest, roots))
+        return out
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from gemini_ft.core.effects import Completed, Copies, Report, Skipped
+from gemini_ft.core.effects import Completed, Copies, Gathered, Report, Skipped
+from gemini_ft.core.folded import Folded
 from gemini_ft.core.protocol import NO_ROOTS
 from gemini_ft.core.rounds import Pair, Round
 from gemini_ft.core.versions import Version
@@ -97,8 +98,9 @@ class Cadence:
 class Ledger:
     """Collects reports, decides commits. ``holders``: owner -> hosts, the owner's own first.
 
-    Hundreds of thousands of reports may come per step, so that none of them may cost a walk over all ranks: what they come to is
-    counted (`gemini_ft.core.rounds`). Such a walk is left to what happens once per version, or when something goes wrong.
+    Hundreds of thousands of reports may come per step, so that none of them may cost a walk over all ranks. As long as all goes well they
+    are put aside until the last one is there (`gemini_ft.core.folded`), else what they come to is counted (`gemini_ft.core.rounds`): what
+    was put aside is then reported as if it came now, so that nothing is decided otherwise.
     """
 
     def __init__(
@@ -122,11 +124,9 @@ class Ledger:
         self._timeout = replica_timeout
         self._cadence = cadence
         self._pairs = sum(map(len, self.holders.values()))
-        self._held: dict[str, set[int]] = {}  # host -> owners of the shards that it holds
-        for owner, hosts in self.holders.items():
-            for host in hosts:
-                self._held.setdefault(host, set()).add(owner)
-        self._joined: dict[str, Version | None] = {}  # host -> newest version that had been reported when it joined, for the last time
+        self._folded = Folded(self.holders)  # of one version, while there is no round
+        self._joined: set[str] = set()
+        self._joined_at: dict[str, Version] = {}  # host -> newest version reported when it joined for the last time, if it matters
         self._newest: Version | None = None  # that was reported
         self._rounds: dict[Version, Round] = {}  # never one that an owner has gone past without its own copy: that is aborted
         self.aborted: dict[Version, str] = {}  # above the committed one -> reason
@@ -136,13 +136,39 @@ class Ledger:
 
     # -- reports
 
-    def report(self, report: Report | Copies, now: float) -> list[Decision]:
-        """Takes in a host's reports, in the order in which they were made. Old news changes nothing."""
+    def report(self, report: Report | Copies | Gathered, now: float) -> list[Decision]:
+        """Takes in a host's reports, in the order in which they were made. Old news changes nothing.
+
+        Raises:
+            PeerError: roots are not of the copies that a host holds.
+        """
+        if not isinstance(report, Skipped) and self._is_ordinary(report.version) and self._folded.take(report, now):
+            self._newest = max(report.version, self._newest or report.version)
+            return self._judge_folded(now) if self._folded.complete else []
+        each = report.each(self._folded.held) if isinstance(report, Gathered) else [report]
+        is_news = self.committed is None or report.version > self.committed
+        return [*(self._unfold() if is_news else []), *(decision for one in each for decision in self._report(one, now))]
+
+    def _is_ordinary(self, version: Version) -> bool:
+        """Whether first reports of a version can be put aside: nobody is left out, and no version under way or gone past is affected."""
+        if self._rounds or self.excluded or version in self.aborted or (self.committed is not None and version <= self.committed):
+            return False
+        return self._newest_passed is None or self._newest_passed <= version
+
+    def _unfold(self) -> list[Decision]:
+        """Reports one by one what was put aside. As not all of it is there, or agrees, this decides nothing yet."""
+        return [decision for report, then in self._folded.unfold() for decision in self._report(report, then)]
+
+    def _judge_folded(self, now: float) -> list[Decision]:
+        if not self._folded.agrees:
+            return self._unfold()
+        (_, digest), version = self._folded.label, self._folded.version
+        assert version is not None
+        return self._commit(version, self._folded.close(), digest != "", now)
+
+    def _report(self, report: Report | Copies, now: float) -> list[Decision]:
         if isinstance(report, Copies):
-            current = self._rounds.get(report.version)
-            if current is not None and current.is_first_of(report.host) and report.roots.keys() <= self._held.get(report.host, set()):
-                return self._take(report, current, now)
-            return [decision for each in report.each() for decision in self.report(each, now)]
+            return [decision for each in report.each() for decision in self._report(each, now)]
         if self.committed is not None and report.version <= self.committed:
             return self._readmit(self._caught_up(report))
         if isinstance(report, Skipped):
@@ -168,17 +194,6 @@ class Ledger:
             return decisions + self._abandon(report.version, gone)
         return decisions + self._judge(report.version, current, now)
 
-    def _take(self, copies: Copies, current: Round, now: float) -> list[Decision]:
-        """Takes in the first that a host says of a version which is under way, as one by one, but judged once."""
-        at_home = current.add_first(copies.host, (copies.layout, copies.digest), copies.roots, now)
-        decisions: list[Decision] = []
-        if len(self._rounds) == 1 and (self._newest_passed is None or self._newest_passed <= copies.version):
-            self._passed.update(dict.fromkeys(at_home, copies.version))  # nobody can be left behind
-            self._newest_passed = copies.version if at_home else self._newest_passed
-        else:
-            decisions = [decision for owner in at_home for decision in self._overtaken(owner, copies.version)]
-        return decisions + self._judge(copies.version, current, now)
-
     def tick(self, now: float, absent: Collection[str] = ()) -> list[Decision]:
         """Leaves out holders that keep the others waiting; the owner's own copy always counts.
 
@@ -187,6 +202,8 @@ class Ledger:
             absent: hosts of which nothing is heard. An owner's own copy there may be lost: then its replicas are still waited for, and
                 what was committed before stays where it is.
         """
+        if self._folded.version is not None and now - self._folded.since >= self._timeout:
+            self._unfold()
         silent = frozenset(absent)
         for version in sorted(self._rounds):
             current = self._rounds[version]
@@ -210,7 +227,9 @@ class Ledger:
         Comes before that host's repeated reports. ``roots``: of what is held there of ``committed`` (`protocol.Host.heard_roots`).
         The decisions are for that host; a commit that is new to this ledger is for all.
         """
-        self._joined[host] = self._newest
+        self._joined.add(host)
+        if self._newest is not None:
+            self._joined_at[host] = self._newest
         before, commits = self.committed, list[Commit]()
         newest = max((version for version in (committed, before) if version is not None), default=None)
         if newest is not None and newest != before:
@@ -230,11 +249,13 @@ class Ledger:
         A host whose copies all agreed, as it has reported them itself since it joined, does not hear their roots again. One that
         joined later may be an agent that has lost its memory, and one that was left out may have a damaged copy.
         """
-        joined = self._joined.get(host)
-        reported = host in self._joined and commit.version == self._judged and (joined is None or commit.version > joined)
-        if reported and host not in self._doubtful:
+        if host in self._joined and host not in self.apart(commit):
             return replace(commit, roots={}, agreed=True)
-        return replace(commit, roots={owner: commit.roots[owner] for owner in self._held.get(host, ()) if owner in commit.roots})
+        return replace(commit, roots={owner: commit.roots[owner] for owner in self._folded.held.get(host, ()) if owner in commit.roots})
+
+    def apart(self, commit: Commit) -> Collection[str]:
+        """The hosts that must hear the roots of a commit, among those that have joined."""
+        return self._doubtful | self._joined_at.keys() if commit.version == self._judged else self._folded.held.keys()
 
     # -- uploads
 
@@ -314,20 +335,23 @@ class Ledger:
     def _try_commit(self, version: Version, current: Round, now: float) -> list[Decision]:
         if not current.complete:
             return []
+        return self._commit(version, {owner: root for owner, root in current.own.items() if root}, current.compared, now)
+
+    def _commit(self, version: Version, roots: dict[int, str], compared: bool, now: float) -> list[Decision]:
         self._close(version)
         self._judged, self._doubtful = version, {host for _, host in self.excluded}
-        self.roots = {owner: root for owner, root in current.own.items() if root}
-        freeze = self._freeze(version, current, now)
-        return [Commit(version, freeze, self._digest_at(version, now), self.roots)]
+        self._joined_at = {host: newest for host, newest in self._joined_at.items() if newest >= version}
+        self.roots = roots
+        return [Commit(version, self._freeze(version, compared, now), self._digest_at(version, now), roots)]
 
     def _digest_at(self, version: Version, now: float) -> int | None:
         return self._cadence.next_iteration(version.iteration, now) if self._cadence else None
 
-    def _freeze(self, version: Version, current: Round, now: float) -> bool:
+    def _freeze(self, version: Version, compared: bool, now: float) -> bool:
         cadence = self._cadence
         if cadence is None or self.uploading is not None or not cadence.due(version.iteration, now):
             return False
-        if not current.compared:
+        if not compared:
             return False  # the ranks did not know yet that this one may be uploaded; they do after this commit
         if self.obstacle:
             self._held_back, self.upload_error = version, self.obstacle

@@ -51,31 +51,6 @@ class Round:
             if agreed != (agrees := self._agrees(owner, holder)):
                 self._settle((owner, holder), agrees)
 
-    def is_first_of(self, host: str) -> bool:
-        """Whether nothing has been reported by a host, and every holder counts: then `add_first` may take in all that it says."""
-        return host not in self._roots and not self._excluded
-
-    def add_first(self, host: str, label: Label, roots: Mapping[int, str], now: float) -> list[int]:
-        """Takes in the first reports of a host, all in one; returns the owners among them whose home it is."""
-        self._roots[host], self._labels[host] = dict(roots), dict.fromkeys(roots, label)
-        holders, own, others = self._holders, self.own, self._roots
-        at_home: list[int] = []
-        agreeing = 0
-        for owner, root in roots.items():
-            hosts = holders[owner]
-            if hosts[0] != host:
-                agreeing += own.get(owner) == root
-                continue
-            own[owner] = root
-            at_home.append(owner)
-            for holder in hosts:
-                agreeing += holder in others and others[holder].get(owner) == root
-        self._lacking -= agreeing
-        self._count(label, len(roots), False, 1)
-        self._own_digests += len(at_home) if label[1] else 0
-        self._note_own(now)
-        return at_home
-
     def exclude(self, pairs: Iterable[Pair]) -> None:
         """Stops counting pairs."""
         for pair in pairs:

@@ -7,11 +7,14 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from torch.nn.parallel import DistributedDataParallel
+
 from gemini_ft.lightning import compat, trainer_callbacks, trainer_checkpoints, trainer_loops
 from gemini_ft.lightning.base import Gemini, heeding_signals, join_group
 from gemini_ft.lightning.fit import Fit
 from gemini_ft.lightning.gradients import FiguresLog, synchronizer_of
 from gemini_ft.lightning.loader import make_resumable
+from gemini_ft.state.ddp import broadcast_state
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -189,16 +192,27 @@ class GeminiMixin(Gemini, _Strategy):
 class GeminiDdpMixin(GeminiMixin, _DDPStrategy):
     """A mixin over DDPStrategy. A gradient pipeline is DDP's communication hook; a user's hook gets all that no rule matches."""
 
+    _gemini_unsent = False  # whether the model was wrapped without sending rank 0's weights to all ranks
+
     def _setup_model(self, model: Any) -> Any:
         """Wraps the model.
 
-        A new DDP sends rank 0's weights and buffers to all ranks. They are about to be replaced by those of the snapshot, each of which is
-        read and compared with the committed root on every rank; a file of the user's may have only some of them.
+        A new DDP sends rank 0's weights and buffers to all ranks. Here they are about to be replaced by those of the snapshot, each of
+        which is read and compared with the committed root on every rank.
         """
-        if not self._is_resuming or self._gemini_trainer.ckpt_path is not None:
+        self._gemini_unsent = self._is_resuming
+        if not self._is_resuming:
             return super()._setup_model(model)
         with compat.without_first_broadcast(self):
             return super()._setup_model(model)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads as the mixin does; a file of the user's that is newer than the snapshot may have only some of the state."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._gemini_unsent and not self._is_resuming and isinstance(self.model, DistributedDataParallel):
+            broadcast_state(self.model)
+        self._gemini_unsent = False
+        return checkpoint
 
     def _register_ddp_hooks(self) -> None:
         if self.gemini_rules is None:

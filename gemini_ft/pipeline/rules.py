@@ -28,11 +28,11 @@ from gemini_ft.pipeline.options import SCHEME_OPTIONS
 from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.base import Scheme
 from gemini_ft.sync.hierarchical import Hierarchical
-from gemini_ft.sync.schemes import SCHEMES, SWITCH_SCHEMES
+from gemini_ft.sync.schemes import LOSSY_SCHEMES, SCHEMES, SWITCH_SCHEMES
 from gemini_ft.validation import check_options
 from gemini_ft.wire.trust import switch_key
 
-SYNCS = (*SCHEMES, "auto", "hierarchical", *SWITCH_SCHEMES)
+SYNCS = (*SCHEMES, "auto", "hierarchical", *LOSSY_SCHEMES, *SWITCH_SCHEMES)
 PLANNED = ("cupcake", "espresso", "auto")  # fusions for which training is observed first
 MOST_OF_INT8 = 127  # ranks, whose integers must have a sum of eight bits
 _OURS = ("feedback", "two_phase")  # options of compress that are not the method's own
@@ -99,7 +99,7 @@ class Sync(BaseModel):
             return Hierarchical(SCHEMES[inter](), **options)
         if self.scheme in SWITCH_SCHEMES:
             return SWITCH_SCHEMES[self.scheme](**self.options, key=lambda: switch_key(load_config()))
-        make: Callable[..., Scheme] = Auto if self.scheme == "auto" else SCHEMES[self.scheme]
+        make: Callable[..., Scheme] = Auto if self.scheme == "auto" else {**SCHEMES, **LOSSY_SCHEMES}[self.scheme]
         return make(**self.options)
 
 
@@ -202,7 +202,8 @@ class Rule(_Model):
     @property
     def is_whole(self) -> bool:
         """Whether gradients are added up whole, in groups, by a scheme of its own."""
-        return self.sync.scheme in SWITCH_SCHEMES and SWITCH_SCHEMES[self.sync.scheme].whole
+        kinds: Mapping[str, type[Scheme]] = {**LOSSY_SCHEMES, **SWITCH_SCHEMES}
+        return self.sync.scheme in kinds and kinds[self.sync.scheme].whole
 
     @property
     def is_plain(self) -> bool:

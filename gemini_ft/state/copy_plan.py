@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gemini_ft import accelerator
-from gemini_ft.agent.memory import keep_from_children, populate
+from gemini_ft.agent.memory import keep_from_children, populate, use_huge_pages
 from gemini_ft.core.layout import Layout
 from gemini_ft.errors import MemoryBudgetError
 from gemini_ft.state.copies import Copy, plan_copies
@@ -40,6 +40,7 @@ class MappedSlot:
         total = data_offset + max(1, capacity)
         self.fd = fd  # kept: a restarted agent gets it back
         self.memory = mmap.mmap(fd, total)
+        use_huge_pages(self.memory, data_offset, capacity)
         keep_from_children(self.memory)
         self.view = memoryview(self.memory)[data_offset : data_offset + capacity]
         self.tensor = torch.frombuffer(self.view, dtype=torch.uint8) if capacity else torch.empty(0, dtype=torch.uint8)

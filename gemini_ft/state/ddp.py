@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -55,6 +56,17 @@ def refuse_hooks(model: DistributedDataParallel, replicated: bool = True) -> Non
                 f"{_name(hook)} lets the ranks' parameters differ between averages, and they are captured as replicated ones; give "
                 "Checkpointer(replicated=False), and every rank's own are, or use another communication hook"
             )
+
+
+def broadcast_state(model: DistributedDataParallel) -> None:
+    """Sends the first rank's parameters and buffers to all ranks, as a new DDP does unless it was given ``init_sync=False``. Collective."""
+    first = dist.get_global_rank(model.process_group, 0)
+    with torch.no_grad():
+        for name, tensor in [*model.module.named_parameters(), *model.module.named_buffers()]:
+            if name not in model.parameters_to_ignore:
+                value = tensor.contiguous()
+                dist.broadcast(value, first, group=model.process_group)
+                tensor.copy_(value)
 
 
 def restore_buckets(model: DistributedDataParallel, state: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from gemini_ft.core.effects import Completed, Copies, Skipped
+from gemini_ft.core.effects import Completed, Copies, Gathered, Skipped
 from gemini_ft.core.ledger import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.wire.messages import (
@@ -27,7 +27,8 @@ from gemini_ft.wire.messages import (
 
 
 class Claims(Message):
-    """The first message of the dialling side; role ``replicate`` brings shards, ``report`` talks to the leader, ``fetch`` reads.
+    """The first message of the dialling side; role ``replicate`` brings shards, ``report`` talks to the leader or a
+    collector, ``fetch`` reads.
 
     TLS has proved by then that both sides know the run secret.
     """
@@ -163,9 +164,36 @@ class ReportNeed(Message):
     why: str  # in figures
 
 
-class Rejoin(Message):
-    """The first message of a host to the leader on this connection."""
+class Relayed(Message):
+    """Passes a message on by way of a collector: of one host to the leader, or of the leader to some hosts."""
 
+    hosts: list[str]
+    body: bytes  # the message, as it is in a frame
+
+
+class Admitted(Message):
+    """Answers a `Rejoin` that came by way of a collector: from here on the leader tells that host what it tells all."""
+
+    host: str
+    attempt: int
+
+
+class Silent(Message):
+    """Reports the hosts of a collector of which nothing is heard: all of them, each time that they are others."""
+
+    hosts: list[str]
+
+
+class WayUp(Message):
+    """Tells the hosts of a collector that it has lost the leader, or reached it anew, so that they must say everything again."""
+
+    is_open: bool
+
+
+class Rejoin(Message):
+    """The first message of a host to the leader on this connection, or after a collector has reached the leader anew."""
+
+    attempt: int = 0  # greater than those of all that the host has sent before in this incarnation
     committed: Version | None
     uploading: Version | None
     roots: dict[int, str] = {}  # owner -> root of its committed shard, for those held there; empty where the host does not know it
@@ -229,7 +257,8 @@ class Data(ShardAnswer):
 
 PeerMessage = (
     Claims | Accepted | Offer | Ready | Refused | Begin | End | Drop | Ack | Parcel | Astray | Unchanged | Resend | ReportUploaded
-    | ReportFinished | Heartbeat | ReportNeed | Rejoin | UploadSoon | DrainHost | AllFinished | Fetch | Describe | Description | GetRoots
-    | Roots | Data | Chunk | Failed | Notice | Paced | Completed | Copies | Skipped | Commit | Abort | Holders | Thaw | Fatal
+    | ReportFinished | Heartbeat | ReportNeed | Rejoin | Relayed | Admitted | Silent | WayUp | UploadSoon | DrainHost | AllFinished | Fetch
+    | Describe | Description | GetRoots | Roots | Data | Chunk | Failed | Notice | Paced | Completed | Copies | Gathered | Skipped | Commit
+    | Abort | Holders | Thaw | Fatal
 )  # fmt: skip
 peers: Channel[PeerMessage] = Channel(PeerMessage)

@@ -10,6 +10,7 @@ from typing import Literal
 from gemini_ft.config import DEFAULT_TRAFFIC, TrafficConfig
 from gemini_ft.core.ledger import Abort, Commit
 from gemini_ft.core.traffic import Profile
+from gemini_ft.core.tree import FAN_IN
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.wire.messages import (
     PROTOCOL_VERSION,
@@ -81,6 +82,7 @@ class SessionSpec(Message):
     addresses: dict[str, tuple[str, int]]
     holders: dict[int, list[str]]
     leader: str
+    fan_in: int = FAN_IN  # hosts that report to the leader; more of them do by way of collectors
     resumed: Version | None
     lineage: list[Version] = []  # versions that this incarnation descends from, oldest first; the last one is what it resumed
     overtaken: list[Incarnation] = []  # incarnations that it knows of and does not descend from, or only in part

@@ -228,7 +228,7 @@ class TestTcpPort:
 
     def test_only_the_leader_takes_reports(self, job: Job) -> None:
         ranks = job.start()
-        with pytest.raises(PeerError, match="host 'b' does not lead this run"):
+        with pytest.raises(PeerError, match="host 'b' neither leads this run nor collects reports for its leader"):
             BlockingWire(ranks[1].address, job.claims("report", to="b", incarnation=ranks[1].spec.incarnation), SECRET, 10.0)
 
     def test_a_host_that_the_leader_cannot_be_asked_to_drain_is_not_said_to_be_drained(self, job: Job) -> None:

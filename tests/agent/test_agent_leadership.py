@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 
-from gemini_ft.agent import leadership
-from gemini_ft.agent.leadership import Leader, MemberLink, MemberPort
+from gemini_ft.agent import leadership, reporting
+from gemini_ft.agent.collecting import Collector
+from gemini_ft.agent.leadership import Audience, Leader, MemberPort
+from gemini_ft.agent.reporting import MemberLink
 from gemini_ft.core.bundles import Bundles
-from gemini_ft.core.effects import Completed, Copies, Skipped
-from gemini_ft.core.ledger import Abort, Cadence, Commit, Ledger, Thaw
+from gemini_ft.core.effects import Completed, Copies, Gathered, Skipped
+from gemini_ft.core.gathering import Gathering
+from gemini_ft.core.ledger import Abort, Cadence, Commit, Holders, Ledger, Thaw
+from gemini_ft.core.tree import collectors, ways_up
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError, StorageError
-from gemini_ft.wire.handshake import dial, listen
+from gemini_ft.wire.handshake import Listener, dial, listen
 from gemini_ft.wire.messages import Notice, kind_of, pack
 from gemini_ft.wire.peer_messages import (
     AllFinished,
@@ -24,11 +29,12 @@ from gemini_ft.wire.peer_messages import (
     Heartbeat,
     PeerMessage,
     Rejoin,
+    Relayed,
     ReportFinished,
     ReportUploaded,
     peers,
 )
-from gemini_ft.wire.tcp import Connection
+from gemini_ft.wire.tcp import Connection, Handler
 from gemini_ft.wire.worker_messages import GetInventory
 
 INCARNATION = Incarnation(1, "a")
@@ -75,7 +81,7 @@ def complete(leader: Leader, iteration: int) -> None:
 
 
 def new_leader(stream: Stream) -> Leader:
-    return Leader(Ledger(HOLDERS, None, 30.0, Cadence(every_steps=2)), 2, stream, stream.on_decision)  # type: ignore[arg-type]
+    return Leader("a", Ledger(HOLDERS, None, 30.0, Cadence(every_steps=2)), 2, stream, stream.on_decision)  # type: ignore[arg-type]
 
 
 def test_a_commit_that_is_due_is_uploaded_and_its_manifest_written() -> None:
@@ -213,37 +219,84 @@ def test_all_are_told_when_every_rank_has_finished() -> None:
 class Crowd:
     """A leader with other hosts on real connections. Host "m<i>" owns one shard and holds that of the next one."""
 
-    def __init__(self, hosts: int) -> None:
+    def __init__(self, hosts: int, fan_in: int = 64, patience: float = 30.0) -> None:
         self.names = [f"m{i}" for i in range(hosts)]
         self.holders = {i: (name, self.names[i - 1]) for i, name in enumerate(self.names)}
-        self.leader = Leader(Ledger(self.holders, None, 30.0), hosts, None, lambda message: None)
+        self.ways = ways_up(["leader", *self.names], "leader", fan_in)
+        book = Ledger(self.holders, None, patience)
+        self.leader = Leader("leader", book, hosts, None, lambda message: None, ways=self.ways)
         self.taken: list[PeerMessage] = []
+        self.ports: dict[str, MemberPort] = {}
         self.heard: dict[str, list[PeerMessage]] = {name: [] for name in self.names}
         self.links: dict[str, MemberLink] = {}
         self.rejoin = Rejoin(committed=None, uploading=None)
 
-    async def __aenter__(self) -> Crowd:
-        def accept(connection: Connection, claims: Claims) -> MemberPort:
-            port = self.leader.join(connection, claims.host)
-            take = port.on_message
-            port.on_message = lambda message: (self.taken.append(message), take(message))[1]  # type: ignore[method-assign]
-            return port
+        self._listeners: dict[str, Listener] = {}
 
-        self._listener = await listen("127.0.0.1", None, lambda: b"secret", accept, print, lambda stream: True)
+    async def __aenter__(self) -> Crowd:
+        await self._listen("leader")
+        for name in sorted(collectors(self.ways)):
+            await self._listen(name)
         for name in self.names:
-            claims = Claims(run="r", stream="s", host=name, to="leader", role="report", incarnation=None)
-            dialled = partial(dial, self._listener.address, claims, b"secret")
+            collector = Collector(name, Gathering(name, self.holders)) if name in collectors(self.ways) else None
+            dials = [partial(self.dial, name, up) for up in self.ways[name]]
             bundles = Bundles(name, self.holders)
-            self.links[name] = MemberLink(dialled, self.heard[name].append, lambda: [self.rejoin], print, bundles)
-        await self.until(lambda: sum(isinstance(message, Rejoin) for message in self.taken) == len(self.names))
+            self.links[name] = MemberLink(dials, self.heard[name].append, self._greeting, print, bundles, collector)
+        await self.until(lambda: self.reached == set(self.names))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         for link in self.links.values():
             link.close()
         self.leader.close()
-        self._listener.close()
+        for listener in self._listeners.values():
+            listener.close()
         await asyncio.sleep(0)
+
+    def _greeting(self) -> list[PeerMessage]:
+        return [self.rejoin.model_copy(update={"attempt": time.monotonic_ns()})]
+
+    async def _listen(self, name: str) -> None:
+        def accept(connection: Connection, claims: Claims) -> Handler:
+            if name != "leader":
+                collector = self.links[name].collector
+                assert collector is not None
+                return collector.join(connection, claims.host)
+            port = self.leader.join(connection, claims.host)
+            take = port.on_message
+            port.on_message = lambda message: (self.taken.append(message), take(message))[1]  # type: ignore[method-assign]
+            self.ports[claims.host] = port
+            return port
+
+        self._listeners[name] = await listen("127.0.0.1", None, lambda: b"secret", accept, print, lambda stream: True)
+
+    async def dial(self, name: str, up: str, handler: Handler) -> Connection:
+        claims = Claims(run="r", stream="s", host=name, to=up, role="report", incarnation=None)
+        return await dial(self._listeners[up].address, claims, b"secret", handler)
+
+    def end(self, name: str) -> None:
+        """A collector is gone."""
+        self._listeners[name].close()
+        self.links[name].close()
+
+    async def restart_listener(self, name: str, while_gone: Callable[[], bool]) -> None:
+        """A leader that cannot be reached for a while."""
+        self._listeners[name].close()
+        for port in self.ports.values():
+            port.connection.abort("cut")
+        await self.until(while_gone)
+        await self._listen(name)
+
+    @property
+    def reached(self) -> set[str]:
+        """The hosts that the leader reaches."""
+        return {host for port in self.ports.values() for host in self.leader.through(port)}
+
+    def complete_all(self, iteration: int, *without: str) -> None:
+        for owner, hosts in self.holders.items():
+            for host in hosts:
+                if host not in without:
+                    self.complete(host, owner, iteration)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(30):
@@ -331,6 +384,232 @@ def test_a_host_that_could_not_be_told_to_leave_is_when_it_joins_again() -> None
             crowd.leader.take(DrainHost(host="m1"))
             await crowd.until(lambda: bool(crowd.heard["m1"]))
             assert crowd.heard["m1"] == [DrainHost(host="m1")]
+
+    asyncio.run(work())
+
+
+class TestCollectors:
+    """Six hosts that report by way of two: m0 for itself, m1 and m2, m3 for itself, m4 and m5."""
+
+    def test_a_step_is_one_message_of_each_collector_and_one_to_it(self) -> None:
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                assert {host: crowd.leader.through(port) for host, port in crowd.ports.items()} == {
+                    "m0": {"m0", "m1", "m2"},
+                    "m3": {"m3", "m4", "m5"},
+                }
+                crowd.taken.clear()
+                crowd.complete_all(1)
+                await crowd.until(lambda: all(crowd.heard.values()))
+                assert [kind_of(message) for message in crowd.taken if not isinstance(message, Heartbeat)] == ["gathered"] * 2
+                assert all(heard == [Commit(version(1), freeze=False, agreed=True)] for heard in crowd.heard.values())
+                assert crowd.leader.book.roots == {owner: f"root {owner}" for owner in crowd.holders}
+
+        asyncio.run(work())
+
+    def test_a_host_without_its_copy_holds_back_the_commit_and_hears_the_roots_that_it_lacks(self) -> None:
+        """What the others have goes up after a moment; then its copy is left out, and the same commit is not the same for all."""
+
+        async def work() -> None:
+            async with Crowd(6, fan_in=2, patience=0.0) as crowd:
+                crowd.complete_all(1, "m1")
+                crowd.complete("m1", 1, 1)
+                await crowd.until(lambda: all(isinstance(heard[-1] if heard else None, Commit) for heard in crowd.heard.values()))
+                late = frozenset({(2, "m1")})
+                alike = Commit(version(1), freeze=False, agreed=True)
+                apart = Commit(version(1), freeze=False, roots={1: "root 1", 2: "root 2"})
+                for name, heard in crowd.heard.items():
+                    assert heard == [Holders(1, late, late), apart if name == "m1" else alike], name
+
+        asyncio.run(work())
+
+    def test_when_a_collector_is_gone_its_hosts_go_to_the_next_and_when_that_is_too_to_the_leader(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(reporting, "TRIES", 2)
+
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                crowd.end("m0")
+                await crowd.until(lambda: crowd.leader.through(crowd.ports["m3"]) == {"m1", "m2", "m3", "m4", "m5"})
+                crowd.links["m1"].take(Skipped(1, version(1), "late"))
+                await crowd.until(lambda: all(crowd.heard[name] for name in ("m1", "m2", "m3", "m4", "m5")))
+                crowd.end("m3")
+                await crowd.until(lambda: crowd.reached == {"m1", "m2", "m4", "m5"} == set(crowd.ports) - {"m0", "m3"})
+
+        asyncio.run(work())
+
+    def test_while_a_collector_has_lost_the_leader_its_hosts_stay_and_then_say_everything_again(self) -> None:
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                crowd.complete_all(1)
+                await crowd.until(lambda: all(crowd.heard.values()))
+                crowd.taken.clear()
+                crowd.rejoin = Rejoin(committed=version(1), uploading=None)
+                connection = crowd.links["m1"].connection
+                await crowd.restart_listener("leader", while_gone=lambda: not crowd.links["m1"].reaches_leader)
+                assert crowd.links["m1"].connection is connection
+                await crowd.until(lambda: crowd.reached == set(crowd.names))
+                greeted = [host for message in crowd.taken if isinstance(message, Relayed) for host in message.hosts]
+                assert sorted(greeted) == ["m1", "m2", "m4", "m5"]
+                crowd.complete_all(2)
+                await crowd.until(lambda: all(heard[-1] == Commit(version(2), freeze=False, agreed=True) for heard in crowd.heard.values()))
+
+        asyncio.run(work())
+
+    def test_hosts_whose_copies_come_after_the_abort_are_answered_by_one_message(self) -> None:
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                crowd.links["m0"].take(Skipped(0, version(1), "late"))
+                await crowd.until(lambda: all(crowd.heard.values()))
+                answered = list[PeerMessage]()
+                send = crowd.ports["m3"].connection.send
+                crowd.ports["m3"].connection.send = lambda message: (answered.append(message), send(message))[1]  # type: ignore[method-assign, assignment]
+                crowd.complete_all(1, "m0", "m1", "m2")
+                await crowd.until(lambda: all(len(crowd.heard[name]) == 2 for name in ("m3", "m4", "m5")))
+                assert [message.hosts for message in answered if isinstance(message, Relayed)] == [["m3", "m4", "m5"]]
+
+        asyncio.run(work())
+
+    def test_who_speaks_for_another_host_is_put_out_and_the_others_stay(self) -> None:
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                liar, others = crowd.links["m1"].connection, crowd.links["m2"].connection
+                assert liar is not None
+                crowd.taken.clear()
+                for message in (
+                    Copies("m2", version(1), "l", "d", {2: "root 2", 3: "root 3"}),
+                    Gathered(version(1), "l", "d", {"m2": "root 2root 3"}),
+                    Relayed(hosts=["m2"], body=pack(ReportFinished(rank=2))[4:]),
+                ):
+                    liar.send(message)
+                    await crowd.until(liar.closed.is_set)
+                    await crowd.until(lambda: crowd.links["m1"].reaches_leader)
+                    liar = crowd.links["m1"].connection
+                    assert liar is not None
+                assert not [message for message in crowd.taken if not isinstance(message, Heartbeat | Relayed)]
+                assert crowd.links["m2"].connection is others
+
+        asyncio.run(work())
+
+    @pytest.mark.parametrize(
+        "lie",
+        [
+            Relayed(hosts=["m0"], body=pack(Copies("m4", version(1), "l", "d", {4: "root 4", 5: "root 5"}))[4:]),
+            Relayed(hosts=["m0"], body=pack(Gathered(version(1), "l", "d", {"m4": "root 4root 5"}))[4:]),
+            Relayed(hosts=["m0"], body=pack(Relayed(hosts=["m0"], body=b""))[4:]),
+            Relayed(hosts=["m3"], body=pack(Rejoin(attempt=2**62, committed=None, uploading=None))[4:]),
+            Relayed(hosts=["m0"], body=b"\x80"),
+        ],
+        ids=["another's copies", "others' copies", "relayed twice", "a greeting of a collector", "no message"],
+    )
+    def test_a_collector_that_says_what_it_may_not_is_put_out(self, lie: Relayed) -> None:
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                liar = crowd.links["m0"].connection
+                assert liar is not None
+                liar.send(lie)
+                await crowd.until(liar.closed.is_set)
+                await crowd.until(lambda: crowd.reached == set(crowd.names))
+                crowd.complete_all(1)
+                await crowd.until(lambda: all(crowd.heard.values()))
+
+        asyncio.run(work())
+
+    def test_a_collector_is_not_believed_about_hosts_that_do_not_report_to_it(self) -> None:
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                crowd.complete_all(1, "m4")
+                gathered = {"m0", "m1", "m2"}, {"m3", "m5"}
+                await crowd.until(lambda: [set(told.roots) for told in crowd.taken if isinstance(told, Gathered)] == [*gathered])
+                liar = crowd.links["m0"].connection
+                assert liar is not None
+                liar.send(Gathered(version(1), "l", "d", {"m4": "root 4root 5"}))
+                liar.send(Relayed(hosts=["m4"], body=pack(Copies("m4", version(1), "l", "d", {4: "root 4", 5: "root 5"}))[4:]))
+                liar.send(Relayed(hosts=["m0"], body=pack(Skipped(0, version(3), "last"))[4:]))
+                await crowd.until(lambda: version(3) in crowd.leader.book.aborted)
+                assert crowd.leader.book.committed is None
+
+        asyncio.run(work())
+
+    def test_the_leader_knows_of_which_hosts_nothing_is_heard(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One has hung up, one says nothing, and a collector is gone, whose hosts have gone elsewhere."""
+        monkeypatch.setattr(reporting, "TRIES", 2)
+
+        class Quiet:
+            on_message = on_bytes = on_lost = staticmethod(lambda *_: None)
+
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                absent = [set[str]()]
+                tick = crowd.leader.book.tick
+                crowd.leader.book.tick = lambda now, silent=(): (absent.append(set(silent)), tick(now, silent))[1]  # type: ignore[method-assign]
+                crowd.links["m1"].close()
+                crowd.links["m2"].close()
+                (await crowd.dial("m1", "m0", Quiet())).send(Rejoin(attempt=time.monotonic_ns(), committed=None, uploading=None))
+                crowd.end("m3")
+                await crowd.until(lambda: absent[-1] == {"m1", "m2", "m3"})
+
+        asyncio.run(work())
+
+    def test_what_comes_for_a_host_that_has_greeted_anew_is_not_passed_down_before_the_leader_has_heard_that(self) -> None:
+        """It was for the host as it was before."""
+
+        async def work() -> None:
+            async with Crowd(6, fan_in=2) as crowd:
+                port, withheld = crowd.ports["m0"], list[PeerMessage]()
+                take = port.on_message
+                port.on_message = lambda message: withheld.append(message)  # type: ignore[method-assign, func-returns-value]
+                connection = crowd.links["m1"].connection
+                assert connection is not None
+                connection.abort("cut")
+                await crowd.until(lambda: any(isinstance(message, Relayed) for message in withheld))
+                Audience({"m1"}, port).send(Notice(text="for one"))
+                crowd.leader.take(DrainHost(host="nobody"))
+                port.on_message = take  # type: ignore[method-assign]
+                for message in withheld:
+                    take(message)
+                await crowd.until(lambda: crowd.links["m1"].reaches_leader)
+                crowd.leader.take(DrainHost(host="nobody else"))
+                await crowd.until(lambda: all(heard and heard[-1] == DrainHost(host="nobody else") for heard in crowd.heard.values()))
+                assert crowd.heard["m1"] == [DrainHost(host="nobody else")]
+                assert crowd.heard["m2"] == [DrainHost(host="nobody"), DrainHost(host="nobody else")]
+
+        asyncio.run(work())
+
+
+def test_a_link_that_is_closed_at_the_moment_at_which_its_connection_is_lost_does_not_dial_again() -> None:
+    async def work() -> None:
+        async with Crowd(1) as crowd:
+            link = crowd.links["m0"]
+            link.on_lost("cut")
+            link.close()
+            await crowd.until(lambda: "MemberLink._run" not in {task.get_coro().__qualname__ for task in asyncio.all_tasks()})
+
+    asyncio.run(work())
+
+
+def test_a_host_that_speaks_for_another_is_put_out() -> None:
+    async def work() -> None:
+        async with Crowd(3) as crowd:
+            liar = crowd.links["m1"].connection
+            assert liar is not None
+            liar.send(Copies("m2", version(1), "l", "d", {2: "root 2", 0: "root 0"}))
+            await crowd.until(liar.closed.is_set)
+
+    asyncio.run(work())
+
+
+def test_a_host_that_joins_when_all_have_finished_hears_that() -> None:
+    async def work() -> None:
+        async with Crowd(3) as crowd:
+            for rank in range(3):
+                crowd.leader.take(ReportFinished(rank=rank))
+            await crowd.until(lambda: all(crowd.heard.values()))
+            connection = crowd.links["m1"].connection
+            assert connection is not None
+            connection.abort("cut")
+            await crowd.until(lambda: crowd.heard["m1"] == [AllFinished(), AllFinished()])
 
     asyncio.run(work())
 

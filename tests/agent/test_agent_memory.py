@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from gemini_ft.agent.hangs import HangDetector
 from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape, available_memory
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, FormatError, MemoryBudgetError
+from gemini_ft.state.copy_plan import MappedSlot
 
 V = Version(Incarnation(3, "abcd"), 41)
 
@@ -41,6 +43,28 @@ def fill(slot: SlotMemory, extras_bytes: int = 10, seed: int = 0) -> None:
         view = slot.data(offset, nbytes)
         view[:] = content.bytes(nbytes)
         slot.put_chunk(index, offset, nbytes, xxhash.xxh3_64_intdigest(view))
+
+
+def advised(memory: mmap.mmap) -> list[tuple[int, int]]:
+    """(offset, bytes) of the parts of a mapping for which huge pages are asked for."""
+    start, found = module.address_of(memory), []
+    for area in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        low, high = (int(end, 16) for end in area.split(" ", 1)[0].split("-"))
+        if start <= low < start + len(memory) and re.search(r"VmFlags:.* hg( |$)", area, re.MULTILINE):
+            found.append((low - start, high - low))
+    return found
+
+
+def test_huge_pages_are_asked_for_where_whole_ones_fit() -> None:
+    """So they take no more memory than others: neither the header, which is mostly empty, nor the end has one of its own."""
+    huge = 2 * 2**20
+    slot = SlotMemory.create(shape(data=3 * huge + 5))
+    mapped = MappedSlot(os.dup(slot.fd), slot.shape.data_offset, slot.shape.capacity)
+    try:
+        assert advised(slot.memory) == advised(mapped.memory) == [(huge, 3 * huge)]
+    finally:
+        mapped.close()
+        slot.close()
 
 
 class TestSlot:

@@ -37,7 +37,7 @@ from gemini_ft.launch import launcher
 from gemini_ft.state.copy_plan import map_slots
 from gemini_ft.wire.frames import BlockingWire, receive_fds
 from gemini_ft.wire.handshake import Listener
-from gemini_ft.wire.peer_messages import Describe, Description, Fetch
+from gemini_ft.wire.peer_messages import Describe, Description, Fetch, Rejoin
 from gemini_ft.wire.worker_messages import GetInventory, Inventory, Reserved
 from gemini_ft.worker.stats import Stats
 
@@ -251,14 +251,20 @@ class TestDescriptors:
         own = job.claims("report", incarnation=job.spec.incarnation)
 
         def dial(number: int) -> BlockingWire:
-            return BlockingWire(rank.address, own.model_copy(update={"host": f"member{number}"}), SECRET, 30)
+            wire = BlockingWire(rank.address, own.model_copy(update={"host": f"member{number}"}), SECRET, 30)
+            wire.send(Rejoin(committed=None, uploading=None))
+            return wire
+
+        job.commit([rank], 1)
 
         with ThreadPoolExecutor(16) as pool:
             wires = list(pool.map(dial, range(members)))
         try:
-            job.commit([rank], 1, 2)
-            for wire in (wires[0], wires[-1]):
-                assert [message.version.iteration for message in (wire.receive(), wire.receive()) if isinstance(message, Commit)] == [1, 2]
+            asked = wires[0], wires[-1]
+            told = [wire.receive() for wire in asked]  # the answer to their greeting
+            job.commit([rank], 2)
+            told += [wire.receive() for wire in asked]
+            assert [message.version.iteration for message in told if isinstance(message, Commit)] == [1, 1, 2, 2]
             assert members <= len(os.listdir(f"/proc/{pid}/fd")) < members + 100
         finally:
             for wire in wires:

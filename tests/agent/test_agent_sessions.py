@@ -403,6 +403,7 @@ class TestRecovery:
         spec = job.make_spec(newcomers, resumed=resumed, sources={0: ["a"], 1: ["a"]})
         for rank in newcomers:
             rank.open(spec)
+        newcomers[1].progress(4)  # rebuilding begins with the second step
         whole = ["complete:2", "empty:-"]
         eventually(lambda: job.stream("b")["shards"] == {"0": whole, "1": whole}, "the return of the replicas")
         assert newcomers[1].verify(resumed) == [0, 1]

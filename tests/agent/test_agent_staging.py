@@ -108,6 +108,7 @@ def test_it_is_in_the_rotation_of_the_next_session(job: Job, storage: LocalStora
         rank.open(spec)
     for rank in ranks:
         rank.reserve(extras_capacity=EXTRAS_ROOM)
+        rank.progress(9)  # replicas are rebuilt from the second step on
     slot = job.status("a")["memory"]["used"] // 2
     eventually(lambda: "complete:7" in job.stream("a")["shards"]["1"], "the replica of what was read from storage")
     job.commit(ranks, 8, 9, 10)

@@ -60,6 +60,15 @@ def test_what_is_wrong_is_named_with_the_way_out(
     assert re.match(rf"wrong +{about} +.*{text}", line)
 
 
+def test_pages_of_slots_are_advised_on(healthy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    setting = healthy / "shmem_enabled"
+    monkeypatch.setattr(doctor, "SHARED_PAGES", setting)
+    for text, told in (("always within_size advise [never] deny force", 1), ("always within_size [advise] never deny force", 0)):
+        setting.write_text(text)
+        assert main(["doctor", "--hosts", "1"]) == 0
+        assert capsys.readouterr().out.count(f"`echo advise > {setting}`") == told
+
+
 def test_storage_that_hangs_is_said_to_hang(healthy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     released = Event()
     monkeypatch.setattr(doctor, "open_storage", lambda *_: SimpleNamespace(check=lambda: released.wait(10)))

@@ -103,6 +103,18 @@ def test_for_programs(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert embedding["fp32_seconds"] == pytest.approx(2 * 7 / 8 * 400_000 * 8 / 1e9)
 
 
+@pytest.mark.parametrize(("scheme", "wire"), [("switchml", 6_000_000), ("fpisa", 3_000_000)])
+def test_a_rule_that_goes_through_a_switch_costs_no_ring(scheme: str, wire: int) -> None:
+    """Each rank sends and receives once, 1472 bytes for 1408 of values; those of SwitchML have 4 bytes each."""
+    model = nn.Linear(1000, 1500, bias=False, dtype=torch.bfloat16)
+    rules = load_rules([{"params": "*", "sync": {"scheme": scheme, "switch": "10.0.0.1:7000"}}])
+    [cost] = describe(model, rules, ranks=4, rate=1e9).rules
+    assert cost.wire_bytes == wire
+    assert cost.seconds == pytest.approx(8 * wire / 1e9 * 1472 / 1408, rel=0.01)
+    [alone] = describe(model, rules, ranks=1, rate=1e9).rules
+    assert alone.seconds == 0
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_bytes_are_those_that_travel(name: str) -> None:
     """Exactly, but for methods of which the data decide, whose bytes come from their ratio, or are not known."""
@@ -116,9 +128,14 @@ def test_bytes_are_those_that_travel(name: str) -> None:
     if cost.by == "formula":
         assert cost.wire_bytes == sent
     elif cost.wire_bytes is None:
-        assert bare in ("threshold", "hard_threshold", "threelc")
+        assert bare in ("threshold", "hard_threshold", "threelc", "inceptionn")
     else:
         assert cost.by == f"ratio {options['ratio']:g}; depends on the data"
+
+
+def test_bytes_that_magnitudes_decide_are_not_claimed() -> None:
+    [cost] = describe(Leaves(), load_rules([{"params": "*", "sync": "inceptionn-ring"}]), 8, 1e9).rules
+    assert (cost.wire_bytes, cost.seconds, cost.by) == (None, None, "depends on the data: words of 0 to 32 bits")
 
 
 @pytest.mark.parametrize(

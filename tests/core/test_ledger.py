@@ -6,9 +6,12 @@ reports is tried in test_protocol_machine.py.
 
 from __future__ import annotations
 
-from gemini_ft.core.effects import Completed, Skipped
+import pytest
+
+from gemini_ft.core.effects import Completed, Gathered, Skipped
 from gemini_ft.core.ledger import Abort, Cadence, Commit, Decision, Fatal, Holders, Ledger, Manifest, Thaw
 from gemini_ft.core.versions import Incarnation, Version
+from gemini_ft.errors import PeerError
 
 HOLDERS = {0: ("a", "b"), 1: ("b", "a")}
 PAIRS = [(owner, host) for owner, hosts in HOLDERS.items() for host in hosts]
@@ -348,3 +351,30 @@ def test_a_failed_upload_leaves_no_manifest_and_the_next_one_goes_ahead() -> Non
     assert book.uploaded(1, version(1), "record 1") == []
     assert uploads(book, version(2))
     assert book.uploaded(1, version(2), "record 1") == []  # the records of the failed one do not count
+
+
+# -- copies of many hosts in one message
+
+
+def gathered(**roots: str) -> Gathered:
+    return Gathered(version(1), "layout", "same", roots)
+
+
+def test_a_copy_that_is_reported_anew_counts_with_its_later_root_even_if_it_was_gathered_before() -> None:
+    book = ledger()
+    assert book.report(gathered(a="rrss"), 0.0) == []
+    assert with_root(book, 1, "xx", (1, "a")) == []
+    assert book.report(gathered(b="rrss"), 0.0) == []
+    assert book.tick(TIMEOUT) == [
+        Holders(1, frozenset({(1, "a")}), frozenset({(1, "a")})),
+        Commit(version(1), False, None, {0: "rr", 1: "ss"}),
+    ]
+
+
+@pytest.mark.parametrize("told", [{"a": "rrs"}, {"a": ""}, {"c": "rrss"}])
+def test_roots_that_are_not_of_what_a_host_holds_are_refused(told: dict[str, str]) -> None:
+    book = ledger()
+    with pytest.raises(PeerError, match="are not the roots of the"):
+        book.report(gathered(**told), 0.0)
+    book.report(gathered(a="rrss"), 0.0)
+    assert book.report(gathered(b="rrss"), 0.0) == [Commit(version(1), False, None, {0: "rr", 1: "ss"})]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_ledger import ReferenceLedger
 
-from gemini_ft.core.effects import Completed, Copies, Skipped
+from gemini_ft.core.effects import Completed, Copies, Gathered, Skipped
 from gemini_ft.core.ledger import Abort, Cadence, Commit, Decision, Fatal, Holders, Ledger, Manifest, Thaw
 from gemini_ft.core.versions import Incarnation, Version
 
@@ -37,6 +37,7 @@ class History:
         hosts = [f"h{i}" for i in range(rng.randint(1, 4))]
         replicas = rng.randint(1, len(hosts))
         homes = [host for host in hosts for _ in range(rng.randint(1, 2))]
+        rng.shuffle(homes)
         rings = {host: tuple((hosts * 2)[at : at + replicas]) for at, host in enumerate(hosts)}
         self.holders = {owner: rings[home] for owner, home in enumerate(homes)}
         self.hosts, self.now, self.newest, self.sick = hosts, 0.0, 1, rng.random() < 0.3
@@ -49,7 +50,8 @@ class History:
         rng = self.rng
         self.now += rng.choice([0.0, 0.1, 1.0, 4.0])
         bundles = 8 if self._bundled else 0
-        name = rng.choices(["round", "report", "skip", "tick", "rejoin", "upload", "bundle"], [4, 10, 1, 3, 1, 2, bundles])[0]
+        weights = [4, 10, 1, 3, 1, 2, bundles, bundles]
+        name = rng.choices(["round", "report", "skip", "tick", "rejoin", "upload", "bundle", "gather"], weights)[0]
         return getattr(self, f"_{name}")()
 
     def _tell(self, *args: object, call: str) -> list[list[Decision]]:
@@ -59,7 +61,7 @@ class History:
         rng = self.rng
         owner = rng.choice(list(self.holders)) if owner is None else owner
         host = host or rng.choice([*self.holders[owner]] * 5 + self.hosts)
-        root = rng.choice(["bad", ""]) if rng.random() < (0.3 if self.sick else 0.03) else f"root {owner}"
+        root = rng.choice(["bad  0", ""]) if rng.random() < (0.3 if self.sick else 0.03) else f"root {owner}"
         odd = rng.random() < 0.02
         layout, digest = (rng.choice(["", "m"]), rng.choice(["", "e"])) if odd else ("l", "d")
         report = Completed(owner, host, what or version(rng, self.newest), layout, digest, root)
@@ -81,11 +83,32 @@ class History:
         """Copies of one host in one message, of which the reference hears one by one."""
         rng = self.rng
         host, what = rng.choice(self.hosts), version(rng, self.newest)
-        roots = {owner: "bad" if rng.random() < 0.05 else f"root {owner}" for owner in self.holders if rng.random() < 0.8}
+        roots = {owner: "bad  0" if rng.random() < 0.05 else f"root {owner}" for owner in self.holders if rng.random() < 0.8}
         copies = Copies(host, what, "m" if rng.random() < 0.02 else "l", "d", roots)
         ours, reference = self.both
         one_by_one = [decision for each in copies.each() for decision in reference.report(each, self.now)]
         return [deepcopy(ours.report(copies, self.now)), deepcopy(one_by_one)]
+
+    def _gather(self) -> list[list[Decision]]:
+        """Copies of several hosts in one message; often of all hosts in two or three, so that nothing but these makes a commit."""
+        rng = self.rng
+        what, outcome, left = Version(Incarnation(2, "n"), self.newest), [list[Decision](), list[Decision]()], list(self.hosts)
+        if rng.random() < 0.2:
+            what, left = version(rng, self.newest), rng.sample(self.hosts, rng.randint(1, len(self.hosts)))
+        while left:
+            together, left = left[:2], left[2:]
+            roots = {owner: "bad  0" if rng.random() < 0.02 else f"root {owner}" for owner in self.holders}
+            held = {host: sorted(owner for owner, hosts in self.holders.items() if host in hosts) for host in together}
+            told = {host: "".join(roots[owner] for owner in owners) for host, owners in held.items() if owners}
+            gathered = Gathered(what, "m" if rng.random() < 0.02 else "l", rng.choice(["", "d", "d", "d"]), told)
+            outcome[0] += deepcopy(self.both[0].report(gathered, self.now)) if told else []
+            for copies in gathered.each(held):
+                for each in copies.each():
+                    outcome[1] += deepcopy(self.both[1].report(each, self.now))
+            if rng.random() < 0.1:
+                return outcome
+        self.newest += rng.random() < 0.9
+        return outcome
 
     def _skip(self) -> list[list[Decision]]:
         return self._tell(Skipped(self.rng.choice(list(self.holders)), version(self.rng, self.newest), "late"), self.now, call="report")

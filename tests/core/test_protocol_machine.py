@@ -22,6 +22,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from miniature.host import LeaderLink, Node
 from miniature.job import Job
 
 picks = st.integers(0, 63)
@@ -33,9 +34,16 @@ class Machine(RuleBasedStateMachine):
 
     job: Job
 
-    @initialize(hosts=st.integers(1, 5), replicas=st.integers(1, 3), ranks=st.integers(1, 2), every=st.sampled_from([None, 1, 2, 3]))
-    def start(self, hosts: int, replicas: int, ranks: int, every: int | None) -> None:
-        self.job = Job(hosts, ranks, replicas, every)
+    @initialize(
+        hosts=st.integers(1, 5),
+        replicas=st.integers(1, 3),
+        ranks=st.integers(1, 2),
+        every=st.sampled_from([None, 1, 2, 3]),
+        fan_in=st.sampled_from([64, 1, 2]),
+    )
+    def start(self, hosts: int, replicas: int, ranks: int, every: int | None, fan_in: int) -> None:
+        """Above the fan-in, hosts report to collectors: one of them, or two with five hosts."""
+        self.job = Job(hosts, ranks, replicas, every, fan_in)
         self.job.restart(Random(0))
         self.job.settle(Random(0))
 
@@ -202,6 +210,102 @@ def test_what_a_worker_told_an_agent_that_hung_is_not_waited_for() -> None:
     first.train()
     job.settle(rng)
     assert first.state == "ready", "its second snapshot waits for the end of its first"
+
+
+class Tree:
+    """A job of four hosts with two ranks each: the leader, a collector, and two that can report to either."""
+
+    def __init__(self) -> None:
+        self.rng = Random(1)
+        self.job = Job(hosts=4, ranks_per_host=2, replicas=1, every=None, fan_in=1)
+        self.job.restart(self.rng)
+        self.job.settle(self.rng)
+        self.leader, self.collector, self.one, self.other = (node for node in self.job.crew)
+        self.held_back = list[object]()  # whatever happens, except for these
+        self.turn(self.other, self.leader)
+
+    def happen(self) -> None:
+        while events := [event for who, event in self.job.events() if who not in self.held_back]:
+            self.rng.choice(events)()
+            self.job.verify()
+
+    def turn(self, node: Node, up: Node) -> LeaderLink:
+        """A host reports to another one from now on."""
+        link = node.leader
+        assert link is not None
+        if link.connection is not None:
+            link.connection.close_near()
+        link.dial(up.name)
+        self.happen()
+        assert link.connection is not None
+        assert link.connection.names == (node.name, up.name)
+        return link
+
+    def train(self, *nodes: Node) -> None:
+        for node in nodes:
+            for worker in node.current():
+                worker.train()
+        self.happen()
+
+    def restart_agent(self, node: Node) -> None:
+        """Another agent, to which one of two workers has handed its memory back; the other does not for the time being."""
+        node.restart_agent()
+        first, second = node.workers
+        self.held_back += [(second, "agent"), second]
+        (hand_back,) = [event for who, event in self.job.events() if who == (first, "agent")]
+        hand_back()
+
+    def end(self, committed: int) -> None:
+        """Nothing is held back any more, and all that was trained is committed."""
+        self.held_back.clear()
+        self.happen()
+        assert len(self.job.truth.committed) == committed
+        self.job.drain(self.rng, hang=False)
+
+
+def test_what_a_stopped_collector_still_has_of_an_agent_that_is_gone_does_not_count() -> None:
+    """The next agent of that host, which has turned to the leader, would be told that its copies agree, and lacks one."""
+    tree = Tree()
+    tree.turn(tree.one, tree.collector)
+    tree.job.stopped.add(tree.collector)
+    tree.train(tree.one)
+    tree.restart_agent(tree.one)
+    tree.turn(tree.one, tree.leader)
+    tree.train(tree.leader, tree.other, tree.collector)
+    tree.job.stopped.clear()
+    tree.happen()
+    assert not tree.job.truth.committed
+    tree.end(committed=1)
+
+
+def test_what_the_leader_has_told_an_agent_that_is_gone_is_not_passed_down_to_the_next() -> None:
+    """It has greeted the collector, which the leader does not know yet; what comes down meanwhile is for the agent before it."""
+    tree = Tree()
+    up = tree.turn(tree.collector, tree.leader).connection
+    tree.held_back.append((up, "backward"))
+    tree.turn(tree.one, tree.collector)
+    tree.train(tree.leader, tree.collector, tree.one)
+    tree.restart_agent(tree.one)
+    tree.held_back.append((up, "forward"))
+    tree.turn(tree.one, tree.collector)
+    tree.train(tree.other)
+    assert len(tree.job.truth.committed) == 1
+    tree.held_back.remove((up, "backward"))
+    tree.happen()
+    tree.end(committed=1)
+
+
+def test_a_host_that_greets_is_told_nothing_before_the_leader_has_heard_it() -> None:
+    """What is said to all at that moment is for hosts whose copies the leader knows of."""
+    tree = Tree()
+    tree.train(tree.leader, tree.collector, tree.one)
+    tree.restart_agent(tree.one)
+    assert tree.one.leader is not None
+    tree.one.leader.dial(tree.leader.name)
+    tree.held_back.append((tree.one.leader.connection, "forward"))
+    tree.train(tree.other)
+    assert len(tree.job.truth.committed) == 1
+    tree.end(committed=1)
 
 
 @pytest.mark.timeout(1200)  # what has been found is made as short as can be, which takes minutes

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from agent_kit import eventually
 from compression_kit import EVERY, OPTIONS, SHAPES, gradients, measured, method, run_every, same, spied, through_a_file, together
 from rank_kit import World
 from torch import Tensor
@@ -19,6 +20,7 @@ from gemini_ft.compression.base import Bundle, Compressor, Payload, Primitive, R
 from gemini_ft.compression.collective import reduce, run, simulate
 from gemini_ft.compression.dgc import MomentumCorrection, SampledThreshold
 from gemini_ft.compression.feedback import ErrorFeedback
+from gemini_ft.compression.inceptionn import Inceptionn
 from gemini_ft.compression.methods import COMPRESSORS, create
 from gemini_ft.compression.powersgd import PowerSGD
 from gemini_ft.compression.sign import MajorityVote
@@ -187,7 +189,11 @@ def _selected(each: Reducer, bundle: Bundle, requests: list[Tensor]) -> int | No
     assert isinstance(inner, Compressor)
     if isinstance(inner, ThreeLC):
         return requests[0].numel() - 4 * len(bundle.layout.names)
-    return int(torch.count_nonzero(inner.decompress(Payload(bundle.layout, requests[0])).flat))
+    sent = inner.decompress(Payload(bundle.layout, requests[0])).flat
+    if isinstance(inner, Inceptionn):  # bytes of words, which truncation leaves in their ranges
+        magnitudes = sent.abs()
+        return sum(nbytes * int((magnitudes >= limit).sum()) for nbytes, limit in ((1, 2.0**-10), (1, 2.0**-5), (2, 1.0)))
+    return int(torch.count_nonzero(sent))
 
 
 @every
@@ -273,6 +279,19 @@ def test_a_buffer_is_lent_again_when_nobody_holds_it() -> None:
     own.idle = 0.0
     own.empty(2**18)
     assert own.nbytes == 2**20
+
+
+def test_idle_buffers_go_back_although_nothing_more_is_lent() -> None:
+    own = buffers.Buffers(idle=0.01)
+    held = own.empty(2**20)
+    own.empty(2**19)  # is free at once, as nobody keeps it
+    assert own.nbytes == 2**22 + 2**21
+    eventually(lambda: own.nbytes == 2**22)
+    del held
+    eventually(lambda: own.nbytes == 0)
+    own.empty(2**20)
+    assert own.nbytes == 2**22
+    eventually(lambda: own.nbytes == 0)
 
 
 def test_a_buffer_is_held_by_views_of_an_array_too() -> None:
@@ -425,7 +444,7 @@ def test_entries_are_unique() -> None:
 
 # -- scale
 
-OF_THEIR_UNIT = {"fp16", "threshold", "hard_threshold", "natural8"}  # a range, or a value in units of the gradient
+OF_THEIR_UNIT = {"fp16", "threshold", "hard_threshold", "natural8", "inceptionn"}  # a range, or a value in units of the gradient
 SCALED = [name for name in EVERY if name not in OF_THEIR_UNIT]
 
 

@@ -22,7 +22,7 @@ from gemini_ft.pipeline.plan import NO_RULE
 from gemini_ft.pipeline.rules import SYNCS, Buckets, Groups, check_world, load_rules
 from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.hierarchical import Hierarchical
-from gemini_ft.sync.schemes import SCHEMES, SWITCH_SCHEMES
+from gemini_ft.sync.schemes import LOSSY_SCHEMES, SCHEMES, SWITCH_SCHEMES
 
 NEEDED: dict[str, dict[str, Any]] = {"hard_threshold": {"count": 10}, "hierarchical": {"local_size": 1}} | {
     name: {"switch": "host:1"} for name in SWITCH_SCHEMES
@@ -333,7 +333,8 @@ def test_there_is_a_configuration_of_each_kind() -> None:
 
 @pytest.mark.parametrize("name", [*METHODS, *SYNCS])
 def test_the_options_are_those_that_methods_and_schemes_take(name: str) -> None:
-    makers: dict[str, Any] = {**COMPRESSORS, **REDUCERS, **SCHEMES, **SWITCH_SCHEMES, "auto": Auto, "hierarchical": Hierarchical}
+    makers: dict[str, Any] = {**COMPRESSORS, **REDUCERS, **SCHEMES, **LOSSY_SCHEMES, **SWITCH_SCHEMES}
+    makers |= {"auto": Auto, "hierarchical": Hierarchical}
     taken = {each.name: each.default for each in inspect.signature(makers[name]).parameters.values() if each.name != "key"}
     fields = {**METHOD_OPTIONS, **SCHEME_OPTIONS}[name].model_fields
     given = {key: inspect.Parameter.empty if field.is_required() else field.default for key, field in fields.items()}

@@ -42,6 +42,7 @@ CASES = [
     pipeline_case.two_phases,
     pipeline_case.without_rules,
     pipeline_case.picked_by_sparsifiers,
+    pipeline_case.truncated,
     pipeline_case.no_rule_for_sparse,
     pipeline_case.accumulation,
     pipeline_case.unused,

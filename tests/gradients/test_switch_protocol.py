@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemini_ft.sync import fpisa_registers
+from gemini_ft.sync.fpisa_accuracy import Accuracy
 from gemini_ft.sync.omnireduce_streaming import OmniReduceStream
 from gemini_ft.sync.switch_adders import ADDERS
 from gemini_ft.sync.switch_packets import Array, Packets
@@ -333,6 +336,19 @@ def test_fpisa_loses_a_unit_of_the_largest_value_per_addition(values: list[float
     total, _ = fpisa("fpisa", values)
     largest = float(np.spacing(np.float32(max(map(abs, values)))))
     assert abs(total - sum(values)) <= len(values) * largest + abs(sum(values)) * 2.0**-22
+
+
+def test_sums_that_are_no_numbers_are_beyond_the_bound_and_spoil_no_mean() -> None:
+    accuracy = Accuracy()
+    bound = torch.full((4,), 1e-6, dtype=torch.float64)
+    for _ in range(2):
+        accuracy.note(torch.tensor([0.0, math.nan, 2e-6, math.inf], dtype=torch.float64), bound)
+    assert (accuracy.values, accuracy.beyond, accuracy.lost, accuracy.worst) == (8, 6, 4, math.inf)
+    assert accuracy.mean == pytest.approx(1e-6)
+    assert "4 of them no numbers" in str(accuracy)
+    nothing = Accuracy()
+    nothing.note(torch.tensor([math.nan], dtype=torch.float64), bound[:1])
+    assert (nothing.values, nothing.beyond, nothing.mean) == (1, 1, 0.0)
 
 
 def test_fpisa_has_room_for_as_many_workers_as_a_job_may_have() -> None:

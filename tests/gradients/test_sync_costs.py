@@ -155,6 +155,10 @@ def test_auto_agrees_and_begins_anew_when_the_gradient_changes(tmp_path: Path) -
     assert set(first[found + 5 : -1]) == {None}
 
 
+def test_auto_has_nothing_to_try_where_there_is_one_rank(tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, 1, sync_case.auto_alone) == [(True, {}, {})]
+
+
 def test_auto_tries_what_the_formulas_cannot_rule_out(tmp_path: Path) -> None:
     """On loopback processors decide: the best takes many times as long as its bytes, and a scheme of more bytes may be faster."""
     for tried, close, least, took in on_ranks(tmp_path, 2, sync_case.auto_tries):

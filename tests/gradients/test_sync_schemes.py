@@ -103,6 +103,11 @@ def test_dsar_in_few_bits_is_right_on_average_and_the_same_everywhere(tmp_path: 
     assert on_ranks(tmp_path, 3, sync_case.quantised_sums) == [[]] * 3
 
 
+def test_a_single_server_adds_each_gradient_as_it_comes(tmp_path: Path) -> None:
+    """So its memory does not grow with the number of ranks."""
+    assert on_ranks(tmp_path, 4, sync_case.most_messages_at_a_server) == [1, 1, 1, 1]
+
+
 def test_a_hierarchical_scheme_has_the_state_of_the_one_between_hosts() -> None:
     first, second = (Hierarchical(DSARSplitAllgather(bits=4), 2) for _ in range(2))
     first.inter.load_state_dict({"sums": 7})

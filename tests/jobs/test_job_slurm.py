@@ -154,7 +154,7 @@ def test_a_node_is_lost_and_there_is_no_spare(job: Job) -> None:
     assert iteration >= 40
     assert where == "storage"
     assert job.cluster.fact(job.number, "Restarts") == "1"
-    assert job.at_work() == ["n1", "n3"]
+    assert sorted(job.at_work()) == ["n1", "n3"]  # which of them comes first in the rendezvous is rank 0
 
 
 @pytest.mark.xfail(strict=False, reason="SLURM may end the other nodes' tasks before one has requeued the job, which then runs on empty")
@@ -214,21 +214,9 @@ def test_the_time_limit_loses_nothing(job: Job) -> None:
 def test_the_operator_drains_a_node(job: Job) -> None:
     job.submit("--nodes=3")
     job.wait_for_commit(30)
-    leaving = next(host for host in job.at_work() if host != "n1")
-    job.cluster.say(
-        "srun",
-        f"--jobid={job.number}",
-        "--overlap",
-        "-N1",
-        "-n1",
-        "-w",
-        "n1",
-        "gemini",
-        "drain",
-        leaving,
-        "--run-id",
-        f"slurm-{job.number}",
-    )
+    leaving, staying = sorted(job.at_work(), reverse=True)  # the third waits, and has no agent that could be asked
+    step = ["srun", f"--jobid={job.number}", "--overlap", "-N1", "-n1", "-w", staying]
+    job.cluster.say(*step, "gemini", "drain", leaving, "--run-id", f"slurm-{job.number}")
     job.finish()
     (ended,) = {event["iteration"] for event in job.events("drained")}
     assert job.resumptions() == [(ended, "memory")]

@@ -28,6 +28,10 @@ _WARM, _BOTH = ("gemini run",), ("gemini run", "gemini run --cold")
 DIFFERENCES = {
     "variables of gemini": (_BOTH, "`GEMINI_RUN_ID`, `GEMINI_LAUNCH`, `GEMINI_LAUNCHER_PID` and `GEMINI_NOTES_FILE` are set"),
     "settings of the rendezvous": (_BOTH, "`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`: every attempt has a key-value store of its own"),
+    "pages of tensors": (
+        _BOTH,
+        "`THP_MEM_ALLOC_ENABLE=1`: torch asks for huge pages for large tensors, which a restarted worker has sooner",
+    ),
     "modules of others at the start": (_WARM, "torch and what else the script imports is in `sys.modules` from the beginning"),
     "loggers at the start": (
         _WARM,

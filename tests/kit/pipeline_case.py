@@ -279,6 +279,24 @@ def switched(place: str) -> list[str]:
     return wrong
 
 
+def truncated() -> list[str]:
+    """Whole gradients in buckets over a ring that truncates, and others without."""
+    join()
+    wrong = []
+    for ddp in (False, True):
+        with closing(Loop([{"params": ["conv", "odd"], "sync": "inceptionn-ring", "fusion": {"groups": 1}}], ddp)) as trial:
+            for step in range(2):
+                means, expected = trial.step(own(step)), exact(own(step))
+                off = {name: float((means[name] - expected[name]).abs().max()) for name in means}
+                if not 2.0**-16 < max(off["conv"], off["odd"]) < dist.get_world_size() * 2.0**-10 + 1e-5:
+                    wrong.append(f"ddp={ddp}, step {step}: off by {off}")
+                if not close({**means, "conv": expected["conv"], "odd": expected["odd"]}, expected):
+                    wrong.append(f"ddp={ddp}, step {step}: other parameters were truncated too")
+                if not alike(hexed(means)):
+                    wrong.append(f"ddp={ddp}, step {step}: ranks differ")
+    return wrong
+
+
 def no_rule_for_sparse() -> list[str]:
     """A sparse gradient without a rule is averaged too, and one that is left out on one rank."""
     join()

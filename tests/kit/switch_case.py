@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import resource
 import signal
@@ -106,11 +107,13 @@ def fpisa_errors(place: str) -> list[tuple[Accuracy, Accuracy, bool]]:
             parts = [gradient(rank, step) for rank in range(group.size())]
             for rank, part in enumerate(parts):
                 part[rank :: group.size()] *= 1000
+            if step == 0:
+                parts[0][0] = math.nan  # the packet that would be compared goes by the backend: another one is
             parts = [part.to(dtype) for part in parts]
             total = full.all_reduce(parts[group.rank()])
             reduced.all_reduce(parts[group.rank()])
             wide = torch.stack(parts).double()
-            worst = max(worst, float(((total - wide.sum(0)).abs() / wide.abs().sum(0)).max()))
+            worst = max(worst, float(((total - wide.sum(0)).abs() / wide.abs().sum(0)).nan_to_num(0.0).max()))
         own, other = full.accuracy(dtype), reduced.accuracy(dtype)
         found.append((own, other, own.worst <= worst <= group.size() * torch.finfo(dtype).eps))
     dist.destroy_process_group()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import math
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -16,15 +18,17 @@ import switch_kit
 import torch
 import torch.distributed as dist
 
-from gemini_ft.sync import backends, profiling
+from gemini_ft import truncation
+from gemini_ft.sync import backends, profiling, wire
 from gemini_ft.sync.auto import Auto, candidates
 from gemini_ft.sync.base import Scheme
 from gemini_ft.sync.costs import Link
 from gemini_ft.sync.ddp_hook import HookState, hook
 from gemini_ft.sync.hierarchical import Hierarchical
+from gemini_ft.sync.inceptionn import InceptionnRing
 from gemini_ft.sync.partition import EvenPartition, HashedPartition, RotatedPartition
 from gemini_ft.sync.rows import GradientError, to_rows
-from gemini_ft.sync.schemes import SCHEMES, SWITCH_SCHEMES
+from gemini_ft.sync.schemes import LOSSY_SCHEMES, SCHEMES, SWITCH_SCHEMES
 from gemini_ft.sync.sparcml import DSARSplitAllgather
 from gemini_ft.sync.switch_scheme import SwitchScheme
 from gemini_ft.sync.turns import line_of
@@ -38,7 +42,9 @@ SWITCH = "TEST_SWITCH"  # variable with its address
 IN_ANY_ORDER = {"auto", "fpisa", "omnireduce-streaming"}
 INTEGERS = {"switchml"}
 """Schemes that add integers: their error has a bound of its own."""
-IN_32_BITS = {"fpisa"}
+TRUNCATED = {"inceptionn-ring"}
+"""Schemes whose values are off by less than 2^-10 for every rank."""
+IN_32_BITS = {"fpisa", *TRUNCATED}
 """Schemes that round float64 to float32."""
 
 
@@ -53,7 +59,8 @@ def join() -> dist.ProcessGroup:
 
 def schemes(world: int) -> list[Scheme]:
     local = next(size for size in (2, 3, 1) if world % size == 0)
-    return [*(scheme() for scheme in SCHEMES.values()), Zen("hierarchical"), Hierarchical(Zen(), local), Auto(), *switched()]
+    alone: list[type[Scheme]] = [*SCHEMES.values(), *LOSSY_SCHEMES.values()]
+    return [*(scheme() for scheme in alone), Zen("hierarchical"), Hierarchical(Zen(), local), Auto(), *switched()]
 
 
 def switched() -> list[SwitchScheme[Any]]:
@@ -185,6 +192,8 @@ def _problem(make: Make, result: torch.Tensor, world: int, scheme: str) -> str:
         return "" if torch.equal(dense, total.to(dense.dtype)) else f"off by {(dense - total).abs().max()}"
     off = (dense.double() - total.double()).abs()
     allowed = bound(make, world) + (integer_bound(make, world) if scheme in INTEGERS else 0.0)
+    if scheme in TRUNCATED:
+        allowed = allowed + world * 2.0**-10
     if scheme in IN_32_BITS and like.dtype == torch.float64:
         allowed = allowed * (torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps)
     return "" if bool((off <= allowed).all()) else f"off by up to {float(off.max())}"
@@ -279,7 +288,7 @@ def special_values() -> list[str]:
             marks = [*range(group.size()), 200]
             good = bool(result[marks].isnan().all()) and int(result.isnan().sum()) == len(marks)
             good = good and float(result[100]) == math.inf and float(result[300]) == math.inf
-            good = good and (scheme.name in INTEGERS or bool(result[400] == group.size() * torch.tensor(1e-45)))
+            good = good and (scheme.name in INTEGERS | TRUNCATED or bool(result[400] == group.size() * torch.tensor(1e-45)))
             if not good:
                 wrong.append(f"{scheme.name} {tensor.layout}")
     return wrong
@@ -329,7 +338,7 @@ def subgroups() -> list[str]:
     halves = [list(range(world.size()))[start::2] for start in (0, 1)]
     groups = [dist.new_group(half) for half in halves]
     wrong = []
-    for scheme in [*(kind() for kind in SCHEMES.values()), *switched()]:
+    for scheme in [*(kind() for kind in (*SCHEMES.values(), *LOSSY_SCHEMES.values())), *switched()]:
         for half, group in zip(halves, groups, strict=True):
             if world.rank() in half:
                 total = scheme.all_reduce(torch.full((50,), float(world.rank())), group)
@@ -408,6 +417,74 @@ def quantised_sums() -> list[str]:
     return wrong
 
 
+# -- INCEPTIONN's ring
+
+
+def truncated_sums() -> list[str]:
+    """What is wrong with the sums of a ring that truncates, and with the messages that it sends."""
+    group, sent, wrong = join(), list[int](), []
+
+    class Spy(backends.PointToPoint):
+        def shift(self, message: torch.Tensor, to: int, source: int) -> torch.Tensor:
+            sent.append(len(message) - wire.HEADER)
+            return super().shift(message, to, source)
+
+    backends.PointToPoint = Spy  # type: ignore[misc]
+    for size, bound in ((1000, 10), (7, 3), (1, 10), (200_000, 6)):
+        ranks = [0.1 * torch.randn(size, generator=torch.Generator().manual_seed(rank)) for rank in range(group.size())]
+        total, lengths = _ring(ranks, bound, group.rank())
+        sent.clear()
+        result = InceptionnRing(bound).all_reduce(ranks[group.rank()])
+        if not torch.equal(result, total):
+            wrong.append(f"{size} values: other sums")
+        if sent[-len(lengths) :] != lengths:  # the ones before are short and compare what ranks were given
+            wrong.append(f"{size} values: messages of {sent} bytes, not {lengths}")
+        off = float((total - sum(ranks)).abs().max())
+        if not 0 < off < group.size() * 2.0**-bound:
+            wrong.append(f"{size} values: off by {off}")
+    return wrong
+
+
+def _ring(ranks: list[torch.Tensor], bound: int, rank: int) -> tuple[torch.Tensor, list[int]]:
+    """The sums of a ring that truncates all that is sent, and the bytes that a rank sends, in order."""
+    size, sums, sent = len(ranks), list[torch.Tensor](), dict[int, int]()
+    length = -(-ranks[0].numel() // size)
+    padded = [torch.cat([each, torch.zeros(size * length - each.numel())]).view(size, length) for each in ranks]
+    for part in range(size):
+        partial_sum = padded[part][part]  # rank ``part`` begins with the part of its number
+        for step in range(1, size + 1):
+            message = torch.cat([each.view(torch.uint8) for each in truncation.encode(partial_sum, bound)])
+            come = truncation.decode(message, torch.empty(length), bound)
+            sender = (part + step - 1) % size
+            if sender == rank and step < size:
+                sent[step - 1] = len(message)
+            if step < size:
+                partial_sum = come + padded[(part + step) % size][part]
+        sums.append(come)  # the last rank has truncated the whole sum, which goes around as it is
+        for step in range(size - 1):
+            if (sender + step) % size == rank:
+                sent[size - 1 + step] = len(message)
+    return torch.cat(sums)[: ranks[0].numel()], [sent[step] for step in sorted(sent)]
+
+
+def ddp_truncated() -> list[float]:
+    """How far gradients are from DDP's own, where buckets go over a ring that truncates; the same on all ranks."""
+    group = join()
+
+    def gradients(truncate: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(32, 200), torch.nn.Linear(200, 3))
+        ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
+        if truncate:
+            ddp.register_comm_hook(HookState(dense=InceptionnRing()), hook)
+        values = torch.randn(6, 32, generator=torch.Generator().manual_seed(group.rank()))
+        ddp(values).square().mean().backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+    found = gradients(True)
+    return [float((found - gradients(False)).abs().max())] if alike(found, group) else []
+
+
 # -- auto
 
 
@@ -431,6 +508,32 @@ def auto_plans() -> list[str | None]:
     while call(900) is None:
         pass
     return chosen
+
+
+def auto_alone() -> tuple[bool, dict[tuple[object, ...], Any], dict[str, Any]]:
+    """Whether the sums of one rank are its gradients, and what is planned and kept for them."""
+    group, auto = join(), Auto()
+    make = partial(_rows_of, torch.bfloat16)
+    right = [torch.equal(auto.all_reduce(make(group.rank())).to_dense(), expected(make, 1).bfloat16()) for _ in range(2)]
+    return all(right), dict(auto.plans), auto.state_dict()
+
+
+def most_messages_at_a_server() -> int:
+    """The most messages that a rank holds at once while it is the only server, the one that has just come included."""
+    group, held, most = join(), list[weakref.ref[Any]](), 0
+
+    class Spy(backends.PointToPoint):
+        def receive(self, peer: int) -> torch.Tensor:
+            nonlocal most
+            message = super().receive(peer)
+            held.append(weakref.ref(message.untyped_storage()))
+            gc.collect()
+            most = max(most, sum(each() is not None for each in held))
+            return message
+
+    backends.PointToPoint = Spy  # type: ignore[misc]
+    SCHEMES["single-ps"]().all_reduce(_rows_of(torch.bfloat16, group.rank()))
+    return most
 
 
 def auto_tries() -> Any:

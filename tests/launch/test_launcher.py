@@ -362,6 +362,7 @@ class TestSettings:
         assert options.max_restarts == 10
         assert options.rdzv_conf == "keep_alive_interval=1,keep_alive_max_attempt=3"
         assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+        assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
         assert os.environ["OMP_NUM_THREADS"] == "1"
         assert os.environ["GEMINI_LAUNCHER_PID"] == str(os.getpid())
 
@@ -371,11 +372,13 @@ class TestSettings:
         options = self.options("--max-restarts", "2", "--rdzv-conf", "join_timeout=9,keep_alive_interval=4")
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
         monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
         launcher.prepare(options, ["train.py"])
         assert options.max_restarts == 2
         assert options.rdzv_conf == "join_timeout=9,keep_alive_interval=4,keep_alive_max_attempt=3"
         assert os.environ["OMP_NUM_THREADS"] == "3"
         assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "0"
+        assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
 
     @pytest.mark.parametrize(
         ("arguments", "standalone"),

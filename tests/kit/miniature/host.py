@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gemini_ft.core.bundles import Bundles
-from gemini_ft.core.effects import CancelSend, Completed, Damaged, Effect, Free, Grant, Send, Tell, Upload, Withdraw
+from gemini_ft.core.effects import CancelSend, Completed, Copies, Damaged, Effect, Free, Gathered, Grant, Send, Tell, Upload, Withdraw
+from gemini_ft.core.gathering import Gathering
 from gemini_ft.core.ledger import Abort, Cadence, Commit, Decision, Holders, Ledger, Manifest, Thaw
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.slots import Slot, SlotState
+from gemini_ft.core.tree import Ways, collectors
 from gemini_ft.core.versions import Version
 from miniature.transfer import Fetch, Link, Outgoing
 from miniature.truth import check
@@ -32,6 +36,7 @@ class Node:
         self.workers: list[Worker] = []
         self.session: Session | None = None
         self.interrupted: Session | None = None  # of an agent that was restarted, until a worker of it has come back
+        self.greetings = 0  # which no restart of the agent takes back: a clock of the machine
         self.adopted = False  # a slot that was about to be freed is kept by an agent that was not there then
         self._forget()
 
@@ -45,7 +50,9 @@ class Node:
         self.said_of_uploads: list[tuple[Any, ...]] = []
         self.ledger: Ledger | None = None
         self.manifest: Manifest | None = None
-        self.members: list[Member] = []
+        self.ways: Ways[Member] = Ways()
+        self.gathering: Gathering | None = None  # of a collector
+        self.below: dict[str, Below] = {}  # host that reports here -> its newest connection
         self.leader: LeaderLink | None = None
 
     def events(self) -> Iterator[Step]:
@@ -57,8 +64,11 @@ class Node:
             yield from link.events()
         for upload in self.uploads:
             yield upload, upload.read
-        if self.leader is not None and self.leader.connection is None and self.job.accepts(self, self.leader.name):
-            yield self.leader, self.leader.dial
+        if self.leader is not None and self.leader.connection is None:
+            for name in filter(partial(self.job.accepts, self), self.leader.names):
+                yield self.leader, partial(self.leader.dial, name)
+        if self.gathering is not None and self.gathering.waiting:
+            yield (self.gathering, "late"), self.send_gathered
         if self.leader is not None and self.leader.bundles.waiting:
             yield (self.leader, "late"), self.leader.flush
         if self.manifest is not None:
@@ -86,7 +96,9 @@ class Node:
             cadence = Cadence(self.job.every, None, start) if self.job.every else None
             self.ledger = Ledger(self.host.holders, self.host.committed, PATIENCE, cadence)
         else:
-            self.leader = LeaderLink(self, session.leader)
+            self.leader = LeaderLink(self, session.ways[self.name])
+            if self.name in collectors(session.ways):
+                self.gathering = Gathering(self.name, self.host.holders)
 
     def _close_session(self) -> None:
         """The agent's duty: nothing of the former incarnation comes in any more, not even what has arrived."""
@@ -98,8 +110,8 @@ class Node:
             fetch.cancel()
         if self.leader is not None and self.leader.connection is not None:
             self.leader.connection.close_near()
-        self.links, self.members = {}, []
-        self.ledger = self.leader = self.manifest = self.uploading = None
+        self.links, self.below, self.ways = {}, {}, Ways()
+        self.ledger = self.gathering = self.leader = self.manifest = self.uploading = None
         self.said_of_uploads.clear()
 
     def restart_agent(self) -> None:
@@ -316,9 +328,55 @@ class Node:
                 if uploading is not None and uploading != book.uploading:
                     self._announce(Thaw(uploading, "the leader's agent was restarted"))
 
+    def hear_of(self, host: str, way: Member, kind: str, *args: Any) -> None:
+        """What another host says, in the order in which it comes: here, or by way of a collector."""
+        if kind == "rejoin":
+            attempt, *args = args  # type: ignore[assignment]
+            if not self.ways.greet(host, attempt, way):
+                return
+            way.tell("admitted", host, attempt)
+        elif not self.ways.counts(host, way):
+            return
+        self.hear(kind, *args)
+
     def tick(self) -> None:
         if self.ledger is not None:
-            self._apply(self.ledger.tick(self.job.now, [node.name for node in self.job.stopped]))
+            stopped = {node.name for node in self.job.stopped}
+            behind = [host for way in self.ways.open if way.host in stopped for host in self.ways.through(way)]
+            self._apply(self.ledger.tick(self.job.now, {*stopped, *behind}))
+
+    # -- a collector
+
+    def collect(self, host: str, kind: str, *args: Any) -> None:
+        """What a host says that reports here. The agent's duty: nothing goes up before its greeting on the present connection."""
+        assert self.leader is not None
+        assert self.gathering is not None
+        if self.leader.connection is None or (kind != "rejoin" and host not in self.gathering.greeted):
+            return
+        if kind == "report" and isinstance(args[0], Copies):
+            self.gather(args[0])
+            return
+        self.send_gathered()
+        if kind == "rejoin":
+            self.gathering.greet(host, args[0])
+        self.leader.connection.forward.append(("relayed", host, kind, *args))
+
+    def gather(self, copies: Copies) -> None:
+        assert self.gathering is not None
+        if self.gathering.add(copies):
+            self.send_gathered()
+
+    def send_gathered(self) -> None:
+        assert self.leader is not None
+        assert self.leader.connection is not None
+        assert self.gathering is not None
+        for told in self.gathering.take():
+            frame = ("relayed", told.host, "report", told) if isinstance(told, Copies) else ("report", told)
+            self.leader.connection.forward.append(frame)
+
+    def pass_down(self, hosts: Sequence[str], decision: Decision) -> None:
+        for host in [host for host in hosts if self.gathering is not None and host in self.gathering.admitted]:
+            self.below[host].tell("decision", decision)
 
     def _apply(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
@@ -336,12 +394,15 @@ class Node:
         self._apply(self.ledger.upload_over(version))
 
     def _announce(self, decision: Decision) -> None:
-        for member in self.members:
-            assert member.connection is not None
-            assert self.ledger is not None
-            told = self.ledger.addressed(decision, member.connection.names[0]) if isinstance(decision, Commit) else decision
-            member.connection.backward.append(("decision", told))
-        self.obey(decision)
+        general, apart = decision, frozenset[str]()
+        assert self.ledger is not None
+        if isinstance(decision, Commit):
+            general, apart = replace(decision, roots={}, agreed=True), frozenset(self.ledger.apart(decision))
+        for way, hosts in self.ways.audiences(apart):
+            is_apart = hosts is not None and hosts <= apart
+            told = self.ledger.addressed(decision, next(iter(hosts))) if is_apart and hosts and isinstance(decision, Commit) else general
+            way.tell(*(("decision", told) if hosts is None else ("relayed", sorted(hosts), told)))
+        self.obey(self.ledger.addressed(decision, self.name) if isinstance(decision, Commit) else decision)
 
     def _check_roots(self, version: Version) -> None:
         """A host that is told that its copies agreed holds all of them, with the roots that it would have heard."""
@@ -369,6 +430,8 @@ class Node:
             case Holders(excluded=excluded, newly=newly):
                 if self.leader is not None:
                     self.leader.bundles.exclude(excluded)
+                if self.gathering is not None:
+                    self.gathering.exclude(excluded)
                 for owner, peer in newly:
                     self.perform(self.host.on_exclude(owner, peer))
             case Thaw(version):
@@ -381,26 +444,67 @@ class Node:
 
 
 class Member:
-    """The leader's end of another host's connection."""
+    """The leader's end of another host's connection, on which a collector passes on what others say."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
         self.connection: Connection | None = None
-        node.members.append(self)
+
+    @property
+    def host(self) -> str:
+        assert self.connection is not None
+        return self.connection.names[0]
 
     def on(self, kind: str, *args: Any) -> None:
-        self.node.hear(kind, *args)
+        if kind == "report" and isinstance(args[0], Gathered):
+            counted = {host: text for host, text in args[0].roots.items() if self.node.ways.counts(host, self)}
+            self.node.hear(kind, replace(args[0], roots=counted))
+        elif kind == "relayed":
+            self.node.hear_of(args[0], self, *args[1:])
+        else:
+            self.node.hear_of(self.host, self, kind, *args)
+
+    def tell(self, *frame: Any) -> None:
+        assert self.connection is not None
+        self.connection.backward.append(frame)
 
     def lost(self) -> None:
-        if self in self.node.members:
-            self.node.members.remove(self)
+        self.node.ways.lose(self)
+
+
+class Below:
+    """A collector's end of the connection of a host that reports to it."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.connection: Connection | None = None
+        self._host = ""
+
+    def join(self, host: str) -> None:
+        self._host, earlier = host, self.node.below.get(host)
+        if earlier is not None and earlier.connection is not None:
+            earlier.connection.close_far()
+        self.node.below[host] = self
+
+    def on(self, kind: str, *args: Any) -> None:
+        if self.node.below.get(self._host) is self:
+            self.node.collect(self._host, kind, *args)
+
+    def tell(self, *frame: Any) -> None:
+        assert self.connection is not None
+        self.connection.backward.append(frame)
+
+    def lost(self) -> None:
+        if self.node.below.get(self._host) is self and self.node.gathering is not None:
+            del self.node.below[self._host]
+            self.node.gathering.leave(self._host)
 
 
 class LeaderLink:
-    """Another host's end: reports go out, decisions come in. After a loss, whatever is undecided is said again."""
+    """Another host's end: reports go out, decisions come in. After a loss, whatever is undecided is said again, perhaps to another."""
 
-    def __init__(self, node: Node, name: str) -> None:
-        self.node, self.name = node, name
+    def __init__(self, node: Node, names: Sequence[str]) -> None:
+        self.node, self.names = node, names
         self.connection: Connection | None = None
         self.bundles = Bundles(node.name, node.host.holders)
 
@@ -411,27 +515,56 @@ class LeaderLink:
         if frame[0] == "report" and isinstance(frame[1], Completed):
             if self.bundles.add(frame[1]):
                 self.flush()
-        else:
-            self.flush()
-            self.connection.forward.append(frame)
+            return
+        self.flush()
+        if self.node.gathering is not None:
+            self.node.send_gathered()
+        self.connection.forward.append(frame)
 
     def flush(self) -> None:
         assert self.connection is not None
-        self.connection.forward.extend(("report", copies) for copies in self.bundles.take())
+        for copies in self.bundles.take():
+            if self.node.gathering is not None:
+                self.node.gather(copies)
+            else:
+                self.connection.forward.append(("report", copies))
 
-    def dial(self) -> None:
-        self.connection = self.node.job.connect(self.node, self.name, "report", self)
+    def dial(self, name: str) -> None:
+        self.connection = self.node.job.connect(self.node, name, "report", self)
         if self.connection is not None:
-            host = self.node.host
-            self.bundles.forget()
-            self.say("rejoin", host.committed, self.node.uploading, host.heard_roots, self.node.name)
-            for frame in [*(("report", report) for report in host.reports()), *self.node.said_of_uploads]:  # the agent's duty
-                self.say(*frame)
-            self.flush()
+            if self.node.gathering is not None:
+                self.node.gathering.begin()
+                for below in self.node.below.values():
+                    below.tell("way_up")
+            self._greet()
+
+    def _greet(self) -> None:
+        host = self.node.host
+        self.node.greetings += 1
+        self.bundles.forget()
+        self.say("rejoin", self.node.greetings, host.committed, self.node.uploading, host.heard_roots, self.node.name)
+        for frame in [*(("report", report) for report in host.reports()), *self.node.said_of_uploads]:  # the agent's duty
+            self.say(*frame)
+        self.flush()
 
     def on(self, kind: str, *args: Any) -> None:
-        self.node.obey(args[0])
+        node = self.node
+        match kind:
+            case "way_up":
+                self._greet()
+            case "admitted" if node.gathering is not None:
+                node.gathering.admit(*args)
+            case "relayed":
+                hosts, decision = args
+                if node.name in hosts:
+                    node.obey(decision)
+                node.pass_down(hosts, decision)
+            case "decision":
+                node.obey(*args)
+                node.pass_down(sorted(node.gathering.admitted) if node.gathering is not None else [], *args)
 
     def lost(self) -> None:
         self.connection = None
         self.bundles.forget()
+        if self.node.gathering is not None:
+            self.node.gathering.begin()

@@ -9,10 +9,11 @@ from random import Random
 from gemini_ft.core.ledger import Decision
 from gemini_ft.core.placement import place
 from gemini_ft.core.slots import Slot, SlotState
+from gemini_ft.core.tree import FAN_IN
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.recovery.plan import Holding, RecoveryPlan, plan_recovery
 from gemini_ft.wire.worker_messages import SlotInfo
-from miniature.host import Member, Node
+from miniature.host import Below, Member, Node
 from miniature.transfer import Fetch, Receiver, Server
 from miniature.truth import BrokenPromiseError, Truth, check, has
 from miniature.wire import CHUNKS, Connection, Handler, Memory, Step, Tag
@@ -39,7 +40,8 @@ class Storage:
 class Job:
     """``events`` and ``workers`` say what may happen next; the faults and ``restart`` are whoever drives it's to choose."""
 
-    def __init__(self, hosts: int, ranks_per_host: int, replicas: int, every: int | None) -> None:
+    def __init__(self, hosts: int, ranks_per_host: int, replicas: int, every: int | None, fan_in: int = FAN_IN) -> None:
+        self.fan_in = fan_in
         self.size, self.ranks_per_host, self.replicas, self.every = hosts, ranks_per_host, min(replicas, hosts), every
         self.world_size = hosts * ranks_per_host
         self.now = 0.0
@@ -115,9 +117,12 @@ class Job:
         peer = self.nodes.get(name)
         if peer is None or not peer.alive or peer in self.stopped or (role != "fetch" and not self.accepts(node, name)):
             return None
-        kinds: dict[str, type[Receiver | Member | Server]] = {"replicate": Receiver, "report": Member, "fetch": Server}
+        reports_to = Member if peer.ledger is not None else Below
+        kinds: dict[str, type[Receiver | Member | Below | Server]] = {"replicate": Receiver, "report": reports_to, "fetch": Server}
         far = kinds[role](peer)
         connection = far.connection = Connection(self, role, (node.name, name), near, far)
+        if isinstance(far, Below):
+            far.join(node.name)
         self.connections = [c for c in self.connections if c.near_open or c.far_open] + [connection]
         return connection
 
@@ -278,7 +283,7 @@ class Job:
         placement = place([node.name for node in self.crew], self.replicas)
         hosts = tuple(node.name for node in self.crew for _ in range(self.ranks_per_host))
         holders = {rank: placement[host] for rank, host in enumerate(hosts)}
-        session = Session(incarnation, hosts, holders, plan.version, dict(plan.sources), dict(plan.roots))
+        session = Session(incarnation, hosts, holders, plan.version, dict(plan.sources), dict(plan.roots), self.fan_in)
         keepers = {owner: {self.nodes[name] for name in names} for owner, names in plan.sources.items()}
         self.truth, self._former = Truth(session, plan.version, keepers), self.truth
         self.phase, self._todo = "opening", list(self.crew)

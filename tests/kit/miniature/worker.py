@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gemini_ft.core.tree import ways_up
 from gemini_ft.core.versions import Incarnation, Version
 from miniature.transfer import Fetch
 from miniature.truth import check
@@ -26,10 +27,16 @@ class Session:
     resumed: Version | None
     sources: dict[int, tuple[str, ...]]  # who has the resumed version in memory; empty when it is in storage
     roots: dict[int, str]  # of its shards
+    fan_in: int
 
     @property
     def leader(self) -> str:
         return self.hosts[0]
+
+    @property
+    def ways(self) -> dict[str, tuple[str, ...]]:
+        """host -> those to which it may report."""
+        return ways_up(self.hosts, self.leader, self.fan_in)
 
 
 class Worker:

@@ -23,6 +23,7 @@ from typing import Any
 GLOBALS, GIVEN = sorted(globals()), dict(globals())
 STREAMS: list[Any] = [sys.stdin, sys.stdout, sys.stderr]
 STORES = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_USE_AGENT_STORE")
+PAGES = "THP_MEM_ALLOC_ENABLE"
 
 
 def signal_of_death() -> int:
@@ -61,8 +62,9 @@ early = {
     "collector": [gc.isenabled(), gc.get_threshold()],
     "tracing": [str(sys.gettrace()), str(sys.getprofile())],
     "standard modules at the start": "json" in sys.modules,
-    "environment": {key: value for key, value in os.environ.items() if not key.startswith("GEMINI_") and key not in STORES},
+    "environment": {key: value for key, value in os.environ.items() if not key.startswith("GEMINI_") and key not in (*STORES, PAGES)},
     "settings of the rendezvous": [os.environ.get(key) for key in STORES],
+    "pages of tensors": os.environ.get(PAGES),
     "variables of gemini": sorted(key for key in os.environ if key.startswith("GEMINI_")),
     "modules of others at the start": sorted({"torch", "numpy"} & sys.modules.keys()),
     "loggers at the start": any(name.startswith("torch") for name in logging.root.manager.loggerDict),

@@ -1,0 +1,205 @@
+"""A collector: takes the reports of other hosts to the leader in few messages, and the leader's decisions to them.
+
+`gemini_ft.core.gathering` is its pure part, `gemini_ft.core.tree` says which hosts are collectors, and for whom.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterable
+
+from gemini_ft.agent.tasks import Tasks
+from gemini_ft.core.effects import Copies, Skipped
+from gemini_ft.core.gathering import Gathering
+from gemini_ft.core.rounds import Pair
+from gemini_ft.errors import PeerError
+from gemini_ft.wire.messages import kind_of, pack
+from gemini_ft.wire.peer_messages import (
+    Admitted,
+    DrainHost,
+    Heartbeat,
+    PeerMessage,
+    Rejoin,
+    Relayed,
+    ReportFinished,
+    ReportNeed,
+    ReportUploaded,
+    Silent,
+    UploadSoon,
+    WayUp,
+)
+from gemini_ft.wire.tcp import Connection
+
+SILENCE = 2.5  # seconds after which a host, or a collector, of which nothing is heard may be lost
+_GATHER = 0.25  # seconds for which a collector waits for hosts that have not reported
+_TICK = 0.5  # seconds between looks at who is silent
+_HEARTBEAT = 1.0  # seconds
+_REPORTS = Rejoin | Copies | Skipped | ReportUploaded | ReportFinished | ReportNeed | UploadSoon | DrainHost
+
+
+class Collector:
+    """The hosts that report to this one. They stay connected while the leader is lost, and greet again when it is back.
+
+    Args:
+        name: this host.
+        gathering: the pure part.
+    """
+
+    def __init__(self, name: str, gathering: Gathering) -> None:
+        self.name, self._gathering = name, gathering
+        self._ports: dict[str, CollectorPort] = {}  # host -> its newest connection
+        self._send: Callable[[PeerMessage], None] | None = None  # to the leader; None: it is not reached
+        self._gone: set[str] = set()  # hosts that have greeted on the present way to the leader, and are not connected any more
+        self._silent: list[str] = []  # as the leader was told
+        self._late: asyncio.TimerHandle | None = None  # sends what waits, complete or not
+        self._tasks = Tasks()
+        self._tasks.spawn(self._tick())
+
+    def close(self) -> None:
+        self._tasks.cancel()
+        self.shut()
+        for port in list(self._ports.values()):
+            port.connection.abort("the session is over")
+
+    # -- the way to the leader
+
+    def open(self, send: Callable[[PeerMessage], None]) -> None:
+        """Takes note that the leader is reached, by a new connection; ``send``: to it."""
+        self._gathering.begin()
+        self._send, self._silent, self._gone = send, [], set()
+        for port in self._ports.values():
+            if port.has_greeted:  # else its greeting is still to come
+                port.send_frame(pack(WayUp(is_open=True)))
+
+    def shut(self) -> None:
+        """Takes note that the leader is lost."""
+        if self._send is not None:
+            self._send = None
+            self._gathering.begin()
+            self._stop_waiting()
+            for port in self._ports.values():
+                port.send_frame(pack(WayUp(is_open=False)))
+
+    # -- upwards
+
+    def join(self, connection: Connection, host: str) -> CollectorPort:
+        """Takes in a host that reports here."""
+        if (earlier := self._ports.get(host)) is not None:
+            earlier.connection.abort(f"host {host} has dialled again")
+            self.leave(earlier)
+        self._ports[host] = port = CollectorPort(self, connection, host)
+        return port
+
+    def leave(self, port: CollectorPort) -> None:
+        """Takes note that a host's connection is closed."""
+        if self._ports.get(port.host) is port:
+            del self._ports[port.host]
+            self._gone |= {port.host} & self._gathering.greeted.keys()
+            self._gathering.leave(port.host)
+
+    def hear(self, message: PeerMessage, port: CollectorPort) -> None:
+        """Takes what a host says: its copies wait for those of others, all else goes up at once, and what it said before goes before.
+
+        Raises:
+            PeerError: it speaks for another one, or that is no report.
+        """
+        if not isinstance(message, _REPORTS):
+            raise PeerError(f"{kind_of(message)!r} is not a report")
+        if isinstance(message, Copies) and message.host != port.host:
+            raise PeerError(f"host {port.host!r} reports copies of host {message.host!r}")
+        port.has_greeted |= isinstance(message, Rejoin)
+        is_heard = isinstance(message, Rejoin) or port.host in self._gathering.greeted
+        if self._send is None or self._ports.get(port.host) is not port or not is_heard:
+            return
+        if isinstance(message, Copies):
+            self.gather(message)
+            return
+        self.flush()
+        if isinstance(message, Rejoin):
+            self._gathering.greet(port.host, message.attempt)
+            self._gone.discard(port.host)
+        self._send(Relayed(hosts=[port.host], body=pack(message)[4:]))
+
+    def gather(self, copies: Copies) -> None:
+        """Takes the copies of one host, perhaps this one; they go up when there is nothing more to wait for, or after a moment."""
+        if self._gathering.add(copies):
+            self.flush()
+        elif self._late is None:
+            self._late = asyncio.get_running_loop().call_later(_GATHER, self.flush)
+
+    def flush(self) -> None:
+        """Sends what waits."""
+        self._stop_waiting()
+        for message in self._gathering.take():
+            if self._send is None:
+                continue
+            if isinstance(message, Copies) and message.host != self.name:
+                self._send(Relayed(hosts=[message.host], body=pack(message)[4:]))
+            else:
+                self._send(message)
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    # -- downwards
+
+    @property
+    def admitted(self) -> Collection[str]:
+        """The hosts to which everything goes that the leader tells all."""
+        return self._gathering.admitted
+
+    def admit(self, host: str, attempt: int) -> None:
+        """Takes note that the leader has heard a host's greeting."""
+        if self._gathering.admit(host, attempt):
+            self.pass_down([host], pack(Admitted(host=host, attempt=attempt)))
+
+    def exclude(self, pairs: Iterable[Pair]) -> None:
+        """Takes note of all holders that do not count now."""
+        self._gathering.exclude(pairs)
+
+    def pass_down(self, hosts: Iterable[str], frame: bytes) -> None:
+        """Sends a message of the leader to those of the hosts that it has admitted."""
+        for host in hosts:
+            if host in self._gathering.admitted:
+                self._ports[host].send_frame(frame)
+
+    async def _tick(self) -> None:
+        beat = pack(Heartbeat())
+        while True:
+            await asyncio.sleep(_TICK)
+            now = time.monotonic()
+            for port in self._ports.values():
+                if now - port.spoke >= _HEARTBEAT:
+                    port.send_frame(beat)
+            silent = sorted({*self._gone, *(host for host in self._gathering.greeted if now - self._ports[host].heard > SILENCE)})
+            if self._send is not None and silent != self._silent:
+                self._silent = silent
+                self._send(Silent(hosts=silent))
+
+
+class CollectorPort:
+    """A collector's end of a host's connection."""
+
+    def __init__(self, collector: Collector, connection: Connection, host: str) -> None:
+        self._collector, self.connection, self.host = collector, connection, host
+        self.has_greeted = False  # since it is connected, whether that could go up or not
+        self.heard = self.spoke = time.monotonic()  # when something was heard, and sent
+
+    def send_frame(self, frame: bytes) -> None:
+        self.spoke = time.monotonic()
+        self.connection.send_frame(frame)
+
+    def on_message(self, message: PeerMessage) -> memoryview | None:
+        self.heard = time.monotonic()
+        if not isinstance(message, Heartbeat):
+            self._collector.hear(message, self)
+        return None
+
+    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
+        raise PeerError("raw bytes on a reporting connection")
+
+    def on_lost(self, reason: str) -> None:
+        self._collector.leave(self)

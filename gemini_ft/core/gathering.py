@@ -1,0 +1,109 @@
+"""A collector's part between its hosts and the leader: their copies go up in one message, and decisions down to those that are meant. Pure.
+
+Nothing of a host goes up before its greeting has, on the present connection to the leader. Nothing goes down to a host before the leader
+has admitted that greeting: what was sent earlier is for the host as it was before, perhaps another agent, with other copies.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from gemini_ft.core.effects import Copies, Gathered
+from gemini_ft.core.rounds import Pair
+from gemini_ft.core.versions import Version
+
+_REMEMBERED = 8  # versions; more are never under way at once
+
+
+class Gathering:
+    """Gathers what a collector's hosts, its own among them, have to report until it is all there; the caller says how long to wait.
+
+    Args:
+        name: the collector's own host.
+        holders: owner -> hosts, the owner's own first.
+    """
+
+    def __init__(self, name: str, holders: Mapping[int, tuple[str, ...]]) -> None:
+        self._name = name
+        self._held: dict[str, set[int]] = {}
+        for owner, hosts in holders.items():
+            for host in hosts:
+                self._held.setdefault(host, set()).add(owner)
+        self._excluded: dict[str, set[int]] = {}  # host -> owners whose copies there are not waited for
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins anew, as the connection to the leader is lost: all hosts must greet again."""
+        self.greeted: dict[str, int] = {}  # host -> attempt, of greetings that went up
+        self.admitted: set[str] = set()  # of these, those that the leader has admitted
+        self._awaited = {self._name}  # hosts whose copies are waited for
+        self._said: dict[Version, dict[str, set[int]]] = {}
+        self._done: dict[Version, set[str]] = {}  # hosts that have nothing more to say of it
+        self._waiting: list[Copies] = []
+
+    # -- the hosts
+
+    def greet(self, host: str, attempt: int) -> None:
+        """Takes note that a host's greeting goes up; all that waits must have gone up before."""
+        self.greeted[host] = attempt
+        self.admitted.discard(host)
+        self._awaited.add(host)
+
+    def admit(self, host: str, attempt: int) -> bool:
+        """Takes note of the leader's answer; whether it is the one to the host's newest greeting."""
+        if self.greeted.get(host) != attempt:
+            return False
+        self.admitted.add(host)
+        return True
+
+    def leave(self, host: str) -> None:
+        """Takes note that a host's connection is closed."""
+        self.admitted.discard(host)
+        self._awaited.discard(host)
+        self.greeted.pop(host, None)
+
+    def exclude(self, pairs: Iterable[Pair]) -> None:
+        """Takes note of all holders that do not count now."""
+        self._excluded = {}
+        for owner, host in pairs:
+            self._excluded.setdefault(host, set()).add(owner)
+
+    # -- their copies
+
+    def add(self, copies: Copies) -> bool:
+        """Takes in what one host reports. Returns whether no host has anything more to say of its version, so that it is time to send."""
+        host, version = copies.host, copies.version
+        said = self._said.setdefault(version, {}).setdefault(host, set())
+        said.update(copies.roots)
+        self._waiting.append(copies)
+        done = self._done.setdefault(version, set())
+        if said >= self._held.get(host, set()) - self._excluded.get(host, set()):
+            done.add(host)
+        while len(self._said) > _REMEMBERED:
+            oldest = min(self._said)
+            del self._said[oldest], self._done[oldest]
+        return len(done) >= len(self._awaited) and done >= self._awaited
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is anything to send."""
+        return bool(self._waiting)
+
+    def take(self) -> list[Gathered | Copies]:
+        """Everything that waits, the older versions first; hosts that have said all they are to hold at once are gathered, others apart."""
+        out: list[Gathered | Copies] = []
+        times = Counter((copies.host, copies.version) for copies in self._waiting)  # what is said in parts must keep its order
+        together: dict[tuple[Version, str, str, int], dict[str, str]] = {}
+        for copies in sorted(self._waiting, key=lambda each: each.version):
+            sizes = {len(root) for root in copies.roots.values()}
+            is_all = copies.roots.keys() == self._held.get(copies.host) and times[copies.host, copies.version] == 1
+            if not is_all or len(sizes) != 1 or 0 in sizes:
+                out.append(copies)
+                continue
+            key = (copies.version, copies.layout, copies.digest, sizes.pop())
+            if key not in together:
+                out.append(Gathered(*key[:3], together.setdefault(key, {})))
+            together[key][copies.host] = "".join([copies.roots[owner] for owner in sorted(copies.roots)])
+        self._waiting.clear()
+        return out
