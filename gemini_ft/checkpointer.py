@@ -214,6 +214,8 @@ class Checkpointer:
         self._recorder = recorder = Recorder(self.config, self.name, self.stats, self._resizable)
         if not self._resizable:
             notes.say(notes.FIXED)
+        if self.config.total_steps is not None:
+            notes.say_total(self.config.total_steps)
         session, plan = recorder.session, recorder.session.plan
         trust = bool(self.config.storage and self.config.storage.trust_pickle)  # the state in memory may have come from storage
         notes.step = 0 if plan.version is None else plan.version.iteration

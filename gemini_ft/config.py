@@ -167,6 +167,7 @@ class GeminiConfig(_Model):
     drain_signal: Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "none"] = Field("SIGUSR1", description="Signal at which `gemini run`, or a worker, finishes its step, commits it and ends with status 85, unless the script has its own use of it.")
     drain_seconds: float = Field(25.0, gt=0, description="Seconds that a drain may take, uploads included; then `gemini run` ends its workers as at SIGTERM.")
     linger: float = Field(1800.0, ge=0, description="Seconds an agent keeps its memory after the job has crashed.")
+    total_steps: int | None = Field(None, ge=0, description="Optimizer steps of the whole job, which a Kubeflow Trainer is told the progress by; default: max_steps of Lightning's Trainer, where that is given; 0 = nothing is reported.")
     max_retries: int = Field(3, ge=1, description="Failures without progress after which a snapshot is given up for an older one.")
 
     @property

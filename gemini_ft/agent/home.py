@@ -31,12 +31,14 @@ class HostRun:
         secret: known to all agents of the run; empty until a worker brings it.
         budget: bytes that the slots of all streams may take.
         files: where slots are made; None: in memory without a name.
+        leaving: launchers (process id, beginning) of a drained host: the workers that they start meanwhile have to leave as well.
     """
 
     def __init__(self, run_id: str, host: str, files: SlotFiles | None = None) -> None:
         self.run_id, self.host, self.files = run_id, host, files
         self.secret = b""
         self.budget = Budget(None)
+        self.leaving: set[tuple[int, int]] = set()
 
     def log(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a full disk costs the log, and nothing else

@@ -11,7 +11,8 @@ from gemini_ft.agent.outgoing import end_of
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.errors import AgentError
 from gemini_ft.wire.messages import Chunk, kind_of
-from gemini_ft.wire.worker_messages import Copied, GiveUp, Request, Reserve, Reserved, ToAgent
+from gemini_ft.wire.peer_messages import UploadSoon
+from gemini_ft.wire.worker_messages import Copied, GiveUp, Request, Reserve, Reserved, StopAfterStep, ToAgent
 
 
 class OwnShards:
@@ -63,6 +64,10 @@ class OwnShards:
         worker.send(reserved, fds)
         self._inbound.entrust_all()
         home.perform(home.host.send_again(owner))
+        if worker.launch is not None and (worker.launch.pid, worker.launch.ticks) in home.run.leaving:
+            home.log(f"this host is still drained: rank {owner} is told to leave as well")
+            home.report(UploadSoon())
+            worker.send(StopAfterStep())
 
     def _chunk(self, owner: int, chunk: Chunk) -> None:
         """Takes note of a chunk that the worker has copied: it may travel."""

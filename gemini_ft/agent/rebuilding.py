@@ -31,6 +31,7 @@ _TURNS = 5  # how often each peer is asked
 _PAUSE = 0.3  # seconds between two turns
 _STEPS = 2  # of a worker, before the network is used for this
 _SIGN = 1.0  # seconds between signs of life while nothing is read
+_ANSWER_SECONDS = 30.0
 _SHARE = 0.25  # of the time; the rest is for others on the same link
 
 
@@ -40,14 +41,14 @@ class Throttle:
     def __init__(
         self, share: float, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
     ) -> None:
-        self._rest, self._clock, self._sleep = 1 / share - 1, clock, sleep
+        self._rest, self._clock, self._wait = 1 / share - 1, clock, sleep
 
     @contextlib.asynccontextmanager
     async def piece(self) -> AsyncIterator[None]:
         """A piece of the work; it rests when that is done."""
         begin = self._clock()
         yield
-        await self._sleep(self._rest * (self._clock() - begin))
+        await self._wait(self._rest * (self._clock() - begin))
 
 
 class Rebuilding:
@@ -134,7 +135,7 @@ class Rebuilding:
         try:
             asked = Describe(owner=owner, version=self._resumed)
             connection.send(asked)
-            about = await asyncio.wait_for(copier.inbox.get(), 30)
+            about = await copier.next()
             if not isinstance(about, Description):
                 raise PeerError(str(getattr(about, "text", about)))
             check_answer(asked, about)
@@ -171,7 +172,7 @@ class Rebuilding:
                 async with throttle.piece():
                     copier.asked = Fetch(call=index + 1, owner=owner, version=version, offset=offset, nbytes=nbytes)
                     connection.send(copier.asked)
-                    data = await asyncio.wait_for(copier.inbox.get(), 30)
+                    data = await copier.next()
                 digest = about.digests[index]
                 found = checksum(memory.data(offset, nbytes)) if copier.digest is None else copier.digest
                 if not isinstance(data, Data) or found != digest:
@@ -194,6 +195,11 @@ class _Copier:
         self.asked: Fetch | None = None
         self.inbox: asyncio.Queue[PeerMessage | str] = asyncio.Queue()
         self.digest: int | None = None  # of the bytes that came last, if it was formed on the way
+
+    async def next(self) -> PeerMessage | str:
+        """The next message, or why there is none; `asyncio.wait_for` could take a cancellation for its own."""
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            return await self.inbox.get()
 
     def on_message(self, message: PeerMessage) -> memoryview | None:
         if isinstance(message, Data) and self.memory is not None and self.asked is not None:

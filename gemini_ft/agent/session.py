@@ -92,6 +92,11 @@ class Session:
         awaited = self._leader is not None and (self._leader.book.uploading is not None or self._leader.ending)
         return awaited or (self.storing is not None and self.storing.uploader.busy)
 
+    @property
+    def uploads(self) -> bool:
+        """Whether a version is on its way to storage."""
+        return self.storing is not None and self.storing.uploader.version is not None
+
     def _undecided(self) -> list[PeerMessage]:
         """Everything that a leader must hear that has been restarted, or could not be reached for a while."""
         host, need = self._home.host, self.outbound.pacing.need

@@ -98,6 +98,7 @@ class Stream:
             raise SupersededError(
                 f"incarnation {spec.incarnation} comes after {before.incarnation} began; this process belongs to the past and must stop"
             )
+        is_unstored = self._session is not None and self._session.uploads
         self.close_session()
         holders = {owner: tuple(hosts) for owner, hosts in spec.holders.items()}
         if readopt:
@@ -117,6 +118,8 @@ class Stream:
             self._repeat_reports()  # workers that are choosing go on, and the copies they were shown are kept
         else:
             self._candidates.clear()
+        if is_unstored:  # the upload has died with its session; one that a drain had asked for would not come again by itself
+            self.report(UploadSoon())
         if not readopt and spec.resumed is not None and spec.sources:
             self._rebuilding = Rebuilding(home, self._inbound, spec, self.session.outbound.gate)
         home.log(f"incarnation {spec.incarnation} of {spec.world_size} ranks, from {spec.resumed or 'nothing'}")
@@ -206,6 +209,7 @@ class Stream:
         present = [worker for worker in self.home.workers.values() if worker.alive and self.home.is_present(worker)]
         if present:
             self.home.log("this host is drained")
+            self.home.run.leaving.update((each.launch.pid, each.launch.ticks) for each in present if each.launch is not None)
             self.report(UploadSoon())
             self.home.tell_workers(StopAfterStep())
         return len(present)

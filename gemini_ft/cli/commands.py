@@ -45,6 +45,7 @@ def status(arguments: Sequence[str]) -> int:
     """``gemini status``: what the agents of a run hold and do on this machine."""
     parser = _with_run("status", "Show what a run's agent holds and does on this host.")
     parser.add_argument("--json", action="store_true", help="print the agent's own account, for programs")
+    parser.add_argument("--at-work", action="store_true", help="for probes: status 1, too, unless a worker of this host has joined the run")
     options = parser.parse_args(arguments)
     if options.run_id:
         document = lifecycle.status(options.run_id, options.host)
@@ -58,7 +59,7 @@ def status(arguments: Sequence[str]) -> int:
         raise ConfigError(f"which run? give --run-id or set GEMINI_RUN_ID; here are {', '.join(sorted(runs))} (gemini ps)")
     for document in documents:
         print(json.dumps(document) if options.json else _describe(document))
-    return 0
+    return int(options.at_work and not any(document["workers"] for document in documents))
 
 
 def ps(arguments: Sequence[str]) -> int:

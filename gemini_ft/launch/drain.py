@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -24,13 +24,14 @@ from gemini_ft.config import GeminiConfig
 from gemini_ft.errors import AgentTimeoutError, GeminiError
 from gemini_ft.hosts import host_id
 from gemini_ft.launch import grace
-from gemini_ft.launch.notes import DRAINED_STATUS
+from gemini_ft.launch.notes import DRAINED_STATUS, PROTECTED, Notes
 from gemini_ft.wire.worker_messages import AskDrain, Draining, ToWorker
 
 _log = logging.getLogger(__name__)
 
 LEFT = DRAINED_STATUS
 _STRAGGLERS = 10.0  # seconds for the other workers of a host, once one has left
+_RESTART = 10.0  # seconds for workers that are being restarted to join their run once more
 _POLL = 0.1  # seconds
 
 
@@ -41,10 +42,11 @@ class HostDrain:
         run: run id.
         seconds: that it may take.
         signum: the signal; None: only workers, and the host's agent, can be told.
+        have_joined: whether workers of this launcher have joined the run: if there are none now, they are being restarted.
     """
 
-    def __init__(self, run: str, seconds: float, signum: signal.Signals | None) -> None:
-        self._run, self._seconds, self._signum = run, seconds, signum
+    def __init__(self, run: str, seconds: float, signum: signal.Signals | None, have_joined: Callable[[], bool] = lambda: False) -> None:
+        self._run, self._seconds, self._signum, self._have_joined = run, seconds, signum, have_joined
         self._begun_at: float | None = None
         self._given_up = False
         self._over = threading.Event()
@@ -81,14 +83,22 @@ class HostDrain:
             self._give_up(f"no step has been committed within {self._seconds:g} s (drain_seconds)")
 
     def _asked(self) -> ToWorker | None:
-        """The agent's answer. One that hangs is killed by its workers, and its successor asked: there is time for that."""
-        end = time.monotonic() + self._seconds
+        """The agent's answer. One that hangs is killed by its workers, and its successor asked: there is time for that.
+
+        The same goes for workers that are being restarted. From then on the agent tells all those that this launcher starts.
+        """
+        begun = time.monotonic()
         while True:
             try:
-                return lifecycle.ask(self._run, host_id(), AskDrain())
+                answer = lifecycle.ask(self._run, host_id(), AskDrain())
+                is_told = isinstance(answer, Draining) and answer.workers
+                if is_told or not self._have_joined() or time.monotonic() > begun + min(_RESTART, self._seconds):
+                    return answer
             except AgentTimeoutError:
-                if self._over.is_set() or time.monotonic() > end:
+                if time.monotonic() > begun + self._seconds:
                     raise
+            if self._over.wait(_POLL):
+                return None
 
     def _give_up(self, why: str) -> None:
         with self._sending:
@@ -152,6 +162,7 @@ def await_workers(context: Any) -> None:
         time.sleep(_POLL)
 
 
-def drain_of(run: str, config: GeminiConfig) -> HostDrain:
-    """The drain as configured."""
-    return HostDrain(run, config.drain_seconds, None if config.drain_signal == "none" else signal.Signals[config.drain_signal])
+def drain_of(run: str, config: GeminiConfig, notes: Notes) -> HostDrain:
+    """The drain as configured, for the workers that leave these notes."""
+    signum = None if config.drain_signal == "none" else signal.Signals[config.drain_signal]
+    return HostDrain(run, config.drain_seconds, signum, lambda: notes.have(PROTECTED))

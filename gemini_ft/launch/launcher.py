@@ -43,6 +43,8 @@ from gemini_ft.launch.piped import copied_from_pipe
 from gemini_ft.launch.reports import own_log_dir
 from gemini_ft.launch.run_id import default_run_id, is_passing
 from gemini_ft.launch.spares import better_rendezvous
+from gemini_ft.launch.stores import surviving_stores
+from gemini_ft.launch.trainjob import reported_progress
 from gemini_ft.launch.worker_start import cold_workers, early_environment, forked_workers, modules_to_preload
 from gemini_ft.wire.worker_messages import Launch
 
@@ -86,9 +88,10 @@ def command(argv: Sequence[str]) -> int:
         with ExitStack() as stack:
             notes = stack.enter_context(notes_of_workers())
             stack.enter_context(better_rendezvous(torchrun.parse_min_max_nnodes(options.nnodes)[1], partial(notes.have, FIXED)))
+            stack.enter_context(surviving_stores())
             stack.enter_context(whole_rounds())
             stack.enter_context(own_log_dir(options))
-            drain = drain_of(run_id, config)
+            drain = drain_of(run_id, config, notes)
             endings = stack.enter_context(final_endings(notes, run_id, drain))
             copy = stack.enter_context(copied_from_pipe(program)) if not (options.module or options.no_python) else None
             stack.enter_context(workers_of(options, program, copy))
@@ -96,6 +99,7 @@ def command(argv: Sequence[str]) -> int:
             watchman = Watchman(run_id, host_id(), config.agent_timeout)
             watchman.start()
             stack.callback(watchman.stop)
+            stack.enter_context(reported_progress(os.environ, run_id, lambda: notes.total))
             record(torchrun.run)(options)
     except ChildFailedError as error:
         logger.error("%s", in_short(error, endings.repeated))
@@ -276,6 +280,8 @@ def meet(options: argparse.Namespace, place: slurm.Rendezvous | None) -> None:
     options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", place.endpoint, place.name
     if "is_host" not in options.rdzv_conf:
         options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, f"is_host={int(place.is_host)}"]))
+    if "store_timeout" not in options.rdzv_conf:  # srun is lost with the store's node: there is nothing to wait for
+        options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, "store_timeout=10"]))
     if _is_default(options, ["nnodes"]):
         options.nnodes = str(place.hosts)
     logger.info("the hosts of this SLURM step meet at %s", place.endpoint)

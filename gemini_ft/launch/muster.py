@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
-from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from gemini_ft.launch.launched import LAUNCH
@@ -26,6 +26,7 @@ from gemini_ft.launch.launched import LAUNCH
 logger = logging.getLogger(__name__)
 
 _POLL = 0.02  # seconds
+_RETRY = 0.5  # seconds, until a store that is lost is asked for once more
 _HERE = "gemini/here"
 
 
@@ -64,6 +65,11 @@ def whole_rounds() -> Iterator[None]:
                 return rendezvous(self)
             except _BrokenRoundError as error:
                 logger.warning("the hosts begin a new rendezvous round: %s", error)
+            except (RendezvousConnectionError, dist.DistError) as error:  # the store was lost, and may be elsewhere or come back
+                if getattr(self._state_holder._backend, "is_given_up", True):
+                    raise
+                logger.warning("the hosts begin a new rendezvous round: %s", str(error).splitlines()[0])
+                time.sleep(_RETRY)
 
     def whole_world(self: Any) -> tuple[int, int]:
         _places(self)
@@ -76,7 +82,7 @@ def whole_rounds() -> Iterator[None]:
         while True:
             try:
                 return assign(self, group)
-            except dist.DistStoreError as error:  # a host was lost right after all had met: its word is missing in the store
+            except dist.DistError as error:  # a host, or the store, was lost right after all had met: its word is missing
                 logger.warning("the hosts begin a new rendezvous round: %s", str(error).splitlines()[0])
 
     handler._get_store = lambda self: _met(self, store(self), this)  # type: ignore[method-assign]

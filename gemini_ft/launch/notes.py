@@ -13,6 +13,8 @@ PROTECTED = "protected"  # this worker asks to join a run; if it must not, its e
 DRAINED = "drained"  # this worker has left after a step that is committed, because its host is drained
 DRAINED_STATUS = 85  # ERESTART; with which a worker leaves then, and its launcher
 
+_TOTAL = "total="  # and the number of optimizer steps of the whole job
+
 step: int | None = None  # iterations that this worker's newest stream has done; None: it has none
 
 
@@ -21,6 +23,11 @@ def say(word: str) -> None:
     if path := os.environ.get(NOTES):
         with contextlib.suppress(OSError), open(path, "a") as file:  # the launcher is gone, and with it the job
             file.write(f"{word}\n")
+
+
+def say_total(steps: int) -> None:
+    """Tells ``gemini run`` how many optimizer steps the whole job has; what is said last counts."""
+    say(f"{_TOTAL}{steps}")
 
 
 class Notes:
@@ -36,7 +43,16 @@ class Notes:
 
     def have(self, word: str) -> bool:
         """Whether a worker has said it."""
-        return word in os.pread(self._fd, os.fstat(self._fd).st_size, 0).decode().split()
+        return word in self._words()
+
+    @property
+    def total(self) -> int | None:
+        """The optimizer steps of the whole job, once a worker has said how many they are."""
+        said = [word for word in self._words() if word.startswith(_TOTAL)]
+        return int(said[-1].removeprefix(_TOTAL)) if said else None
+
+    def _words(self) -> list[str]:
+        return os.pread(self._fd, os.fstat(self._fd).st_size, 0).decode().split()
 
     def close(self) -> None:
         os.close(self._fd)

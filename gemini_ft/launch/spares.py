@@ -42,6 +42,7 @@ _HOSTS = "gemini_hosts"  # attribute of torch's rendezvous state: the number of 
 _QUICKEST = 0.05  # seconds between two looks in the smallest job
 _HOSTS_PER_SECOND = 100  # in a look every host reads the states of all: large jobs keep torch's pace
 _GRACE = 1.0  # seconds a spare waits longer than the others take to look
+_SETTLING = 2.0  # seconds for the other hosts to come to another store after this one has; nobody is dead before
 _STUCK = 10.0  # seconds after which hosts that go on without a lost one are called together by a spare, as torch does at once
 
 
@@ -137,8 +138,9 @@ def _by_own_clock(holder: Any) -> Any:
         def _sanitize(self) -> None:
             now, said = time.monotonic(), self._state.last_heartbeats
             self._seen = {host: old if (old := self._seen.get(host)) and old[0] == beat else (beat, now) for host, beat in said.items()}
-            present = datetime.now(UTC)
-            self._state.last_heartbeats = {host: present - timedelta(seconds=now - since) for host, (_, since) in self._seen.items()}
+            present, settled = datetime.now(UTC), getattr(self._backend, "moved_at", 0.0) + _SETTLING
+            ages = {host: now - max(since, settled) for host, (_, since) in self._seen.items()}
+            self._state.last_heartbeats = {host: present - timedelta(seconds=age) for host, age in ages.items()}
             super()._sanitize()
             self._state.last_heartbeats = {host: said[host] for host in self._state.last_heartbeats}
 

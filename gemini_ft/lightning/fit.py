@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gemini_ft.checkpointer import Checkpointer
 from gemini_ft.config import GeminiConfig
 from gemini_ft.errors import UnsupportedStateError
+from gemini_ft.launch import notes
 from gemini_ft.lightning import trainer_callbacks, trainer_checkpoints, trainer_loops
 from gemini_ft.lightning.callbacks import refuse_callbacks
 from gemini_ft.lightning.capture import capture, checkpoint_of, complete, restore
@@ -81,6 +82,8 @@ class Fit:
     def open(self) -> None:
         """Joins the run; if something is found, makes Lightning restore from it. Collective."""
         refuse_callbacks(self._trainer.callbacks)
+        if self._trainer.max_steps > 0:  # an option counts more: it is said later
+            notes.say_total(self._trainer.max_steps)
         found = self.checkpointer.open()
         if found is None:
             return

@@ -55,8 +55,9 @@ class EmulatedHosts:
         workers: per host.
         env: environment for all hosts, beside the present one without its GEMINI_* variables.
         launcher: the command that takes torchrun's arguments.
-        network: where the hosts are, and on its hub the store; those that it lacks are added to it. It is closed by its maker,
+        network: where the hosts are, and on its hub the stores; those that it lacks are added to it. It is closed by its maker,
             after these hosts.
+        stores: of the rendezvous, in the order in which launchers prefer them.
 
     Raises:
         DrillError: the store did not start.
@@ -72,6 +73,7 @@ class EmulatedHosts:
         env: Mapping[str, str] | None = None,
         launcher: Sequence[str] = (*_GEMINI, "run"),
         network: Network | None = None,
+        stores: int = 1,
     ) -> None:
         self.count, self.folder, self.network = count, folder, network
         self.run = f"emulated-{secrets.token_hex(6)}"
@@ -79,7 +81,8 @@ class EmulatedHosts:
         self._launchers: dict[str, subprocess.Popen[bytes]] = {}
         self._env = _without_settings(os.environ) | self._settings() | dict(env or {})
         with self._inside(HUB):
-            self._store, endpoint = _start_store(self._env, self._address(HUB))
+            self._stores = [_start_store(self._env, self._address(HUB), "0") for _ in range(stores)]
+        endpoint = ",".join(endpoint for _, endpoint in self._stores)
         self._rendezvous = [f"--nnodes={count}", f"--nproc-per-node={workers}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
         self._rendezvous += ["--rdzv-conf=is_host=0", f"--rdzv-id={self.run}", "--max-restarts=100"]
         self._rendezvous += [f"--log-dir={folder / 'torchelastic'}"]  # else killed launchers leave their temporary folders behind
@@ -131,13 +134,25 @@ class EmulatedHosts:
         self.kill(host)
         return self.add()
 
+    def kill_store(self, number: int = 0) -> None:
+        """Kills a store of the rendezvous, with all that it has."""
+        process, _ = self._stores[number]
+        process.kill()
+        process.wait(_END_SECONDS)
+
+    def restart_store(self, number: int = 0) -> None:
+        """Starts a store that was killed at its address again; it is empty."""
+        with self._inside(HUB):
+            self._stores[number] = _start_store(self._env, self._address(HUB), self._stores[number][1].rpartition(":")[2])
+
     def stop(self) -> None:
-        """Kills all that is left of the hosts, and the store."""
+        """Kills all that is left of the hosts, and the stores."""
         for launcher in self._launchers.values():
             launcher.kill()
-        self._store.kill()
+        for store, _ in self._stores:
+            store.kill()
         self._end([])
-        for process in (*self._launchers.values(), self._store):
+        for process in (*self._launchers.values(), *(store for store, _ in self._stores)):
             process.wait(_END_SECONDS)
 
     # -- how they are
@@ -234,8 +249,8 @@ def _without_settings(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith(ours)}
 
 
-def _start_store(env: Mapping[str, str], address: str) -> tuple[subprocess.Popen[bytes], str]:
-    command = [sys.executable, "-c", _MORTAL, *_GEMINI, "store", "--host", address, "--port", "0"]
+def _start_store(env: Mapping[str, str], address: str, port: str) -> tuple[subprocess.Popen[bytes], str]:
+    command = [sys.executable, "-c", _MORTAL, *_GEMINI, "store", "--host", address, "--port", port]
     process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     with process.stdout as output:

@@ -26,6 +26,7 @@ import gemini_ft
 import gemini_ft.lightning
 from gemini_ft.agent import lifecycle
 from gemini_ft.errors import ConfigError, LayoutMismatchError, StateError
+from gemini_ft.launch.notes import notes_of_workers
 from gemini_ft.state import codec
 from gemini_ft.testing import first_difference
 
@@ -137,7 +138,9 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, bool]]:
 def test_a_crash_is_resumed(fit: Callable[..., Model], closed: list[dict[str, bool]]) -> None:
     with pytest.raises(Boom):
         fit({"at": 4, "do": crash})
-    resumed = fit()
+    with notes_of_workers() as notes:
+        resumed = fit()
+        assert notes.total == STEPS  # so that a launcher can report the progress
     assert resumed.steps[0] in (3, 4)
     assert closed == [{"finished": False, "interrupted": False}, {"finished": True, "interrupted": False}]
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), fit(strategy="ddp").parameters(), strict=True))
@@ -175,7 +178,10 @@ def test_resume_never(fit: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
     with pytest.raises(Boom):
         fit({"at": 4, "do": crash})
     monkeypatch.setenv("GEMINI_RESUME", "never")
-    assert fit().steps[0] == 0
+    monkeypatch.setenv("GEMINI_TOTAL_STEPS", "0")
+    with notes_of_workers() as notes:
+        assert fit().steps[0] == 0
+        assert notes.total == 0  # no progress is reported
 
 
 def test_another_model_is_refused(fit: Callable[..., Model]) -> None:

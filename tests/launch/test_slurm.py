@@ -59,7 +59,7 @@ def test_gemini_run_takes_the_rendezvous_unless_the_user_gives_one(monkeypatch: 
     for given, hosts in (([], "3"), (["--nnodes=2"], "2")):
         options = launcher.make_parser().parse_args([*given, "train.py"])
         launcher.meet(options, place)
-        assert (options.nnodes, options.rdzv_endpoint, options.rdzv_conf) == (hosts, "n1:21233", "is_host=0")
+        assert (options.nnodes, options.rdzv_endpoint, options.rdzv_conf) == (hosts, "n1:21233", "is_host=0,store_timeout=10")
     for given in (["--nnodes=1"], ["--standalone"], ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=there:1"]):
         options = launcher.make_parser().parse_args([*given, "train.py"])
         before = vars(options).copy()

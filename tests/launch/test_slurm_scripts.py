@@ -18,11 +18,27 @@ exit "$STEP_STATUS"
 """
 
 
-def run(script: str, folder: Path, status: int, **environ: str) -> subprocess.CompletedProcess[str]:
-    for name, text in (("srun", SRUN), ("squeue", "#!/bin/bash\necho COMPLETING\n"), ("scontrol", "#!/bin/bash\necho requeued\n")):
+# Runs the tasks of a step, one after the other, with a `gemini` that ends as the test wants it on that node; a step in a step has one task.
+TASKS = """#!/bin/bash
+while [ "$1" != bash ]; do shift; done
+if [[ "$*" != *gemini\\ run* ]]; then exec "$@"; fi
+gemini() { return "$STATUS"; }
+export -f gemini
+export SLURM_NODEID
+read -ra statuses <<<"$STATUSES"
+for ((SLURM_NODEID = 0; SLURM_NODEID < ${#statuses[@]}; SLURM_NODEID++)); do
+    STATUS=${statuses[$SLURM_NODEID]} "$@"
+done
+"""
+
+
+def run(
+    script: str, folder: Path, status: int, srun: str = SRUN, state: str = "COMPLETING", **environ: str
+) -> subprocess.CompletedProcess[str]:
+    for name, text in (("srun", srun), ("squeue", f"#!/bin/bash\necho {state}\n"), ("scontrol", "#!/bin/bash\necho requeued\n")):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "STEP_STATUS": str(status)}
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURMD_NODENAME": "n0", "STEP_STATUS": str(status)}
     path = os.pathsep.join([str(folder), os.environ["PATH"]])
     command = ["bash", str(SCRIPTS / script), "train.py"]
     return subprocess.run(
@@ -43,3 +59,21 @@ def test_a_step_that_is_over_before_the_script_looks_has_its_status_all_the_same
     done = run("lightning.sbatch", tmp_path, status, ATTEMPTS="2", BASH_ENV=str(tmp_path / "bash_env"))
     assert done.returncode == status, done.stderr
     assert done.stdout.count("step\n") == steps
+
+
+@pytest.mark.parametrize(
+    ("statuses", "ends_with"),
+    [
+        ("0 0 0", 0),
+        ("85 0 0", 0),  # the first node was drained, and a spare has finished the job in its place
+        ("85 85 0", 0),  # and another one, too
+        ("85 85 85", 85),  # the whole job is preempted
+        ("85 1 1 0", 85),  # the others have failed afterwards, without a spare's having been needed
+        ("1 1 1", 1),
+    ],
+)
+def test_a_job_is_requeued_unless_it_has_finished_whoever_was_drained(statuses: str, ends_with: int, tmp_path: Path) -> None:
+    done = run("train.sbatch", tmp_path, 0, TASKS, "RUNNING", STATUSES=statuses, TMPDIR=str(tmp_path))
+    assert done.returncode == ends_with, done.stdout + done.stderr
+    assert ("requeued" in done.stdout) == (ends_with != 0)
+    assert not list(tmp_path.glob("tmp.*"))

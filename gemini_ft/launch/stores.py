@@ -1,0 +1,276 @@
+"""A rendezvous that outlives its store: launchers know several places for one, and go on at another, or at one that came back empty.
+
+Torch's c10d rendezvous keeps its state in one store, and a job ends with that. But every launcher reads the whole state about once a
+second. So a launcher that loses the store finds another, and writes there what it has seen last, unless one of the others has done so.
+Workers have stores of their own and notice nothing. While no store can be reached, they go on training, and a launcher waits only
+where it needs the others: to begin, and after a failure.
+
+``--rdzv-endpoint A:29400,B:29400``: the hosts that A and B name serve a store each. Every change of the store counts a generation up,
+which the new one keeps. Where several stores are alive, because a link was lost and no host, that of the highest generation counts, and
+among equals the first in the order of the endpoints. A launcher that does not find the others where it is looks for that one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, c10d_rendezvous_backend
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT, C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_GENERATION = "gemini.generation."  # and the rendezvous' id: key of a store's generation
+_REACH_SECONDS = 2.0  # for a connection to a store
+_REACH = timedelta(seconds=_REACH_SECONDS)
+ANSWER_SECONDS = 5.0  # for its answer: torch would wait for minutes where a host is cut off
+_READ_SECONDS = 60  # torch's own default, for what the launchers exchange in a round
+LOOK_SECONDS = 5.0  # between two looks for a better store, in a round that is not complete
+_RETRY_SECONDS = 0.5
+_SAID_SECONDS = 10.0  # after which a launcher says for what it waits
+_PARTING_SECONDS = 2.0  # for which a store is served after the end, so that spares, which look once a second, learn of it
+
+
+class Place(NamedTuple):
+    """A store that could be reached."""
+
+    generation: int  # -1: nobody has used it
+    number: int  # of its endpoint
+    store: TCPStore
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The greater, the better."""
+        return self.generation, -self.number
+
+
+class Standby:
+    """The state of a rendezvous, as torch's `C10dRendezvousBackend` keeps it, in whichever store is there.
+
+    Args:
+        run: the rendezvous' id.
+        endpoints: (host, port) in the order of preference, the same on all hosts.
+        patience: seconds to wait for the first store.
+        read_seconds: for what the launchers exchange by way of a store, beside the state.
+
+    Raises:
+        RendezvousConnectionError: there was none in that time.
+
+    Attributes:
+        store: the present one.
+        moved_at: when this launcher came to it, in seconds of the monotonic clock; 0: it is the first one.
+        patience: seconds to look for another store where it is needed.
+    """
+
+    name = "c10d"
+
+    def __init__(self, run: str, endpoints: Sequence[tuple[str, int]], patience: float, read_seconds: int = _READ_SECONDS) -> None:
+        self._run, self._endpoints, self._read_seconds = run, endpoints, read_seconds
+        self._generation = 0
+        self._last: bytes | None = None  # the state as it was read or written last
+        self._looked_at = self._answered_at = time.monotonic()
+        self._said = False
+        self.moved_at, self.patience = 0.0, patience
+        begun = time.monotonic()
+        while not (places := self._places()):
+            waited = time.monotonic() - begun
+            if waited > patience:
+                raise RendezvousConnectionError(f"no store can be reached at {self._named()} within {patience:g} s")
+            if waited > _SAID_SECONDS and not self._said:
+                self._said = True
+                _log.warning("waiting for a store of the rendezvous at %s, for %g s at most (join_timeout)", self._named(), patience)
+            time.sleep(_RETRY_SECONDS)
+        self._move(places[0])
+
+    # -- torch's RendezvousBackend
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        """The state and a token for it; None: there is none."""
+        if len(self._endpoints) > 1 and self._is_lonely and time.monotonic() - self._looked_at > LOOK_SECONDS:
+            self._look()
+        found: tuple[bytes, Any] | None = self._ask(lambda backend: backend.get_state())
+        self._last = found[0] if found is not None else self._last
+        return found
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        """Writes the state if it is still that of the token; returns what is there now, and whether it is ours."""
+        found: tuple[bytes, Any, bool] | None = self._ask(lambda backend: backend.set_state(state, token))
+        self._last = found[0] if found is not None else self._last
+        return found
+
+    # -- inside
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the job was over when this launcher looked last."""
+        return self._last is not None and _progress(self._last)[0]
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether no store has been there for so long that a launcher which needs one had better end."""
+        return time.monotonic() - self._answered_at > self.patience
+
+    @property
+    def _is_lonely(self) -> bool:
+        """Whether the hosts have not met: perhaps they are elsewhere."""
+        return self._last is None or not pickle.loads(self._last).complete
+
+    def _ask(self, question: Callable[[C10dRendezvousBackend], T]) -> T:
+        try:
+            answer = _within(ANSWER_SECONDS, lambda: question(self._backend))
+        except RendezvousConnectionError:
+            self._take_over()
+            answer = _within(ANSWER_SECONDS, lambda: question(self._backend))
+        self._answered_at = time.monotonic()
+        return answer
+
+    def _take_over(self) -> None:
+        """Finds another store, and continues there what is not continued yet."""
+        places = self._places()
+        if not places:
+            if not self._said:
+                self._said = True
+                _log.warning("the store of the rendezvous is lost (%s); the workers go on, and it is looked for", self._named())
+            raise RendezvousConnectionError(f"the store of the rendezvous cannot be reached at {self._named()}")
+        _log.warning("the store of the rendezvous was lost; it goes on at %s:%d", *self._endpoints[places[0].number])
+        self._move(places[0])
+
+    def _look(self) -> None:
+        """Goes to a better store than the present one, if there is one."""
+        self._looked_at = time.monotonic()
+        if (places := self._places()) and places[0].rank > (self._generation, -self._number):
+            _log.warning("the others may be at %s:%d; the rendezvous goes on there", *self._endpoints[places[0].number])
+            self._move(places[0])
+
+    def _move(self, place: Place) -> None:
+        """Makes a store the present one; if it is behind what this launcher has seen, lets it catch up."""
+        key, is_first = _GENERATION + self._run, self._last is None
+        if place.generation < self._generation or place.generation < 0:
+            wanted = str(self._generation if is_first else self._generation + 1)
+            before = "" if place.generation < 0 else str(place.generation)
+            self._generation = int(_within(ANSWER_SECONDS, lambda: place.store.compare_set(key, before, wanted)))
+        else:
+            self._generation = place.generation
+        self._backend: Any = _within(ANSWER_SECONDS, lambda: C10dRendezvousBackend(place.store, self._run))
+        self.store, self._number, self._said = place.store, place.number, False
+        while self._last is not None:
+            there = _within(ANSWER_SECONDS, self._backend.get_state)
+            if there is not None and _progress(there[0]) >= _progress(self._last):
+                break
+            _within(ANSWER_SECONDS, partial(self._backend.set_state, self._last, there[1] if there is not None else None))
+        if not is_first:
+            self.moved_at = time.monotonic()
+
+    def _places(self) -> list[Place]:
+        """The stores that can be reached, the best one first."""
+        found = []
+        for number, (host, port) in enumerate(self._endpoints):
+            with contextlib.suppress(OSError, RuntimeError, RendezvousConnectionError):  # RuntimeError: torch's
+                socket.create_connection((host, port), _REACH_SECONDS).close()  # torch would try again where the port is closed
+                store = _within(2 * _REACH_SECONDS, partial(TCPStore, host, port, is_master=False, timeout=_REACH))
+                store.set_timeout(timedelta(seconds=self._read_seconds))
+                said = _within(ANSWER_SECONDS, partial(store.compare_set, _GENERATION + self._run, "?", "?"))
+                found.append(Place(int(said) if said.lstrip(b"-").isdigit() else -1, number, store))
+        return sorted(found, key=lambda place: place.rank, reverse=True)
+
+    def _named(self) -> str:
+        return ", ".join(f"{host}:{port}" for host, port in self._endpoints)
+
+
+def _progress(state: bytes) -> tuple[bool, int, bool]:
+    found = pickle.loads(state)  # torch loads it in the same way
+    return found.closed, found.round, found.complete
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """The call's result.
+
+    Raises:
+        RendezvousConnectionError: it has failed, or takes longer; its thread is given up, as torch cannot be interrupted.
+    """
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            results.append(call())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="gemini-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if results:
+        return results[0]
+    cause = errors[0] if errors else TimeoutError(f"no answer within {seconds:g} s")
+    raise RendezvousConnectionError(f"the connection to the store of the rendezvous has failed: {cause}") from cause
+
+
+def _served(endpoints: Sequence[tuple[str, int]], is_host: bool | None) -> list[TCPStore]:
+    """The stores that this process serves: at the endpoints that name this host, unless the user says whether it is one."""
+    found = []
+    for host, port in endpoints:
+        if is_host if is_host is not None and len(endpoints) == 1 else is_host is not False and _matches_machine_hostname(host):
+            try:
+                found.append(TCPStore(host, port, is_master=True, multi_tenant=True, wait_for_workers=False))
+            except RuntimeError as error:  # another launcher of this host serves it, as torch supposes as well
+                if is_host:
+                    raise RendezvousConnectionError(f"no store can be served at {host}:{port}: {error}") from error
+    return found
+
+
+@contextmanager
+def surviving_stores() -> Iterator[None]:
+    """Inside, torch's c10d rendezvous takes several endpoints, separated by commas, and survives the loss of its store."""
+    create, handler = c10d_rendezvous_backend.create_backend, DynamicRendezvousHandler
+    get_store, waiting = handler._get_store, handler.num_nodes_waiting
+    served: list[TCPStore] = []
+    backends: list[Standby] = []
+
+    def create_surviving(params: RendezvousParameters) -> tuple[Any, Any]:
+        if params.get("store_type", "tcp").strip().lower() != "tcp":
+            return create(params)
+        endpoints = [parse_rendezvous_endpoint(one, DEFAULT_PORT) for one in params.endpoint.split(",")]
+        if len(endpoints) == 1 and endpoints[0][1] == 0:  # a job of one host, with a port that nobody else has to know
+            return create(params)
+        served.extend(_served(endpoints, params.get_as_bool("is_host")))
+        joining = params.get_as_int("join_timeout", 600) or 600
+        backend = Standby(params.run_id, endpoints, joining, params.get_as_int("read_timeout", _READ_SECONDS) or _READ_SECONDS)
+        backend.patience = params.get_as_int("store_timeout", joining) or joining
+        backends.append(backend)
+        return backend, backend.store
+
+    def present_store(self: Any) -> Any:
+        if isinstance(backend := self._state_holder._backend, Standby):
+            self._store = backend.store
+        return get_store(self)
+
+    def waiting_if_known(self: Any) -> int:
+        try:
+            return waiting(self)
+        except RendezvousConnectionError:
+            return 0  # as long as the workers are well, they need no rendezvous
+
+    c10d_rendezvous_backend.create_backend = create_surviving
+    handler._get_store, handler.num_nodes_waiting = present_store, waiting_if_known  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        c10d_rendezvous_backend.create_backend = create
+        handler._get_store, handler.num_nodes_waiting = get_store, waiting  # type: ignore[method-assign]
+        if served and any(backend.is_closed for backend in backends):
+            time.sleep(_PARTING_SECONDS)
+        served.clear()

@@ -1,0 +1,159 @@
+"""The store of a rendezvous is lost, comes back, or is not where the others are: what a launcher does then."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
+
+from gemini_ft.cli.store import open_store
+from gemini_ft.launch import stores
+from gemini_ft.launch.stores import Standby
+
+HERE = "127.0.0.1"
+
+
+def state(number: int, complete: bool = False) -> bytes:
+    """A rendezvous in a round."""
+    found = _RendezvousState()
+    found.round, found.complete = number, complete
+    return pickle.dumps(found)
+
+
+def seen(standby: Standby) -> bytes | None:
+    found = standby.get_state()
+    return found[0] if found is not None else None
+
+
+def launcher(*ports: int) -> Standby:
+    return Standby("run", [(HERE, port) for port in ports], 10.0)
+
+
+class Places:
+    """Stores by their ports."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, TCPStore] = {}
+
+    def serve(self, port: int = 0) -> int:
+        store = open_store(HERE, port)
+        self._open[store.port] = store
+        return int(store.port)
+
+    def lose(self, port: int) -> None:
+        del self._open[port]
+
+
+@pytest.fixture
+def places() -> Places:
+    return Places()
+
+
+def test_a_store_that_comes_back_empty_is_told_what_was_known(places: Places) -> None:
+    port = places.serve()
+    one, other = launcher(port), launcher(port)
+    one.set_state(state(3, complete=True))
+    assert seen(other) == state(3, complete=True)
+    places.lose(port)
+    for each in (one, other):
+        with pytest.raises(RendezvousConnectionError, match=f"{HERE}:{port}"):
+            each.get_state()
+    places.serve(port)
+    assert seen(other) == seen(one) == state(3, complete=True)
+    token = one.get_state()
+    assert token is not None
+    assert other.set_state(state(4), token[1]) is not None
+    assert seen(one) == state(4)
+    assert min(one.moved_at, other.moved_at) > 0  # nobody has been silent before
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_furthest_of_what_launchers_know_counts_whoever_comes_first(places: Places, first: int) -> None:
+    ports = places.serve(), places.serve()
+    launchers = [launcher(*ports), launcher(*ports)]
+    launchers[0].set_state(state(3, complete=True))
+    seen(launchers[1])
+    token = launchers[0].get_state()
+    assert token is not None
+    launchers[0].set_state(state(4), token[1])
+    places.lose(ports[0])
+    seen(launchers[first])
+    assert [seen(each) for each in launchers] == [state(4)] * 2
+
+
+def test_a_newcomer_goes_to_the_store_that_is_in_use(places: Places) -> None:
+    ports = places.serve(), places.serve()
+    one = launcher(*ports)
+    one.set_state(state(1, complete=True))
+    places.lose(ports[0])
+    seen(one)
+    places.serve(ports[0])  # empty, and the first in the order
+    assert seen(launcher(*ports)) == state(1, complete=True)
+
+
+def test_hosts_that_miss_others_look_where_the_rendezvous_has_moved(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link is lost, and both stores are alive: the one that was moved to later counts."""
+    monkeypatch.setattr(stores, "LOOK_SECONDS", 0.0)
+    ports = places.serve(), places.serve()
+    stays = launcher(*ports)
+    stays.set_state(state(2, complete=True))
+    unreachable = places.serve()
+    places_of_the_other = unreachable, ports[1]  # the first of which is not the others' first
+    moves = launcher(*places_of_the_other)
+    moves.set_state(state(2, complete=True))
+    places.lose(unreachable)
+    seen(moves)
+    assert seen(stays) == state(2, complete=True)  # it misses nobody
+    token = moves.get_state()
+    assert token is not None
+    moves.set_state(state(3), token[1])
+    token = stays.get_state()
+    assert token is not None
+    stays.set_state(state(3), token[1])
+    seen(stays)
+    assert stays.store.port == moves.store.port == ports[1]
+
+
+@pytest.fixture
+def start_stopped() -> Iterator[Callable[[], tuple[int, Callable[[], None]]]]:
+    """Starts a store in a process; returns its port, and stops it when asked to."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> tuple[int, Callable[[], None]]:
+        command = [sys.executable, "-m", "gemini_ft.cli.main", "store", "--host", HERE, "--port", "0"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        return int(process.stdout.readline().rpartition(":")[2]), lambda: os.kill(process.pid, signal.SIGSTOP)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_store_that_does_not_answer_is_lost_as_well(
+    places: Places, start_stopped: Callable[[], tuple[int, Callable[[], None]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, stop = start_stopped()
+    one = launcher(port, places.serve())
+    one.set_state(state(5, complete=True))
+    stop()
+    monkeypatch.setattr(stores, "ANSWER_SECONDS", 0.5)
+    assert seen(one) == state(5, complete=True)
+    assert one.store.port != port
+
+
+def test_a_job_without_any_store_says_where_it_has_looked(places: Places) -> None:
+    port = places.serve()
+    places.lose(port)
+    with pytest.raises(RendezvousConnectionError, match=f"{HERE}:{port} within 0 s"):
+        Standby("run", [(HERE, port)], 0.0)
