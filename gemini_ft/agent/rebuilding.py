@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 from gemini_ft.agent.gate import Gate
 from gemini_ft.agent.home import Home
@@ -22,13 +23,14 @@ from gemini_ft.core.roots import checksum
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.handshake import dial
 from gemini_ft.wire.messages import check_answer
-from gemini_ft.wire.peer_messages import Data, Describe, Description, Fetch, PeerMessage
+from gemini_ft.wire.peer_messages import Data, Describe, Description, Fetch, Heartbeat, PeerMessage
 from gemini_ft.wire.tcp import Connection
 from gemini_ft.wire.worker_messages import SessionSpec
 
 _TURNS = 5  # how often each peer is asked
 _PAUSE = 0.3  # seconds between two turns
 _STEPS = 2  # of a worker, before the network is used for this
+_SIGN = 1.0  # seconds between signs of life while nothing is read
 _ANSWER_SECONDS = 30.0
 _SHARE = 0.25  # of the time; the rest is for others on the same link
 
@@ -62,7 +64,6 @@ class Rebuilding:
     def __init__(self, stream: Home, inbound: Inbound, spec: SessionSpec, gate: Gate) -> None:
         assert spec.resumed is not None
         self._stream, self._inbound, self._spec, self._gate, self._resumed = stream, inbound, spec, gate, spec.resumed
-        self._throttle = Throttle(_SHARE)
         self._stepped = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._rebuild())
 
@@ -110,9 +111,22 @@ class Rebuilding:
     def _is_moot(self, owner: int) -> bool:
         return self._stream.host.slots(owner).committed != self._resumed
 
-    async def _idle_network(self, nbytes: int) -> None:
+    async def _idle_network(self, nbytes: int, still_wanted: Callable[[], None]) -> None:
         late = time.monotonic() + self._gate.patience
-        await self._gate.leave(nbytes, lambda: late)
+        while True:
+            try:
+                async with asyncio.timeout(_SIGN):
+                    await self._gate.leave(nbytes, lambda: late)
+                    return
+            except TimeoutError:
+                still_wanted()
+
+    @staticmethod
+    async def _rest(still_wanted: Callable[[], None], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, _SIGN))
+            still_wanted()
 
     async def _copy(self, owner: int, source: str) -> None:
         copier = _Copier()
@@ -143,12 +157,19 @@ class Rebuilding:
         memory.clear()
         memory.forget()
         copier.memory = memory
+
+        def still_wanted() -> None:
+            """Keeps the slot of the source, which takes a silent reader for a dead one; lets go of both slots once they are not needed."""
+            if self._is_moot(owner):
+                raise PeerError("a newer version is committed")
+            connection.send(Heartbeat())
+
+        throttle = Throttle(_SHARE, sleep=partial(self._rest, still_wanted))
         try:
             for index, (offset, nbytes) in enumerate(memory.cuts(about.extras_bytes)):
-                if self._is_moot(owner):
-                    raise PeerError("a newer version is committed")
-                await self._idle_network(nbytes)
-                async with self._throttle.piece():
+                still_wanted()
+                await self._idle_network(nbytes, still_wanted)
+                async with throttle.piece():
                     copier.asked = Fetch(call=index + 1, owner=owner, version=version, offset=offset, nbytes=nbytes)
                     connection.send(copier.asked)
                     data = await copier.next()

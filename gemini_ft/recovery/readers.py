@@ -98,6 +98,9 @@ class LocalShard:
             )
             yield offset, view
 
+    def stay(self) -> None:
+        """Nothing to do: what is mapped stays."""
+
     def close(self) -> None:
         self._memory.close()
 
@@ -162,6 +165,11 @@ class PeerShard:
         with self._sending:
             if not self._reading:
                 self._wire.send(Heartbeat())
+
+    def stay(self) -> None:
+        """Keeps the slot while the reader of `chunks` has to wait before it can take the next one; from the reader's thread."""
+        with self._sending:
+            self._wire.send(Heartbeat())
 
     def extras(self) -> bytes:
         about = self.about

@@ -21,11 +21,12 @@ from gemini_ft.core.layout import Layout, Read
 from gemini_ft.core.roots import running_checksum
 from gemini_ft.errors import CorruptDataError
 from gemini_ft.recovery.plan import RecoveryPlan
-from gemini_ft.recovery.readers import ShardReader, ShardReaders, check_description
+from gemini_ft.recovery.readers import LocalShard, PeerShard, ShardReaders, check_description
 from gemini_ft.recovery.restore import Scatter
 from gemini_ft.wire.peer_messages import Description
 
 _DIALS = 8  # shards that each rank fetches from other hosts by itself before that is too many connections for the hosts that send
+_SIGN = 1.0  # seconds between signs of life of a reader that waits
 _PIECE = 2**20  # bytes that are hashed and copied in turn, so that the copy finds them in the cache
 
 
@@ -201,27 +202,32 @@ class Outflow:
     def _run(self) -> None:
         try:
             self.read = self._sources.read(self._shard.owner, self._shard.owner, self._pour)
-            if self._block is not None:
-                self._full.put(self._block)
         except _Stopped:
             pass
         except Exception as error:
             self.failure = error
         self._full.put(None)
 
-    def _pour(self, copy: ShardReader) -> tuple[str, int]:
+    def _pour(self, copy: LocalShard | PeerShard) -> tuple[str, int]:
         scatter, passed = Scatter(self._reads, self._tensors), 0
         for offset, view in copy.chunks():
             scatter.put(offset, view)
             if offset in self._shard.offsets:
-                self._add(view[max(0, self._poured - passed) :])
+                self._add(view[max(0, self._poured - passed) :], copy)
                 passed += len(view)
         return copy.where, scatter.nbytes
 
-    def _add(self, view: memoryview) -> None:
+    def _free_block(self, copy: LocalShard | PeerShard) -> memoryview | None:
+        while True:
+            try:
+                return self._free.get(timeout=_SIGN)
+            except queue.Empty:
+                copy.stay()  # another rank holds all of them up, perhaps for longer than the lease of this copy
+
+    def _add(self, view: memoryview, copy: LocalShard | PeerShard) -> None:
         while view:
             if self._block is None:
-                self._block, self._filled = self._free.get(), 0
+                self._block, self._filled = self._free_block(copy), 0
                 if self._block is None:
                     raise _Stopped
             part = view[: len(self._block) - self._filled]
@@ -229,6 +235,8 @@ class Outflow:
             self._filled += len(part)
             self._poured += len(part)
             view = view[len(part) :]
-            if self._filled == len(self._block):
+            if self._filled == len(self._block) or self._poured == self._shard.nbytes:
                 self._full.put(self._block)
                 self._block = None
+        if self._poured == self._shard.nbytes:
+            self._full.put(None)  # the others must not wait for what only this rank needs

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -68,7 +68,8 @@ def fill(session: Session, state: TrainingState, extras: Mapping[int, Any]) -> t
         filling = on_all_ranks(prepare, limit)
         if accounts:
             spread = _Spread(session, sources, filling, shards, {owner: account.salt for owner, account in accounts.items()})
-            spread.carry_out(limit)
+            with _allowing(limit):
+                spread.carry_out(limit)
             on_all_ranks(spread.complete, limit)
             if spread.stopped:
                 raise PeerError("a rank could not go on giving the others the state, and no rank says why; see the ranks' logs")
@@ -243,8 +244,8 @@ class _Ring:
 
     def __init__(self, world_size: int, block: int) -> None:
         stride = block + _TRAILER
-        cpu = "cpu:" in dist.get_backend_config()
-        self._device = torch.device("cpu") if cpu else accelerator.current_device()
+        self._device = _device()
+        cpu = self._device.type == "cpu"
         memory = bytearray(stride * (world_size + 1))  # what comes, and behind it what goes
         parts = [_Part(memoryview(memory)[at : at + stride]) for at in range(0, len(memory), stride)]
         self._parts, self._own = parts[:-1], parts[-1]
@@ -276,6 +277,24 @@ class _Ring:
         if self._there is not self._incoming:
             self._incoming.copy_(self._there)
         return self._parts
+
+
+def _device() -> torch.device:
+    """The device whose backend carries the rounds."""
+    return torch.device("cpu") if "cpu:" in dist.get_backend_config() else accelerator.current_device()
+
+
+@contextlib.contextmanager
+def _allowing(seconds: float) -> Iterator[None]:
+    """Lets the default group's collectives wait this long for a rank that reads: the limit that the user has set is meant for steps."""
+    group: Any = dist.group.WORLD
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(AttributeError, RuntimeError):  # a backend whose limit is not known
+            backend = group._get_backend(_device())
+            before: timedelta = backend.options._timeout
+            backend._set_default_timeout(max(before, timedelta(seconds=seconds)))
+            stack.callback(backend._set_default_timeout, before)
+        yield
 
 
 def _lost(error: RuntimeError) -> PeerError:

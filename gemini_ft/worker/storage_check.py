@@ -55,7 +55,13 @@ def check_storage(config: GeminiConfig, reopen: Callable[[], Storage], choice: C
     writers = speakers[:1] if reopen().is_one_place else speakers
     make_room = partial(_make_room, config, reopen, hello, choice)
     if _is_writable(config, reopen, choice, hello.rank in writers, make_room):
-        _check_shared(config, reopen, hosts, speakers, writers, hello.rank)
+        try:
+            _check_shared(config, reopen, hosts, speakers, writers, hello.rank)
+        except StorageError as error:  # from a host that had not tried it yet; where the job resumes from storage, it has been read there
+            assert config.storage is not None
+            if config.storage.required and choice.plan.kind not in ("memory", "storage"):
+                raise
+            _log.warning("some hosts cannot use the storage now: training goes on, uploads are tried when they are due (%s)", error)
 
 
 def _is_writable(config: GeminiConfig, reopen: Callable[[], Storage], choice: Choice, speaks: bool, make_room: Callable[[], None]) -> bool:
@@ -115,6 +121,7 @@ def _check_shared(
 
     Raises:
         ConfigError: it is; both hosts are named.
+        StorageError: a host that has written nothing cannot read either.
     """
     if len(speakers) == 1:
         return
@@ -135,7 +142,11 @@ def _check_shared(
     def find() -> None:
         if rank in speakers and writers != [rank]:
             before = writers[speakers.index(rank) % len(writers) - 1]
-            attempt(lambda: find_sign(storage, signs[before], hosts[before], hosts[rank]))
+            look = partial(find_sign, storage, signs[before], hosts[before], hosts[rank])
+            if rank in writers:
+                attempt(look)
+            else:
+                within(seconds, storage.url, look)
 
     signs = exchange_or_raise(leave, seconds + config.timeout)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from agent_kit import Job, Proxy, Rank, end_agent, eventually
 
 from gemini_ft.agent.rebuilding import Throttle
 from gemini_ft.wire.messages import Message
-from gemini_ft.wire.peer_messages import Describe
+from gemini_ft.wire.peer_messages import Describe, Fetch
 
 
 @pytest.fixture
@@ -62,6 +63,27 @@ def test_workers_that_make_no_step_are_not_waited_for_for_ever(job: Job) -> None
     newcomers = lose_a_host(job)
     open_both(job, newcomers, newcomers[0].address, replica_timeout=0.1)
     eventually(lambda: is_rebuilt(job), "the copy")
+
+
+@pytest.mark.soak
+def test_a_host_that_rests_between_two_chunks_keeps_its_source(job: Job) -> None:
+    """Its rest may be longer than the lease of a reader that gives no sign of life."""
+    newcomers = lose_a_host(job)
+    fetches: list[Fetch] = []
+    with Proxy(newcomers[0].address) as to_a:
+
+        def slow(message: Message) -> Message:
+            if isinstance(message, Fetch):
+                fetches.append(message)
+                if len(fetches) == 1:
+                    time.sleep(2.5)  # a slow link: three times as long is the rest, and five seconds the lease
+            return message
+
+        to_a.rewrite = slow
+        open_both(job, newcomers, to_a.address, replica_timeout=0.1)
+        eventually(lambda: is_rebuilt(job), "the copy")
+    assert len({fetch.offset for fetch in fetches}) == len(fetches)  # none was asked for again
+    assert "no sign of life" not in job.log("a")
 
 
 def test_a_throttle_leaves_the_rest_of_the_time_to_others() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from agent_kit import end_agent
 from plain_case import start_ranks
 from rank_kit import Failed, World
@@ -105,6 +108,20 @@ def lose_all_copies() -> None:
     ShardReaders.read = fail  # type: ignore[method-assign]
 
 
+def read_slowly() -> None:
+    """The victim needs longer for its first block than collectives of a step may take."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    read = Outflow.next_block
+
+    def slowly(self: Outflow) -> memoryview | None:
+        if is_victim():
+            time.sleep(2)
+            Outflow.next_block = read  # type: ignore[method-assign]
+        return read(self)
+
+    Outflow.next_block = slowly  # type: ignore[method-assign]
+
+
 def flip_a_bit() -> None:
     """In every part that reaches the victim by the collectives."""
     gather = spreading.all_gather_single
@@ -144,6 +161,13 @@ def test_bytes_that_are_damaged_on_the_way_are_read_from_their_holders(world: Wo
         {"peer host0"},
         {"peer host0", "other ranks"},
     ]
+
+
+def test_a_rank_may_read_for_longer_than_a_collective_of_a_step_may_take(world: World) -> None:
+    expected = lose_a_host(world)
+    results = world.outcome(train, 0, read_slowly)
+    assert [said["begin"] for said in results] == [expected] * 4
+    assert [set(said["restored"]) for said in results[VICTIM:]] == [{"peer host0", "other ranks"}] * 2
 
 
 def test_a_shard_of_which_no_copy_can_be_read_is_the_same_error_on_all_ranks(world: World) -> None:

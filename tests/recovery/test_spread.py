@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from agent_kit import WAIT, Job, content
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +25,7 @@ from gemini_ft.errors import CorruptDataError, PeerError, RecoveryError
 from gemini_ft.recovery.plan import RecoveryPlan
 from gemini_ft.recovery.readers import ShardReaders
 from gemini_ft.recovery.spread import Landing, Outflow, SharedShard, owners_to_spread
-from gemini_ft.wire.peer_messages import Description
+from gemini_ft.wire.peer_messages import Claims, Description
 
 VERSION = Version(Incarnation(1, "a"), 7)
 WORLD, CHUNK, BLOCK = 3, 128, 192  # a block is no multiple of a chunk, so that their borders never meet
@@ -126,12 +131,15 @@ class Copy:
                 raise PeerError(f"{self.where} is gone")
             yield at, memoryview(bytearray(self._content[at : at + CHUNK]))
 
+    def stay(self) -> None:
+        """Nothing to keep."""
+
     def close(self) -> None:
         """Nothing to let go of."""
 
 
-def readers(*copies: Copy) -> ShardReaders:
-    """Where rank 0's shard is."""
+def readers(*copies: Copy, owner: int = 0) -> ShardReaders:
+    """Where a rank's shard is."""
 
     class Copies(ShardReaders):
         def open(self, owner: int, host: str) -> Any:
@@ -139,7 +147,7 @@ def readers(*copies: Copy) -> ShardReaders:
 
     client: Any = None
     claims: Any = None
-    plan = RecoveryPlan("memory", VERSION, {0: tuple(copy.where for copy in copies)})
+    plan = RecoveryPlan("memory", VERSION, {owner: tuple(copy.where for copy in copies)})
     return Copies(client, "here", plan, {}, claims, b"", 1.0)
 
 
@@ -188,6 +196,63 @@ def test_a_stream_fills_the_tensors_of_all_ranks(fails_after: int | None) -> Non
         assert torch.equal(receiver[read.name][read.start : read.stop], values[read.name][read.start : read.stop])
         assert torch.equal(sender[read.name][read.start : read.stop], values[read.name][read.start : read.stop])
     assert landing.nbytes == sum(read.nbytes for read in reads)
+
+
+def test_nobody_waits_for_the_bytes_of_one_rank_alone() -> None:
+    contents, accounts, _, specs = shards(per_rank=300)
+    shard = SharedShard(accounts[1], accounts[1].root, WORLD)
+    tensors = {name: torch.zeros(size) for name, size in SIZES.items()} | {"own": torch.zeros(300)}
+    is_over = threading.Event()
+
+    class Slow(Copy):
+        def chunks(self) -> Iterator[tuple[int, memoryview]]:
+            for at, view in super().chunks():
+                if at > max(shard.offsets) and not is_over.wait(WAIT):
+                    raise PeerError("the stream did not end before this")
+                yield at, view
+
+    blocks = [memoryview(bytearray(BLOCK)) for _ in range(2)]
+    outflow = Outflow(readers(Slow("first", contents[1]), owner=1), shard, reads_of(1, accounts, specs, 1), tensors, blocks)
+    taken = 0
+    while (block := outflow.next_block()) is not None:
+        taken += len(block)
+        outflow.give_back(block)
+    is_over.set()
+    outflow.close()
+    assert taken >= shard.nbytes
+    assert outflow.failure is None
+    assert outflow.read is not None
+    assert torch.equal(tensors["own"], torch.full((300,), 2.0))
+
+
+@pytest.mark.soak
+def test_a_reader_that_others_hold_up_keeps_its_source(tmp_path: Path) -> None:
+    """Its lease is five seconds, and other ranks need eight for a round, once in each third of the shard."""
+    nbytes, client = 96 * 2**20, cast(Any, None)
+    with Job(tmp_path) as job:
+        ranks = job.join(("a", "b"))
+        spec = job.make_spec(ranks, replica_timeout=1.0)
+        for rank in ranks:
+            rank.open(spec)
+            rank.reserve(nbytes)
+        job.commit(ranks, 1)
+        plan = RecoveryPlan("memory", job.version(1), {0: ("a",)}, world_size=2)
+        claims = Claims(run=job.run, stream="main", host="c", to="", role="fetch", incarnation=None)
+        with contextlib.closing(ShardReaders(client, "c", plan, {"a": ranks[0].address}, claims, b"s" * 16, WAIT)) as sources:
+            about = sources.read(0, 0, lambda copy: copy.about)
+            shard, tensors = SharedShard(about, None, 2), {"weight": torch.zeros(2 * nbytes, dtype=torch.uint8)}
+            reads = [Read(0, piece.offset, piece.nbytes, piece.name, piece.start, piece.stop) for piece in shard.layout.pieces]
+            outflow = Outflow(sources, shard, reads, tensors, [memoryview(bytearray(2**20)) for _ in range(2)])
+            taken = 0
+            while (block := outflow.next_block()) is not None:
+                taken += len(block)
+                if taken % (nbytes // 3) == 0:
+                    time.sleep(8)
+                outflow.give_back(block)
+            outflow.close()
+        assert outflow.read == ("peer a", nbytes)
+        assert "taken back" not in job.log("a")
+    assert bytes(tensors["weight"][:nbytes].numpy()) == content(0, 1, nbytes)
 
 
 def test_a_shard_that_cannot_be_read_ends_the_stream_and_says_why() -> None:

@@ -48,8 +48,17 @@ def look_at_bucket(endpoint: str) -> None:
     _check("s3://bucket/run", lambda: open_storage("s3://bucket/run", endpoint))
 
 
-def _check(url: str, reopen: Callable[[], Storage]) -> None:
-    config = GeminiConfig(run_id="r", storage={"url": url, "every_steps": 1})
+def look_with_one_host_shut_out(endpoint: str, required: bool) -> None:
+    if HOSTS[int(os.environ["RANK"])] == "c":
+        for name in s3_server.CREDENTIALS:
+            os.environ.pop(name)
+        os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
+    init_process_group("gloo")
+    _check("s3://bucket/run", lambda: open_storage("s3://bucket/run", endpoint), required)
+
+
+def _check(url: str, reopen: Callable[[], Storage], required: bool = True) -> None:
+    config = GeminiConfig(run_id="r", storage={"url": url, "every_steps": 1, "required": required})
     choice: Any = SimpleNamespace(plan=SimpleNamespace(kind="fresh"), descent=Descent(), damaged=frozenset())
     hello: Any = SimpleNamespace(rank=int(os.environ["RANK"]), run="r", stream="main")
     check_storage(config, reopen, choice, hello, HOSTS)
@@ -96,3 +105,18 @@ def test_a_bucket_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path: Path
     assert {type(error) for error in errors} == {StorageError}
     assert len({str(error) for error in errors}) == 1
     assert str(errors[0]).startswith("rank 0: ")
+
+
+def test_a_host_that_cannot_reach_the_bucket_is_named_before_the_first_step(tmp_path: Path) -> None:
+    """Although another one tries it for all: else its part of every checkpoint would be missing, and the training go on."""
+    with (
+        s3_server.serve(tmp_path / "s3", "bucket") as server,
+        S3Proxy(server.port) as proxy,
+        World(tmp_path, hosts=HOSTS, **s3_server.CREDENTIALS) as world,
+    ):
+        errors = world.outcome(look_with_one_host_shut_out, proxy.endpoint, True)
+        assert {type(error) for error in errors} == {StorageError}
+        assert len({str(error) for error in errors}) == 1
+        assert str(errors[0]).startswith("rank 4: ")
+        assert world.outcome(look_with_one_host_shut_out, proxy.endpoint, False) == [None] * 6
+    assert not [path for path in (tmp_path / "s3").rglob("*") if path.is_file()]
