@@ -60,7 +60,7 @@ class Trainer:
                 pass
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = False  # those of connections that were given up close them; `server_close` waits for that
+        self._server.daemon_threads = True
         self.port = self._server.server_address[1]
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*_certificate(folder))
@@ -145,7 +145,8 @@ def test_no_token_is_sent_to_a_server_that_another_authority_vouches_for(tmp_pat
 
 
 def test_the_environment_of_releases_and_of_the_proposal_is_known_and_plain_http_is_refused(tmp_path: Path) -> None:
-    environ = Trainer(tmp_path).environ
+    with running(tmp_path) as trainer:
+        environ = trainer.environ
     older = {name.replace("SERVER", "STATUS"): value for name, value in environ.items()}
     assert endpoint_of(environ) == endpoint_of(older) != None  # noqa: E711
     for missing in environ:
