@@ -59,6 +59,27 @@ def test_version_is_said_once(pyproject: dict[str, Any]) -> None:
     assert pyproject["project"]["version"] == gemini_ft.__version__ == metadata.version("gemini-ft")
 
 
+def test_badges_are_true(pyproject: dict[str, Any]) -> None:
+    """Those of Python and torch say what is allowed, and whose runs are in docs/versions.md."""
+    badges = re.findall(r"^\[!\[(.*?)\]\(https://img\.shields\.io/badge/(.*?)-blue\)\]", (ROOT / "README.md").read_text(), re.MULTILINE)
+    project, runs = pyproject["project"], re.findall(r"^\| 2\d{3}-.*", (ROOT / "docs" / "versions.md").read_text(), re.MULTILINE)
+    cells = [run.split(" | ") for run in runs]
+
+    def span(column: int) -> str:
+        minors = sorted({tuple(int(part) for part in row[column].split(".")[:2]) for row in cells})
+        return " to ".join(".".join(map(str, minors[end])) for end in (0, -1))
+
+    assert [text for text, _ in badges] == [f"Python {span(1)}", f"torch {span(2)}", f"License: {project['license']}"]
+    assert [shown.replace("--", "\0").replace("-", " ").replace("_", " ").replace("\0", "-") for _, shown in badges] == [
+        f"python {span(1)}",
+        f"torch {span(2)}",
+        f"license {project['license']}",
+    ]
+    low, high = span(2).split(" to ")
+    assert f"torch>={low},<2.{int(high.split('.')[1]) + 1}" in project["dependencies"]
+    assert project["requires-python"] == f">={span(1).split(' ')[0]}"
+
+
 def test_constraints_pin_every_dependency(pyproject: dict[str, Any]) -> None:
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     assert all("==" in line for line in lines)
