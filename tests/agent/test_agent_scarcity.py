@@ -345,7 +345,6 @@ class TestReaders:
 
         async def serve() -> None:
             fetcher = Fetcher(home, connection, "b", pytest.fail)  # type: ignore[arg-type]
-            monkeypatch.setattr("gemini_ft.agent.serving.checksum", no_thread)
             monkeypatch.setattr("gemini_ft.agent.memory.checksum", no_thread)
             fetcher.on_message(Fetch(owner=0, version=version, offset=0, nbytes=2**16))
             fetcher.on_lost("")
