@@ -9,8 +9,9 @@ With an error bound of 2^-b a magnitude
 
 Whole numbers are rounded towards zero, so each error is below 2^-b, and a value that was decoded is encoded again without any.
 
-The paper counts the bits of its 8-bit words from 2^-1 down, although magnitudes begin at 2^-floor(b / 2) there: the first of them are
-always zero, and errors come to 2^-7 whatever the bound is. Counted from the top of the range, the same 8 bits keep to the bound.
+Public code, and as far as we know the paper, counts the bits of 8-bit words from 2^-1 down, although magnitudes begin at 2^-floor(b / 2)
+there: the first of them are always zero, and errors come to 2^-7 whatever the bound is. Counted from the top of the range, the same 8
+bits keep to the bound.
 """
 
 from __future__ import annotations
