@@ -32,9 +32,9 @@ from gemini_ft.wire.peer_messages import (
 from gemini_ft.wire.tcp import Connection
 
 SILENCE = 2.5  # seconds after which a host, or a collector, of which nothing is heard may be lost
-_GATHER = 0.25  # seconds for which a collector waits for hosts that have not reported
+GATHER = 0.25  # seconds for which a host waits for more to report, and a collector for hosts that have not reported
 _TICK = 0.5  # seconds between looks at who is silent
-_HEARTBEAT = 1.0  # seconds
+HEARTBEAT = 1.0  # seconds between signs of life, each way
 _REPORTS = Rejoin | Copies | Skipped | ReportUploaded | ReportFinished | ReportNeed | UploadSoon | DrainHost
 
 
@@ -119,14 +119,14 @@ class Collector:
         if isinstance(message, Rejoin):
             self._gathering.greet(port.host, message.attempt)
             self._gone.discard(port.host)
-        self._send(Relayed(hosts=[port.host], body=pack(message)[4:]))
+        self._send(Relayed.of([port.host], message))
 
     def gather(self, copies: Copies) -> None:
         """Takes the copies of one host, perhaps this one; they go up when there is nothing more to wait for, or after a moment."""
         if self._gathering.add(copies):
             self.flush()
         elif self._late is None:
-            self._late = asyncio.get_running_loop().call_later(_GATHER, self.flush)
+            self._late = asyncio.get_running_loop().call_later(GATHER, self.flush)
 
     def flush(self) -> None:
         """Sends what waits."""
@@ -135,7 +135,7 @@ class Collector:
             if self._send is None:
                 continue
             if isinstance(message, Copies) and message.host != self.name:
-                self._send(Relayed(hosts=[message.host], body=pack(message)[4:]))
+                self._send(Relayed.of([message.host], message))
             else:
                 self._send(message)
 
@@ -172,7 +172,7 @@ class Collector:
             await asyncio.sleep(_TICK)
             now = time.monotonic()
             for port in self._ports.values():
-                if now - port.spoke >= _HEARTBEAT:
+                if now - port.spoke >= HEARTBEAT:
                     port.send_frame(beat)
             silent = sorted({*self._gone, *(host for host in self._gathering.greeted if now - self._ports[host].heard > SILENCE)})
             if self._send is not None and silent != self._silent:

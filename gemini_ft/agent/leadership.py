@@ -315,7 +315,7 @@ class Audience:
     def send(self, message: PeerMessage) -> None:
         """Sends to these hosts. What is sent plainly is for all that are reached there."""
         connection = self.port.connection
-        connection.send(message if self.port.is_alone else Relayed(hosts=sorted(self.hosts), body=pack(message)[4:]))
+        connection.send(message if self.port.is_alone else Relayed.of(sorted(self.hosts), message))
 
 
 class MemberPort:

@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from gemini_ft.agent.collecting import SILENCE, Collector
+from gemini_ft.agent.collecting import GATHER, HEARTBEAT, SILENCE, Collector
 from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.effects import Completed
 from gemini_ft.core.ledger import Holders
@@ -20,8 +20,6 @@ from gemini_ft.wire.messages import pack
 from gemini_ft.wire.peer_messages import Admitted, Heartbeat, PeerMessage, Relayed, ReportFinished, WayUp, peers
 from gemini_ft.wire.tcp import Connection, Handler
 
-_GATHER = 0.25  # seconds for which a host waits for more to report, unless it has all it holds
-_HEARTBEAT = 1.0  # seconds
 _DELAY = 0.05  # seconds after the first connection that fails; twice as many after each further one
 TRIES = 6  # connections in a row that must fail before the next host is dialled: agents begin a session, and are restarted, within seconds
 _LOOKS = 3  # looks in a row that must have heard nothing: this process may have been stopped itself
@@ -85,7 +83,7 @@ class MemberLink:
             if self._bundles.add(message):
                 self._flush()
             elif self._late is None:
-                self._late = asyncio.get_running_loop().call_later(_GATHER, self._flush)
+                self._late = asyncio.get_running_loop().call_later(GATHER, self._flush)
         else:
             self._flush()  # what was said before comes before
             if self.collector is not None:
@@ -190,12 +188,12 @@ class MemberLink:
     async def _stay(self) -> None:
         """Gives signs of life until the connection is lost, or a collector gives none."""
         while not self._lost.is_set():
-            if (quiet := time.monotonic() - self._spoke) >= _HEARTBEAT:
+            if (quiet := time.monotonic() - self._spoke) >= HEARTBEAT:
                 self._send(Heartbeat())
                 quiet = 0.0
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(
-                    _HEARTBEAT - quiet
+                    HEARTBEAT - quiet
                 ):  # wait_for would forget that it is cancelled if the connection is lost meanwhile
                     await self._lost.wait()
             self._looks += 1

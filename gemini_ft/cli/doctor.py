@@ -158,7 +158,7 @@ def _memory(config: GeminiConfig, hosts: int) -> Iterator[Finding]:
             f"the agent may hold {limit:,} of {available:,} bytes: enough for a state of {_state(limit, config, hosts):,}",
         )
     pages = SHARED_PAGES.read_text().partition("[")[2].partition("]")[0] if SHARED_PAGES.exists() else "never"
-    if config.memory.folder is None and pages not in ("always", "advise", "within_size", "force"):
+    if config.memory.folder is None and pages in ("never", "deny"):
         text = f"slots have pages of 4 KiB, which take ten times as long to make as huge ones; `echo advise > {SHARED_PAGES}`"
         yield Finding("ok", "memory", f"{text} (now {pages})")
     if (folder := config.memory.folder) is not None:

@@ -23,6 +23,7 @@ from gemini_ft.wire.messages import (
     ShardAnswer,
     ShardCall,
     ShardLayout,
+    pack,
 )
 
 
@@ -169,6 +170,11 @@ class Relayed(Message):
 
     hosts: list[str]
     body: bytes  # the message, as it is in a frame
+
+    @classmethod
+    def of(cls, hosts: list[str], message: PeerMessage) -> Relayed:
+        """Wraps a message; ``peers.unpack(body)`` is the way back."""
+        return cls(hosts=hosts, body=pack(message)[4:])
 
 
 class Admitted(Message):

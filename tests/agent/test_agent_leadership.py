@@ -419,7 +419,7 @@ class TestCollectors:
         asyncio.run(work())
 
     def test_a_host_without_its_copy_holds_back_the_commit_and_hears_the_roots_that_it_lacks(self) -> None:
-        """What the others have goes up after a moment; then its copy is left out, and the same commit is not the same for all."""
+        """The copies of the other hosts go up after a moment. Its own is left out then, and the commit reads differently for it."""
 
         async def work() -> None:
             async with Crowd(6, fan_in=2, patience=0.0) as crowd:

@@ -162,7 +162,7 @@ def test_small_state_may_grow_by_a_quarter(nbytes: int) -> None:
 
 
 def test_shards_that_come_together_share_a_storage_and_nothing_keeps_it(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What looks damaged is read again on another connection; and credentials change while an agent lives."""
+    """A shard that looks damaged is read again on another connection; and credentials change while an agent lives."""
     opened: list[str] = []
 
     def reopened(url: str, *_: object) -> LocalStorage:

@@ -296,7 +296,7 @@ def test_what_the_leader_has_told_an_agent_that_is_gone_is_not_passed_down_to_th
 
 
 def test_a_host_that_greets_is_told_nothing_before_the_leader_has_heard_it() -> None:
-    """What is said to all at that moment is for hosts whose copies the leader knows of."""
+    """A message to all hosts reaches only those whose copies the leader knows of at that moment."""
     tree = Tree()
     tree.train(tree.leader, tree.collector, tree.one)
     tree.restart_agent(tree.one)

@@ -123,7 +123,7 @@ def test_older_versions_go_up_first() -> None:
 
 
 def test_the_answer_to_an_earlier_greeting_admits_nobody() -> None:
-    """What follows it is for an agent that is gone: a commit without roots, for example, of copies that this one may not have."""
+    """Messages after it are for an agent that is gone: for example a commit without roots, of copies that this one may not have."""
     found = gathering("b")
     assert found.admit("b", 1)
     found.greet("b", 2)

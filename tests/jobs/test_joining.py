@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from plain_case import start_ranks
 from rank_kit import World, on_ranks
-from session_case import loop
+from session_case import listening, loop
 
 from gemini_ft.config import load_config
 from gemini_ft.errors import PeerError
-from gemini_ft.worker import rendezvous
 from gemini_ft.worker.recorder import Recorder
 from gemini_ft.worker.rendezvous import exchange, exchange_alike, init_process_group, mark_of
 from gemini_ft.worker.stats import Stats
@@ -22,25 +19,8 @@ from gemini_ft.worker.stats import Stats
 HOSTS = ["a", "a", "b", "b"]
 
 
-@contextmanager
-def listening() -> Iterator[list[bytes]]:
-    """All that this rank says to the others meanwhile."""
-    said: list[bytes] = []
-    tell = rendezvous.exchange_bytes
-
-    def listen(blob: bytes, timeout: float) -> list[bytes]:
-        said.append(blob)
-        return tell(blob, timeout)
-
-    rendezvous.exchange_bytes = listen
-    try:
-        yield said
-    finally:
-        rendezvous.exchange_bytes = tell
-
-
 def join() -> tuple[bytes, dict[int, str], float]:
-    """What this rank said when it joined; the roots of what is resumed, and how old that is."""
+    """Returns the bytes that this rank said when it joined, the roots of the resumed version, and its age."""
     start_ranks()
     with listening() as said:
         plan = Recorder(load_config(), "main", Stats(), resizable=False).session.plan

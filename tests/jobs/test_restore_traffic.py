@@ -23,7 +23,7 @@ def _permitted() -> None:
 
 
 def resume_after_a_loss(folder: Path, hosts: int, workers: int, **options: Any) -> list[dict[str, Any]]:
-    """What each rank says of its host after one of the hosts was replaced by an empty one."""
+    """Returns each rank's account of its host after one of the hosts was replaced by an empty one."""
     program = [CASE, str(ELEMENTS), str(folder), json.dumps({"interval": 1, **options})]
     with Network(hosts) as network, EmulatedHosts(hosts, program, folder, workers=workers, network=network) as job:
         job.wait_for(lambda: any(event["iteration"] >= STEPS for event in job.events("committed")))

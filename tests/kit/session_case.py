@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -263,8 +263,9 @@ def memory_of(pid: int, what: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{what}:"))
 
 
-def overheard() -> dict[str, Any]:
-    """Whether the run's secret was in anything that this rank told the others through the network."""
+@contextlib.contextmanager
+def listening() -> Iterator[list[bytes]]:
+    """All that this rank says to the others meanwhile."""
     said: list[bytes] = []
     tell = rendezvous.exchange_bytes
 
@@ -273,6 +274,15 @@ def overheard() -> dict[str, Any]:
         return tell(blob, timeout)
 
     rendezvous.exchange_bytes = listen
-    start_ranks()
-    secret = Recorder(load_config(), "main", Stats(), resizable=False).session.secret
+    try:
+        yield said
+    finally:
+        rendezvous.exchange_bytes = tell
+
+
+def overheard() -> dict[str, Any]:
+    """Whether the run's secret was in anything that this rank told the others through the network."""
+    with listening() as said:
+        start_ranks()
+        secret = Recorder(load_config(), "main", Stats(), resizable=False).session.secret
     return {"said": len(said), "length": len(secret), "overheard": any(secret in blob for blob in said), "secret": secret}
