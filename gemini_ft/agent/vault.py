@@ -7,7 +7,8 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape, available_memory, populate
+from gemini_ft.agent.budget import Budget, available_memory
+from gemini_ft.agent.memory import SlotMemory, SlotShape, populate
 from gemini_ft.agent.slot_files import SlotFiles
 from gemini_ft.agent.staging import StoredCopy
 from gemini_ft.agent.workers import WorkerConnection

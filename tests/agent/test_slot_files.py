@@ -17,9 +17,10 @@ from agent_kit import Job, end_agent, eventually
 
 from gemini_ft import Checkpointer
 from gemini_ft.agent import lifecycle, slot_files
+from gemini_ft.agent.budget import Budget
 from gemini_ft.agent.home import HostRun
 from gemini_ft.agent.identity import Identity, Past
-from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape
+from gemini_ft.agent.memory import SlotMemory, SlotShape
 from gemini_ft.agent.revival import Estate
 from gemini_ft.agent.slot_files import SlotFiles
 from gemini_ft.agent.streams import Streams
