@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from pathlib import Path
 
 import psutil
@@ -42,7 +43,7 @@ def _cgroup_folders() -> list[tuple[Path, str, str]]:
 
 
 class Budget:
-    """The bytes of slots that this host may hold. One owner: the agent."""
+    """The bytes of slots that this host may hold. One owner: the agent, whose threads take and give back."""
 
     _PART = 0.6  # of the available memory, where the user has stated no limit
 
@@ -50,6 +51,7 @@ class Budget:
         self.limit = limit if limit is not None else int(self._PART * available_memory())
         self.stated = limit is not None
         self.used = 0
+        self._lock = threading.Lock()
 
     def take(self, nbytes: int, what: str) -> None:
         """Counts ``nbytes`` as used.
@@ -57,23 +59,26 @@ class Budget:
         Raises:
             MemoryBudgetError: they do not fit; the text has the numbers and the way out.
         """
-        if self.used + nbytes > self.limit:
-            source = "memory_limit" if self.stated else "60 % of the memory available when the agent started"
-            raise MemoryBudgetError(
-                f"{what} needs {nbytes:,} bytes; this host's agent may hold {self.limit:,} ({source}) and holds {self.used:,}. "
-                "Raise memory_limit (GEMINI_MEMORY_LIMIT), lower replicas, or use more hosts."
-            )
-        if nbytes > available_memory():
-            raise MemoryBudgetError(
-                f"{what} needs {nbytes:,} bytes; only {available_memory():,} are available on this host. Lower replicas, or use more hosts."
-            )
-        self.used += nbytes
+        with self._lock:
+            if self.used + nbytes > self.limit:
+                source = "memory_limit" if self.stated else "60 % of the memory available when the agent started"
+                raise MemoryBudgetError(
+                    f"{what} needs {nbytes:,} bytes; this host's agent may hold {self.limit:,} ({source}) and holds {self.used:,}. "
+                    "Raise memory_limit (GEMINI_MEMORY_LIMIT), lower replicas, or use more hosts."
+                )
+            if nbytes > (available := available_memory()):
+                raise MemoryBudgetError(
+                    f"{what} needs {nbytes:,} bytes; only {available:,} are available on this host. Lower replicas, or use more hosts."
+                )
+            self.used += nbytes
 
     def take_over(self, nbytes: int) -> None:
         """Counts memory that a former agent took: it was not available when this one started, and would be without it."""
-        self.used += nbytes
-        if not self.stated:
-            self.limit += int(self._PART * nbytes)
+        with self._lock:
+            self.used += nbytes
+            if not self.stated:
+                self.limit += int(self._PART * nbytes)
 
     def give_back(self, nbytes: int) -> None:
-        self.used -= nbytes
+        with self._lock:
+            self.used -= nbytes
