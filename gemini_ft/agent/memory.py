@@ -80,7 +80,7 @@ class SlotShape:
     def layout_offset(self) -> int:
         return _HEADER_BYTES + 8 * self.max_chunks
 
-    @property
+    @cached_property
     def data_offset(self) -> int:
         return _round_up(self.layout_offset + len(self.layout), _PAGE)
 
