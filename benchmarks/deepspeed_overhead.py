@@ -25,11 +25,16 @@ PLANS = {
 QUICK = {name: (1, Plan(32, 256, pairs=1, plain=2, saved=3, warm=2, stage=plan.stage)) for name, (_, plan) in PLANS.items()}
 OURS, RIVAL = "gemini", "lm_resiliency"
 SILENT = "ZeRO-1"  # the rival takes its ranks for replicas of each other there, and sends nothing
-OF_SENDING = {"iteration_vs_lm_resiliency", "cpu_vs_lm_resiliency"}  # ratios that say something only where both send
+OF_SENDING = {
+    "iteration_vs_lm_resiliency",
+    "slowdown_vs_lm_resiliency",
+    "cpu_vs_lm_resiliency",
+}  # ratios that say something only where both send
 
 RATIOS = {
     "blocked_vs_lm_resiliency": ("blocked_s", RIVAL),
     "iteration_vs_lm_resiliency": ("iteration_s", RIVAL),
+    "slowdown_vs_lm_resiliency": ("iteration_ratio", RIVAL),
     "cpu_vs_lm_resiliency": ("cpu_s", RIVAL),
     "iteration_vs_no_checkpoint": ("iteration_ratio", "none"),
     **{f"blocked_vs_{row}": ("blocked_s", row) for row in WRITERS},
