@@ -199,6 +199,20 @@ def test_lightnings_own_requeueing_acts_at_the_workers_signal_and_the_drain_at_t
     assert (folder / "weights").read_text() == undisturbed_weights(TRAINER, tmp_path / "undisturbed", 1)
 
 
+@pytest.mark.soak
+def test_at_a_workers_sigterm_lightning_acts_even_where_that_is_the_drains_signal(tmp_path: Path) -> None:
+    """It stops the training, and the launcher begins anew; no host is drained."""
+    folder = tmp_path / "stopped"
+    with one_host(TRAINER, folder, 1, GEMINI_DRAIN_SIGNAL="SIGTERM") as hosts:
+        hosts.wait_for(lambda: reached(hosts, 10))
+        drain(hosts, "worker", "host0", signal.SIGTERM)
+        hosts.finish()
+        assert hosts.events("resumed")
+        assert not hosts.events("drained")
+        assert "Received SIGTERM" in (folder / "host0.log").read_text()
+    assert (folder / "weights").read_text() == undisturbed_weights(TRAINER, tmp_path / "undisturbed", 1)
+
+
 TRANSFORMER = """
 import os, sys, time
 import torch
