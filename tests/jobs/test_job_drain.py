@@ -110,7 +110,7 @@ def test_twenty_times_under_load_nothing_is_lost(tmp_path: Path, signal_name: st
 
 
 TRAINER = """
-import os, sys, time
+import os, signal, sys, time
 import lightning as L
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
@@ -124,6 +124,8 @@ class Module(L.LightningModule):
 
     def training_step(self, batch, _):
         time.sleep(0.02)
+        if [str(self.global_step), "0"] == [os.environ.get("TOLD_AT"), os.environ["TORCHELASTIC_RESTART_COUNT"]]:
+            os.kill(os.getpid(), signal.SIGTERM)
         return self.layer(batch[0]).square().mean()
 
     def configure_optimizers(self):
@@ -201,11 +203,9 @@ def test_lightnings_own_requeueing_acts_at_the_workers_signal_and_the_drain_at_t
 
 @pytest.mark.soak
 def test_at_a_workers_sigterm_lightning_acts_even_where_that_is_the_drains_signal(tmp_path: Path) -> None:
-    """It stops the training, and the launcher begins anew; no host is drained."""
+    """It stops the training after the batch in which the signal comes, and the launcher begins anew; no host is drained."""
     folder = tmp_path / "stopped"
-    with one_host(TRAINER, folder, 1, GEMINI_DRAIN_SIGNAL="SIGTERM") as hosts:
-        hosts.wait_for(lambda: reached(hosts, 10))
-        drain(hosts, "worker", "host0", signal.SIGTERM)
+    with one_host(TRAINER, folder, 1, GEMINI_DRAIN_SIGNAL="SIGTERM", TOLD_AT="10") as hosts:
         hosts.finish()
         assert hosts.events("resumed")
         assert not hosts.events("drained")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,35 +120,55 @@ class Cluster:
 
 
 def resumed(cluster: Cluster, before: int) -> list[dict[str, Any]]:
-    """Both ranks' resumptions after the first ``before``: they go on at one step, which was committed, from memory."""
+    """Both ranks' resumptions after the first ``before``: they go on at one step, from memory."""
     found = cluster.events("resumed")[before : before + 2]
     assert len({event["iteration"] for event in found}) == 1
     assert "storage" not in {source for event in found for source in event["sources"]}
     return found
 
 
-def test_a_worker_and_a_host_are_lost(tmp_path: Path) -> None:
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
     pytest.importorskip("ray.train", reason="needs ray: pip install 'gemini-ft[ray]'")
     if (reason := Network.unavailable()) is not None:
         pytest.skip(f"needs hosts with a network of their own: {reason}")
     with Cluster(tmp_path, Network()) as cluster:
-        hosts = [cluster.add(), cluster.add()]
-        undisturbed = cluster.weights(cluster.fit("undisturbed"), "undisturbed")
-        assert not cluster.events("resumed")
-        (tmp_path / "events").unlink()
+        yield cluster
 
-        driver = cluster.fit("disturbed")
-        cluster.wait_for(lambda: cluster.committed() >= 30, "disturbed")
-        os.kill(cluster.events("joined")[-1]["pid"], signal.SIGKILL)
-        cluster.wait_for(lambda: len(cluster.events("resumed")) >= 2, "disturbed")
-        # The other worker has been ended by Ray, which ends a worker's children as well; no agent has gone with it.
-        assert {source for event in resumed(cluster, 0) for source in event["sources"]} == {"own memory"}
 
-        reached = cluster.committed()
-        cluster.wait_for(lambda: cluster.committed() >= reached + 30, "disturbed")
-        cluster.kill(hosts[1])
-        newcomer = cluster.add()
-        cluster.wait_for(lambda: len(cluster.events("resumed")) >= 4, "disturbed")
-        sources = {event["host"]: set(event["sources"]) for event in resumed(cluster, 2)}
-        assert sources[newcomer] == {f"peer {hosts[0]}"}
-        assert cluster.weights(driver, "disturbed") == undisturbed
+def test_a_worker_and_a_host_are_lost(cluster: Cluster) -> None:
+    hosts = [cluster.add(), cluster.add()]
+    undisturbed = cluster.weights(cluster.fit("undisturbed"), "undisturbed")
+    assert not cluster.events("resumed")
+    (cluster.folder / "events").unlink()
+
+    driver = cluster.fit("disturbed")
+    cluster.wait_for(lambda: cluster.committed() >= 30, "disturbed")
+    os.kill(cluster.events("joined")[-1]["pid"], signal.SIGKILL)
+    cluster.wait_for(lambda: len(cluster.events("resumed")) >= 2, "disturbed")
+    # The other worker has been ended by Ray, which ends a worker's children as well; no agent has gone with it.
+    assert {source for event in resumed(cluster, 0) for source in event["sources"]} == {"own memory"}
+
+    reached = cluster.committed()
+    cluster.wait_for(lambda: cluster.committed() >= reached + 30, "disturbed")
+    cluster.kill(hosts[1])
+    newcomer = cluster.add()
+    cluster.wait_for(lambda: len(cluster.events("resumed")) >= 4, "disturbed")
+    sources = {event["host"]: set(event["sources"]) for event in resumed(cluster, 2)}
+    assert sources[newcomer] == {f"peer {hosts[0]}"}
+    assert cluster.weights(driver, "disturbed") == undisturbed
+
+
+def test_a_run_of_the_same_name_goes_on_where_its_driver_was_killed(cluster: Cluster) -> None:
+    """The controller, the workers and all of Ray's knowledge of the run end with the driver."""
+    for _ in range(2):
+        cluster.add()
+    driver = cluster.fit("run")
+    cluster.wait_for(lambda: cluster.committed() >= 30, "run")
+    driver.kill()
+    driver.wait(30)
+    reached, again = cluster.committed(), cluster.fit("run")
+    cluster.wait_for(lambda: len(cluster.events("resumed")) >= 2, "run")
+    assert {event["iteration"] >= reached for event in resumed(cluster, 0)} == {True}
+    assert cluster.weights(again, "run")
+    assert "what another launch has left is resumed" in cluster.log("run")
