@@ -26,5 +26,5 @@ def _context() -> Any:
         return None
     try:
         return train.get_context()
-    except RuntimeError:  # outside of a training function
+    except (RuntimeError, DeprecationWarning):  # outside of a training function; in a trial of Ray Tune
         return None

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from agent_kit import WAIT, eventually
@@ -225,11 +226,9 @@ class TestRunId:
         assert found["one", "pkg"] == found["one", "elsewhere"]
         assert len({plain, *found.values()}) == 3
 
-        def refuse() -> None:
-            raise RuntimeError("cannot be used outside of a Ray Train training function")
-
-        monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=refuse))  # in a driver
-        assert default_run_id() not in found.values()
+        for elsewhere in (RuntimeError("a driver's"), DeprecationWarning("a trial's of Ray Tune")):
+            monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=Mock(side_effect=elsewhere)))
+            assert default_run_id() not in found.values()
 
     def test_another_user_has_another_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
         before = default_run_id(["train.py"])
