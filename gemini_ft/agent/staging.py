@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import lru_cache
 
-from gemini_ft.agent.memory import SlotMemory, SlotShape, extras_room, populate
+from gemini_ft.agent.memory import SlotMemory, SlotShape, extras_room
 from gemini_ft.agent.progress import TransferProgress
 from gemini_ft.config import StorageConfig
 from gemini_ft.core.roots import checksum
@@ -60,7 +60,6 @@ class StoredCopy:
 
         def read(offset: int) -> None:
             nbytes = min(step, size - offset)
-            populate(memory.memory, memory.shape.data_offset + offset, nbytes)  # in one call: faults one by one cost twice that
             self._stored.read(offset, memory.data(offset, nbytes))
             transfer.add(nbytes)
 
