@@ -55,7 +55,7 @@ class _Brief:
 
     about: Introduction
     marks: list[bytes]
-    ages: dict[Version, float]  # of the copies: each rank has asked at another moment
+    ages: dict[Version, float]  # of the newest copy of each version, which is all that a plan tells; each rank has asked at another moment
 
 
 def introduced(introduce: Callable[[], Introduction], timeout: float) -> list[Introduction]:
@@ -64,7 +64,9 @@ def introduced(introduce: Callable[[], Introduction], timeout: float) -> list[In
 
     def brief() -> _Brief:
         about = introduce()
-        ages = {slot.version: slot.age for slot in about.inventory.slots}
+        ages = dict[Version, float]()
+        for slot in about.inventory.slots:
+            ages[slot.version] = min(slot.age, ages.get(slot.version, slot.age))
         slots = [slot.model_copy(update={"age": 0.0}) for slot in about.inventory.slots]
         common[:] = [about.inventory.model_copy(update={"slots": slots, "call": 0}).model_dump_json().encode(), about.config.encode()]
         bare = replace(about, inventory=Inventory(slots=[]), config="")
