@@ -98,9 +98,9 @@ class Cadence:
 class Ledger:
     """Collects reports, decides commits. ``holders``: owner -> hosts, the owner's own first.
 
-    Hundreds of thousands of reports may come per step, so that none of them may cost a walk over all ranks. As long as all goes well they
-    are put aside until the last one is there (`gemini_ft.core.folded`), else what they come to is counted (`gemini_ft.core.rounds`): what
-    was put aside is then reported as if it came now, so that nothing is decided otherwise.
+    Hundreds of thousands of reports may come per step, so that none of them may cost a walk over all ranks. Those of one version are put
+    aside until the last one is there (`gemini_ft.core.folded`), also where copies are late, differ or are left out. Rarer cases are counted
+    (`gemini_ft.core.rounds`): what was put aside is then reported as if it came now, and nothing is decided otherwise.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Ledger:
         self._timeout = replica_timeout
         self._cadence = cadence
         self._pairs = sum(map(len, self.holders.values()))
-        self._folded = Folded(self.holders)  # of one version, while there is no round
+        self._folded = Folded(self.holders)  # of one version, and then there is no round
         self._joined: set[str] = set()
         self._joined_at: dict[str, Version] = {}  # host -> newest version reported when it joined for the last time, if it matters
         self._newest: Version | None = None  # that was reported
@@ -142,29 +142,35 @@ class Ledger:
         Raises:
             PeerError: roots are not of the copies that a host holds.
         """
-        if not isinstance(report, Skipped) and self._is_ordinary(report.version) and self._folded.take(report, now):
+        folded = self._folded
+        if not isinstance(report, Skipped) and self._is_ordinary(report.version) and folded.take(report, now):
             self._newest = max(report.version, self._newest or report.version)
-            return self._judge_folded(now) if self._folded.complete else []
-        each = report.each(self._folded.held) if isinstance(report, Gathered) else [report]
-        is_news = self.committed is None or report.version > self.committed
-        return [*(self._unfold() if is_news else []), *(decision for one in each for decision in self._report(one, now))]
+            if folded.is_back(report.roots if isinstance(report, Gathered) else (report.host,)):
+                return self._unfold()
+            return self._try_commit(report.version, folded, now)
+        is_old = self.committed is not None and report.version <= self.committed
+        each = report.each(folded.held) if isinstance(report, Gathered) else [report]
+        before = [] if is_old or self._is_aside(report) else self._unfold()
+        return [*before, *(decision for one in each for decision in self._report(one, now))]
 
     def _is_ordinary(self, version: Version) -> bool:
-        """Whether first reports of a version can be put aside: nobody is left out, and no version under way or gone past is affected."""
-        if self._rounds or self.excluded or version in self.aborted or (self.committed is not None and version <= self.committed):
+        """Whether reports of a version can be put aside: no other one is under way, and it is neither aborted nor gone past."""
+        if self._folded.version is not None:
+            return version == self._folded.version
+        if self._rounds or version in self.aborted or (self.committed is not None and version <= self.committed):
             return False
         return self._newest_passed is None or self._newest_passed <= version
 
-    def _unfold(self) -> list[Decision]:
-        """Reports one by one what was put aside. As not all of it is there, or agrees, this decides nothing yet."""
-        return [decision for report, then in self._folded.unfold() for decision in self._report(report, then)]
+    def _is_aside(self, report: Report | Copies | Gathered) -> bool:
+        """Whether a report changes nothing of what is put aside: its owner gives up a later version, and has completed that one."""
+        version = self._folded.version
+        return version is None or (isinstance(report, Skipped) and report.version > version and self._folded.has_own(report.owner))
 
-    def _judge_folded(self, now: float) -> list[Decision]:
-        if not self._folded.agrees:
-            return self._unfold()
-        (_, digest), version = self._folded.label, self._folded.version
-        assert version is not None
-        return self._commit(version, self._folded.close(), digest != "", now)
+    def _unfold(self) -> list[Decision]:
+        """Reports one by one what was put aside; decides nothing but that holders are back, as not all of it is there, or agrees."""
+        if self._folded.version is not None:  # it is under way already, so that whoever has gone past it meanwhile has completed it
+            self._rounds[self._folded.version] = Round(self.holders, self._pairs, self.excluded)
+        return [decision for report, then in self._folded.unfold() for decision in self._report(report, then)]
 
     def _report(self, report: Report | Copies, now: float) -> list[Decision]:
         if isinstance(report, Copies):
@@ -202,11 +208,9 @@ class Ledger:
             absent: hosts of which nothing is heard. An owner's own copy there may be lost: then its replicas are still waited for, and
                 what was committed before stays where it is.
         """
-        if self._folded.version is not None and now - self._folded.since >= self._timeout:
-            self._unfold()
-        silent = frozenset(absent)
-        for version in sorted(self._rounds):
-            current = self._rounds[version]
+        silent, folded = frozenset(absent), self._folded
+        under_way = {**self._rounds, **({folded.version: folded} if folded.version is not None else {})}
+        for version, current in sorted(under_way.items()):
             if current.own_since is None or now - current.own_since < self._timeout:
                 continue
             missing = list(current.missing())
@@ -214,7 +218,7 @@ class Ledger:
             if not late and missing:
                 continue
             self.excluded |= late
-            for each in self._rounds.values():
+            for each in (*self._rounds.values(), folded):
                 each.exclude(late)
             return [*([self._epoch(late)] if late else []), *self._try_commit(version, current, now)]
         return []
@@ -312,7 +316,7 @@ class Ledger:
         if not (back := self.excluded.intersection(holders)):
             return []
         self.excluded -= back
-        for each in self._rounds.values():
+        for each in (*self._rounds.values(), self._folded):
             each.readmit(back)
         return [self._epoch(frozenset())]
 
@@ -332,12 +336,10 @@ class Ledger:
             "Look for updates that depend on the rank, or for gradients that were not reduced.",
         )
 
-    def _try_commit(self, version: Version, current: Round, now: float) -> list[Decision]:
+    def _try_commit(self, version: Version, current: Round | Folded, now: float) -> list[Decision]:
         if not current.complete:
             return []
-        return self._commit(version, {owner: root for owner, root in current.own.items() if root}, current.compared, now)
-
-    def _commit(self, version: Version, roots: dict[int, str], compared: bool, now: float) -> list[Decision]:
+        roots, compared = current.roots, current.compared
         self._close(version)
         self._judged, self._doubtful = version, {host for _, host in self.excluded}
         self._joined_at = {host: newest for host, newest in self._joined_at.items() if newest >= version}
@@ -383,10 +385,10 @@ class Ledger:
         return [decision for older in sorted(left) for decision in self._abandon(older, owner)]
 
     def _gone_past(self, version: Version, current: Round) -> int | None:
-        """The first owner that had gone past a version, without its own copy, before anybody reported it."""
+        """An owner that had gone past a version, without its own copy, before anybody reported it."""
         if self._newest_passed is None or self._newest_passed <= version:
             return None
-        return next((owner for owner, at in self._passed.items() if at > version and owner not in current.own), None)
+        return min((owner for owner, at in self._passed.items() if at > version and owner not in current.own), default=None)
 
     def _abandon(self, version: Version, owner: int) -> list[Decision]:
         return self._abort(version, f"rank {owner} has gone on to {self._passed[owner]} without it")
@@ -402,3 +404,5 @@ class Ledger:
         self.committed, self.roots = version, {}
         self._rounds = {v: r for v, r in self._rounds.items() if v > version}
         self.aborted = {v: reason for v, reason in self.aborted.items() if v > version}
+        if self._folded.version is not None and self._folded.version <= version:
+            self._folded.forget()

@@ -36,11 +36,13 @@ class History:
         self.rng = rng = Random(seed)
         hosts = [f"h{i}" for i in range(rng.randint(1, 4))]
         replicas = rng.randint(1, len(hosts))
-        homes = [host for host in hosts for _ in range(rng.randint(1, 2))]
+        homes = [host for host in hosts for _ in range(rng.choice([0, 1, 1, 2, 2]))] or hosts[:1]
         rng.shuffle(homes)
         rings = {host: tuple((hosts * 2)[at : at + replicas]) for at, host in enumerate(hosts)}
         self.holders = {owner: rings[home] for owner, home in enumerate(homes)}
         self.hosts, self.now, self.newest, self.sick = hosts, 0.0, 1, rng.random() < 0.3
+        self.is_calm = rng.random() < 0.5  # nothing happens but that some holders are late, or have damaged copies, for many steps
+        self.troubled: dict[tuple[int, str], str] = {}  # these, and the roots of their copies; empty: none comes
         start = rng.choice([None, Version(Incarnation(1, "n"), 1)])
         every, seconds = rng.choice([None, 1, 2]), rng.choice([None, 3.0])
         self.both: list[EITHER] = [kind(self.holders, start, TIMEOUT, Cadence(every, seconds)) for kind in (Ledger, ReferenceLedger)]
@@ -50,7 +52,7 @@ class History:
         rng = self.rng
         self.now += rng.choice([0.0, 0.1, 1.0, 4.0])
         bundles = 8 if self._bundled else 0
-        weights = [4, 10, 1, 3, 1, 2, bundles, bundles]
+        weights = [10, 1, 0.5, 5, 0.5, 1, 0, bundles] if self.is_calm else [4, 10, 1, 3, 1, 2, bundles, bundles]
         name = rng.choices(["round", "report", "skip", "tick", "rejoin", "upload", "bundle", "gather"], weights)[0]
         return getattr(self, f"_{name}")()
 
@@ -71,10 +73,19 @@ class History:
         """Nearly all copies of the newest version, in any order."""
         rng, outcome = self.rng, [list[Decision](), list[Decision]()]
         what = Version(Incarnation(2, "n"), self.newest)
-        pairs = [(owner, host) for owner, hosts in self.holders.items() for host in hosts if rng.random() < 0.95]
+        pairs = [(owner, host) for owner, hosts in self.holders.items() for host in hosts]
+        if rng.random() < 0.1:
+            replicas = [(owner, host) for owner, host in pairs if host != self.holders[owner][0]]
+            self.troubled = {pair: rng.choice(["", "bad  0"]) for pair in replicas if rng.random() < 0.3}
         rng.shuffle(pairs)
         for owner, host in pairs:
-            for made, more in zip(outcome, self._report(what, owner, host), strict=True):
+            if self.is_calm and (root := self.troubled.get((owner, host), f"root {owner}")):
+                told = self._tell(Completed(owner, host, what, "l", "d", root), self.now, call="report")
+            elif not self.is_calm and rng.random() < 0.95:
+                told = self._report(what, owner, host)
+            else:
+                continue
+            for made, more in zip(outcome, told, strict=True):
                 made += more
         self.newest += rng.random() < 0.9
         return outcome
