@@ -70,6 +70,15 @@ class Skipped:
     reason: str
 
 
+@dataclass(frozen=True)
+class GatheredSkips:
+    """`Skipped` of owners on several hosts, alike in version and reason."""
+
+    version: Version
+    reason: str
+    owners: dict[str, list[int]]  # host -> owners that are there
+
+
 Report = Completed | Skipped
 
 

@@ -177,7 +177,7 @@ class Folded:
 
     def has_own(self, owner: int) -> bool:
         """Whether an owner's own copy is there."""
-        return self._root(owner, self._holders[owner][0]) is not None
+        return owner in self._holders and self._root(owner, self._holders[owner][0]) is not None
 
     @property
     def compared(self) -> bool:

@@ -6,10 +6,10 @@ once made, stands. If the leader's agent restarts, the others repeat their repor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gemini_ft.core.effects import Completed, Copies, Gathered, Report, Skipped
+from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Report, Skipped
 from gemini_ft.core.folded import Folded
 from gemini_ft.core.protocol import NO_ROOTS
 from gemini_ft.core.rounds import Pair, Round
@@ -136,21 +136,24 @@ class Ledger:
 
     # -- reports
 
-    def report(self, report: Report | Copies | Gathered, now: float) -> list[Decision]:
+    def report(self, report: Report | Copies | Gathered | GatheredSkips, now: float) -> list[Decision]:
         """Takes in a host's reports, in the order in which they were made. Old news changes nothing.
 
         Raises:
             PeerError: roots are not of the copies that a host holds.
         """
         folded = self._folded
-        if not isinstance(report, Skipped) and self._is_ordinary(report.version) and folded.take(report, now):
+        if isinstance(report, Skipped):
+            return self._skip(report.version, report.reason, [report.owner])
+        if isinstance(report, GatheredSkips):
+            return self._skip(report.version, report.reason, [owner for owners in report.owners.values() for owner in owners])
+        if self._is_ordinary(report.version) and folded.take(report, now):
             self._newest = max(report.version, self._newest or report.version)
             if folded.is_back(report.roots if isinstance(report, Gathered) else (report.host,)):
                 return self._unfold()
             return self._try_commit(report.version, folded, now)
-        is_old = self.committed is not None and report.version <= self.committed
         each = report.each(folded.held) if isinstance(report, Gathered) else [report]
-        before = [] if is_old or self._is_aside(report) else self._unfold()
+        before = [] if self._is_over(report.version) else self._unfold()
         return [*before, *(decision for one in each for decision in self._report(one, now))]
 
     def _is_ordinary(self, version: Version) -> bool:
@@ -161,10 +164,18 @@ class Ledger:
             return False
         return self._newest_passed is None or self._newest_passed <= version
 
-    def _is_aside(self, report: Report | Copies | Gathered) -> bool:
-        """Whether a report changes nothing of what is put aside: its owner gives up a later version, and has completed that one."""
-        version = self._folded.version
-        return version is None or (isinstance(report, Skipped) and report.version > version and self._folded.has_own(report.owner))
+    def _is_over(self, version: Version) -> bool:
+        return self.committed is not None and version <= self.committed
+
+    def _skip(self, version: Version, reason: str, owners: Sequence[int]) -> list[Decision]:
+        """Takes note that owners have no snapshot of a version. What is put aside stays there if they have completed that."""
+        if self._is_over(version) or not owners:
+            return []
+        folded, before = self._folded, list[Decision]()
+        is_later = folded.version is None or folded.version < version
+        if not is_later or not (folded.own_since is not None or all(map(folded.has_own, owners))):
+            before = self._unfold()
+        return [*before, *self._abort(version, f"rank {owners[0]}: {reason}"), *self._overtaken(owners, version)]
 
     def _unfold(self) -> list[Decision]:
         """Reports one by one what was put aside; decides nothing but that holders are back, as not all of it is there, or agrees."""
@@ -172,14 +183,11 @@ class Ledger:
             self._rounds[self._folded.version] = Round(self.holders, self._pairs, self.excluded)
         return [decision for report, then in self._folded.unfold() for decision in self._report(report, then)]
 
-    def _report(self, report: Report | Copies, now: float) -> list[Decision]:
+    def _report(self, report: Completed | Copies, now: float) -> list[Decision]:
         if isinstance(report, Copies):
             return [decision for each in report.each() for decision in self._report(each, now)]
-        if self.committed is not None and report.version <= self.committed:
+        if self._is_over(report.version):
             return self._readmit(self._caught_up(report))
-        if isinstance(report, Skipped):
-            decisions = self._abort(report.version, f"rank {report.owner}: {report.reason}")
-            return decisions + self._overtaken(report.owner, report.version)
         if report.host not in self.holders.get(report.owner, ()):
             return []
         current = self._rounds.get(report.version)
@@ -195,7 +203,7 @@ class Ledger:
             gone = None
         decisions = self._readmit(current.back)
         if self._is_own(report):
-            decisions += self._overtaken(report.owner, report.version)
+            decisions += self._overtaken([report.owner], report.version)
         if gone is not None:
             return decisions + self._abandon(report.version, gone)
         return decisions + self._judge(report.version, current, now)
@@ -305,9 +313,9 @@ class Ledger:
 
     # -- inside
 
-    def _caught_up(self, report: Report) -> set[Pair]:
+    def _caught_up(self, report: Completed) -> set[Pair]:
         """The holder whose copy of the committed version is reported; an older or a damaged copy is not enough."""
-        if isinstance(report, Skipped) or report.version != self.committed:
+        if report.version != self.committed:
             return set()
         return {(report.owner, report.host)} if self.roots.get(report.owner, report.root) == report.root else set()
 
@@ -376,13 +384,16 @@ class Ledger:
     def _is_own(self, report: Completed) -> bool:
         return report.host == self.holders[report.owner][0]
 
-    def _overtaken(self, owner: int, version: Version) -> list[Decision]:
-        """Aborts the versions that an owner has gone past: what it has not completed by now, it never will."""
-        at = self._passed[owner] = max(version, self._passed.get(owner, version))
-        if self._newest_passed is None or at > self._newest_passed:
-            self._newest_passed = at
-        left = [older for older, current in self._rounds.items() if older < version and owner not in current.own]
-        return [decision for older in sorted(left) for decision in self._abandon(older, owner)]
+    def _overtaken(self, owners: Sequence[int], version: Version) -> list[Decision]:
+        """Aborts the versions that owners have gone past: what they have not completed by now, they never will."""
+        if self._newest_passed is None or version >= self._newest_passed:
+            self._newest_passed = version
+            self._passed.update(dict.fromkeys(owners, version))
+        else:
+            self._passed.update({owner: max(version, self._passed.get(owner, version)) for owner in owners})
+        older = sorted(each for each in self._rounds if each < version)
+        left = [(each, owner) for each in older for owner in owners if owner not in self._rounds[each].own]
+        return [decision for each, owner in left for decision in self._abandon(each, owner)]
 
     def _gone_past(self, version: Version, current: Round) -> int | None:
         """An owner that had gone past a version, without its own copy, before anybody reported it."""

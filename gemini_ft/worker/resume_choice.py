@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import pickle
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +38,7 @@ Told = tuple[tuple[Incarnation, Descent], ...]  # incarnations, and where they c
 class Introduction:
     """A rank's account of itself and its host for the other ranks.
 
-    What it has in common with other ranks, with its host's or with all, is long, and said together with them: `introduced`.
+    What it has in common with its host's other ranks, or with all, is long, and said together with them: `introduced`.
     """
 
     run: str
@@ -47,42 +49,42 @@ class Introduction:
     orders: Orders
     stored: Version | None = None  # the host's note of the newest stored version
     launch: str = ""  # that opened the stream on this host last; empty: unknown
+    ages: dict[Version, float] = field(default_factory=dict)  # of the newest copy of each version, in tenths of a second
 
 
 @dataclass(frozen=True)
 class _Brief:
-    """An introduction without what others say too, and the marks of that."""
+    """The part of an introduction in which ranks of a host may differ, as each has asked at another moment, and the marks of the rest."""
 
-    about: Introduction
     marks: list[bytes]
-    ages: dict[Version, float]  # of the newest copy of each version, which is all that a plan tells; each rank has asked at another moment
+    ages: dict[Version, float]
 
 
 def introduced(introduce: Callable[[], Introduction], timeout: float) -> list[Introduction]:
-    """All ranks' introductions. Collective; raises as `exchange_or_raise` does."""
+    """All ranks' introductions; copies in the inventories have no ages of their own. Collective; raises as `exchange_or_raise` does."""
     common: list[bytes] = []
 
     def brief() -> _Brief:
-        about = introduce()
-        ages = dict[Version, float]()
+        about, ages = introduce(), dict[Version, float]()
         for slot in about.inventory.slots:
-            ages[slot.version] = min(slot.age, ages.get(slot.version, slot.age))
+            ages[slot.version] = round(min(slot.age, ages.get(slot.version, slot.age)), 1)
         slots = [slot.model_copy(update={"age": 0.0}) for slot in about.inventory.slots]
-        common[:] = [about.inventory.model_copy(update={"slots": slots, "call": 0}).model_dump_json().encode(), about.config.encode()]
-        bare = replace(about, inventory=Inventory(slots=[]), config="")
-        return _Brief(bare, [mark_of(blob) for blob in common], ages)
+        inventory = about.inventory.model_copy(update={"slots": slots, "call": 0})
+        bare = replace(about, inventory=Inventory(slots=[]), config="", welcome=about.welcome.model_copy(update={"call": 0}))
+        common[:] = [pickle.dumps(bare), inventory.model_dump_json().encode(), about.config.encode()]
+        return _Brief([mark_of(blob) for blob in common], ages)
 
     briefs = exchange_or_raise(brief, timeout)
     blobs = exchange_alike(common, [each.marks for each in briefs], timeout)
-    inventories: dict[bytes, Inventory] = {}
-    everyone = []
-    for each, (inventory, config) in zip(briefs, blobs, strict=True):
-        if each.marks[0] not in inventories:
-            inventories[each.marks[0]] = Inventory.model_validate_json(inventory)
-        held = inventories[each.marks[0]]
-        slots = [slot.model_copy(update={"age": each.ages[slot.version]}) for slot in held.slots]
-        everyone.append(replace(each.about, inventory=held.model_copy(update={"slots": slots}), config=config.decode()))
-    return everyone
+    alike: dict[tuple[bytes, ...], Introduction] = {}  # marks -> what these ranks have in common
+    everyone: dict[int, Introduction] = {}  # number of a brief's object, as ranks that have said the same share it
+    for each, (bare, inventory, config) in zip(briefs, blobs, strict=True):
+        if (marks := tuple(each.marks)) not in alike:
+            held = Inventory.model_validate_json(inventory)
+            alike[marks] = replace(pickle.loads(bare), inventory=held, config=sys.intern(config.decode()))
+        if id(each) not in everyone:
+            everyone[id(each)] = replace(alike[marks], ages=each.ages)
+    return [everyone[id(each)] for each in briefs]
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ class Chooser:
     ) -> None:
         self._config, self._client, self._everyone, self._stream = config, client, everyone, stream
         self._reopen, self._rank, self._resizable = reopen, rank, resizable
+        self._welcomes = [about.welcome for about in {about.welcome.info.host: about for about in everyone}.values()]
         self._holdings = {about.welcome.info.host: Holding(about.welcome.info.host, about.inventory.slots) for about in everyone}
         self._damaged: set[str] = set()  # folders in storage
         self._since: float | None = None  # when storage was first found to be away, on the monotonic clock
@@ -171,13 +174,14 @@ class Chooser:
 
     def _stuck(self) -> dict[Version, int]:
         """Versions that every attempt since has failed to get beyond, and the number of attempts."""
-        welcomes = [about.welcome for about in self._everyone if about.welcome.attempts >= self._config.max_retries]
+        welcomes = [welcome for welcome in self._welcomes if welcome.attempts >= self._config.max_retries]
         return {welcome.resumed: welcome.attempts for welcome in welcomes if welcome.resumed is not None}
 
     def _find(self, refused: frozenset[Version]) -> RecoveryPlan:
         """Plans, checks the copies the plan needs against their checksums, and plans again without those that are damaged."""
         while True:
-            memory = self._best_in_memory(refused)
+            in_memory = self._best_in_memory(refused)
+            memory = in_memory.version if in_memory is not None else None
             turned_down = memory is not None and self._is_turned_down(memory)
             stored = self._stored = self._look(refused, insist=memory is None or turned_down)
             if stored.unclear and memory is not None:
@@ -186,11 +190,15 @@ class Chooser:
                 self._warn("%s in memory is not of the history that storage.history names: it is left aside", memory)
                 refused |= {memory}
                 continue
-            version, size = (stored.manifest.version, stored.manifest.world_size) if stored.manifest is not None else (None, None)
-            plan = plan_recovery(list(self._holdings.values()), len(self._everyone), version, size, sorted(refused), self._resizable)
+            if in_memory is not None and stored.manifest is None:
+                plan = in_memory
+            else:
+                version, size = (stored.manifest.version, stored.manifest.world_size) if stored.manifest is not None else (None, None)
+                plan = plan_recovery(list(self._holdings.values()), len(self._everyone), version, size, sorted(refused), self._resizable)
             if plan.kind == "memory":
                 if not (damaged := self._damaged_in_memory(plan)):
-                    return plan
+                    assert plan.version is not None
+                    return replace(plan, age=min(about.ages[plan.version] for about in self._everyone if plan.version in about.ages))
                 self._holdings = {h: _without(holding, plan.version, damaged.get(h, set())) for h, holding in self._holdings.items()}
             elif plan.kind == "storage" and stored.manifest is not None:
                 if (staged := self._staged(plan, stored.manifest)) is not None:
@@ -198,10 +206,10 @@ class Chooser:
             else:
                 return plan
 
-    def _best_in_memory(self, refused: frozenset[Version]) -> Version | None:
+    def _best_in_memory(self, refused: frozenset[Version]) -> RecoveryPlan | None:
         """The plan that memory alone allows."""
         try:
-            return plan_recovery(list(self._holdings.values()), len(self._everyone), None, None, sorted(refused), self._resizable).version
+            return plan_recovery(list(self._holdings.values()), len(self._everyone), None, None, sorted(refused), self._resizable)
         except WorldSizeError:
             return None
 
@@ -306,15 +314,15 @@ class Chooser:
         return settings is not None and settings.history is not None and not is_of(memory, self._told_by_sessions(), settings.history)
 
     def _told_by_sessions(self) -> Told:
-        welcomes = [about.welcome for about in self._everyone]
-        return tuple(
+        told = (
             (w.incarnation, Descent(tuple(w.lineage), frozenset(w.overtaken), frozenset(w.aside)))
-            for w in welcomes
+            for w in self._welcomes
             if w.incarnation is not None
         )
+        return tuple(dict.fromkeys(told))  # nearly all say the same
 
     def _told_by_hosts(self) -> Told:
-        known = [about.welcome.info.known for about in self._everyone]
+        known = dict.fromkeys(welcome.info.known for welcome in self._welcomes)
         return (*self._told_by_sessions(), *((incarnation, Descent()) for incarnation in known if incarnation is not None))
 
     def _descent(self, resumed: Version | None) -> Descent:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_ledger import ReferenceLedger
 
-from gemini_ft.core.effects import Completed, Copies, Gathered, Skipped
+from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Skipped
 from gemini_ft.core.ledger import Abort, Cadence, Commit, Decision, Fatal, Holders, Ledger, Manifest, Thaw
 from gemini_ft.core.versions import Incarnation, Version
 
@@ -52,8 +52,8 @@ class History:
         rng = self.rng
         self.now += rng.choice([0.0, 0.1, 1.0, 4.0])
         bundles = 8 if self._bundled else 0
-        weights = [10, 1, 0.5, 5, 0.5, 1, 0, bundles] if self.is_calm else [4, 10, 1, 3, 1, 2, bundles, bundles]
-        name = rng.choices(["round", "report", "skip", "tick", "rejoin", "upload", "bundle", "gather"], weights)[0]
+        weights = [10, 1, 0.5, 5, 0.5, 1, 0, bundles, bundles / 8] if self.is_calm else [4, 10, 1, 3, 1, 2, bundles, bundles, bundles / 4]
+        name = rng.choices(["round", "report", "skip", "tick", "rejoin", "upload", "bundle", "gather", "skip_together"], weights)[0]
         return getattr(self, f"_{name}")()
 
     def _tell(self, *args: object, call: str) -> list[list[Decision]]:
@@ -123,6 +123,16 @@ class History:
 
     def _skip(self) -> list[list[Decision]]:
         return self._tell(Skipped(self.rng.choice(list(self.holders)), version(self.rng, self.newest), "late"), self.now, call="report")
+
+    def _skip_together(self) -> list[list[Decision]]:
+        """Several owners have no snapshot of a version, and the reference hears it one by one."""
+        owners = self.rng.sample(list(self.holders), self.rng.randint(1, len(self.holders)))
+        what, (ours, reference) = version(self.rng, self.newest + 1), self.both
+        one_by_one = [decision for owner in owners for decision in reference.report(Skipped(owner, what, "late"), self.now)]
+        told = ours.report(GatheredSkips(what, "late", {"h0": owners}), self.now), one_by_one
+        return [
+            sorted(deepcopy(each), key=lambda abort: abort.version) for each in told
+        ]  # any of these owners can be the one that is named
 
     def _tick(self) -> list[list[Decision]]:
         self.now += self.rng.choice([0.0, TIMEOUT])
