@@ -139,10 +139,9 @@ class Leader:
 
     def hear_gathered(self, message: Gathered | GatheredSkips, port: MemberPort) -> None:
         """Takes what a collector has gathered, of the hosts that still report by way of it."""
-        said = message.roots if isinstance(message, Gathered) else message.owners
-        kept = {host: theirs for host, theirs in said.items() if self._ways.counts(host, port)}
-        if kept:
-            self.take(replace(message, **{"roots" if isinstance(message, Gathered) else "owners": kept}), Audience(set(kept), port))
+        kept = message.only(lambda host: self._ways.counts(host, port))
+        if hosts := set(kept.roots if isinstance(kept, Gathered) else kept.owners):
+            self.take(kept, Audience(hosts, port))
 
     def take(self, message: PeerMessage, member: Audience | None = None) -> None:
         """Takes a report, of another host or our own; ``member``: who hears the answer, if it is for nobody else."""
