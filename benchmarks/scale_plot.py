@@ -50,7 +50,7 @@ def _panel(panel: Panel, left: float, top: float) -> str:
     def y(value: float) -> float:
         return HEIGHT * (1 - (math.log10(value) - low) / max(1, high - low))
 
-    parts = [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#888"/>', _text(0, -10, panel.title)]
+    parts = [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#888"/>', _text(0, -10, f"{panel.title}; hosts of 8 ranks")]
     parts += [_text(x(each) - 10, HEIGHT + 15, str(each)) for each in hosts if each in (16, 128, 1000, 10000)]
     for power in range(low, high + 1):
         height = y(10.0**power)
@@ -62,7 +62,7 @@ def _panel(panel: Panel, left: float, top: float) -> str:
         parts.append(_text(row % 2 * 175, HEIGHT + 32 + 14 * (row // 2), name, colour))
     if panel.aim is not None:
         parts.append(f'<path d="M{x(panel.aim[0]) - 8:.1f} {y(panel.aim[1]):.1f}h16" stroke="#000" stroke-width="2"/>')
-        parts.append(_text(x(panel.aim[0]) - 40, y(panel.aim[1]) - 5, "not above"))
+        parts.append(_text(x(panel.aim[0]) - 40, y(panel.aim[1]) - 5, "at most"))
     return f'<g transform="translate({left},{top})">{"".join(parts)}</g>'
 
 
