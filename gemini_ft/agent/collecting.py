@@ -115,6 +115,9 @@ class Collector:
         if isinstance(message, Copies):
             self.gather(message)
             return
+        if isinstance(message, Skipped) and self._gathering.skip(port.host, message):
+            self._wait()
+            return
         self.flush()
         if isinstance(message, Rejoin):
             self._gathering.greet(port.host, message.attempt)
@@ -125,7 +128,11 @@ class Collector:
         """Takes the copies of one host, perhaps this one; they go up when there is nothing more to wait for, or after a moment."""
         if self._gathering.add(copies):
             self.flush()
-        elif self._late is None:
+        else:
+            self._wait()
+
+    def _wait(self) -> None:
+        if self._late is None:
             self._late = asyncio.get_running_loop().call_later(GATHER, self.flush)
 
     def flush(self) -> None:

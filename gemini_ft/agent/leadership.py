@@ -17,7 +17,7 @@ from types import MappingProxyType
 from gemini_ft.agent.collecting import SILENCE
 from gemini_ft.agent.storing import Storing
 from gemini_ft.agent.tasks import Tasks
-from gemini_ft.core.effects import Completed, Copies, Gathered, Skipped
+from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Skipped
 from gemini_ft.core.ledger import Abort, Commit, Decision, Ledger, Manifest, Thaw
 from gemini_ft.core.traffic import Pace
 from gemini_ft.core.tree import Ways
@@ -133,22 +133,22 @@ class Leader:
                 port.connection.send(Admitted(host=host, attempt=message.attempt))
         elif not self._ways.counts(host, port):
             return
-        if isinstance(message, Gathered) or (isinstance(message, Completed | Copies) and message.host != host):
+        if isinstance(message, Gathered | GatheredSkips) or (isinstance(message, Completed | Copies) and message.host != host):
             raise PeerError(f"host {host!r} reports copies of another host")
         self.take(message, Audience({host}, port))
 
-    def hear_gathered(self, message: Gathered, port: MemberPort) -> None:
+    def hear_gathered(self, message: Gathered | GatheredSkips, port: MemberPort) -> None:
         """Takes what a collector has gathered, of the hosts that still report by way of it."""
-        roots = {host: text for host, text in message.roots.items() if self._ways.counts(host, port)}
-        if roots:
-            self.take(replace(message, roots=roots), Audience(set(roots), port))
+        kept = message.only(lambda host: self._ways.counts(host, port))
+        if hosts := set(kept.roots if isinstance(kept, Gathered) else kept.owners):
+            self.take(kept, Audience(hosts, port))
 
     def take(self, message: PeerMessage, member: Audience | None = None) -> None:
         """Takes a report, of another host or our own; ``member``: who hears the answer, if it is for nobody else."""
         now = time.monotonic()
-        if isinstance(message, Completed | Copies | Gathered | Skipped):
+        if isinstance(message, Completed | Copies | Gathered | Skipped | GatheredSkips):
             self._newest = max(self._newest, message.version.iteration)
-            is_late = not isinstance(message, Skipped) and message.version in self.book.aborted
+            is_late = not isinstance(message, Skipped | GatheredSkips) and message.version in self.book.aborted
             decisions = self.book.report(message, now)
             if is_late:  # all others have heard it: if every host were answered before all, that would be its square
                 self._repeat(decisions, member)
@@ -338,7 +338,7 @@ class MemberPort:
                 pass
             case Silent(hosts=hosts):
                 self.silent = frozenset(hosts)
-            case Gathered():
+            case Gathered() | GatheredSkips():
                 self._leader.hear_gathered(message, self)
             case Relayed(hosts=hosts, body=body):
                 for host in hosts:

@@ -14,6 +14,7 @@ import socket
 import traceback
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from gemini_ft.agent import lifecycle
@@ -28,6 +29,7 @@ from gemini_ft.wire.worker_messages import Adopt, Launch, ToAgent, ToWorker, Wat
 _BUFFER = memoryview(bytearray(256 * 1024))  # of the event loop, which reads from one worker at a time
 _MAX_FDS = 250
 _PAUSE = 1.0  # seconds
+_LONG = 64 * 1024  # bytes of a message
 STACKS_SECONDS = 1.0  # for a worker to write down where its threads are
 
 
@@ -41,6 +43,12 @@ class Office(Protocol):
     def on_worker_hung_up(self, worker: WorkerConnection) -> None: ...
 
     def log(self, text: str) -> None: ...
+
+
+@lru_cache(maxsize=1)
+def unpack_long(body: bytes) -> ToAgent:
+    """Checks a long message. That which opens a session says it of every rank, and comes from each rank of this host alike."""
+    return to_agent.unpack(body)
 
 
 class WorkerConnection:
@@ -150,7 +158,8 @@ class WorkerConnection:
                 length = frame_length(self._inbox[:4])
                 if len(self._inbox) < 4 + length:
                     return
-                message = to_agent.unpack(self._inbox[4 : 4 + length])
+                body = bytes(self._inbox[4 : 4 + length])
+                message = unpack_long(body) if length > _LONG else to_agent.unpack(body)
                 del self._inbox[: 4 + length]
                 self._dispatch(message)
         except PeerError as error:

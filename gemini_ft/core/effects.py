@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import PeerError
@@ -45,6 +45,10 @@ class Gathered:
     digest: str
     roots: dict[str, str]  # host -> the roots of its copies, one after the other in the order of their owners
 
+    def only(self, counts: Callable[[str], bool]) -> Gathered:
+        """The same without the hosts whose word does not count."""
+        return replace(self, roots={host: text for host, text in self.roots.items() if counts(host)})
+
     def each(self, held: Mapping[str, Sequence[int]]) -> list[Copies]:
         """The reports host by host; ``held``: host -> owners of the shards that it holds, in their order.
 
@@ -68,6 +72,19 @@ class Skipped:
     owner: int
     version: Version
     reason: str
+
+
+@dataclass(frozen=True)
+class GatheredSkips:
+    """`Skipped` of owners on several hosts, alike in version and reason."""
+
+    version: Version
+    reason: str
+    owners: dict[str, list[int]]  # host -> owners that are there
+
+    def only(self, counts: Callable[[str], bool]) -> GatheredSkips:
+        """The same without the hosts whose word does not count."""
+        return replace(self, owners={host: owners for host, owners in self.owners.items() if counts(host)})
 
 
 Report = Completed | Skipped

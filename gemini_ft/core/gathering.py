@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from gemini_ft.core.effects import Copies, Gathered
+from gemini_ft.core.effects import Copies, Gathered, GatheredSkips, Skipped
 from gemini_ft.core.rounds import Pair
 from gemini_ft.core.versions import Version
 
@@ -41,6 +41,7 @@ class Gathering:
         self._said: dict[Version, dict[str, set[int]]] = {}
         self._done: dict[Version, set[str]] = {}  # hosts that have nothing more to say of it
         self._waiting: list[Copies] = []
+        self._skips: dict[Version, dict[str, dict[str, list[int]]]] = {}  # reason -> host -> owners; empty: only the first has gone up
 
     # -- the hosts
 
@@ -85,13 +86,33 @@ class Gathering:
             del self._said[oldest], self._done[oldest]
         return len(done) >= len(self._awaited) and done >= self._awaited
 
+    def skip(self, host: str, skipped: Skipped) -> bool:
+        """Takes in that an owner on a host has no snapshot of a version. False: it is the first to say so, and must go up at once.
+
+        That one aborts the version. All others may wait: at such a step nearly every rank says it.
+        """
+        if skipped.version not in self._skips:
+            self._skips[skipped.version] = {}
+            while len(self._skips) > _REMEMBERED:
+                del self._skips[min(self._skips)]
+            return False
+        self._skips[skipped.version].setdefault(skipped.reason, {}).setdefault(host, []).append(skipped.owner)
+        return True
+
     @property
     def waiting(self) -> bool:
         """Whether there is anything to send."""
-        return bool(self._waiting)
+        return bool(self._waiting) or any(self._skips.values())
 
-    def take(self) -> list[Gathered | Copies]:
+    def take(self) -> list[Gathered | Copies | GatheredSkips]:
         """Everything that waits, the older versions first; hosts that have said all they are to hold at once are gathered, others apart."""
+        return [*self._take_copies(), *self._take_skips()]
+
+    def _take_skips(self) -> list[GatheredSkips]:
+        waiting, self._skips = self._skips, {version: {} for version in self._skips}
+        return [GatheredSkips(version, reason, owners) for version in sorted(waiting) for reason, owners in waiting[version].items()]
+
+    def _take_copies(self) -> list[Gathered | Copies]:
         out: list[Gathered | Copies] = []
         times = Counter((copies.host, copies.version) for copies in self._waiting)  # what is said in parts must keep its order
         together: dict[tuple[Version, str, str, int], dict[str, str]] = {}

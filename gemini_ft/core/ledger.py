@@ -6,10 +6,10 @@ once made, stands. If the leader's agent restarts, the others repeat their repor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gemini_ft.core.effects import Completed, Copies, Gathered, Report, Skipped
+from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Report, Skipped
 from gemini_ft.core.folded import Folded
 from gemini_ft.core.protocol import NO_ROOTS
 from gemini_ft.core.rounds import Pair, Round
@@ -98,9 +98,9 @@ class Cadence:
 class Ledger:
     """Collects reports, decides commits. ``holders``: owner -> hosts, the owner's own first.
 
-    Hundreds of thousands of reports may come per step, so that none of them may cost a walk over all ranks. As long as all goes well they
-    are put aside until the last one is there (`gemini_ft.core.folded`), else what they come to is counted (`gemini_ft.core.rounds`): what
-    was put aside is then reported as if it came now, so that nothing is decided otherwise.
+    Hundreds of thousands of reports may come per step, so that none of them may cost a walk over all ranks. Those of one version are put
+    aside until the last one is there (`gemini_ft.core.folded`), also where copies are late, differ or are left out. Rarer cases are counted
+    (`gemini_ft.core.rounds`): what was put aside is then reported as if it came now, and nothing is decided otherwise.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Ledger:
         self._timeout = replica_timeout
         self._cadence = cadence
         self._pairs = sum(map(len, self.holders.values()))
-        self._folded = Folded(self.holders)  # of one version, while there is no round
+        self._folded = Folded(self.holders)  # of one version, and then there is no round
         self._joined: set[str] = set()
         self._joined_at: dict[str, Version] = {}  # host -> newest version reported when it joined for the last time, if it matters
         self._newest: Version | None = None  # that was reported
@@ -136,44 +136,58 @@ class Ledger:
 
     # -- reports
 
-    def report(self, report: Report | Copies | Gathered, now: float) -> list[Decision]:
+    def report(self, report: Report | Copies | Gathered | GatheredSkips, now: float) -> list[Decision]:
         """Takes in a host's reports, in the order in which they were made. Old news changes nothing.
 
         Raises:
             PeerError: roots are not of the copies that a host holds.
         """
-        if not isinstance(report, Skipped) and self._is_ordinary(report.version) and self._folded.take(report, now):
+        folded = self._folded
+        if isinstance(report, Skipped):
+            return self._skip(report.version, report.reason, [report.owner])
+        if isinstance(report, GatheredSkips):
+            return self._skip(report.version, report.reason, [owner for owners in report.owners.values() for owner in owners])
+        if self._is_ordinary(report.version) and folded.take(report, now):
             self._newest = max(report.version, self._newest or report.version)
-            return self._judge_folded(now) if self._folded.complete else []
-        each = report.each(self._folded.held) if isinstance(report, Gathered) else [report]
-        is_news = self.committed is None or report.version > self.committed
-        return [*(self._unfold() if is_news else []), *(decision for one in each for decision in self._report(one, now))]
+            if folded.is_back(report.roots if isinstance(report, Gathered) else (report.host,)):
+                return self._unfold()
+            return self._try_commit(report.version, folded, now)
+        each = report.each(folded.held) if isinstance(report, Gathered) else [report]
+        before = [] if self._is_over(report.version) else self._unfold()
+        return [*before, *(decision for one in each for decision in self._report(one, now))]
 
     def _is_ordinary(self, version: Version) -> bool:
-        """Whether first reports of a version can be put aside: nobody is left out, and no version under way or gone past is affected."""
-        if self._rounds or self.excluded or version in self.aborted or (self.committed is not None and version <= self.committed):
+        """Whether reports of a version can be put aside: no other one is under way, and it is neither aborted nor gone past."""
+        if self._folded.version is not None:
+            return version == self._folded.version
+        if self._rounds or version in self.aborted or (self.committed is not None and version <= self.committed):
             return False
         return self._newest_passed is None or self._newest_passed <= version
 
+    def _is_over(self, version: Version) -> bool:
+        return self.committed is not None and version <= self.committed
+
+    def _skip(self, version: Version, reason: str, owners: Sequence[int]) -> list[Decision]:
+        """Takes note that owners have no snapshot of a version. What is put aside stays there if they have completed that."""
+        if self._is_over(version) or not owners:
+            return []
+        folded, before = self._folded, list[Decision]()
+        is_later = folded.version is None or folded.version < version
+        if not is_later or not (folded.own_since is not None or all(map(folded.has_own, owners))):
+            before = self._unfold()
+        return [*before, *self._abort(version, f"rank {owners[0]}: {reason}"), *self._overtaken(owners, version)]
+
     def _unfold(self) -> list[Decision]:
-        """Reports one by one what was put aside. As not all of it is there, or agrees, this decides nothing yet."""
+        """Reports one by one what was put aside; decides nothing but that holders are back, as not all of it is there, or agrees."""
+        if self._folded.version is not None:  # it is under way already, so that whoever has gone past it meanwhile has completed it
+            self._rounds[self._folded.version] = Round(self.holders, self._pairs, self.excluded)
         return [decision for report, then in self._folded.unfold() for decision in self._report(report, then)]
 
-    def _judge_folded(self, now: float) -> list[Decision]:
-        if not self._folded.agrees:
-            return self._unfold()
-        (_, digest), version = self._folded.label, self._folded.version
-        assert version is not None
-        return self._commit(version, self._folded.close(), digest != "", now)
-
-    def _report(self, report: Report | Copies, now: float) -> list[Decision]:
+    def _report(self, report: Completed | Copies, now: float) -> list[Decision]:
         if isinstance(report, Copies):
             return [decision for each in report.each() for decision in self._report(each, now)]
-        if self.committed is not None and report.version <= self.committed:
+        if self._is_over(report.version):
             return self._readmit(self._caught_up(report))
-        if isinstance(report, Skipped):
-            decisions = self._abort(report.version, f"rank {report.owner}: {report.reason}")
-            return decisions + self._overtaken(report.owner, report.version)
         if report.host not in self.holders.get(report.owner, ()):
             return []
         current = self._rounds.get(report.version)
@@ -189,7 +203,7 @@ class Ledger:
             gone = None
         decisions = self._readmit(current.back)
         if self._is_own(report):
-            decisions += self._overtaken(report.owner, report.version)
+            decisions += self._overtaken([report.owner], report.version)
         if gone is not None:
             return decisions + self._abandon(report.version, gone)
         return decisions + self._judge(report.version, current, now)
@@ -202,11 +216,9 @@ class Ledger:
             absent: hosts of which nothing is heard. An owner's own copy there may be lost: then its replicas are still waited for, and
                 what was committed before stays where it is.
         """
-        if self._folded.version is not None and now - self._folded.since >= self._timeout:
-            self._unfold()
-        silent = frozenset(absent)
-        for version in sorted(self._rounds):
-            current = self._rounds[version]
+        silent, folded = frozenset(absent), self._folded
+        under_way = {**self._rounds, **({folded.version: folded} if folded.version is not None else {})}
+        for version, current in sorted(under_way.items()):
             if current.own_since is None or now - current.own_since < self._timeout:
                 continue
             missing = list(current.missing())
@@ -214,7 +226,7 @@ class Ledger:
             if not late and missing:
                 continue
             self.excluded |= late
-            for each in self._rounds.values():
+            for each in (*self._rounds.values(), folded):
                 each.exclude(late)
             return [*([self._epoch(late)] if late else []), *self._try_commit(version, current, now)]
         return []
@@ -301,9 +313,9 @@ class Ledger:
 
     # -- inside
 
-    def _caught_up(self, report: Report) -> set[Pair]:
+    def _caught_up(self, report: Completed) -> set[Pair]:
         """The holder whose copy of the committed version is reported; an older or a damaged copy is not enough."""
-        if isinstance(report, Skipped) or report.version != self.committed:
+        if report.version != self.committed:
             return set()
         return {(report.owner, report.host)} if self.roots.get(report.owner, report.root) == report.root else set()
 
@@ -312,7 +324,7 @@ class Ledger:
         if not (back := self.excluded.intersection(holders)):
             return []
         self.excluded -= back
-        for each in self._rounds.values():
+        for each in (*self._rounds.values(), self._folded):
             each.readmit(back)
         return [self._epoch(frozenset())]
 
@@ -332,12 +344,10 @@ class Ledger:
             "Look for updates that depend on the rank, or for gradients that were not reduced.",
         )
 
-    def _try_commit(self, version: Version, current: Round, now: float) -> list[Decision]:
+    def _try_commit(self, version: Version, current: Round | Folded, now: float) -> list[Decision]:
         if not current.complete:
             return []
-        return self._commit(version, {owner: root for owner, root in current.own.items() if root}, current.compared, now)
-
-    def _commit(self, version: Version, roots: dict[int, str], compared: bool, now: float) -> list[Decision]:
+        roots, compared = current.roots, current.compared
         self._close(version)
         self._judged, self._doubtful = version, {host for _, host in self.excluded}
         self._joined_at = {host: newest for host, newest in self._joined_at.items() if newest >= version}
@@ -374,19 +384,22 @@ class Ledger:
     def _is_own(self, report: Completed) -> bool:
         return report.host == self.holders[report.owner][0]
 
-    def _overtaken(self, owner: int, version: Version) -> list[Decision]:
-        """Aborts the versions that an owner has gone past: what it has not completed by now, it never will."""
-        at = self._passed[owner] = max(version, self._passed.get(owner, version))
-        if self._newest_passed is None or at > self._newest_passed:
-            self._newest_passed = at
-        left = [older for older, current in self._rounds.items() if older < version and owner not in current.own]
-        return [decision for older in sorted(left) for decision in self._abandon(older, owner)]
+    def _overtaken(self, owners: Sequence[int], version: Version) -> list[Decision]:
+        """Aborts the versions that owners have gone past: what they have not completed by now, they never will."""
+        if self._newest_passed is None or version >= self._newest_passed:
+            self._newest_passed = version
+            self._passed.update(dict.fromkeys(owners, version))
+        else:
+            self._passed.update({owner: max(version, self._passed.get(owner, version)) for owner in owners})
+        older = sorted(each for each in self._rounds if each < version)
+        left = [(each, owner) for each in older for owner in owners if owner not in self._rounds[each].own]
+        return [decision for each, owner in left for decision in self._abandon(each, owner)]
 
     def _gone_past(self, version: Version, current: Round) -> int | None:
-        """The first owner that had gone past a version, without its own copy, before anybody reported it."""
+        """An owner that had gone past a version, without its own copy, before anybody reported it."""
         if self._newest_passed is None or self._newest_passed <= version:
             return None
-        return next((owner for owner, at in self._passed.items() if at > version and owner not in current.own), None)
+        return min((owner for owner, at in self._passed.items() if at > version and owner not in current.own), default=None)
 
     def _abandon(self, version: Version, owner: int) -> list[Decision]:
         return self._abort(version, f"rank {owner} has gone on to {self._passed[owner]} without it")
@@ -402,3 +415,5 @@ class Ledger:
         self.committed, self.roots = version, {}
         self._rounds = {v: r for v, r in self._rounds.items() if v > version}
         self.aborted = {v: reason for v, reason in self.aborted.items() if v > version}
+        if self._folded.version is not None and self._folded.version <= version:
+            self._folded.forget()

@@ -74,6 +74,11 @@ class Round:
         """Whether every owner's own copy is there, and every pair that counts agrees."""
         return self.own_since is not None and not self._lacking
 
+    @property
+    def roots(self) -> dict[int, str]:
+        """Owner -> root of its own copy, where that is there and has one."""
+        return {owner: root for owner, root in self.own.items() if root}
+
     def missing(self) -> Iterator[Pair]:
         """The pairs that count and do not agree; walks over all of them."""
         if self._lacking:

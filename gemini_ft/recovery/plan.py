@@ -69,18 +69,14 @@ def plan_recovery(
     Raises:
         WorldSizeError: all there is was made by another number of ranks, and that cannot be loaded.
     """
-    copies = _copies(holdings, refused)
-    sizes = {info.world_size for held in copies.values() for _, info in held}
-    whole = [v for v, held in copies.items() if _is_whole(held) and (resizable or held[0][1].world_size == world_size)]
-    best = max(whole, default=None)
-    if best is not None and (stored is None or best >= stored):
-        sources: dict[int, list[str]] = {}
-        for host, info in copies[best]:
-            sources.setdefault(info.owner, []).append(host)
-        age = min(info.age for _, info in copies[best])
-        by_owner = {owner: tuple(sorted(hosts)) for owner, hosts in sorted(sources.items())}
-        roots = {info.owner: info.root for _, info in copies[best]}
-        return RecoveryPlan("memory", best, by_owner, age, world_size=len(by_owner), roots=roots)
+    held = _held(holdings, refused)
+    for version in sorted(held, reverse=True):  # the first one is mostly whole: then no other is looked at
+        if stored is not None and version < stored:
+            break
+        kept = genuine(held[version])
+        if _is_whole(kept) and (resizable or kept[0][1].world_size == world_size):
+            return _from_memory(version, kept)
+    copies = {version: kept for version, each in held.items() if (kept := genuine(each))}
     if stored is not None:
         assert stored_world_size is not None
         if stored_world_size != world_size and not resizable:
@@ -88,6 +84,7 @@ def plan_recovery(
         newest = max((v.iteration for v in copies), default=None)
         lost = max(0, newest - stored.iteration) if newest is not None else None
         return RecoveryPlan("storage", stored, lost=lost, incomplete=_incomplete(copies), world_size=stored_world_size)
+    sizes = {info.world_size for each in copies.values() for _, info in each}
     if sizes and world_size not in sizes and not resizable:
         raise _wrong_size(max(sizes), world_size, "the snapshot in memory")
     return RecoveryPlan("nothing", incomplete=_incomplete(copies))
@@ -100,13 +97,23 @@ def _wrong_size(then: int, now: int, what: str) -> WorldSizeError:
     )
 
 
-def _copies(holdings: Sequence[Holding], refused: Sequence[Version]) -> dict[Version, list[tuple[str, SlotInfo]]]:
+def _from_memory(version: Version, copies: Sequence[tuple[str, SlotInfo]]) -> RecoveryPlan:
+    sources: dict[int, list[str]] = {}
+    for host, info in copies:
+        sources.setdefault(info.owner, []).append(host)
+    by_owner = {owner: tuple(sorted(hosts)) for owner, hosts in sorted(sources.items())}
+    age, roots = min(info.age for _, info in copies), {info.owner: info.root for _, info in copies}
+    return RecoveryPlan("memory", version, by_owner, age, world_size=len(by_owner), roots=roots)
+
+
+def _held(holdings: Sequence[Holding], refused: Sequence[Version]) -> dict[Version, list[tuple[str, SlotInfo]]]:
+    """Version -> all copies of it, by host."""
     copies: dict[Version, list[tuple[str, SlotInfo]]] = {}
     for holding in holdings:
         for info in holding.slots:
             if info.version not in refused:
                 copies.setdefault(info.version, []).append((holding.host, info))
-    return {version: kept for version, held in copies.items() if (kept := genuine(held))}
+    return copies
 
 
 def genuine(held: Sequence[tuple[str, SlotInfo]]) -> list[tuple[str, SlotInfo]]:
@@ -122,7 +129,7 @@ def genuine(held: Sequence[tuple[str, SlotInfo]]) -> list[tuple[str, SlotInfo]]:
 
 
 def _is_whole(held: Sequence[tuple[str, SlotInfo]]) -> bool:
-    agreed = len({(info.layout_hash, info.world_size) for _, info in held}) == 1
+    agreed = len({(info.layout_hash, info.world_size) for _, info in held}) == 1  # and there is any
     return agreed and {info.owner for _, info in held} == set(range(held[0][1].world_size))
 
 

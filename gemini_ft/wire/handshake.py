@@ -11,11 +11,11 @@ Strangers get as far as TLS. They are few at a time, and each has a few seconds.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import ssl
 from collections.abc import Callable
+from typing import Any
 
 from gemini_ft.errors import AgentError, ConfigError, GeminiError, PeerError, SecretError
 from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES, MARK, Lane
@@ -42,7 +42,9 @@ class _Dialling:
         self._handler = handler
 
     def on_message(self, message: PeerMessage) -> memoryview | None:
-        if isinstance(message, Accepted):
+        if self.accepted.done():
+            pass  # the dial was given up, or has failed, a moment ago
+        elif isinstance(message, Accepted):
             self.connection.handler = self._handler
             if message.lane:
                 self.connection.expect_lane()
@@ -60,8 +62,7 @@ class _Dialling:
         self._fail(PeerError(reason))
 
     def _fail(self, error: GeminiError) -> None:
-        if not self.accepted.done():
-            self.accepted.set_exception(error)
+        _fail(self.accepted, error)
 
 
 async def dial(address: Address, claims: Claims, secret: bytes, handler: Handler) -> Connection:
@@ -83,8 +84,7 @@ async def dial(address: Address, claims: Claims, secret: bytes, handler: Handler
                 opening.connection.attach(await open_lane(address, accepted, opening.connection.peer))
     except BaseException as error:
         opening.connection.abort("the handshake failed")
-        with contextlib.suppress(asyncio.CancelledError, GeminiError):
-            opening.accepted.cancel()
+        opening.accepted.cancel()
         raise as_peer_error(error, where) from None
     return opening.connection
 
@@ -267,8 +267,14 @@ class _Greeting:
         raise PeerError("raw bytes during the handshake")
 
     def on_lost(self, reason: str) -> None:
-        if not self.over.done():
-            self.over.set_exception(PeerError(reason))
+        _fail(self.over, PeerError(reason))
+
+
+def _fail(future: asyncio.Future[Any], error: GeminiError) -> None:
+    """Lets whoever waits raise ``error``; asyncio must not complain of it where that wait was cancelled a moment ago."""
+    if not future.done():
+        future.set_exception(error)
+        future.exception()
 
 
 async def listen(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from gemini_ft.core.effects import Completed, Copies, Gathered, Skipped
+from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Skipped
 from gemini_ft.core.ledger import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.wire.messages import (
@@ -264,7 +264,7 @@ class Data(ShardAnswer):
 PeerMessage = (
     Claims | Accepted | Offer | Ready | Refused | Begin | End | Drop | Ack | Parcel | Astray | Unchanged | Resend | ReportUploaded
     | ReportFinished | Heartbeat | ReportNeed | Rejoin | Relayed | Admitted | Silent | WayUp | UploadSoon | DrainHost | AllFinished | Fetch
-    | Describe | Description | GetRoots | Roots | Data | Chunk | Failed | Notice | Paced | Completed | Copies | Gathered | Skipped | Commit
-    | Abort | Holders | Thaw | Fatal
+    | Describe | Description | GetRoots | Roots | Data | Chunk | Failed | Notice | Paced | Completed | Copies | Gathered | GatheredSkips
+    | Skipped | Commit | Abort | Holders | Thaw | Fatal
 )  # fmt: skip
 peers: Channel[PeerMessage] = Channel(PeerMessage)

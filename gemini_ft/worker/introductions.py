@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gemini_ft.core.versions import Version
 from gemini_ft.faults.inject import Orders
@@ -15,7 +17,7 @@ from gemini_ft.worker.rendezvous import exchange_alike, exchange_or_raise, mark_
 class Introduction:
     """A rank's account of itself and its host for the other ranks.
 
-    What it has in common with other ranks, with its host's or with all, is long, and said together with them: `introduced`.
+    What it has in common with its host's other ranks, or with all, is long, and said together with them: `introduced`.
     """
 
     run: str
@@ -26,37 +28,39 @@ class Introduction:
     orders: Orders
     stored: Version | None = None  # the host's note of the newest stored version
     launch: str = ""  # that opened the stream on this host last; empty: unknown
+    ages: dict[Version, float] = field(default_factory=dict)  # of the newest copy of each version, in tenths of a second
 
 
 @dataclass(frozen=True)
 class _Brief:
-    """An introduction without what others say too, and the marks of that."""
+    """The part of an introduction in which ranks of a host may differ, as each has asked at another moment, and the marks of the rest."""
 
-    about: Introduction
     marks: list[bytes]
-    ages: dict[Version, float]  # of the copies: each rank has asked at another moment
+    ages: dict[Version, float]
 
 
 def introduced(introduce: Callable[[], Introduction], timeout: float) -> list[Introduction]:
-    """All ranks' introductions. Collective; raises as `exchange_or_raise` does."""
+    """All ranks' introductions; copies in the inventories have no ages of their own. Collective; raises as `exchange_or_raise` does."""
     common: list[bytes] = []
 
     def brief() -> _Brief:
-        about = introduce()
-        ages = {slot.version: slot.age for slot in about.inventory.slots}
+        about, ages = introduce(), dict[Version, float]()
+        for slot in about.inventory.slots:
+            ages[slot.version] = round(min(slot.age, ages.get(slot.version, slot.age)), 1)
         slots = [slot.model_copy(update={"age": 0.0}) for slot in about.inventory.slots]
-        common[:] = [about.inventory.model_copy(update={"slots": slots, "call": 0}).model_dump_json().encode(), about.config.encode()]
-        bare = replace(about, inventory=Inventory(slots=[]), config="")
-        return _Brief(bare, [mark_of(blob) for blob in common], ages)
+        inventory = about.inventory.model_copy(update={"slots": slots, "call": 0})
+        bare = replace(about, inventory=Inventory(slots=[]), config="", welcome=about.welcome.model_copy(update={"call": 0}))
+        common[:] = [pickle.dumps(bare), inventory.model_dump_json().encode(), about.config.encode()]
+        return _Brief([mark_of(blob) for blob in common], ages)
 
     briefs = exchange_or_raise(brief, timeout)
     blobs = exchange_alike(common, [each.marks for each in briefs], timeout)
-    inventories: dict[bytes, Inventory] = {}
-    everyone = []
-    for each, (inventory, config) in zip(briefs, blobs, strict=True):
-        if each.marks[0] not in inventories:
-            inventories[each.marks[0]] = Inventory.model_validate_json(inventory)
-        held = inventories[each.marks[0]]
-        slots = [slot.model_copy(update={"age": each.ages[slot.version]}) for slot in held.slots]
-        everyone.append(replace(each.about, inventory=held.model_copy(update={"slots": slots}), config=config.decode()))
-    return everyone
+    alike: dict[tuple[bytes, ...], Introduction] = {}  # marks -> what these ranks have in common
+    everyone: dict[int, Introduction] = {}  # number of a brief's object, as ranks that have said the same share it
+    for each, (bare, inventory, config) in zip(briefs, blobs, strict=True):
+        if (marks := tuple(each.marks)) not in alike:
+            held = Inventory.model_validate_json(inventory)
+            alike[marks] = replace(pickle.loads(bare), inventory=held, config=sys.intern(config.decode()))
+        if id(each) not in everyone:
+            everyone[id(each)] = replace(alike[marks], ages=each.ages)
+    return [everyone[id(each)] for each in briefs]

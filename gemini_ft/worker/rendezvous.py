@@ -224,7 +224,7 @@ def exchange(obj: T, timeout: float = 60.0) -> list[T]:
     device. Without a group the result is ``[obj]``.
 
     Args:
-        obj: anything that can be pickled.
+        obj: anything that can be pickled. Where ranks say the same, they get one object for it: it must not be changed.
         timeout: seconds to wait for the other ranks.
 
     Returns:
@@ -235,7 +235,16 @@ def exchange(obj: T, timeout: float = 60.0) -> list[T]:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [obj]
-    return [pickle.loads(blob) for blob in exchange_bytes(pickle.dumps(obj), timeout)]
+    return _loaded(exchange_bytes(pickle.dumps(obj), timeout))
+
+
+def _loaded(blobs: Sequence[bytes]) -> list[Any]:
+    """The objects that ranks have said; those that have said the same share one, as there may be thousands of them."""
+    known: dict[bytes, Any] = {}
+    for blob in blobs:
+        if blob not in known:
+            known[blob] = pickle.loads(blob)
+    return [known[blob] for blob in blobs]
 
 
 def exchange_bytes(blob: bytes, timeout: float) -> list[bytes]:
@@ -276,7 +285,7 @@ def exchange_alike(blobs: Sequence[bytes], marks: Sequence[Sequence[bytes]], tim
     for other, own in enumerate(marks):
         for index, mark in enumerate(own):
             alike[index, mark].append(other)
-    parts = [_part(blob, alike[index, mark], rank) for index, (blob, mark) in enumerate(zip(blobs, marks[rank], strict=True))]
+    parts = [part_of(blob, alike[index, mark], rank) for index, (blob, mark) in enumerate(zip(blobs, marks[rank], strict=True))]
     said = exchange(parts, timeout)
     whole = {key: b"".join(said[other][key[0]] for other in ranks) for key, ranks in alike.items()}
     for (index, mark), blob in whole.items():
@@ -285,7 +294,7 @@ def exchange_alike(blobs: Sequence[bytes], marks: Sequence[Sequence[bytes]], tim
     return [[whole[index, mark] for index, mark in enumerate(own)] for own in marks]
 
 
-def _part(blob: bytes, ranks: Sequence[int], rank: int) -> bytes:
+def part_of(blob: bytes, ranks: Sequence[int], rank: int) -> bytes:
     """The part of a blob that one of the ranks that have it says."""
     at, of = ranks.index(rank), len(ranks)
     return blob[len(blob) * at // of : len(blob) * (at + 1) // of]
@@ -335,7 +344,7 @@ def exchange_or_raise(fn: Callable[[], T], timeout: float = 60.0) -> list[T]:
     except Exception as error:
         cause = error
         blob = pickle.dumps(_Failure.of(error))
-    outcomes: list[_Result[T] | _Failure] = [pickle.loads(each) for each in exchange_bytes(blob, timeout)]
+    outcomes: list[_Result[T] | _Failure] = _loaded(exchange_bytes(blob, timeout))
     failures = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)}
     if failures:
         raise _common_error(failures) from cause

@@ -84,6 +84,7 @@ class Chooser:
     ) -> None:
         self._config, self._client, self._everyone, self._stream = config, client, everyone, stream
         self._reopen, self._rank, self._resizable = reopen, rank, resizable
+        self._welcomes = [about.welcome for about in {about.welcome.info.host: about for about in everyone}.values()]
         self._holdings = {about.welcome.info.host: Holding(about.welcome.info.host, about.inventory.slots) for about in everyone}
         self._damaged: set[str] = set()  # folders in storage
         self._since: float | None = None  # when storage was first found to be away, on the monotonic clock
@@ -118,13 +119,14 @@ class Chooser:
 
     def _stuck(self) -> dict[Version, int]:
         """Versions that every attempt since has failed to get beyond, and the number of attempts."""
-        welcomes = [about.welcome for about in self._everyone if about.welcome.attempts >= self._config.max_retries]
+        welcomes = [welcome for welcome in self._welcomes if welcome.attempts >= self._config.max_retries]
         return {welcome.resumed: welcome.attempts for welcome in welcomes if welcome.resumed is not None}
 
     def _find(self, refused: frozenset[Version]) -> RecoveryPlan:
         """Plans, checks the copies the plan needs against their checksums, and plans again without those that are damaged."""
         while True:
-            memory = self._best_in_memory(refused)
+            in_memory = self._best_in_memory(refused)
+            memory = in_memory.version if in_memory is not None else None
             turned_down = memory is not None and self._is_turned_down(memory)
             stored = self._stored = self._look(refused, insist=memory is None or turned_down)
             if stored.unclear and memory is not None:
@@ -133,11 +135,15 @@ class Chooser:
                 self._warn("%s in memory is not of the history that storage.history names: it is left aside", memory)
                 refused |= {memory}
                 continue
-            version, size = (stored.manifest.version, stored.manifest.world_size) if stored.manifest is not None else (None, None)
-            plan = plan_recovery(list(self._holdings.values()), len(self._everyone), version, size, sorted(refused), self._resizable)
+            if in_memory is not None and stored.manifest is None:
+                plan = in_memory
+            else:
+                version, size = (stored.manifest.version, stored.manifest.world_size) if stored.manifest is not None else (None, None)
+                plan = plan_recovery(list(self._holdings.values()), len(self._everyone), version, size, sorted(refused), self._resizable)
             if plan.kind == "memory":
                 if not (damaged := self._damaged_in_memory(plan)):
-                    return plan
+                    assert plan.version is not None
+                    return replace(plan, age=min(about.ages[plan.version] for about in self._everyone if plan.version in about.ages))
                 self._holdings = {h: _without(holding, plan.version, damaged.get(h, set())) for h, holding in self._holdings.items()}
             elif plan.kind == "storage" and stored.manifest is not None:
                 if (staged := self._staged(plan, stored.manifest)) is not None:
@@ -145,10 +151,10 @@ class Chooser:
             else:
                 return plan
 
-    def _best_in_memory(self, refused: frozenset[Version]) -> Version | None:
+    def _best_in_memory(self, refused: frozenset[Version]) -> RecoveryPlan | None:
         """The plan that memory alone allows."""
         try:
-            return plan_recovery(list(self._holdings.values()), len(self._everyone), None, None, sorted(refused), self._resizable).version
+            return plan_recovery(list(self._holdings.values()), len(self._everyone), None, None, sorted(refused), self._resizable)
         except WorldSizeError:
             return None
 
@@ -253,15 +259,15 @@ class Chooser:
         return settings is not None and settings.history is not None and not is_of(memory, self._told_by_sessions(), settings.history)
 
     def _told_by_sessions(self) -> Told:
-        welcomes = [about.welcome for about in self._everyone]
-        return tuple(
+        told = (
             (w.incarnation, Descent(tuple(w.lineage), frozenset(w.overtaken), frozenset(w.aside)))
-            for w in welcomes
+            for w in self._welcomes
             if w.incarnation is not None
         )
+        return tuple(dict.fromkeys(told))  # nearly all say the same
 
     def _told_by_hosts(self) -> Told:
-        known = [about.welcome.info.known for about in self._everyone]
+        known = dict.fromkeys(welcome.info.known for welcome in self._welcomes)
         return (*self._told_by_sessions(), *((incarnation, Descent()) for incarnation in known if incarnation is not None))
 
     def _descent(self, resumed: Version | None) -> Descent:

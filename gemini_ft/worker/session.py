@@ -5,10 +5,12 @@ Everything here is collective over the default process group and runs on the tra
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
@@ -112,8 +114,9 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None]
         return _introduction(config, clients[0], run, stream, fingerprint(secret), now)
 
     try:
-        everyone = introduced(introduce, config.timeout + 10)
-        session = _agree(config, clients[0], hello, everyone, rank, resizable)
+        with _no_collections():
+            everyone = introduced(introduce, config.timeout + 10)
+            session = _agree(config, clients[0], hello, everyone, rank, resizable)
     except BaseException:
         for client in clients:
             client.close()  # the agent must not wait for us to choose
@@ -124,6 +127,18 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None]
         _announce(session, bool(everyone[0].configured_secret))
         _announce_resumption(session, {about.launch for about in everyone} - {""})
     return session
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keeps the garbage collector still: it would look through the whole process again and again, as all hosts' inventories are read."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _check_for_agents(config: GeminiConfig, run: str) -> None:

@@ -33,7 +33,7 @@ from gemini_ft.worker.session import Session
 _READING_SECONDS = 600.0  # that reading the state may take beside the wait for a silent host
 ROUND = 64 * 2**20  # bytes that an all-gather is to bring, of all ranks together
 LEAST, MOST = 16 * 2**10, 8 * 2**20  # bytes of one rank in it
-_TRAILER = 64  # bytes behind each rank's part: whether it goes on, and the seal; as many as let no part begin in the middle of an element
+TRAILER = 64  # bytes behind each rank's part: whether it goes on, and the seal; as many as let no part begin in the middle of an element
 _SALT_BYTES = 16
 
 
@@ -56,7 +56,7 @@ def fill(session: Session, state: TrainingState, extras: Mapping[int, Any]) -> t
     limit = session.config.timeout + _READING_SECONDS
     with contextlib.closing(session.sources) as sources:
         accounts = _accounts(session, sources, limit)
-        shards = {owner: shard for owner, account in accounts.items() if (shard := _shared(session, account.about)) is not None}
+        shards = {shard.owner: shard for account in accounts.values() if (shard := _shared(session, account.about)) is not None}
         layouts = {owner: shard.layout for owner, shard in shards.items()}
 
         def prepare() -> Filling:
@@ -67,7 +67,7 @@ def fill(session: Session, state: TrainingState, extras: Mapping[int, Any]) -> t
 
         filling = on_all_ranks(prepare, limit)
         if accounts:
-            spread = _Spread(session, sources, filling, shards, {owner: account.salt for owner, account in accounts.items()})
+            spread = _Spread(session, sources, filling, shards, {rank: account.salt for rank, account in accounts.items()})
             with _allowing(limit):
                 spread.carry_out(limit)
             on_all_ranks(spread.complete, limit)
@@ -78,14 +78,14 @@ def fill(session: Session, state: TrainingState, extras: Mapping[int, Any]) -> t
 
 @dataclass(frozen=True)
 class _Account:
-    """An owner's account of its shard, and the salt of the key for its seals: no two restores may have the same."""
+    """A rank's account of its shard, where that is spread, and the salt of the key for its seals: no two restores may have the same."""
 
-    about: Description
+    about: Description | None
     salt: bytes
 
 
 def _accounts(session: Session, sources: ShardReaders, limit: float) -> dict[int, _Account]:
-    """The owners' accounts of the shards that are spread; none where each rank reads for itself.
+    """All ranks' accounts, if shards are spread; none where each rank reads for itself.
 
     The ranks' collectives do not encrypt: with ``encrypt`` state goes from agent to agent only.
     """
@@ -96,19 +96,20 @@ def _accounts(session: Session, sources: ShardReaders, limit: float) -> dict[int
     if not owners:
         return {}
 
-    def describe() -> _Account | None:
-        if rank not in owners:
-            return None
-        everyone = tuple(range(world_size))
-        about = sources.read(rank, rank, lambda shard: shard.about if everyone in shard.layout.groups else None, keep=True)
-        return _Account(about, secrets.token_bytes(_SALT_BYTES)) if about is not None else None
+    def describe() -> _Account:
+        everyone, about = tuple(range(world_size)), None
+        if rank in owners:
+            about = sources.read(rank, rank, lambda shard: shard.about if everyone in shard.layout.groups else None, keep=True)
+        return _Account(about, secrets.token_bytes(_SALT_BYTES))
 
     accounts = exchange_or_raise(describe, limit)
-    return {owner: account for owner, account in enumerate(accounts) if account is not None}
+    return dict(enumerate(accounts)) if any(account.about is not None for account in accounts) else {}
 
 
-def _shared(session: Session, about: Description) -> SharedShard | None:
-    """The shard by its owner's account; None, the same on all ranks: the account is wrong, and every rank reads that shard by itself."""
+def _shared(session: Session, about: Description | None) -> SharedShard | None:
+    """The shard by its owner's account; None, the same on all ranks: there is none, or a wrong one. Every rank reads it by itself."""
+    if about is None:
+        return None
     try:
         return SharedShard(about, session.plan.roots.get(about.owner), session.world_size)
     except CorruptDataError:
@@ -119,6 +120,7 @@ class _Spread:
     """The collectives of one restore, as one rank takes part in them.
 
     Every rank takes part until the last round, or the one in which some rank says that it cannot go on: all see that in the same round.
+    That word is sealed as the blocks are: a forged one has no effect, and where a true one is suppressed, others wait as for a lost one.
     """
 
     def __init__(
@@ -131,8 +133,8 @@ class _Spread:
         self._rings = [_Ring(session.world_size, self._block) for _ in range(min(2, self._rounds))]
         others = {owner: shard for owner, shard in shards.items() if owner != self._rank and shard.covers(filling.reads.get(owner, ()))}
         self._landings = {owner: Landing(shard, filling.reads.get(owner, ()), filling.tensors) for owner, shard in others.items()}
-        purposes = {owner: b"spread %d " % owner + salts[owner] for owner in shards}
-        self._seals = {owner: Seal(derive(session.secret, purpose)) for owner, purpose in purposes.items()}
+        self._seals = {rank: Seal(derive(session.secret, b"spread %d " % rank + salt)) for rank, salt in salts.items()}
+        self._seal = self._seals.pop(self._rank)
         self._outflow: Outflow | None = None
         self._failure: Exception | None = None
         self.stopped = False  # whether some rank could not go on
@@ -194,40 +196,41 @@ class _Spread:
                 part.block[:] = block
                 self._outflow.give_back(block)
             goes_on = self._outflow.failure is None
-        part.finish(goes_on, self._seals.get(self._rank))
+        part.finish(goes_on, self._seal)
 
     def _arrived(self, ring: _Ring, limit: float) -> None:
         """Takes what a round has brought."""
         parts = ring.receive(limit)
-        for owner, landing in list(self._landings.items()):
+        self.stopped = self.stopped or not ring.own.goes_on
+        for rank, seal in self._seals.items():
             try:
-                parts[owner].check(self._seals[owner], f"rank {owner}")
-                landing.take(parts[owner].block)
+                parts[rank].check(seal, f"rank {rank}")
+                self.stopped = self.stopped or not parts[rank].goes_on
+                if rank in self._landings:
+                    self._landings[rank].take(parts[rank].block)
             except (CorruptDataError, PeerError):
-                del self._landings[owner]  # it is read from its holders
+                self._landings.pop(rank, None)  # it is read from its holders
             except Exception as error:  # must not keep this rank from the rounds that the others are waiting in
                 self._failure = error
-        self.stopped = self.stopped or not all(part.goes_on for part in parts)
 
 
 class _Part:
     """One rank's part of a round: a block, whether the rank goes on, and the seal of both."""
 
     def __init__(self, memory: memoryview) -> None:
-        self.block = memory[:-_TRAILER]
-        self._sealed, self._tag = memory[: 1 - _TRAILER], memory[1 - _TRAILER :][:TAG_BYTES]
+        self.block = memory[:-TRAILER]
+        self._sealed, self._tag = memory[: 1 - TRAILER], memory[1 - TRAILER :][:TAG_BYTES]
 
     @property
     def goes_on(self) -> bool:
         """Whether the rank has more rounds in it."""
         return self._sealed[-1] == 0
 
-    def finish(self, goes_on: bool, seal: Seal | None) -> None:
-        """Makes it ready to go; None: there is nothing of a shard in it."""
+    def finish(self, goes_on: bool, seal: Seal) -> None:
+        """Makes it ready to go."""
         self._sealed[-1] = not goes_on
-        if seal is not None:
-            self._show(seal)
-            self._tag[:] = seal.close()
+        self._show(seal)
+        self._tag[:] = seal.close()
 
     def check(self, seal: Seal, peer: str) -> None:
         """Raises PeerError: it was changed on its way."""
@@ -243,12 +246,12 @@ class _Ring:
     """The memory of one all-gather, which the next but one finds free again."""
 
     def __init__(self, world_size: int, block: int) -> None:
-        stride = block + _TRAILER
+        stride = block + TRAILER
         self._device = _device()
         cpu = self._device.type == "cpu"
         memory = bytearray(stride * (world_size + 1))  # what comes, and behind it what goes
         parts = [_Part(memoryview(memory)[at : at + stride]) for at in range(0, len(memory), stride)]
-        self._parts, self._own = parts[:-1], parts[-1]
+        self._parts, self.own = parts[:-1], parts[-1]
         everything = torch.frombuffer(memory, dtype=torch.uint8)
         self._incoming, self._outgoing = everything[:-stride], everything[-stride:]
         self._there = self._incoming if cpu else torch.empty_like(self._incoming, device=self._device)
@@ -257,7 +260,7 @@ class _Ring:
 
     def send(self, fill: Callable[[_Part], None]) -> None:
         """Lets ``fill`` write this rank's part, and sends it round."""
-        fill(self._own)
+        fill(self.own)
         try:
             self._sent = self._outgoing.to(self._device)
             self._work = all_gather_single(self._there, self._sent, async_op=True)

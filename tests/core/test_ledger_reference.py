@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_ledger import ReferenceLedger
 
-from gemini_ft.core.effects import Completed, Copies, Gathered, Skipped
+from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Skipped
 from gemini_ft.core.ledger import Abort, Cadence, Commit, Decision, Fatal, Holders, Ledger, Manifest, Thaw
 from gemini_ft.core.versions import Incarnation, Version
 
@@ -36,11 +36,13 @@ class History:
         self.rng = rng = Random(seed)
         hosts = [f"h{i}" for i in range(rng.randint(1, 4))]
         replicas = rng.randint(1, len(hosts))
-        homes = [host for host in hosts for _ in range(rng.randint(1, 2))]
+        homes = [host for host in hosts for _ in range(rng.choice([0, 1, 1, 2, 2]))] or hosts[:1]
         rng.shuffle(homes)
         rings = {host: tuple((hosts * 2)[at : at + replicas]) for at, host in enumerate(hosts)}
         self.holders = {owner: rings[home] for owner, home in enumerate(homes)}
         self.hosts, self.now, self.newest, self.sick = hosts, 0.0, 1, rng.random() < 0.3
+        self.is_calm = rng.random() < 0.5  # nothing happens but that some holders are late, or have damaged copies, for many steps
+        self.troubled: dict[tuple[int, str], str] = {}  # these, and the roots of their copies; empty: none comes
         start = rng.choice([None, Version(Incarnation(1, "n"), 1)])
         every, seconds = rng.choice([None, 1, 2]), rng.choice([None, 3.0])
         self.both: list[EITHER] = [kind(self.holders, start, TIMEOUT, Cadence(every, seconds)) for kind in (Ledger, ReferenceLedger)]
@@ -50,8 +52,8 @@ class History:
         rng = self.rng
         self.now += rng.choice([0.0, 0.1, 1.0, 4.0])
         bundles = 8 if self._bundled else 0
-        weights = [4, 10, 1, 3, 1, 2, bundles, bundles]
-        name = rng.choices(["round", "report", "skip", "tick", "rejoin", "upload", "bundle", "gather"], weights)[0]
+        weights = [10, 1, 0.5, 5, 0.5, 1, 0, bundles, bundles / 8] if self.is_calm else [4, 10, 1, 3, 1, 2, bundles, bundles, bundles / 4]
+        name = rng.choices(["round", "report", "skip", "tick", "rejoin", "upload", "bundle", "gather", "skip_together"], weights)[0]
         return getattr(self, f"_{name}")()
 
     def _tell(self, *args: object, call: str) -> list[list[Decision]]:
@@ -71,10 +73,19 @@ class History:
         """Nearly all copies of the newest version, in any order."""
         rng, outcome = self.rng, [list[Decision](), list[Decision]()]
         what = Version(Incarnation(2, "n"), self.newest)
-        pairs = [(owner, host) for owner, hosts in self.holders.items() for host in hosts if rng.random() < 0.95]
+        pairs = [(owner, host) for owner, hosts in self.holders.items() for host in hosts]
+        if rng.random() < 0.1:
+            replicas = [(owner, host) for owner, host in pairs if host != self.holders[owner][0]]
+            self.troubled = {pair: rng.choice(["", "bad  0"]) for pair in replicas if rng.random() < 0.3}
         rng.shuffle(pairs)
         for owner, host in pairs:
-            for made, more in zip(outcome, self._report(what, owner, host), strict=True):
+            if self.is_calm and (root := self.troubled.get((owner, host), f"root {owner}")):
+                told = self._tell(Completed(owner, host, what, "l", "d", root), self.now, call="report")
+            elif not self.is_calm and rng.random() < 0.95:
+                told = self._report(what, owner, host)
+            else:
+                continue
+            for made, more in zip(outcome, told, strict=True):
                 made += more
         self.newest += rng.random() < 0.9
         return outcome
@@ -112,6 +123,16 @@ class History:
 
     def _skip(self) -> list[list[Decision]]:
         return self._tell(Skipped(self.rng.choice(list(self.holders)), version(self.rng, self.newest), "late"), self.now, call="report")
+
+    def _skip_together(self) -> list[list[Decision]]:
+        """Several owners have no snapshot of a version, and the reference hears it one by one."""
+        owners = self.rng.sample(list(self.holders), self.rng.randint(1, len(self.holders)))
+        what, (ours, reference) = version(self.rng, self.newest + 1), self.both
+        one_by_one = [decision for owner in owners for decision in reference.report(Skipped(owner, what, "late"), self.now)]
+        told = ours.report(GatheredSkips(what, "late", {"h0": owners}), self.now), one_by_one
+        return [
+            sorted(deepcopy(each), key=lambda abort: abort.version) for each in told
+        ]  # any of these owners can be the one that is named
 
     def _tick(self) -> list[list[Decision]]:
         self.now += self.rng.choice([0.0, TIMEOUT])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_ft.core.effects import Copies, Gathered
+from gemini_ft.core.effects import Copies, Gathered, GatheredSkips, Skipped
 from gemini_ft.core.gathering import Gathering
 from gemini_ft.core.tree import Ways, collectors, ways_up
 from gemini_ft.core.versions import Incarnation, Version
@@ -113,6 +113,21 @@ def test_what_is_said_in_parts_or_otherwise_than_by_others_keeps_its_order(sever
     told = found.take()
     held = {"a": [0, 1], "b": [0, 1]}
     assert [each for one in told for each in (one.each(held) if isinstance(one, Gathered) else [one])] == [copies("a", 1, "01"), *several]
+
+
+def test_the_first_rank_without_a_snapshot_is_told_at_once_and_all_others_together() -> None:
+    found = gathering("b", "c")
+    skips = {"b": [0, 1], "c": [2]}
+    told = [found.skip(host, Skipped(owner, version(2), "late")) for host, owners in skips.items() for owner in owners]
+    assert told == [False, True, True]
+    assert not found.skip("c", Skipped(2, version(3), "late"))
+    found.add(copies("a", 1, "01"))
+    assert found.take() == [
+        Gathered(version(1), "layout", "", {"a": "root 0root 1"}),
+        GatheredSkips(version(2), "late", {"b": [1], "c": [2]}),
+    ]
+    assert not found.waiting
+    assert found.skip("b", Skipped(0, version(2), "late"))
 
 
 def test_older_versions_go_up_first() -> None:

@@ -136,6 +136,19 @@ def flip_a_bit() -> None:
     spreading.all_gather_single = damaged
 
 
+def say_that_no_rank_can_go_on() -> None:
+    """Forges that word in every part that reaches any rank."""
+    gather = spreading.all_gather_single
+
+    def forged(everything: torch.Tensor, own: torch.Tensor, async_op: bool) -> Any:
+        work = gather(everything, own, async_op=async_op)
+        work.wait()
+        everything[len(own) - spreading.TRAILER :: len(own)] ^= 1
+        return work
+
+    spreading.all_gather_single = forged
+
+
 def test_each_shard_is_fetched_by_one_rank_and_reaches_all(world: World) -> None:
     expected = lose_a_host(world)
     results = world.outcome(train, 2)
@@ -161,6 +174,13 @@ def test_bytes_that_are_damaged_on_the_way_are_read_from_their_holders(world: Wo
         {"peer host0"},
         {"peer host0", "other ranks"},
     ]
+
+
+def test_a_forged_word_that_a_rank_cannot_go_on_stops_nobody(world: World) -> None:
+    expected = lose_a_host(world)
+    results = world.outcome(train, 0, say_that_no_rank_can_go_on)
+    assert [said["begin"] for said in results] == [expected] * 4
+    assert [set(said["restored"]) for said in results] == [{"own memory"}] * 2 + [{"peer host0"}] * 2
 
 
 def test_a_rank_may_read_for_longer_than_a_collective_of_a_step_may_take(world: World) -> None:

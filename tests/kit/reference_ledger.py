@@ -223,7 +223,7 @@ class ReferenceLedger:
 
     def _judge_passed(self, version: Version) -> list[Decision]:
         acks = self._rounds[version].acks
-        for owner, at in self._passed.items():
+        for owner, at in sorted(self._passed.items()):
             if at > version and (owner, self.holders[owner][0]) not in acks:
                 return self._abort(version, f"rank {owner} has gone on to {at} without it")
         return []

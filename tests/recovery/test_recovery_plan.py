@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import RecoveryError, WorldSizeError
+from gemini_ft.faults.inject import Orders
 from gemini_ft.recovery.plan import Holding, RecoveryPlan, describe, plan_recovery, require
-from gemini_ft.wire.worker_messages import SlotInfo
+from gemini_ft.wire.worker_messages import Inventory, SlotInfo, Welcome
+from gemini_ft.worker.introductions import Introduction, introduced
 
 WORLD = 3
 VERSIONS = [Version(Incarnation(number, nonce), iteration) for number, nonce in ((1, "a"), (2, "b"), (2, "c")) for iteration in (4, 5)]
@@ -55,6 +57,15 @@ def is_whole(holdings: list[Holding], version: Version) -> bool:
     held = [info for holding in holdings for info in holding.slots if info.version == version]
     complete = {info.owner for info in held} == set(range(WORLD))
     return complete and {info.world_size for info in held} == {WORLD} and len({info.layout_hash for info in held}) == 1
+
+
+def test_ranks_tell_of_each_version_the_age_of_its_newest_copy() -> None:
+    """It is the one that a plan has; the others would be as many as there are copies."""
+    held = [slot(owner, version, age=age) for version, ages in ((V1, (3.0, 1.0, 2.0)), (V2, (0.5,))) for owner, age in enumerate(ages)]
+    (about,) = introduced(lambda: Introduction("r", Welcome.model_construct(), Inventory(slots=held), "", "{}", Orders("")), 60.0)
+    assert about.ages == {V1: 1.0, V2: 0.5}
+    plan = plan_recovery(hold(a=held), WORLD)
+    assert (plan.version, plan.age) == (V1, about.ages[V1])
 
 
 @given(inventories, stored_versions, refusals)

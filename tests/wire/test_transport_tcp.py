@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import itertools
 import os
 import socket
 import time
@@ -408,6 +410,35 @@ class TestHandshake:
         with socket.create_server(("127.0.0.1", 0)) as closed:
             silent_address = closed.getsockname()
         run(work())
+
+    @pytest.mark.parametrize("ended_by", ["this side", "that side"])
+    def test_that_ends_at_any_moment_leaves_no_error_behind(self, ended_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The answer may come between a cancellation and the end of the dial, and a connection may break when nobody waits for it."""
+        monkeypatch.setattr(handshake, "STRANGERS", 1)
+        complaints: list[dict[str, Any]] = []
+
+        async def work() -> None:
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+            async with Place() as place:
+                for turns in itertools.count():
+                    dialling = asyncio.create_task(place.dial(Recorder()))
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    was_in_time = dialling.done()
+                    if ended_by == "that side":
+                        _, newcomer = await asyncio.open_connection(*place.address)  # for whom the stranger before has to leave
+                        newcomer.close()
+                    dialling.cancel()
+                    with contextlib.suppress(asyncio.CancelledError, PeerError):
+                        (await dialling).abort("the end")
+                    if was_in_time:
+                        break
+                assert turns > 5
+            await asyncio.sleep(0.05)
+
+        run(work())
+        gc.collect()
+        assert not complaints
 
     @pytest.mark.parametrize("said", [b"", b"\x16\x03", b"gemini-ft lane\n", b"GET / HTTP/1.1\r\n\r\n"])
     def test_that_a_stranger_does_not_finish_ends_in_time(self, said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gemini_ft.core.bundles import Bundles
-from gemini_ft.core.effects import CancelSend, Completed, Copies, Damaged, Effect, Free, Gathered, Grant, Send, Tell, Upload, Withdraw
+from gemini_ft.core.effects import (
+    CancelSend,
+    Completed,
+    Copies,
+    Damaged,
+    Effect,
+    Free,
+    Gathered,
+    GatheredSkips,
+    Grant,
+    Send,
+    Skipped,
+    Tell,
+    Upload,
+    Withdraw,
+)
 from gemini_ft.core.gathering import Gathering
 from gemini_ft.core.ledger import Abort, Cadence, Commit, Decision, Holders, Ledger, Manifest, Thaw
 from gemini_ft.core.protocol import Host
@@ -356,6 +371,8 @@ class Node:
         if kind == "report" and isinstance(args[0], Copies):
             self.gather(args[0])
             return
+        if kind == "report" and isinstance(args[0], Skipped) and self.gathering.skip(host, args[0]):
+            return  # it goes up at any time
         self.send_gathered()
         if kind == "rejoin":
             self.gathering.greet(host, args[0])
@@ -456,9 +473,8 @@ class Member:
         return self.connection.names[0]
 
     def on(self, kind: str, *args: Any) -> None:
-        if kind == "report" and isinstance(args[0], Gathered):
-            counted = {host: text for host, text in args[0].roots.items() if self.node.ways.counts(host, self)}
-            self.node.hear(kind, replace(args[0], roots=counted))
+        if kind == "report" and isinstance(args[0], Gathered | GatheredSkips):
+            self.node.hear(kind, args[0].only(lambda host: self.node.ways.counts(host, self)))
         elif kind == "relayed":
             self.node.hear_of(args[0], self, *args[1:])
         else:
