@@ -11,7 +11,7 @@ from gemini_ft.errors import RecoveryError, WorldSizeError
 from gemini_ft.faults.inject import Orders
 from gemini_ft.recovery.plan import Holding, RecoveryPlan, describe, plan_recovery, require
 from gemini_ft.wire.worker_messages import Inventory, SlotInfo, Welcome
-from gemini_ft.worker.resume_choice import Introduction, introduced
+from gemini_ft.worker.introductions import Introduction, introduced
 
 WORLD = 3
 VERSIONS = [Version(Incarnation(number, nonce), iteration) for number, nonce in ((1, "a"), (2, "b"), (2, "c")) for iteration in (4, 5)]
