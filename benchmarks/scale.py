@@ -34,6 +34,7 @@ from gemini_ft.core.effects import Completed
 from gemini_ft.core.gathering import Gathering
 from gemini_ft.core.ledger import Commit, Ledger
 from gemini_ft.core.placement import describe, place
+from gemini_ft.core.succession import Succession
 from gemini_ft.core.tree import FAN_IN, ways_up
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.wire.handshake import Listener, dial, listen
@@ -188,10 +189,11 @@ class Crowd:
 
     def _link(self, name: str, up: str) -> MemberLink:
         bundles = Bundles(name, {owner: self.holders[owner] for owner in self.copies[name]})
-        dials = [partial(self._connect, name, up)]
-        return MemberLink(dials, partial(self._on_decision, name), rejoin, print, bundles, self.collectors.get(name))
+        ways, dial = [up] * (up != self.first), partial(self._connect, name)
+        told = partial(self._on_decision, name)
+        return MemberLink(ways, dial, first_leads(name, self.first), told, rejoin, print, bundles, self.collectors.get(name))
 
-    async def _connect(self, host: str, up: str, handler: Handler) -> Connection:
+    async def _connect(self, host: str, up: str, _epoch: int, handler: Handler) -> Connection:
         near, far = (Wire(self._loop, self._latency, self.processors.get(name)) for name in (host, up))
         near.far, far.far, near.handler = far, near, handler
         join = self._leader.join if up == self.first else self.collectors[up].join
@@ -219,6 +221,11 @@ class Crowd:
 def _each(take: Callable[[PeerMessage], None], reports: Sequence[Completed]) -> None:
     for each in reports:
         take(each)
+
+
+def first_leads(name: str, first: str) -> Succession:
+    """A host's knowledge that the first one leads, and no other ever does."""
+    return Succession(name, [first], 0, 0.0, timeout=0.0)
 
 
 def rejoin() -> Sequence[PeerMessage]:
@@ -325,9 +332,9 @@ async def take_in(part: Leader | Collector) -> Listener:
     )
 
 
-async def connect(address: Address, host: str, up: str, handler: Handler) -> Connection:
+async def connect(addresses: Mapping[str, Address], host: str, up: str, _epoch: int, handler: Handler) -> Connection:
     claims = Claims(run="r", stream="s", host=host, to=up, role="report", incarnation=None)
-    return await dial(address, claims, SECRET, handler)
+    return await dial(addresses[up], claims, SECRET, handler)
 
 
 async def follow(pipe: Pipe, hosts: int, steps: int, fan_in: int) -> dict[str, float]:
@@ -354,8 +361,9 @@ async def follow(pipe: Pipe, hosts: int, steps: int, fan_in: int) -> dict[str, f
     links = {}
     for name in sorted(ways, key=lambda name: name not in there):
         up = ways[name][0]
-        dials = [partial(connect, addresses[up], name, up)]
-        links[name] = MemberLink(dials, partial(on_decision, name), rejoin, print, Bundles(name, holders), there.get(name))
+        ways_to, told = [up] * (up != names[0]), partial(on_decision, name)
+        bundles, order = Bundles(name, holders), first_leads(name, names[0])
+        links[name] = MemberLink(ways_to, partial(connect, addresses, name), order, told, rejoin, print, bundles, there.get(name))
         if len(links) % 16 == 0:
             await asyncio.sleep(0.2)  # a listener takes few strangers at a time
     async with asyncio.timeout(120):

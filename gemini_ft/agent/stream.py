@@ -113,7 +113,7 @@ class Stream:
             home.vault.forget()
         home.spec = spec
         self._figures.clear()
-        self._session = Session(home, spec, self._on_decision)
+        self._session = Session(home, spec, self._on_decision, readopt)
         if readopt:
             self._repeat_reports()  # workers that are choosing go on, and the copies they were shown are kept
         else:
@@ -224,8 +224,9 @@ class Stream:
         if self._session is None or spec is None or host not in spec.hosts:
             return False
         if not self._session.reaches_leader:
+            leader = self._session.succession.leader
             raise AgentError(
-                f"host {host!r} cannot be told: host {spec.leader!r}, which leads the run, cannot be reached from here now. Try again, or "
+                f"host {host!r} cannot be told: host {leader!r}, which leads the run, cannot be reached from here now. Try again, or "
                 "ask an agent that is nearer (--host), or signal that host's `gemini run`"
             )
         self.report(DrainHost(host=host))
@@ -359,7 +360,8 @@ class Stream:
         return {
             "incarnation": str(spec.incarnation) if spec else None,
             "world_size": spec.world_size if spec else None,
-            "leader": spec.leader if spec else None,
+            "leader": session.succession.leader if session is not None else None,
+            "epoch": session.succession.epoch if session is not None else None,
             "committed": host.committed.iteration if host.committed else None,
             "committed_age": min(ages, default=None),
             "command": self.launch.command if self.launch is not None else [],

@@ -84,6 +84,16 @@ class Uploader:
             "error": error,
         }
 
+    @property
+    def stored(self) -> tuple[Version, float] | None:
+        """The newest version of which this host knows that it is stored, and when that was, by the system's clock."""
+        return self._newest
+
+    @property
+    def unstored(self) -> str:
+        """Why the last upload failed; empty: it did not."""
+        return self._failures[_UPLOADS][1] if _UPLOADS in self._failures else ""
+
     def start(self, owner: int, memory: SlotMemory, version: Version, done: Callable[[str, str], None]) -> None:
         """Uploads one shard in the background; ``done`` gets its record, or the error."""
         if version != self.version:

@@ -134,6 +134,11 @@ class Ledger:
         self._newest_passed: Version | None = None  # the newest of them
         self._records: dict[int, str] = {}
 
+    @property
+    def hosts(self) -> Collection[str]:
+        """All hosts that hold anything."""
+        return self._folded.held.keys()
+
     # -- reports
 
     def report(self, report: Report | Copies | Gathered, now: float) -> list[Decision]:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from gemini_ft.config import DEFAULT_TRAFFIC, TrafficConfig
 from gemini_ft.core.ledger import Abort, Commit
+from gemini_ft.core.succession import TIMEOUT as LEADER_TIMEOUT
 from gemini_ft.core.traffic import Profile
 from gemini_ft.core.tree import FAN_IN
 from gemini_ft.core.versions import Incarnation, Version
@@ -91,6 +92,7 @@ class SessionSpec(Message):
     given_up: list[Version] = []  # versions that led to failure after failure
     damaged: list[str] = []  # folders of checkpoints in storage that turned out to be damaged
     replica_timeout: float = 30.0
+    leader_timeout: float = LEADER_TIMEOUT  # seconds; 0: no other host ever leads
     hang_timeout: float | None = None
     chunk_bytes: int = 8 * 2**20
     storage: dict[str, object] | None = None  # StorageConfig, as checked on every rank

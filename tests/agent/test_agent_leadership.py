@@ -18,6 +18,7 @@ from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.effects import Completed, Copies, Gathered, Skipped
 from gemini_ft.core.gathering import Gathering
 from gemini_ft.core.ledger import Abort, Cadence, Commit, Holders, Ledger, Thaw
+from gemini_ft.core.succession import Succession, candidates
 from gemini_ft.core.tree import collectors, ways_up
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError, StorageError
@@ -243,9 +244,11 @@ class Crowd:
             await self._listen(name)
         for name in self.names:
             collector = Collector(name, Gathering(name, self.holders)) if name in collectors(self.ways) else None
-            dials = [partial(self.dial, name, up) for up in self.ways[name]]
-            bundles = Bundles(name, self.holders)
-            self.links[name] = MemberLink(dials, self.heard[name].append, self._greeting, print, bundles, collector)
+            order = candidates(["leader", *self.names], "leader", self.ways)
+            succession = Succession(name, order, len(self.names) + 1, time.monotonic(), timeout=0.0)
+            dial, bundles = partial(self.dial, name), Bundles(name, self.holders)
+            ways = self.ways[name][:-1]
+            self.links[name] = MemberLink(ways, dial, succession, self.heard[name].append, self._greeting, print, bundles, collector)
         await self.until(lambda: self.reached == set(self.names))
         return self
 
@@ -275,7 +278,7 @@ class Crowd:
 
         self._listeners[name] = await listen("127.0.0.1", None, lambda: b"secret", accept, print, lambda stream: True)
 
-    async def dial(self, name: str, up: str, handler: Handler) -> Connection:
+    async def dial(self, name: str, up: str, epoch: int, handler: Handler) -> Connection:
         claims = Claims(run="r", stream="s", host=name, to=up, role="report", incarnation=None)
         return await dial(self.dials.get(up) or self._listeners[up].address, claims, b"secret", handler)
 
@@ -577,7 +580,7 @@ class TestCollectors:
                 absent = crowd.watch_absent()
                 crowd.links["m1"].close()
                 crowd.links["m2"].close()
-                (await crowd.dial("m1", "m0", Quiet())).send(Rejoin(attempt=time.monotonic_ns(), committed=None, uploading=None))
+                (await crowd.dial("m1", "m0", 0, Quiet())).send(Rejoin(attempt=time.monotonic_ns(), committed=None, uploading=None))
                 crowd.end("m3")
                 await crowd.until(lambda: absent[-1] == {"m1", "m2", "m3"})
 
