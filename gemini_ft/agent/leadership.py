@@ -89,6 +89,7 @@ class Leader:
         self._began = time.monotonic()
         self._newest = 0  # iteration that was spoken of
         self._upload: tuple[Version | None, float] = (None, 0.0)  # under way, since (or when that was last said)
+        self._writing: Version | None = None  # the upload of which all shards are stored, and the manifest is being written
         self._drained: set[str] = set()  # hosts that were asked to leave; one that could not be told is when it joins again
         self._roots: deque[tuple[Version, Mapping[int, str]]] = deque(maxlen=_REMEMBERED)
         self._tasks = Tasks()
@@ -174,11 +175,14 @@ class Leader:
             if self._pace.report(message.host, message.steps):
                 self._paced = Paced(start=self._newest + _AHEAD, interval=self._pace.interval, why=message.why)
                 self._tell(self._paced)
+            elif message.interval != self._pace.interval:  # it has not heard of a change, perhaps by the leader before this one
+                self._tell(self._paced or Paced(start=self._newest + _AHEAD, interval=self._pace.interval, why=message.why), member)
         elif isinstance(message, UploadSoon):
             self._apply(self.book.upload_soon(now))
         elif isinstance(message, DrainHost):
-            self._drained.add(message.host)
-            self._tell(message)
+            if message.host not in self._drained:  # hosts repeat it to a new leader
+                self._drained.add(message.host)
+                self._tell(message)
         elif isinstance(message, ReportFinished):
             self._finished.add(message.rank)
             if len(self._finished) == self._world_size and self._ends_by is None:
@@ -204,6 +208,8 @@ class Leader:
                 self._apply([decision])
             else:
                 member.send(self.book.addressed(decision, host) if isinstance(decision, Commit) else decision)
+        if message.unstored:
+            self.book.note_unstored(message.unstored)
         self._settle_upload(message.uploading, member)
         if self._paced is not None:
             self._tell(self._paced, member)
@@ -221,6 +227,8 @@ class Leader:
         """Lets the agents of a finished job go once its last upload is over, which is tried again for as long as configured."""
         if self._ended or self._ends_by is None or self.book.uploading is not None:
             return
+        if self._epoch and not self.book.upload_error and self.book.is_overdue(now):
+            self.book.note_unstored("the host that led the commits was lost before it was stored")
         if not self.book.upload_error or now >= self._ends_by:
             self._ended = True
             self._tell(AllFinished(unstored=self.book.upload_error))
@@ -230,10 +238,13 @@ class Leader:
 
     def _settle_upload(self, theirs: Version | None, member: Audience | None) -> None:
         """Ends an upload in the middle of which one side was restarted: it cannot become whole any more."""
-        if self.book.uploading is not None and theirs != self.book.uploading:
-            self._apply(self.book.upload_over(self.book.uploading, "an agent was restarted during the upload"))
+        uploading = self.book.uploading
+        if uploading is not None and theirs != uploading and self._writing != uploading:
+            self._apply(self.book.upload_over(uploading, "an agent was restarted during the upload"))
         if theirs is not None and theirs != self.book.uploading:
-            self._tell(Thaw(version=theirs, error="the leader's agent was restarted during the upload"), member)
+            error = "the leader's agent was lost during the upload"
+            self.book.note_unstored(error)
+            self._tell(Thaw(version=theirs, error=error, unclear=True), member)
 
     async def _tick(self) -> None:
         while True:
@@ -279,7 +290,7 @@ class Leader:
                 self._tell(decision)
 
     async def _manifest(self, decision: Manifest) -> None:
-        error = ""
+        error, self._writing = "", decision.version
         try:
             assert self._storing is not None
             await self._storing.uploader.write_manifest(decision.version, dict(decision.records))
@@ -290,6 +301,7 @@ class Leader:
             error = str(failure)
         except Exception as failure:  # a fault of ours must not leave the upload unfinished for ever
             error = f"{type(failure).__name__}: {failure}"
+        self._writing = None
         self._apply(self.book.upload_over(decision.version, error))
 
     async def _tidy(self, pause: float = 0.0) -> None:

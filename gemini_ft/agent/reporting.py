@@ -248,13 +248,16 @@ class MemberLink:
 
     def _begin_anew(self) -> None:
         self._asking: list[int] = []  # epochs whose leaders are asked next, as the present one is lost
-        self._delay, self._failures, self._declined = _DELAY, 0, 0
+        self._delay, self._failures, self._declined, self._rounds = _DELAY, 0, 0, 0
         self._has_said = False  # in the log, that nothing is reached
 
     def _note_loss(self, end: _End) -> None:
-        """Takes note of how the leader was lost: what is silent may hang, and would take the next connection and be silent again."""
-        if end is _End.SILENT:
-            self._succession.give_up(time.monotonic())
+        """Takes note of how the leader was lost.
+
+        What is silent may hang, and would take the next connection and be silent again. What says that it does not lead is another agent.
+        """
+        if end in (_End.SILENT, _End.DECLINED):
+            self._succession.give_up()
         else:
             self._succession.lose(time.monotonic())
 
@@ -268,15 +271,20 @@ class MemberLink:
             return served
         if end is _End.DECLINED:  # the one that was asked still hears the leader, or does not miss it yet
             self._declined += 1
-            self._asking = self._succession.to_ask(time.monotonic()) if self._declined % _AGAIN else []
+            self._asking = self._ask() if self._declined % _AGAIN else []
             return False
         if asks and not served:
             return bool(self._asking)
-        self._asking = self._succession.to_ask(time.monotonic())
+        self._asking = self._ask()
         self._failures += not served
         if self._ways and self._failures >= TRIES:
             self._at, self._failures = 0, 0
         return served or bool(self._asking)
+
+    def _ask(self) -> list[int]:
+        now = time.monotonic()
+        self._rounds += self._succession.suspects(now)
+        return self._succession.to_ask(now, self._rounds)
 
     async def _report_to(self, host: str, epoch: int) -> tuple[bool, _End]:
         """Reports to a host, until it is lost. Returns whether it took reports at all, and how that ended."""

@@ -42,6 +42,8 @@ class Session:
         self.succession = Succession(home.host.name, order, size, self._began, spec.leader_timeout, goes_on)
         whole = self._ways, home.host.holders, self._dial
         self.failover = Failover(self.succession, *whole, self._leader, on_decision, self._undecided, home.log, self._led)
+        if self.storing is not None:
+            self.storing.uploader.leads = lambda: self.failover.leader is not None
 
     def close(self) -> None:
         for part in (self.outbound, self.failover, self.storing.uploader if self.storing is not None else None):

@@ -306,10 +306,10 @@ class Stream:
                 home.tell_workers(message)
             case Holders(epoch, excluded, newly):
                 self._holders_changed(epoch, sorted(excluded), sorted(newly))
-            case Thaw(version, error):
+            case Thaw(version, error, unclear):
                 home.counters["failed_uploads" if error else "uploads"] += 1
                 if self.session.storing is not None:
-                    self.session.storing.over(version, error)
+                    self.session.storing.over(version, error, unclear)
             case Paced(interval=interval, why=why):
                 self.session.outbound.pacing.paced(interval)
                 home.log(f"a snapshot every {interval} steps: {why}")

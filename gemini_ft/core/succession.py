@@ -16,6 +16,7 @@ each, to eight times that of the first leader.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
@@ -26,7 +27,7 @@ TIMEOUT = 1.25  # seconds without a sign of life from the first leader after whi
 GRACE = 0.3  # seconds for which a connection may be lost: whoever is there takes it again within a few milliseconds
 OPENING = 10.0  # seconds for which the first leader's agent may be behind the others in opening the session
 _DOUBLED = 3  # times that patience doubles
-_FRUITLESS = 3  # rounds after which a candidate asks also those that come after itself: the hosts that should ask it may not reach it
+_FRUITLESS = 5  # rounds after which a candidate asks also those that come after itself: the hosts that should ask it may not reach it
 
 
 def candidates(hosts: Iterable[str], leader: str, ways: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
@@ -55,7 +56,6 @@ class Succession:
         self.name, self._order, self._size, self._timeout = name, order, size, timeout
         self.epoch = 0
         self._lost: float | None = now if goes_on else now + OPENING  # since when the leader is not reached; None: it is, or who knows
-        self._fruitless = 0  # rounds of asking since the leader was reached
         self.begins_as_leader = name == order[0] and (not goes_on or size == 1)  # else another host may lead by now, and is asked
 
     def leader_of(self, epoch: int) -> str:
@@ -79,16 +79,16 @@ class Succession:
 
     def reach(self) -> None:
         """Takes note that the leader is reached."""
-        self._lost, self._fruitless = None, 0
+        self._lost = None
 
     def lose(self, now: float) -> None:
         """Takes note that the leader is not reached, which may pass."""
         if self._lost is None:
             self._lost = now
 
-    def give_up(self, now: float) -> None:
+    def give_up(self) -> None:
         """Takes note that the leader is lost: it has been silent for as long as it may."""
-        self._lost = now - GRACE * self._patience
+        self._lost = -math.inf
 
     def suspects(self, now: float) -> bool:
         """Whether this host has lost the leader."""
@@ -100,7 +100,7 @@ class Succession:
         """Takes note of an epoch that is led; returns whether it is newer than all that were known."""
         if epoch <= self.epoch:
             return False
-        self.epoch, self._lost, self._fruitless = epoch, now, 0
+        self.epoch, self._lost = epoch, now
         return True
 
     def is_asked(self, epoch: int, now: float) -> bool:
@@ -112,11 +112,13 @@ class Succession:
         ahead = self.epoch + 1
         return ahead if self._size == 2 and self.leader_of(ahead) == self.name and self.suspects(now) else None
 
-    def to_ask(self, now: float) -> list[int]:
-        """The epochs for whose leaders this host asks now, one after the other until one of them answers."""
+    def to_ask(self, now: float, rounds: int = 0) -> list[int]:
+        """The epochs for whose leaders this host asks now, one after the other until one of them answers.
+
+        A candidate leaves it to the hosts after itself to ask it. ``rounds``: those that were in vain: perhaps they do not reach it.
+        """
         if not self.suspects(now):
             return []
         ahead = list(range(self.epoch + 1, self.epoch + len(self._order)))
         own = next((at for at, epoch in enumerate(ahead) if self.leader_of(epoch) == self.name), len(ahead))
-        self._fruitless += 1
-        return ahead[:own] if self._fruitless <= _FRUITLESS else ahead[:own] + ahead[own + 1 :]
+        return ahead[:own] if rounds < _FRUITLESS else ahead[:own] + ahead[own + 1 :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from crew_kit import Crew, version
@@ -51,7 +52,7 @@ def test_a_leader_that_only_one_host_does_not_reach_stays() -> None:
     async def work() -> None:
         async with Crew(4) as crew:
             crew.cut_off("h0", "h2")
-            await crew.until(lambda: sum("cut" in line for line in crew.lines) >= 1 and crew[2].succession.suspects(asyncio.get_running_loop().time()))
+            await crew.until(lambda: crew[2].succession.suspects(time.monotonic()))
             crew.report(1)
             for _ in range(3):
                 asked = len(crew[1].incoming)

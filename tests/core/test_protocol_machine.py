@@ -124,6 +124,13 @@ class Machine(RuleBasedStateMachine):
             if replaced and any(worker.alive for worker in node.current()):
                 node.restart_agent()
 
+    @rule(picks=st.lists(picks, min_size=1, max_size=3))
+    def miss_the_leader(self, picks: list[int]) -> None:
+        """Hosts take the leader for lost, rightly or not. One alone changes nothing but its connection."""
+        links = [node.leader for node in self.job.nodes.values() if node.alive and node.leader is not None]
+        for pick in picks if links and self.job.phase == "running" else ():
+            links[pick % len(links)].give_up()
+
     @rule(lies=st.integers(1, 3))
     def lie(self, lies: int) -> None:
         """Something between two hosts exchanges chunks, each with its checksum."""
