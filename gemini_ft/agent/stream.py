@@ -362,6 +362,7 @@ class Stream:
             "world_size": spec.world_size if spec else None,
             "leader": session.succession.leader if session is not None else None,
             "epoch": session.succession.epoch if session is not None else None,
+            "reaches_leader": session is not None and session.reaches_leader,
             "committed": host.committed.iteration if host.committed else None,
             "committed_age": min(ages, default=None),
             "command": self.launch.command if self.launch is not None else [],

@@ -534,7 +534,6 @@ class Node:
             case _:
                 check(False, f"nobody disagrees here, but: {decision}")
 
-
     def _clear_away(self, version: Version, error: str, unclear: bool) -> None:
         """The agent's duty: shards of uploads that have failed are deleted, but not while a manifest may come to name them."""
         mine = [(version, owner) for owner in self.written.pop(version, [])]
@@ -544,6 +543,7 @@ class Node:
             mine, self.orphans = [], [*self.orphans, *mine]
         for key in mine:
             self.job.storage.objects.pop(key, None)
+
 
 class Refusal:
     """The end of a connection of a host that this one cannot help: it hears which epoch is led."""
