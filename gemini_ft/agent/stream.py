@@ -336,7 +336,7 @@ class Stream:
         self._excluded = excluded
         late = ", ".join(f"host {host} (shard of rank {owner})" for owner, host in excluded)
         text = f"commits go on without {late}, which did not acknowledge in time" if excluded else "every replica counts again"
-        self.home.notify(f"epoch {epoch}: {text}")
+        self.home.notify(f"holder set {epoch}: {text}")
         for owner, peer in newly:
             self.session.outbound.pacing.left_out(owner, peer)
             self.perform(self.home.host.on_exclude(owner, peer))
