@@ -19,7 +19,7 @@ from gemini_ft.core.tree import FAN_IN
 from scale_joining import joining
 from scale_plot import Panel, draw
 from scale_real import real
-from scale_simulation import REPLICAS, simulated
+from scale_simulation import REPLICAS, changed, simulated
 
 LINKS = {"10us": 10e-6, "100us": 100e-6}  # seconds that a frame takes
 LOST = 1, 10, 100  # hosts at a time
@@ -121,6 +121,12 @@ STARTS = {
     "collector_mib": ("of a collector", 1),
     "member_mib": ("of any other agent", 1),
 }
+CHANGES = {
+    "seconds_killed": ("first leader killed: seconds to the next one's first decision, at the last host", 2),
+    "leader_ms_killed": ("next leader, ms of processor", 1),
+    "seconds_hung": ("first leader hangs: seconds", 2),
+    "leader_ms_hung": ("next leader, ms", 1),
+}
 LOSSES = {
     "survived": ("survived, if drawn by chance", 4),
     "busiest_host_s": ("busiest host, s of processor", 2),
@@ -201,6 +207,7 @@ def main() -> int:
     count = options.steps or (3 if options.quick else 6)
     small, large = options.real or ((16, 32) if options.quick else (32, 192))
     steps = {hosts: steps_of(hosts, count) for hosts in sizes}
+    changes = {hosts: changed(hosts, LINKS["100us"], FAN_IN) for hosts in sizes}
     starts = {hosts: start_of(hosts) for hosts in sizes}
     losing = min(1000, max(sizes))
     lost = {number: joining(losing, number) for number in LOST if 2 * number <= losing}
@@ -212,6 +219,8 @@ def main() -> int:
             table(STEPS, "hosts x 8", steps),
             "Steps with trouble, without sockets:",
             table(TROUBLE, "hosts x 8", steps),
+            "Another leader, at the default timeouts (simulated):",
+            table(CHANGES, "hosts x 8", changes),
             "Joining, and what agents keep:",
             table(STARTS, "hosts x 8", starts),
             f"The start after some of {losing} hosts were replaced, of which a copy of every shard was left:",
@@ -236,6 +245,7 @@ def main() -> int:
         "scale",
         {
             "steps": steps,
+            "changes": changes,
             "starts": starts,
             "lost": lost,
             "real": sockets.measured,
@@ -246,6 +256,7 @@ def main() -> int:
             "leader_ms_10000x8": of(steps, "leader_ms_with_sockets", 10000),
             "collector_ms_10000x8": of(steps, "collector_ms_with_sockets", 10000),
             "leader_ms_left_out_10000x8": of(steps, "leader_ms_left_out", 10000),
+            "leader_change_s_1000x8": of(changes, "seconds_hung", 1000),
             "joining_s_1000x8": of(starts, "busiest_host_s", 1000),
             "growth_128_to_1000": round(growth, 2) if growth else None,
             "simulated_vs_real": common.ratio(sockets.predicted, sockets.measured[large]["leader_ms"]),

@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import statistics
 import time
+from collections.abc import Mapping
 from functools import partial
 from multiprocessing.connection import Connection as Pipe
 
@@ -14,12 +15,14 @@ from gemini_ft.agent.leadership import Leader
 from gemini_ft.agent.lifecycle import raise_descriptor_limit
 from gemini_ft.agent.reporting import MemberLink
 from gemini_ft.core.bundles import Bundles
+from gemini_ft.core.gathering import Gathering
 from gemini_ft.core.ledger import Commit, Ledger
+from gemini_ft.core.succession import Succession
 from gemini_ft.core.tree import ways_up
 from gemini_ft.wire.handshake import Listener, dial, listen
-from gemini_ft.wire.peer_messages import Claims, PeerMessage
+from gemini_ft.wire.peer_messages import Claims, PeerMessage, Rejoin
 from gemini_ft.wire.tcp import Address, Connection, Handler
-from scale_simulation import SECRET, below, held, holders_of, rejoin, report, take_all
+from scale_simulation import SECRET, groups, held, holders_of, report, take_all
 
 
 def lead(pipe: Pipe, hosts: int, fan_in: int) -> None:
@@ -49,9 +52,18 @@ async def take_in(part: Leader | Collector) -> Listener:
     )
 
 
-async def connect(address: Address, host: str, up: str, handler: Handler) -> Connection:
+async def connect(addresses: Mapping[str, Address], host: str, up: str, _epoch: int, handler: Handler) -> Connection:
     claims = Claims(run="r", stream="s", host=host, to=up, role="report", incarnation=None)
-    return await dial(address, claims, SECRET, handler)
+    return await dial(addresses[up], claims, SECRET, handler)
+
+
+def rejoin() -> list[PeerMessage]:
+    return [Rejoin(committed=None, uploading=None)]
+
+
+def first_leads(name: str, first: str) -> Succession:
+    """A host's knowledge that the first one leads, and no other ever does."""
+    return Succession(name, [first], 0, 0.0, timeout=0.0)
 
 
 async def follow(pipe: Pipe, hosts: int, steps: int, fan_in: int) -> dict[str, float]:
@@ -60,7 +72,7 @@ async def follow(pipe: Pipe, hosts: int, steps: int, fan_in: int) -> dict[str, f
     copies = held(holders)
     names = sorted(copies)
     ways = ways_up(names, names[0], fan_in)
-    there = below(ways, holders)
+    there = {name: Collector(name, Gathering(name, theirs)) for name, theirs in groups(ways, holders).items()}
     addresses = {names[0]: pipe.recv(), **{name: (await take_in(part)).address for name, part in there.items()}}
     heard: set[str] = set()
     everybody = asyncio.Event()
@@ -78,8 +90,9 @@ async def follow(pipe: Pipe, hosts: int, steps: int, fan_in: int) -> dict[str, f
     links = {}
     for name in sorted(ways, key=lambda name: name not in there):
         up = ways[name][0]
-        dials = [partial(connect, addresses[up], name, up)]
-        links[name] = MemberLink(dials, partial(on_decision, name), rejoin, print, Bundles(name, holders), there.get(name))
+        ways_to, told = [up] * (up != names[0]), partial(on_decision, name)
+        bundles, order = Bundles(name, holders), first_leads(name, names[0])
+        links[name] = MemberLink(ways_to, partial(connect, addresses, name), order, told, rejoin, print, bundles, there.get(name))
         if len(links) % 16 == 0:
             await asyncio.sleep(0.2)  # a listener takes few strangers at a time
     async with asyncio.timeout(120):

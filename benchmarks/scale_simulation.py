@@ -1,6 +1,6 @@
 """The commit protocol in one process: the agents' own code with a simulated clock and an in-memory network.
 
-Every host has the real end of the reporting connection (`MemberLink`), collectors the real `Collector`, the leader the real ledger;
+Every host has its real place in the commit (`Failover`: a leader with its ledger, a member, a collector);
 messages are packed and checked as on a socket. Simulated are time and the way between: a frame takes the link's latency, and the leader
 and each collector, which have one thread, handle one message after the other, each as long as it has really taken this machine.
 """
@@ -9,38 +9,37 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import selectors
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
-from gemini_ft.agent import collecting, leadership, reporting
-from gemini_ft.agent.collecting import Collector
+from gemini_ft.agent import collecting, failover, leadership, reporting
+from gemini_ft.agent.failover import Failover
 from gemini_ft.agent.leadership import Leader
-from gemini_ft.agent.reporting import MemberLink
-from gemini_ft.core.bundles import Bundles
+from gemini_ft.config import GeminiConfig
 from gemini_ft.core.effects import Completed, Skipped
-from gemini_ft.core.gathering import Gathering
-from gemini_ft.core.ledger import Commit, Ledger
+from gemini_ft.core.ledger import Abort, Commit, Ledger
 from gemini_ft.core.placement import place
+from gemini_ft.core.succession import Succession, candidates
 from gemini_ft.core.tree import ways_up
 from gemini_ft.core.versions import Incarnation, Version
-from gemini_ft.wire.messages import pack
-from gemini_ft.wire.peer_messages import PeerMessage, Rejoin, peers
+from gemini_ft.errors import PeerError
+from gemini_ft.wire.peer_messages import PeerMessage, Rejoin
 from gemini_ft.wire.tcp import Connection, Handler
+from scale_network import Processor, SimulatedLoop, Wire
 
 RANKS = 8  # per host
 REPLICAS = 2
 PATIENCE = 3.0  # simulated seconds after which a late holder is left out
 LATE = 0.5  # simulated seconds by which the copies of the late one are late: the others, and its own, do not wait for them
-PERIOD = 0.9  # simulated seconds between steps: shorter than between heartbeats, which are left out then
+PERIOD = 0.9  # simulated seconds between steps: shorter than between heartbeats of members, which are left out then
 INCARNATION = Incarnation(1, "0123abcd")
 SECRET = b"of this benchmark"
 Placed = dict[int, tuple[str, ...]]
-CLOCKED = collecting, leadership, reporting  # modules that read the clock
+CLOCKED = collecting, failover, leadership, reporting  # modules that read the clock
 
 
 def holders_of(hosts: int) -> Placed:
@@ -57,14 +56,13 @@ def held(holders: Placed) -> dict[str, list[int]]:
     return out
 
 
-def below(ways: Mapping[str, Sequence[str]], holders: Placed) -> dict[str, Collector]:
-    """The collectors, each with what it must know of its own hosts: all of them are in one process here."""
-    copies, groups = held(holders), dict[str, set[str]]()
+def groups(ways: Mapping[str, Sequence[str]], holders: Placed) -> dict[str, Placed]:
+    """What each collector must know of its own hosts: all of them are in one process here."""
+    copies, members = held(holders), dict[str, set[str]]()
     for host, (up, *others) in ways.items():
         if others:
-            groups.setdefault(up, {up}).add(host)
-    known = {name: {owner: holders[owner] for host in hosts for owner in copies[host]} for name, hosts in sorted(groups.items())}
-    return {name: Collector(name, Gathering(name, theirs)) for name, theirs in known.items()}
+            members.setdefault(up, {up}).add(host)
+    return {name: {owner: holders[owner] for host in hosts for owner in copies[host]} for name, hosts in sorted(members.items())}
 
 
 def version(step: int, incarnation: int = INCARNATION.number) -> Version:
@@ -80,102 +78,11 @@ def report(owner: int, host: str, step: int) -> Completed:
     return Completed(owner, host, version(step), "l" * 16, "", root(owner, step))
 
 
-# -- the simulation ---------------------------------------------------------------------------------
-
-
-_LEAST = 1e-9  # seconds; without it, a wait for what is left of a second may take no time, again and again
-
-
-class Clock(selectors.DefaultSelector):
-    """Time passes when nothing is left to do at this moment: waiting for the next timer moves the clock there."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        assert timeout is not None, "nothing will ever happen again"
-        self.now += max(_LEAST, timeout)
-        return super().select(0)
-
-
-class SimulatedLoop(asyncio.SelectorEventLoop):
-    """asyncio on a `Clock`."""
-
-    def __init__(self) -> None:
-        self.clock = Clock()
-        super().__init__(self.clock)
-
-    def time(self) -> float:
-        return self.clock.now
-
-
-class Processor:
-    """The thread of the leader or of a collector: handles one thing after the other, each as long as it really takes."""
-
-    def __init__(self, loop: SimulatedLoop) -> None:
-        self._loop, self.free_at = loop, 0.0
-        self._outgoing: list[tuple[Wire, bytes]] | None = None
-        self.reset()
-
-    def reset(self) -> None:
-        """Begins to count anew."""
-        self.seconds, self.messages, self.sent, self.bytes = 0.0, 0, 0, 0
-
-    def send(self, wire: Wire, frame: bytes) -> None:
-        self.sent += 1
-        self.bytes += len(frame)
-        if self._outgoing is None:
-            wire.depart(frame, self._loop.time())
-        else:
-            self._outgoing.append((wire, frame))
-
-    def work(self, what: Callable[[], Any]) -> Any:
-        self._outgoing = []
-        begin = time.thread_time()
-        result = what()
-        took = time.thread_time() - begin
-        self.seconds += took
-        self.free_at = max(self.free_at, self._loop.time()) + took
-        for wire, frame in self._outgoing:
-            wire.depart(frame, self.free_at)
-        self._outgoing = None
-        return result
-
-
-class Wire:
-    """One end of a connection in memory; the other end is ``far``. ``processor``: of its host, unless that has no other host to hear."""
-
-    far: Wire
-
-    def __init__(self, loop: SimulatedLoop, latency: float, processor: Processor | None) -> None:
-        self._loop, self._latency, self._processor = loop, latency, processor
-        self.handler: Handler
-
-    def send(self, message: PeerMessage) -> None:
-        self.send_frame(pack(message))
-
-    def send_frame(self, frame: bytes) -> None:
-        if self._processor is not None:
-            self._processor.send(self, frame)
-        else:
-            self.depart(frame, self._loop.time())
-
-    def depart(self, frame: bytes, at: float) -> None:
-        self._loop.call_at(at + self._latency, self.far.arrive, frame)
-
-    def arrive(self, frame: bytes) -> None:
-        if self._processor is None:
-            self.handler.on_message(peers.unpack(memoryview(frame)[4:]))
-            return
-        self._processor.messages += 1
-        self._processor.bytes += len(frame)
-        self._processor.work(lambda: self.handler.on_message(peers.unpack(memoryview(frame)[4:])))
-
-    def abort(self, reason: str) -> None:
-        """The benchmark is over."""
+_BACK = 5.0  # simulated seconds in which an agent that was restarted has found the leader
 
 
 class Crowd:
-    """A leader, its collectors and all other hosts; the first in the order of names leads."""
+    """A leader, its collectors and all other hosts; the first in the order of names leads, and then the next candidate."""
 
     def __init__(self, loop: SimulatedLoop, hosts: int, latency: float, fan_in: int) -> None:
         self._loop, self._latency = loop, latency
@@ -183,29 +90,79 @@ class Crowd:
         self.copies = held(self.holders)
         self.names = sorted(self.copies)
         self.first = self.names[0]
-        self.heard: dict[str, float] = {}  # host -> when it heard of the commit
-        ways = ways_up(self.names, self.first, fan_in)
-        self.collectors = below(ways, self.holders)
-        self.processors = {name: Processor(loop) for name in (self.first, *self.collectors)}
-        ledger = Ledger(self.holders, None, PATIENCE)
-        self._leader = Leader(self.first, ledger, len(self.holders), None, partial(self._on_decision, self.first), ways=ways)
-        self._links = {name: self._link(name, ways[name][0]) for name in self.names[1:]}
+        self.heard: dict[str, float] = {}  # host -> when it heard of the commit, or of a snapshot that was skipped
+        self._gone: set[str] = set()  # killed: nothing listens there
+        self._stopped: set[str] = set()  # hung: connections are taken, and nothing is answered
+        self._committed: Version | None = None
+        self._skipped: Version | None = None  # by a rank of the last host, which the next leader must hear
+        self._greetings = 0
+        self._ways = ways_up(self.names, self.first, fan_in)
+        self._order = candidates(self.names, self.first, self._ways)
+        self.collectors = groups(self._ways, self.holders)
+        self.processors = {name: Processor(loop) for name in (self.first, *self.collectors, self._order[1])}
+        self._hosts = {name: self._place(name) for name in self.names}
 
-    def _link(self, name: str, up: str) -> MemberLink:
-        bundles = Bundles(name, {owner: self.holders[owner] for owner in self.copies[name]})
-        dials = [partial(self._connect, name, up)]
-        return MemberLink(dials, partial(self._on_decision, name), rejoin, print, bundles, self.collectors.get(name))
+    @property
+    def next(self) -> str:
+        """The host that leads once the first one is lost."""
+        return self._order[1]
 
-    async def _connect(self, host: str, up: str, handler: Handler) -> Connection:
-        near, far = (Wire(self._loop, self._latency, self.processors.get(name)) for name in (host, up))
+    def _place(self, name: str, goes_on: bool = False) -> Failover:
+        """A host's place in the commit; ``goes_on``: its agent was restarted."""
+        succession = Succession(name, self._order, len(self.names), self._loop.time(), GeminiConfig().leader_timeout, goes_on)
+        knows = self.collectors.get(name) or {owner: self.holders[owner] for owner in self.copies[name]}
+        dial, make_leader = partial(self._connect, name), partial(self._lead, name)
+        told, words = partial(self._on_decision, name), partial(self._words, name)
+        return Failover(succession, self._ways, knows, dial, make_leader, told, words, lambda line: None)
+
+    def _lead(self, name: str, epoch: int, on_decision: Callable[[PeerMessage], None]) -> Leader:
+        book = Ledger(self.holders, self._committed, PATIENCE)
+        return Leader(name, book, len(self.holders), None, on_decision, ways=self._ways, epoch=epoch)
+
+    async def _connect(self, host: str, up: str, epoch: int, handler: Handler) -> Connection:
+        await asyncio.sleep(self._latency)
+        if up in self._gone:
+            raise PeerError("nothing listens there")
+        while up in self._stopped:
+            await asyncio.sleep(PERIOD)
+        near, far = (Wire(self._loop, self._latency, self.processors.get(name), partial(self._runs, name)) for name in (host, up))
         near.far, far.far, near.handler = far, near, handler
-        join = self._leader.join if up == self.first else self.collectors[up].join
-        far.handler = self.processors[up].work(lambda: join(cast("Connection", far), host))
+        join = partial(self._hosts[up].join, cast("Connection", far), host, epoch, self._hosts[host].succession.epoch)
+        far.handler = self.processors[up].work(join) if up in self.processors else join()
         return cast("Connection", near)
 
+    def _runs(self, name: str) -> bool:
+        return name not in self._stopped
+
+    def _words(self, name: str) -> list[PeerMessage]:
+        """What a leader must hear of a host that knows nothing of it, as an agent says it."""
+        self._greetings += 1
+        epoch, at = self._hosts[name].succession.epoch, self._committed
+        roots = {} if at is None else {owner: root(owner, at.iteration) for owner in self.copies[name]}
+        words: list[PeerMessage] = [Rejoin(epoch=epoch, attempt=self._greetings, committed=at, uploading=None, roots=roots)]
+        return words if self._skipped is None or name != self.names[-1] else [*words, Skipped(self.copies[name][0], self._skipped, "late")]
+
     def _on_decision(self, host: str, message: PeerMessage) -> None:
-        if isinstance(message, Commit):
-            self.heard[host] = self.processors[host].free_at if host in self.processors else self._loop.time()
+        if isinstance(message, Commit) or (isinstance(message, Abort) and message.version == self._skipped):
+            self.heard.setdefault(host, self.processors[host].free_at if host in self.processors else self._loop.time())
+
+    def lose_leader(self, step: int, hangs: bool) -> None:
+        """The first host's agent dies or hangs, when a rank of the last host has skipped a step: the next leader's first decision."""
+        self._skipped = version(step)
+        if hangs:
+            self._stopped.add(self.first)
+        else:
+            self._gone.add(self.first)
+            self._hosts[self.first].close()
+
+    def restart(self, committed: int) -> None:
+        """The first host's agent is another one, which asks who leads; ``committed``: the last step that was."""
+        self._committed, self._skipped = version(committed), None
+        if self._stopped:
+            self._stopped.clear()
+            self._hosts[self.first].close()
+        self._gone.clear()
+        self._hosts[self.first] = self._place(self.first, goes_on=True)
 
     def report(self, step: int, late: float | None = 0.0) -> None:
         """All hosts have all of their copies, but the last one has those of other hosts' shards this much later; None: never."""
@@ -224,25 +181,20 @@ class Crowd:
             self._say(name, [Skipped(owner, version(step), "late") for owner in self.copies[name] if self.holders[owner][0] == name])
 
     def _say(self, name: str, reports: Sequence[PeerMessage]) -> None:
-        tell = partial(take_all, self._leader.take if name == self.first else self._links[name].take, reports)
+        tell = partial(take_all, self._hosts[name].take, reports)
         if name in self.processors:
             self.processors[name].work(tell)
         else:
             tell()
 
     def close(self) -> None:
-        for link in self._links.values():
-            link.close()
-        self._leader.close()
+        for host in self._hosts.values():
+            host.close()
 
 
 def take_all(take: Callable[[PeerMessage], None], reports: Sequence[PeerMessage]) -> None:
     for each in reports:
         take(each)
-
-
-def rejoin() -> Sequence[PeerMessage]:
-    return [Rejoin(committed=None, uploading=None)]
 
 
 class Scenario:
@@ -253,8 +205,8 @@ class Scenario:
         self.crowd = Crowd(loop, hosts, latency, fan_in)
         self.leader, *self.others = self.crowd.processors.values()
 
-    async def step(self, happens: Callable[[], None], commits: bool = True) -> dict[str, float]:
-        """The figures of one step; ``commits``: it is over when all hosts have heard of the commit."""
+    async def step(self, happens: Callable[[], None], deaf: int | None = 0) -> dict[str, float]:
+        """The figures of one step, which is over when all hosts but so many have heard of the decision; None: it is not waited for."""
         gc.collect()
         self.crowd.heard.clear()
         for processor in self.crowd.processors.values():
@@ -262,7 +214,7 @@ class Scenario:
         begin = self._loop.time()
         happens()
         await asyncio.sleep(PERIOD)
-        while commits and len(self.crowd.heard) < self._hosts:
+        while deaf is not None and len(self.crowd.heard) < self._hosts - deaf:
             await asyncio.sleep(PERIOD)
         busiest = max(self.others, key=lambda processor: processor.seconds, default=self.leader)
         return {
@@ -286,10 +238,33 @@ class Scenario:
         found["late"] = await self.step(partial(crowd.report, step, LATE))
         crowd.report(step + 1, None)
         await asyncio.sleep(PERIOD)
-        found["skipped"] = await self.step(partial(crowd.skip, step + 2), commits=False)
+        found["skipped"] = await self.step(partial(crowd.skip, step + 2), deaf=None)
         await asyncio.sleep(PATIENCE)  # in which the late one is left out
         found["left_out"] = await self.step(partial(crowd.report, step + 3, None))
         return {f"{who}_ms_{name}": figures[f"{who}_ms"] for name, figures in found.items() for who in ("leader", "collector")}
+
+    async def led_anew(self, step: int, hangs: bool) -> dict[str, float]:
+        """The time from the leader's loss to the next one's first decision at the last host, and what that takes of its processor.
+
+        The lost host's agent comes back then, as another one, and a step is committed under the next leader.
+        """
+        crowd = self.crowd
+        found = await self.step(partial(crowd.lose_leader, step, hangs), deaf=1)
+        took = crowd.processors[crowd.next].seconds
+        crowd.restart(step - 1)
+        await asyncio.sleep(_BACK)
+        await self.step(partial(crowd.report, step + 1))
+        return {"seconds": found["latency_ms"] / 1e3, "leader_ms": 1e3 * took}
+
+
+async def simulate_change(loop: SimulatedLoop, hosts: int, latency: float, fan_in: int, hangs: bool) -> dict[str, float]:
+    scenario = Scenario(loop, hosts, latency, fan_in)
+    await asyncio.sleep(PERIOD / 2)
+    await scenario.well(range(1, 3))
+    found = await scenario.led_anew(3, hangs)
+    scenario.crowd.close()
+    await asyncio.sleep(PERIOD)
+    return found
 
 
 async def simulate(loop: SimulatedLoop, hosts: int, steps: int, latency: float, fan_in: int, trouble: bool) -> dict[str, float]:
@@ -304,15 +279,28 @@ async def simulate(loop: SimulatedLoop, hosts: int, steps: int, latency: float, 
     scenario.crowd.close()
     gc.unfreeze()
     await asyncio.sleep(PERIOD)
-    return {**found, "collectors": len(scenario.others), "joining_ms": 1e3 * joining}
+    return {**found, "collectors": len(scenario.crowd.collectors), "joining_ms": 1e3 * joining}
 
 
 def simulated(hosts: int, steps: int, latency: float, fan_in: int, trouble: bool = False) -> dict[str, float]:
+    return on_simulated_time(lambda loop: simulate(loop, hosts, steps, latency, fan_in, trouble))
+
+
+def changed(hosts: int, latency: float, fan_in: int) -> dict[str, float]:
+    """A change of leaders because the first one's agent is killed, and because it hangs."""
+    figures = dict[str, float]()
+    for how, hangs in (("killed", False), ("hung", True)):
+        what = partial(simulate_change, hosts=hosts, latency=latency, fan_in=fan_in, hangs=hangs)
+        figures |= {f"{name}_{how}": value for name, value in on_simulated_time(what).items()}
+    return figures
+
+
+def on_simulated_time(what: Callable[[SimulatedLoop], Coroutine[Any, Any, dict[str, float]]]) -> dict[str, float]:
     loop = SimulatedLoop()
     for module in CLOCKED:
         module.time = SimpleNamespace(monotonic=loop.time)  # type: ignore[attr-defined]
     try:
-        return loop.run_until_complete(simulate(loop, hosts, steps, latency, fan_in, trouble))
+        return loop.run_until_complete(what(loop))
     finally:
         for module in CLOCKED:
             module.time = time  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ system's clock), ``pid``, ``host``, ``rank`` and ``stream``, and besides:
     skipped    iteration: it will have no copies
     drained    iteration: this rank has left after it, as its host is drained
     fault      fault (as given), iteration, moment: injected by gemini_ft.faults.inject
+    leader     epoch, leader: that host's agent leads the commits from now on, in place of another one; ``rank`` is null
     left       finished, interrupted; neither after a failure
 """
 

@@ -53,6 +53,7 @@ class Collector:
         self._gone: set[str] = set()  # hosts that have greeted on the present way to the leader, and are not connected any more
         self._silent: list[str] = []  # as the leader was told
         self._late: asyncio.TimerHandle | None = None  # sends what waits, complete or not
+        self._epoch = 0  # that is led, as far as is known
         self._tasks = Tasks()
         self._tasks.spawn(self._tick())
 
@@ -64,13 +65,17 @@ class Collector:
 
     # -- the way to the leader
 
-    def open(self, send: Callable[[PeerMessage], None]) -> None:
-        """Takes note that the leader is reached, by a new connection; ``send``: to it."""
+    def open(self, send: Callable[[PeerMessage], None], epoch: int = 0) -> None:
+        """Takes note that the leader of an epoch is reached, by a new connection; ``send``: to it."""
         self._gathering.begin()
-        self._send, self._silent, self._gone = send, [], set()
+        self._send, self._epoch, self._silent, self._gone = send, epoch, [], set()
         for port in self._ports.values():
-            if port.has_greeted:  # else its greeting is still to come
-                port.send_frame(pack(WayUp(is_open=True)))
+            port.send_frame(pack(self.way_up))
+
+    @property
+    def way_up(self) -> WayUp:
+        """The answer to a host that reports here."""
+        return WayUp(is_open=self._send is not None, epoch=self._epoch)
 
     def shut(self) -> None:
         """Takes note that the leader is lost."""
@@ -79,7 +84,7 @@ class Collector:
             self._gathering.begin()
             self._stop_waiting()
             for port in self._ports.values():
-                port.send_frame(pack(WayUp(is_open=False)))
+                port.send_frame(pack(self.way_up))
 
     # -- upwards
 
@@ -89,6 +94,7 @@ class Collector:
             earlier.connection.abort(f"host {host} has dialled again")
             self.leave(earlier)
         self._ports[host] = port = CollectorPort(self, connection, host)
+        asyncio.get_running_loop().call_soon(lambda: port.send_frame(pack(self.way_up)))  # after the word that it is accepted
         return port
 
     def leave(self, port: CollectorPort) -> None:
@@ -108,8 +114,7 @@ class Collector:
             raise PeerError(f"{kind_of(message)!r} is not a report")
         if isinstance(message, Copies) and message.host != port.host:
             raise PeerError(f"host {port.host!r} reports copies of host {message.host!r}")
-        port.has_greeted |= isinstance(message, Rejoin)
-        is_heard = isinstance(message, Rejoin) or port.host in self._gathering.greeted
+        is_heard = message.epoch == self._epoch if isinstance(message, Rejoin) else port.host in self._gathering.greeted
         if self._send is None or self._ports.get(port.host) is not port or not is_heard:
             return
         if isinstance(message, Copies):
@@ -192,7 +197,6 @@ class CollectorPort:
 
     def __init__(self, collector: Collector, connection: Connection, host: str) -> None:
         self._collector, self.connection, self.host = collector, connection, host
-        self.has_greeted = False  # since it is connected, whether that could go up or not
         self.heard = self.spoke = time.monotonic()  # when something was heard, and sent
 
     def send_frame(self, frame: bytes) -> None:

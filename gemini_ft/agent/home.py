@@ -15,11 +15,13 @@ from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.effects import Effect
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.versions import Version
+from gemini_ft.errors import ConfigError
+from gemini_ft.events import EventLog
 from gemini_ft.wire.messages import Notice
 from gemini_ft.wire.peer_messages import Claims, PeerMessage
 from gemini_ft.wire.worker_messages import SessionSpec, ToWorker
 
-_COUNTED = "committed", "aborted", "damaged", "replica_bytes", "uploads", "failed_uploads", "late_answers"
+_COUNTED = "committed", "aborted", "damaged", "replica_bytes", "uploads", "failed_uploads", "late_answers", "leader_changes"
 
 
 class HostRun:
@@ -99,6 +101,19 @@ class Home:
         """Tells the workers something for the user."""
         self.log(text)
         self.tell_workers(Notice(text=text))
+
+    def led(self, epoch: int, leader: str) -> None:
+        """Takes note that another host leads the commits of this stream."""
+        self.counters["leader_changes"] += 1
+        self.log(f"host {leader!r} leads the commits, in epoch {epoch}")
+        if leader == self.host.name:
+            try:
+                events = EventLog(host=self.host.name, rank=None, stream=self.name)
+            except ConfigError as error:
+                self.log(str(error))
+            else:
+                events.write("leader", epoch=epoch, leader=leader)
+                events.close()
 
     def note_damage(self, owner: int, version: Version) -> None:
         """Takes note of a copy here that had to be discarded."""

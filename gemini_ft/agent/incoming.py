@@ -37,7 +37,7 @@ class Incoming:
             mine = spec.incarnation if spec is not None else "none"
             raise SupersededError(f"host {claims.host!r} speaks for incarnation {claims.incarnation}, this host is at {mine}")
         if claims.role == "report":
-            return session.join(connection, claims.host)
+            return session.join(connection, claims)
         if (earlier := self._senders.get(claims.host)) is not None:
             # Bytes on their way there must not land in a slot that this connection fills from now on.
             earlier.abort(f"host {claims.host} has dialled again")

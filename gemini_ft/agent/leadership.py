@@ -37,6 +37,7 @@ from gemini_ft.wire.peer_messages import (
     ReportUploaded,
     Silent,
     UploadSoon,
+    WayUp,
     peers,
 )
 from gemini_ft.wire.tcp import Connection
@@ -61,6 +62,7 @@ class Leader:
         on_decision: carries decisions out on this host.
         patience: seconds for which the last upload is tried again.
         ways: of each other host, those by way of which it may report (`gemini_ft.core.tree.ways_up`).
+        epoch: the one that it leads (`gemini_ft.core.succession`).
     """
 
     def __init__(
@@ -72,8 +74,9 @@ class Leader:
         on_decision: Callable[[PeerMessage], None],
         patience: float = 0.0,
         ways: Mapping[str, Sequence[str]] = NO_COLLECTORS,
+        epoch: int = 0,
     ) -> None:
-        self._host, self._allowed = host, ways
+        self._host, self._allowed, self._epoch = host, ways, epoch
         self.book, self._world_size, self._storing, self._on_decision, self._patience = book, world_size, storing, on_decision, patience
         self._ends_by: float | None = None  # until when the last upload of a finished job is tried again
         self._again_at, self._ended = 0.0, False
@@ -83,8 +86,10 @@ class Leader:
         self._finished: set[int] = set()
         self._pace: Pace | None = None  # begins with the knowledge of the first to report: this leader may have been restarted
         self._paced: Paced | None = None  # the last change
+        self._began = time.monotonic()
         self._newest = 0  # iteration that was spoken of
         self._upload: tuple[Version | None, float] = (None, 0.0)  # under way, since (or when that was last said)
+        self._writing: Version | None = None  # the upload of which all shards are stored, and the manifest is being written
         self._drained: set[str] = set()  # hosts that were asked to leave; one that could not be told is when it joins again
         self._roots: deque[tuple[Version, Mapping[int, str]]] = deque(maxlen=_REMEMBERED)
         self._tasks = Tasks()
@@ -106,6 +111,7 @@ class Leader:
     def join(self, connection: Connection, host: str) -> MemberPort:
         port = MemberPort(self, connection, host)
         self._ports.add(port)
+        asyncio.get_running_loop().call_soon(port.tell, WayUp(is_open=True, epoch=self._epoch))  # after the word that it is accepted
         return port
 
     def through(self, port: MemberPort) -> set[str]:
@@ -126,7 +132,8 @@ class Leader:
         if host != port.host and port.host not in self._allowed.get(host, ()):
             raise PeerError(f"host {port.host!r} is no collector for host {host!r}")
         if isinstance(message, Rejoin):
-            if not self._ways.greet(host, message.attempt, port):
+            is_late = message.epoch != self._epoch or host == self._host
+            if is_late or not self._ways.greet(host, message.attempt, port):
                 return
             self._lost.pop(host, None)
             if host != port.host:
@@ -168,11 +175,14 @@ class Leader:
             if self._pace.report(message.host, message.steps):
                 self._paced = Paced(start=self._newest + _AHEAD, interval=self._pace.interval, why=message.why)
                 self._tell(self._paced)
+            elif message.interval != self._pace.interval:  # it has not heard of a change, perhaps by the leader before this one
+                self._tell(self._paced or Paced(start=self._newest + _AHEAD, interval=self._pace.interval, why=message.why), member)
         elif isinstance(message, UploadSoon):
             self._apply(self.book.upload_soon(now))
         elif isinstance(message, DrainHost):
-            self._drained.add(message.host)
-            self._tell(message)
+            if message.host not in self._drained:  # hosts repeat it to a new leader
+                self._drained.add(message.host)
+                self._tell(message)
         elif isinstance(message, ReportFinished):
             self._finished.add(message.rank)
             if len(self._finished) == self._world_size and self._ends_by is None:
@@ -198,6 +208,8 @@ class Leader:
                 self._apply([decision])
             else:
                 member.send(self.book.addressed(decision, host) if isinstance(decision, Commit) else decision)
+        if message.unstored:
+            self.book.note_unstored(message.unstored)
         self._settle_upload(message.uploading, member)
         if self._paced is not None:
             self._tell(self._paced, member)
@@ -215,6 +227,8 @@ class Leader:
         """Lets the agents of a finished job go once its last upload is over, which is tried again for as long as configured."""
         if self._ended or self._ends_by is None or self.book.uploading is not None:
             return
+        if self._epoch and not self.book.upload_error and self.book.is_overdue(now):
+            self.book.note_unstored("the host that led the commits was lost before it was stored")
         if not self.book.upload_error or now >= self._ends_by:
             self._ended = True
             self._tell(AllFinished(unstored=self.book.upload_error))
@@ -224,10 +238,13 @@ class Leader:
 
     def _settle_upload(self, theirs: Version | None, member: Audience | None) -> None:
         """Ends an upload in the middle of which one side was restarted: it cannot become whole any more."""
-        if self.book.uploading is not None and theirs != self.book.uploading:
-            self._apply(self.book.upload_over(self.book.uploading, "an agent was restarted during the upload"))
+        uploading = self.book.uploading
+        if uploading is not None and theirs != uploading and self._writing != uploading:
+            self._apply(self.book.upload_over(uploading, "an agent was restarted during the upload"))
         if theirs is not None and theirs != self.book.uploading:
-            self._tell(Thaw(version=theirs, error="the leader's agent was restarted during the upload"), member)
+            error = "the leader's agent was lost during the upload"
+            self.book.note_unstored(error)
+            self._tell(Thaw(version=theirs, error=error, unclear=True), member)
 
     async def _tick(self) -> None:
         while True:
@@ -236,6 +253,15 @@ class Leader:
             self._apply(self.book.tick(now, self._absent(now)))
             self._watch_upload(now)
             self._end(now)
+            for port in self._ports:
+                if now - port.spoke >= _TICK:
+                    port.tell(Heartbeat())
+
+    def missing(self, now: float) -> list[str]:
+        """Hosts that have not been here, or are not any more, and of which nothing is heard."""
+        here = {host for port in self._ways.open for host in self._ways.through(port)}
+        lost = (host for host in self.book.hosts if host not in here and host != self._host)
+        return [host for host in lost if now - max(self._lost.get(host, -math.inf), self._began) > SILENCE / 2]
 
     def _absent(self, now: float) -> set[str]:
         """Hosts of which nothing is heard."""
@@ -264,7 +290,7 @@ class Leader:
                 self._tell(decision)
 
     async def _manifest(self, decision: Manifest) -> None:
-        error = ""
+        error, self._writing = "", decision.version
         try:
             assert self._storing is not None
             await self._storing.uploader.write_manifest(decision.version, dict(decision.records))
@@ -275,6 +301,7 @@ class Leader:
             error = str(failure)
         except Exception as failure:  # a fault of ours must not leave the upload unfinished for ever
             error = f"{type(failure).__name__}: {failure}"
+        self._writing = None
         self._apply(self.book.upload_over(decision.version, error))
 
     async def _tidy(self, pause: float = 0.0) -> None:
@@ -291,12 +318,14 @@ class Leader:
         if member is not None:
             member.send(message)
             return
+        now = time.monotonic()
         general, apart = message, frozenset[str]()
         if isinstance(message, Commit):
             general, apart = replace(message, roots={}, agreed=True), frozenset(self.book.apart(message))
         frame = pack(general)  # once, as nearly all hosts hear the same
         for port, hosts in self._ways.audiences(apart):
             if hosts is None:
+                port.spoke = now
                 port.connection.send_frame(frame)
             elif isinstance(message, Commit) and hosts <= apart:
                 Audience(hosts, port).send(self.book.addressed(message, next(iter(hosts))))
@@ -323,8 +352,12 @@ class MemberPort:
 
     def __init__(self, leader: Leader, connection: Connection, host: str) -> None:
         self._leader, self.connection, self.host = leader, connection, host
-        self.heard = time.monotonic()
+        self.heard = self.spoke = time.monotonic()  # when something was heard, and sent to all that are reached here
         self.silent: frozenset[str] = frozenset()  # hosts of a collector of which it hears nothing
+
+    def tell(self, message: PeerMessage) -> None:
+        self.spoke = time.monotonic()
+        self.connection.send(message)
 
     @property
     def is_alone(self) -> bool:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 
-from gemini_ft.agent.collecting import Collector, CollectorPort
+from gemini_ft.agent.collecting import CollectorPort
+from gemini_ft.agent.failover import Failover, Refusal
 from gemini_ft.agent.home import Home
 from gemini_ft.agent.leadership import Leader, MemberPort
 from gemini_ft.agent.outbound import Outbound
-from gemini_ft.agent.reporting import MemberLink
 from gemini_ft.agent.storing import Storing
-from gemini_ft.core.bundles import Bundles
-from gemini_ft.core.gathering import Gathering
 from gemini_ft.core.ledger import Cadence, Ledger
-from gemini_ft.core.tree import collectors, ways_up
+from gemini_ft.core.succession import Succession, candidates
+from gemini_ft.core.tree import ways_up
 from gemini_ft.core.versions import Version
-from gemini_ft.errors import PeerError
 from gemini_ft.wire.handshake import dial
-from gemini_ft.wire.peer_messages import PeerMessage, Rejoin, UploadSoon
-from gemini_ft.wire.tcp import Connection
+from gemini_ft.wire.peer_messages import Claims, PeerMessage, Rejoin, UploadSoon
+from gemini_ft.wire.tcp import Connection, Handler
 from gemini_ft.wire.worker_messages import SessionSpec
 
 
@@ -32,53 +28,60 @@ class Session:
         home: the stream.
         spec: the incarnation, as its workers have agreed on it.
         on_decision: carries out the leader's decisions on this host.
+        goes_on: whether it has begun with an agent before this one.
     """
 
-    def __init__(self, home: Home, spec: SessionSpec, on_decision: Callable[[PeerMessage], None]) -> None:
-        self._home = home
+    def __init__(self, home: Home, spec: SessionSpec, on_decision: Callable[[PeerMessage], None], goes_on: bool = False) -> None:
+        self._home, self._spec = home, spec
         self._is_drained = False  # whether this host leaves: a leader must hear that the next version is due for storage
+        self._began = time.monotonic()
         self.outbound = Outbound(home, spec)
         self.storing = Storing(home, spec) if spec.storage is not None else None
-        self._leader: Leader | None = None
-        self._member: MemberLink | None = None
-        name, holders = home.host.name, home.host.holders
-        ways = ways_up(spec.hosts, spec.leader, spec.fan_in)
-        if spec.leader == name:
-            self._leader = Leader(name, _book(home, spec), spec.world_size, self.storing, on_decision, self.patience, ways)
-        else:
-            dials = [partial(dial, spec.addresses[up], home.claims("report", up), home.run.secret) for up in ways[name]]
-            collector = Collector(name, Gathering(name, holders)) if name in collectors(ways) else None
-            self._member = MemberLink(dials, on_decision, self._undecided, home.log, Bundles(name, holders), collector)
+        self._ways = ways_up(spec.hosts, spec.leader, spec.fan_in)
+        order, size = candidates(spec.hosts, spec.leader, self._ways), len(set(spec.hosts))
+        self.succession = Succession(home.host.name, order, size, self._began, spec.leader_timeout, goes_on)
+        whole = self._ways, home.host.holders, self._dial
+        self.failover = Failover(self.succession, *whole, self._leader, on_decision, self._undecided, home.log, self._led)
+        if self.storing is not None:
+            self.storing.uploader.leads = lambda: self.failover.leader is not None
 
     def close(self) -> None:
-        for part in (self.outbound, self._leader, self._member, self.storing.uploader if self.storing is not None else None):
+        for part in (self.outbound, self.failover, self.storing.uploader if self.storing is not None else None):
             if part is not None:
                 part.close()
 
-    def join(self, connection: Connection, host: str) -> MemberPort | CollectorPort:
+    # -- the leader, on whichever host that is
+
+    def _leader(self, epoch: int, on_decision: Callable[[PeerMessage], None]) -> Leader:
+        book = _book(self._home, self._spec, self.storing, self._began)
+        args = self._spec.world_size, self.storing, on_decision, self.patience, self._ways, epoch
+        return Leader(self._home.host.name, book, *args)
+
+    async def _dial(self, host: str, epoch: int, handler: Handler) -> Connection:
+        claims = self._home.claims("report", host).model_copy(update={"epoch": epoch, "promised": self.succession.epoch})
+        return await dial(self._spec.addresses[host], claims, self._home.run.secret, handler)
+
+    def _led(self) -> None:
+        self._home.led(self.succession.epoch, self.succession.leader)
+
+    def join(self, connection: Connection, claims: Claims) -> MemberPort | CollectorPort | Refusal:
         """Takes in a host that reports to this one."""
-        collector = self._leader or (self._member.collector if self._member is not None else None)
-        if collector is None:
-            raise PeerError(f"host {self._home.host.name!r} neither leads this run nor collects reports for its leader")
-        return collector.join(connection, host)
+        return self.failover.join(connection, claims.host, claims.epoch, claims.promised)
 
     def report(self, message: PeerMessage) -> None:
         """Tells the leader, on whichever host that is."""
         self._is_drained = self._is_drained or isinstance(message, UploadSoon)
-        if self._leader is not None:
-            self._leader.take(message)
-        elif self._member is not None:
-            self._member.take(message)
+        self.failover.take(message)
 
     @property
     def reaches_leader(self) -> bool:
         """Whether what is reported now goes out at once."""
-        return self._leader is not None or (self._member is not None and self._member.reaches_leader)
+        return self.failover.reaches_leader
 
     def committed_roots(self, version: Version) -> Mapping[int, str]:
         """Owner -> root of its shard; the leader knows all, of the last few commits; another host those of what it holds."""
-        if self._leader is not None:
-            return self._leader.committed_roots(version)
+        if self.failover.leader is not None and (roots := self.failover.leader.committed_roots(version)):
+            return roots
         return self._home.host.committed_roots(version)
 
     @property
@@ -89,7 +92,8 @@ class Session:
     @property
     def uploading(self) -> bool:
         """Whether this host still reads a slot for storage, or waits for others to do so before it writes the manifest."""
-        awaited = self._leader is not None and (self._leader.book.uploading is not None or self._leader.ending)
+        leader = self.failover.leader
+        awaited = leader is not None and (leader.book.uploading is not None or leader.ending)
         return awaited or (self.storing is not None and self.storing.uploader.busy)
 
     @property
@@ -102,17 +106,21 @@ class Session:
         host, need = self._home.host, self.outbound.pacing.need
         uploading, said = (self.storing.uploader.version, self.storing.said) if self.storing is not None else (None, [])
         attempt = time.monotonic_ns()  # goes on when the agent is restarted
-        rejoin = Rejoin(attempt=attempt, committed=host.committed, uploading=uploading, roots=host.heard_roots)
+        unstored = self.storing.uploader.unstored if self.storing is not None else ""
+        known = {"committed": host.committed, "roots": host.heard_roots, "uploading": uploading, "unstored": unstored}
+        rejoin = Rejoin(epoch=self.succession.epoch, attempt=attempt, **known)  # type: ignore[arg-type]
         return [rejoin, *host.reports(), *said, *([need] if need is not None else []), *([UploadSoon()] if self._is_drained else [])]
 
 
-def _book(home: Home, spec: SessionSpec) -> Ledger:
-    """The leader's book of a new session."""
-    if spec.storage is None:
+def _book(home: Home, spec: SessionSpec, storing: Storing | None, began: float) -> Ledger:
+    """The book of a leader: of a new session, or in place of one that is lost. ``began``: when the session did here."""
+    if spec.storage is None or storing is None:
         return Ledger(home.host.holders, home.host.committed, spec.replica_timeout, None)
-    start = spec.resumed.iteration if spec.resumed else 0
+    start, last = spec.resumed.iteration if spec.resumed else 0, began
+    if (stored := storing.uploader.stored) is not None and stored[0].incarnation == spec.incarnation:
+        start, last = max(start, stored[0].iteration), max(began, time.monotonic() - max(0.0, time.time() - stored[1]))
     every_steps, every_seconds = spec.storage.get("every_steps"), spec.storage.get("every_seconds")
-    cadence = Cadence(every_steps, every_seconds, start, asyncio.get_running_loop().time())  # type: ignore[arg-type]
+    cadence = Cadence(every_steps, every_seconds, start, last)  # type: ignore[arg-type]
     book = Ledger(home.host.holders, home.host.committed, spec.replica_timeout, cadence)
     book.obstacle = "storage has not been looked through yet"
     return book

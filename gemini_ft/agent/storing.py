@@ -44,9 +44,9 @@ class Storing:
         self.said.append(said)
         self._home.report(said)
 
-    def over(self, version: Version, error: str) -> None:
-        """Takes note that the upload has ended on all hosts."""
-        told = self.uploader.over(version, error)
+    def over(self, version: Version, error: str, unclear: bool = False) -> None:
+        """Takes note that the upload has ended on all hosts; ``unclear``: its manifest may have been written all the same."""
+        told = self.uploader.over(version, error, unclear)
         if told or not error:
             self._home.log(f"upload of {version}: {error or 'complete'}")
         self.said.clear()

@@ -115,7 +115,7 @@ class Stream:
             home.vault.forget()
         home.spec = spec
         self._figures.clear()
-        self._session = Session(home, spec, self._on_decision)
+        self._session = Session(home, spec, self._on_decision, readopt)
         if readopt:
             self._repeat_reports()  # workers that are choosing go on, and the copies they were shown are kept
         else:
@@ -226,8 +226,9 @@ class Stream:
         if self._session is None or spec is None or host not in spec.hosts:
             return False
         if not self._session.reaches_leader:
+            leader = self._session.succession.leader
             raise AgentError(
-                f"host {host!r} cannot be told: host {spec.leader!r}, which leads the run, cannot be reached from here now. Try again, or "
+                f"host {host!r} cannot be told: host {leader!r}, which leads the run, cannot be reached from here now. Try again, or "
                 "ask an agent that is nearer (--host), or signal that host's `gemini run`"
             )
         self.report(DrainHost(host=host))
@@ -310,10 +311,10 @@ class Stream:
                 home.tell_workers(message)
             case Holders(epoch, excluded, newly):
                 self._holders_changed(epoch, sorted(excluded), sorted(newly))
-            case Thaw(version, error):
+            case Thaw(version, error, unclear):
                 home.counters["failed_uploads" if error else "uploads"] += 1
                 if self.session.storing is not None:
-                    self.session.storing.over(version, error)
+                    self.session.storing.over(version, error, unclear)
             case Paced(interval=interval, why=why):
                 self.session.outbound.pacing.paced(interval)
                 home.log(f"a snapshot every {interval} steps: {why}")
@@ -340,7 +341,7 @@ class Stream:
         self._excluded = excluded
         late = ", ".join(f"host {host} (shard of rank {owner})" for owner, host in excluded)
         text = f"commits go on without {late}, which did not acknowledge in time" if excluded else "every replica counts again"
-        self.home.notify(f"epoch {epoch}: {text}")
+        self.home.notify(f"holder set {epoch}: {text}")
         for owner, peer in newly:
             self.session.outbound.pacing.left_out(owner, peer)
             self.perform(self.home.host.on_exclude(owner, peer))
@@ -364,7 +365,9 @@ class Stream:
         return {
             "incarnation": str(spec.incarnation) if spec else None,
             "world_size": spec.world_size if spec else None,
-            "leader": spec.leader if spec else None,
+            "leader": session.succession.leader if session is not None else None,
+            "epoch": session.succession.epoch if session is not None else None,
+            "reaches_leader": session is not None and session.reaches_leader,
             "committed": host.committed.iteration if host.committed else None,
             "committed_age": min(ages, default=None),
             "command": self.launch.command if self.launch is not None else [],

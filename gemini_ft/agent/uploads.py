@@ -56,14 +56,16 @@ class Uploader:
         self._storage: Storage = self._reopen()
         keep = (self.config.kept, self.config.keep_every)
         self._closed = asyncio.Event()
-        self._retention = Retention(self._reopen, run, spec.stream, *keep, frozenset(spec.damaged))
+        self._retention = Retention(self._reopen, run, spec.stream, *keep, frozenset(spec.damaged), lambda: self.leads())
         self._tasks, self.background = Tasks(), Tasks()
         self._logical_hash = ""
         self._transfers: dict[int, TransferProgress] = {}  # owner -> its shard's upload
         self._written: dict[Version, set[str]] = {}  # keys of this host's shards of uploads that are not over
         self._leftovers: set[str] = set()  # and of those that failed
+        self._orphans: set[str] = set()  # and of those whose manifest may be written by a leader that was lost
         self._clearing = threading.Lock()
         self._newest: tuple[Version, float] | None = None  # stored, and when
+        self.leads: Callable[[], bool] = lambda: True  # whether this host decides what is stored, and what is deleted
         self._tidied = False
         self._failures: dict[str, tuple[float, str]] = {}  # operation -> since when (on the system's clock) it fails, and why
 
@@ -84,6 +86,16 @@ class Uploader:
             "error": error,
         }
 
+    @property
+    def stored(self) -> tuple[Version, float] | None:
+        """The newest version of which this host knows that it is stored, and when that was, by the system's clock."""
+        return self._newest
+
+    @property
+    def unstored(self) -> str:
+        """Why the last upload failed; empty: it did not."""
+        return self._failures[_UPLOADS][1] if _UPLOADS in self._failures else ""
+
     def start(self, owner: int, memory: SlotMemory, version: Version, done: Callable[[str, str], None]) -> None:
         """Uploads one shard in the background; ``done`` gets its record, or the error."""
         if version != self.version:
@@ -96,24 +108,30 @@ class Uploader:
     def busy(self) -> bool:
         return self._tasks.busy
 
-    def over(self, version: Version, error: str) -> str:
+    def over(self, version: Version, error: str, unclear: bool = False) -> str:
         """Takes note that the upload has ended on all hosts.
 
         Args:
             version: what was uploaded.
             error: what went wrong on one of them.
+            unclear: whether its manifest may exist, or come to exist, all the same.
 
         Returns:
             What to tell the user: only the beginning and the end of an outage are worth a word.
         """
         self.version = None
+        if error and unclear:  # until a newer one is stored it may be the newest
+            self._orphans |= self._written.pop(version, set())
+            return self._failed(version, error)
         if error:
-            self._clear_away(version)
+            self._clear_away(self._written.pop(version, set()))
             return self._failed(version, error)
         self._newest = (version, time.time())
         # Not waited for, as the home folder may be on a network file system that hangs.
         self.background.spawn(asyncio.to_thread(note_on_host, self.config.url, self._run, self._spec.stream, version))
         self._written.pop(version, None)
+        orphans, self._orphans = self._orphans, set()
+        self.background.spawn(asyncio.to_thread(self._delete_orphans, orphans))
         since, _ = self._failures.pop(_UPLOADS, (0.0, ""))
         if not since:
             return ""
@@ -140,9 +158,18 @@ class Uploader:
         stored, at = self._newest
         return f"the newest stored step is {stored.iteration}, {max(0.0, time.time() - at):.0f} s old"
 
-    def _clear_away(self, version: Version) -> None:
+    def _delete_orphans(self, keys: set[str]) -> None:
+        """Deletes shards of uploads that a newer one has overtaken, where no manifest makes them a checkpoint."""
+        with contextlib.suppress(StorageError):  # what stays is deleted when the job starts again
+            folders = {key.rpartition("/")[0] for key in keys}
+            torn = {folder for folder in folders if not self._is_there(f"{folder}/{MANIFEST}")}
+            with self._clearing:
+                self._leftovers |= {key for key in keys if key.rpartition("/")[0] in torn}
+            self._delete_leftovers()
+
+    def _clear_away(self, keys: set[str]) -> None:
         """Deletes, in the background, the shards that this host has written for an upload that failed."""
-        if keys := self._written.pop(version, set()):
+        if keys:
             with self._clearing:
                 self._leftovers |= keys
             self.background.spawn(asyncio.to_thread(self._delete_leftovers))
@@ -220,11 +247,13 @@ class Uploader:
         def write() -> None:
             self._check_place()
             check_not_superseded(self._storage, manifest)
+            self._check_leads()
             write_manifest(self._storage, manifest)
             try:
                 read_manifest(self._storage, manifest.folder)
             except CorruptDataError as error:
                 raise StorageError(f"the upload could not be read back: {error}") from None
+            self._check_leads()
             write_mark(self._storage, self._run, self._spec.stream, version)
 
         try:
@@ -234,6 +263,18 @@ class Uploader:
             raise
         self._retention.stored(manifest)
         self._newest = (version, time.time())
+
+    def _check_leads(self) -> None:
+        """Makes sure that no other host leads by now, as far as this one has heard.
+
+        One that has heard nothing does no harm: until a newer checkpoint is stored the shards of this one stay
+        (`Uploader.over`), and what it deletes is older than both.
+
+        Raises:
+            StorageError: another one leads.
+        """
+        if not self.leads():
+            raise StorageError("another host leads the commits by now, and decides what is stored")
 
     def _check_place(self) -> None:
         """Makes sure that this is where the run has stored before: an unmounted folder takes everything, and shows nothing.

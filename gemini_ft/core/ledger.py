@@ -54,10 +54,14 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Thaw:
-    """A decision: the upload of ``version`` is over."""
+    """A decision: the upload of ``version`` is over.
+
+    ``unclear``: the host that led has been lost, so that the manifest may be written even now: what was uploaded must stay.
+    """
 
     version: Version
     error: str = ""
+    unclear: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,7 @@ class Ledger:
         self.uploading: Version | None = None
         self.upload_error = ""  # of the last upload that is over, or could not begin
         self.obstacle = ""  # why no upload may begin now
+        self._has_uploaded = False  # whether this ledger has begun an upload
         self._held_back: Version | None = None  # was due meanwhile
         self._timeout = replica_timeout
         self._cadence = cadence
@@ -133,6 +138,11 @@ class Ledger:
         self._passed: dict[int, Version] = {}  # owner -> newest version it has spoken of
         self._newest_passed: Version | None = None  # the newest of them
         self._records: dict[int, str] = {}
+
+    @property
+    def hosts(self) -> Collection[str]:
+        """All hosts that hold anything."""
+        return self._folded.held.keys()
 
     # -- reports
 
@@ -308,8 +318,17 @@ class Ledger:
         """Uploads the committed version once more, as the job has finished and its last upload has failed."""
         if self.committed is None or self.uploading is not None or not self.upload_error or self.obstacle:
             return []
-        self.uploading, self._records = self.committed, {}
+        self.uploading, self._records, self._has_uploaded = self.committed, {}, True
         return [Commit(self.committed, freeze=True)]
+
+    def note_unstored(self, error: str) -> None:
+        """Takes note that the last upload under the ledger before this one has failed."""
+        if not self._has_uploaded:
+            self.upload_error = error
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether the committed version should have been uploaded by now, or one before it."""
+        return self._cadence is not None and self.committed is not None and self._cadence.due(self.committed.iteration, now)
 
     # -- inside
 
@@ -372,7 +391,7 @@ class Ledger:
     def _begin(self, version: Version, now: float) -> None:
         if self._cadence is not None:
             self._cadence.last_iteration, self._cadence.last_time, self._cadence.hurried = version.iteration, now, False
-        self.uploading, self._records = version, {}
+        self.uploading, self._records, self._has_uploaded = version, {}, True
 
     def _abort(self, version: Version, reason: str) -> list[Decision]:
         self._rounds.pop(version, None)

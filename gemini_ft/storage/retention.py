@@ -42,6 +42,7 @@ class Retention:
         keep_last: newest checkpoints to keep, all of them read back as sound; None: nothing is deleted.
         keep_every: also keep those whose iteration divides by this; of one iteration, the newest.
         damaged: folders of checkpoints that are known to be damaged; they count for nothing.
+        may_delete: whether this process decides what is deleted; asked before each checkpoint.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class Retention:
         keep_last: int | None,
         keep_every: int | None = None,
         damaged: frozenset[str] = frozenset(),
+        may_delete: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._may_delete = may_delete
         self._reopen, self._run, self._stream = reopen, run, stream
         self._keep_last, self._keep_every, self._damaged = keep_last, keep_every, set(damaged)
         self._sound: set[str] = set()
@@ -116,6 +119,8 @@ class Retention:
         held = held_by_readers(storage, self._run, self._stream)
         deleted, failures = [], []
         for one in doomed:
+            if not self._may_delete():
+                break
             if one.folder in held:
                 continue
             try:

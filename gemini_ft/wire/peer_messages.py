@@ -41,6 +41,8 @@ class Claims(Message):
     to: str  # id of the host that is meant; no other accepts
     role: Literal["replicate", "report", "fetch"]
     incarnation: Incarnation | None
+    epoch: int = 0  # with ``report``: the one that the other host is asked to lead, unless it knows of a newer one
+    promised: int = 0  # with ``report``: the newest one of which the dialling host knows that it is led
 
 
 class Accepted(Message):
@@ -191,18 +193,24 @@ class Silent(Message):
 
 
 class WayUp(Message):
-    """Tells the hosts of a collector that it has lost the leader, or reached it anew, so that they must say everything again."""
+    """The first message to a host that reports: whether its reports go to the leader from here, and the epoch that this host knows of.
+
+    A collector says it again when it has lost the leader, and when it has reached one anew, so that its hosts must say everything again.
+    """
 
     is_open: bool
+    epoch: int = 0
 
 
 class Rejoin(Message):
     """The first message of a host to the leader on this connection, or after a collector has reached the leader anew."""
 
+    epoch: int = 0  # in which this host reports from now on; it obeys no older one any more
     attempt: int = 0  # greater than those of all that the host has sent before in this incarnation
     committed: Version | None
     uploading: Version | None
     roots: dict[int, str] = {}  # owner -> root of its committed shard, for those held there; empty where the host does not know it
+    unstored: str = ""  # why the last upload failed of which this host knows the end; empty: it did not
 
 
 class UploadSoon(Message):

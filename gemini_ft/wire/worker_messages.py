@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from gemini_ft.config import DEFAULT_TRAFFIC, TrafficConfig
+from gemini_ft.config import DEFAULT_TRAFFIC, LEADER_TIMEOUT, TrafficConfig
 from gemini_ft.core.ledger import Abort, Commit
 from gemini_ft.core.traffic import Profile
 from gemini_ft.core.tree import FAN_IN
@@ -91,6 +91,7 @@ class SessionSpec(Message):
     given_up: list[Version] = []  # versions that led to failure after failure
     damaged: list[str] = []  # folders of checkpoints in storage that turned out to be damaged
     replica_timeout: float = 30.0
+    leader_timeout: float = LEADER_TIMEOUT  # seconds; 0: no other host ever leads
     hang_timeout: float | None = None
     chunk_bytes: int = 8 * 2**20
     storage: dict[str, object] | None = None  # StorageConfig, as checked on every rank

@@ -1,4 +1,4 @@
-"""One host: its agent around ``protocol.Host`` and, beside rank 0, ``ledger.Ledger``; its memory, its workers."""
+"""One host: its agent around ``protocol.Host`` and, where it leads, ``ledger.Ledger``; its memory, its workers."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from gemini_ft.core.gathering import Gathering
 from gemini_ft.core.ledger import Abort, Cadence, Commit, Decision, Holders, Ledger, Manifest, Thaw
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.slots import Slot, SlotState
+from gemini_ft.core.succession import Succession, candidates
 from gemini_ft.core.tree import Ways, collectors
 from gemini_ft.core.versions import Version
 from miniature.transfer import Fetch, Link, Outgoing
@@ -49,6 +50,7 @@ class Node:
         self.alive = True
         self.memory: dict[tuple[int, int], Memory] = {}
         self.workers: list[Worker] = []
+        self.manifest: Manifest | None = None  # about to be written
         self.session: Session | None = None
         self.interrupted: Session | None = None  # of an agent that was restarted, until a worker of it has come back
         self.greetings = 0  # which no restart of the agent takes back: a clock of the machine
@@ -64,11 +66,21 @@ class Node:
         self.uploading: Version | None = None
         self.said_of_uploads: list[tuple[Any, ...]] = []
         self.ledger: Ledger | None = None
-        self.manifest: Manifest | None = None
+        self._let_manifest_go()
         self.ways: Ways[Member] = Ways()
         self.gathering: Gathering | None = None  # of a collector
         self.below: dict[str, Below] = {}  # host that reports here -> its newest connection
         self.leader: LeaderLink | None = None
+        self.succession: Succession | None = None
+        self.obeyed = 0  # the newest epoch of which a decision was carried out
+        self.written: dict[Version, list[int]] = {}  # owners whose shards this host has stored, of uploads that are not over
+        self.orphans: list[tuple[Version, int]] = []  # the same, of uploads during which the leader was lost
+
+    def _let_manifest_go(self) -> None:
+        """It may arrive after the end of the process that has sent it, or of its time as the leader."""
+        if self.manifest is not None:
+            self.job.storage.under_way.append(self.manifest)
+        self.manifest = None
 
     def events(self) -> Iterator[Step]:
         for worker in self.workers:
@@ -79,9 +91,10 @@ class Node:
             yield from link.events()
         for upload in self.uploads:
             yield upload, upload.read
-        if self.leader is not None and self.leader.connection is None:
-            for name in filter(partial(self.job.accepts, self), self.leader.names):
-                yield self.leader, partial(self.leader.dial, name)
+        if self.leader is not None:
+            yield from self.leader.events()
+        for name in self.missing():
+            yield self, partial(self._call, name)
         if self.gathering is not None and self.gathering.waiting:
             yield (self.gathering, "late"), self.send_gathered
         if self.leader is not None and self.leader.bundles.waiting:
@@ -104,16 +117,89 @@ class Node:
             if session.resumed is not None and session.sources and self.name in holders:
                 self._rebuild(owner, session.resumed, [name for name in session.sources[owner] if name != self.name])
 
-    def _connect(self, session: Session) -> None:
+    def _connect(self, session: Session, goes_on: bool = False) -> None:
         self.session = session
-        if session.leader == self.name:
-            start = session.resumed.iteration if session.resumed else 0
-            cadence = Cadence(self.job.every, None, start) if self.job.every else None
-            self.ledger = Ledger(self.host.holders, self.host.committed, PATIENCE, cadence)
+        order = candidates(session.hosts, session.leader, session.ways)
+        self.succession = Succession(self.name, order, len(set(session.hosts)), self.job.now, timeout=1.0, goes_on=goes_on)
+        if self.succession.begins_as_leader:
+            self._lead(0)
         else:
-            self.leader = LeaderLink(self, session.ways[self.name])
-            if self.name in collectors(session.ways):
-                self.gathering = Gathering(self.name, self.host.holders)
+            self._report_up()
+
+    # -- who leads
+
+    def _lead(self, epoch: int) -> None:
+        assert self.session is not None
+        assert self.succession is not None
+        link, self.leader = self.leader, None
+        if link is not None and link.connection is not None:
+            link.connection.close_near(tell=False)
+        begins = not self.succession.follow(epoch, self.job.now)
+        self.succession.reach()
+        start = self.session.resumed.iteration if self.session.resumed else 0
+        cadence = Cadence(self.job.every, None, start) if self.job.every else None
+        self.ledger, self.ways = Ledger(self.host.holders, self.host.committed, PATIENCE, cadence), Ways()
+        if not begins:
+            self.hear("rejoin", self.host.committed, self.uploading, self.host.heard_roots, "")
+            for frame in [*(("report", report) for report in self.host.reports()), *self.said_of_uploads]:
+                self.hear(*frame)
+
+    def lead_unasked(self, epoch: int) -> None:
+        """There is no third host that could ask."""
+        self._lead(epoch)
+
+    def _report_up(self) -> None:
+        assert self.session is not None
+        self.leader = LeaderLink(self, self.session.ways.get(self.name, ())[:-1])
+        if self.name in collectors(self.session.ways):
+            self.gathering = Gathering(self.name, self.host.holders)
+
+    def follow(self, epoch: int) -> None:
+        """Hears that an epoch is led."""
+        if self.succession is None or not self.succession.follow(epoch, self.job.now):
+            return
+        if self.ledger is not None:
+            self._let_manifest_go()
+            self.ledger = None
+            for connection in self.job.connections_to(self):
+                if isinstance(connection.far, Member):
+                    connection.close_far()
+            self.ways = Ways()
+            self._report_up()
+        elif self.leader is not None:
+            self.leader.leave()
+
+    def join(self, host: str, epoch: int, promised: int) -> Member | Below | Refusal:
+        """Decides what a host is told that wants to report here."""
+        assert self.succession is not None
+        self.follow(promised)
+        if self.ledger is None and self.succession.is_asked(epoch, self.job.now):
+            self._lead(epoch)
+        if self.ledger is not None:
+            return Member(self)
+        if self.gathering is not None and host != self.succession.leader:
+            return Below(self)
+        return Refusal(self)
+
+    def missing(self) -> list[str]:
+        """The hosts that have not come to this one, which leads: it makes itself known to them."""
+        if self.ledger is None or self.session is None or self.succession is None or not self.succession.epoch:
+            return []
+        here = {host for way in self.ways.open for host in self.ways.through(way)}
+        lost = [name for name in dict.fromkeys(self.session.hosts) if name != self.name and name not in here]
+        behind = [name for name in lost if self.job.accepts(self, name)]
+        return [name for name in behind if self.job.nodes[name].epoch != self.succession.epoch]
+
+    @property
+    def epoch(self) -> int:
+        return self.succession.epoch if self.succession is not None else -1
+
+    def _call(self, name: str) -> None:
+        """Both hear of the newer epoch, if it is not the same."""
+        other = self.job.nodes[name]
+        epoch, told = self.epoch, other.epoch
+        other.follow(epoch)
+        self.follow(told)
 
     def _close_session(self) -> None:
         """The agent's duty: nothing of the former incarnation comes in any more, not even what has arrived."""
@@ -126,8 +212,11 @@ class Node:
         if self.leader is not None and self.leader.connection is not None:
             self.leader.connection.close_near()
         self.links, self.below, self.ways = {}, {}, Ways()
-        self.ledger = self.gathering = self.leader = self.manifest = self.uploading = None
+        self._let_manifest_go()
+        self.ledger = self.gathering = self.leader = self.uploading = self.succession = None
+        self.obeyed = 0
         self.said_of_uploads.clear()
+        self.written, self.orphans = {}, []
 
     def restart_agent(self) -> None:
         """The agent died and another took its place; each worker hands over the slots that it holds, one worker after the other."""
@@ -162,7 +251,7 @@ class Node:
         if worker.session is self.interrupted:
             session, self.interrupted = worker.session, None
             self.host.reopen(session.holders, worker.committed, session.incarnation)
-            self._connect(session)
+            self._connect(session, goes_on=True)
         if worker.session is self.session:
             for report in self.host.reports():
                 self.say("report", report)  # the agent's duty: a new ledger hears its own host too
@@ -338,16 +427,16 @@ class Node:
             case "rejoin":
                 committed, uploading, roots, host = args
                 self._apply(book.rejoin(committed, now, roots, host))
-                if book.uploading is not None and uploading != book.uploading:
+                if book.uploading is not None and uploading != book.uploading and self.manifest is None:
                     self._apply(book.upload_over(book.uploading, "an agent was restarted"))
                 if uploading is not None and uploading != book.uploading:
-                    self._announce(Thaw(uploading, "the leader's agent was restarted"))
+                    self._announce(Thaw(uploading, "the leader was lost", unclear=True))
 
     def hear_of(self, host: str, way: Member, kind: str, *args: Any) -> None:
         """What another host says, in the order in which it comes: here, or by way of a collector."""
         if kind == "rejoin":
-            attempt, *args = args  # type: ignore[assignment]
-            if not self.ways.greet(host, attempt, way):
+            epoch, attempt, *args = args  # type: ignore[assignment]
+            if epoch != self.epoch or host == self.name or not self.ways.greet(host, attempt, way):
                 return
             way.tell("admitted", host, attempt)
         elif not self.ways.counts(host, way):
@@ -366,8 +455,11 @@ class Node:
         """What a host says that reports here. The agent's duty: nothing goes up before its greeting on the present connection."""
         assert self.leader is not None
         assert self.gathering is not None
-        if self.leader.connection is None or (kind != "rejoin" and host not in self.gathering.greeted):
+        if not self.leader.is_open or (kind != "rejoin" and host not in self.gathering.greeted):
             return
+        if kind == "rejoin" and args[0] != self.leader.epoch:
+            return  # it has greeted before it has heard the word on the present way
+        assert self.leader.connection is not None
         if kind == "report" and isinstance(args[0], Copies):
             self.gather(args[0])
             return
@@ -375,7 +467,7 @@ class Node:
             return  # it goes up at any time
         self.send_gathered()
         if kind == "rejoin":
-            self.gathering.greet(host, args[0])
+            self.gathering.greet(host, args[1])
         self.leader.connection.forward.append(("relayed", host, kind, *args))
 
     def gather(self, copies: Copies) -> None:
@@ -391,9 +483,9 @@ class Node:
             frame = ("relayed", told.host, "report", told) if isinstance(told, Copies) else ("report", told)
             self.leader.connection.forward.append(frame)
 
-    def pass_down(self, hosts: Sequence[str], decision: Decision) -> None:
+    def pass_down(self, hosts: Sequence[str], decision: Decision, epoch: int) -> None:
         for host in [host for host in hosts if self.gathering is not None and host in self.gathering.admitted]:
-            self.below[host].tell("decision", decision)
+            self.below[host].tell("decision", decision, epoch)
 
     def _apply(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
@@ -418,8 +510,8 @@ class Node:
         for way, hosts in self.ways.audiences(apart):
             is_apart = hosts is not None and hosts <= apart
             told = self.ledger.addressed(decision, next(iter(hosts))) if is_apart and hosts and isinstance(decision, Commit) else general
-            way.tell(*(("decision", told) if hosts is None else ("relayed", sorted(hosts), told)))
-        self.obey(self.ledger.addressed(decision, self.name) if isinstance(decision, Commit) else decision)
+            way.tell(*(("decision", told, self.epoch) if hosts is None else ("relayed", sorted(hosts), told, self.epoch)))
+        self.obey(self.ledger.addressed(decision, self.name) if isinstance(decision, Commit) else decision, self.epoch)
 
     def _check_roots(self, version: Version) -> None:
         """A host that is told that its copies agreed holds all of them, with the roots that it would have heard."""
@@ -432,9 +524,11 @@ class Node:
             memory = self.memory[owner, slot.index] if slot is not None else None
             check(memory is not None and memory.root(version, owner) == root, f"{self.name} took another root of rank {owner}'s {version}")
 
-    def obey(self, decision: Decision) -> None:
-        """Commits and aborts name an iteration, of the present incarnation."""
+    def obey(self, decision: Decision, epoch: int) -> None:
+        """Commits and aborts name an iteration, of the present incarnation. ``epoch``: of the leader that has decided so."""
         assert self.session is not None
+        check(epoch == self.epoch >= self.obeyed, f"{self.name}, in epoch {self.epoch}, obeys {decision} of epoch {epoch}")
+        self.obeyed = epoch
         match decision:
             case Commit(version, freeze, digest_at, roots, agreed):
                 self.perform(self.host.on_commit(Version(self.session.incarnation, version.iteration), freeze, roots, agreed))
@@ -451,13 +545,42 @@ class Node:
                     self.gathering.exclude(excluded)
                 for owner, peer in newly:
                     self.perform(self.host.on_exclude(owner, peer))
-            case Thaw(version):
+            case Thaw(version, error, unclear):
                 if self.uploading == version:
                     self.uploading = None
                     self.said_of_uploads.clear()
+                self._clear_away(version, error, unclear)
                 self.perform(self.host.thawed(version))
             case _:
                 check(False, f"nobody disagrees here, but: {decision}")
+
+    def _clear_away(self, version: Version, error: str, unclear: bool) -> None:
+        """The agent's duty: shards of uploads that have failed are deleted, but not while a manifest may come to name them."""
+        mine = [(version, owner) for owner in self.written.pop(version, [])]
+        if not error:
+            mine, self.orphans = [each for each in self.orphans if each[0] not in self.job.storage.manifests], []
+        elif unclear:
+            mine, self.orphans = [], [*self.orphans, *mine]
+        for key in mine:
+            self.job.storage.objects.pop(key, None)
+
+
+class Refusal:
+    """The end of a connection of a host that this one cannot help: it hears which epoch is led."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.connection: Connection | None = None
+
+    def welcome(self) -> None:
+        assert self.connection is not None
+        self.connection.backward.append(("way_up", False, self.node.epoch))
+
+    def on(self, kind: str, *args: Any) -> None:
+        check(False, f"{kind} to a host that has refused")
+
+    def lost(self) -> None:
+        pass
 
 
 class Member:
@@ -484,6 +607,9 @@ class Member:
         assert self.connection is not None
         self.connection.backward.append(frame)
 
+    def welcome(self) -> None:
+        self.tell("way_up", True, self.node.epoch)
+
     def lost(self) -> None:
         self.node.ways.lose(self)
 
@@ -501,6 +627,11 @@ class Below:
         if earlier is not None and earlier.connection is not None:
             earlier.connection.close_far()
         self.node.below[host] = self
+
+    def welcome(self) -> None:
+        link = self.node.leader
+        assert link is not None
+        self.tell("way_up", link.is_open, link.epoch)
 
     def on(self, kind: str, *args: Any) -> None:
         if self.node.below.get(self._host) is self:
@@ -520,14 +651,59 @@ class LeaderLink:
     """Another host's end: reports go out, decisions come in. After a loss, whatever is undecided is said again, perhaps to another."""
 
     def __init__(self, node: Node, names: Sequence[str]) -> None:
-        self.node, self.names = node, names
+        self.node, self.names = node, names  # of collectors
         self.connection: Connection | None = None
+        self.is_open = False
+        self.epoch = 0  # on the way that is open
+        self.in_vain = 0  # hosts asked since the leader was reached
         self.bundles = Bundles(node.name, node.host.holders)
+
+    @property
+    def succession(self) -> Succession:
+        assert self.node.succession is not None
+        return self.node.succession
+
+    def events(self) -> Iterator[Step]:
+        """Any host may be dialled that takes reports, or may come to lead; and a leader is given up that is lost."""
+        succession, job, node = self.succession, self.node.job, self.node
+        if self.connection is not None:
+            if self.connection.far.node in job.stopped and self.connection.names[1] == succession.leader:
+                yield self, self.give_up
+            return
+        for name in filter(partial(job.accepts, node), self.names):
+            yield self, partial(self.dial, name)
+        if succession.leader != node.name and job.accepts(node, succession.leader):
+            if self._is_worth_it(succession.leader, succession.epoch):
+                yield self, partial(self.dial, succession.leader)
+        elif not succession.suspects(job.now) and job.phase == "running":  # while it begins, the others may be behind
+            yield self, self.give_up
+        if (own := succession.own_turn(job.now)) is not None:
+            yield self, partial(node.lead_unasked, own)
+        for epoch in succession.to_ask(job.now, rounds=9):
+            if job.accepts(node, succession.leader_of(epoch)) and self._is_worth_it(succession.leader_of(epoch), epoch):
+                yield self, partial(self.dial, succession.leader_of(epoch), epoch)
+
+    def _is_worth_it(self, name: str, epoch: int) -> bool:
+        """Whether a host is asked: a few times in vain, and then when it will answer otherwise, as it is asked for ever."""
+        other = self.node.job.nodes[name]
+        assert other.succession is not None
+        news = other.ledger is not None or other.epoch > self.node.epoch or other.succession.is_asked(epoch, self.node.job.now)
+        return news or self.in_vain < 3
+
+    def give_up(self) -> None:
+        """The leader is lost, or seems to be."""
+        self.leave()
+        self.succession.give_up()
+
+    def leave(self) -> None:
+        if self.connection is not None:
+            self.connection.close_near()
 
     def say(self, *frame: Any) -> None:
         """At once if there is nothing more to say of that version, or it is no report of a copy; else ``flush`` happens at any time."""
-        if self.connection is None:
+        if not self.is_open:
             return
+        assert self.connection is not None
         if frame[0] == "report" and isinstance(frame[1], Completed):
             if self.bundles.add(frame[1]):
                 self.flush()
@@ -545,20 +721,16 @@ class LeaderLink:
             else:
                 self.connection.forward.append(("report", copies))
 
-    def dial(self, name: str) -> None:
-        self.connection = self.node.job.connect(self.node, name, "report", self)
-        if self.connection is not None:
-            if self.node.gathering is not None:
-                self.node.gathering.begin()
-                for below in self.node.below.values():
-                    below.tell("way_up")
-            self._greet()
+    def dial(self, name: str, epoch: int | None = None) -> None:
+        asked = self.succession.epoch if epoch is None else epoch
+        self.connection = self.node.job.connect(self.node, name, "report", self, asked)
 
     def _greet(self) -> None:
         host = self.node.host
         self.node.greetings += 1
         self.bundles.forget()
-        self.say("rejoin", self.node.greetings, host.committed, self.node.uploading, host.heard_roots, self.node.name)
+        known = host.committed, self.node.uploading, host.heard_roots, self.node.name
+        self.say("rejoin", self.succession.epoch, self.node.greetings, *known)
         for frame in [*(("report", report) for report in host.reports()), *self.node.said_of_uploads]:  # the agent's duty
             self.say(*frame)
         self.flush()
@@ -567,20 +739,51 @@ class LeaderLink:
         node = self.node
         match kind:
             case "way_up":
-                self._greet()
+                self._on_way_up(*args)
             case "admitted" if node.gathering is not None:
                 node.gathering.admit(*args)
             case "relayed":
-                hosts, decision = args
+                hosts, *told = args
                 if node.name in hosts:
-                    node.obey(decision)
-                node.pass_down(hosts, decision)
+                    node.obey(*told)
+                node.pass_down(hosts, *told)
             case "decision":
                 node.obey(*args)
                 node.pass_down(sorted(node.gathering.admitted) if node.gathering is not None else [], *args)
 
-    def lost(self) -> None:
-        self.connection = None
+    def _on_way_up(self, is_open: bool, epoch: int) -> None:
+        assert self.connection is not None
+        self._shut()
+        is_leader, is_collector = self.connection.names[1] == self.succession.leader, self.connection.names[1] in self.names
+        is_news = self.succession.follow(epoch, self.node.job.now)
+        if epoch < self.succession.epoch or not (is_open or is_collector):
+            self.in_vain += not is_news
+            self.leave()
+            if is_leader and not is_news:
+                self.succession.give_up()
+        elif is_open:
+            self.succession.reach()
+            self.is_open, self.epoch, self.in_vain = True, epoch, 0
+            if self.node.gathering is not None:
+                self.node.gathering.begin()
+                self._tell_below()
+            self._greet()
+        else:
+            self.succession.lose(self.node.job.now)
+
+    def _tell_below(self) -> None:
+        for below in self.node.below.values():
+            below.tell("way_up", self.is_open, self.epoch)
+
+    def _shut(self) -> None:
+        was_open, self.is_open = self.is_open, False
         self.bundles.forget()
-        if self.node.gathering is not None:
+        if was_open and self.node.gathering is not None:
             self.node.gathering.begin()
+            self._tell_below()
+
+    def lost(self) -> None:
+        if self.connection is not None and self.connection.names[1] not in self.names:
+            self.succession.lose(self.node.job.now)
+        self.connection = None
+        self._shut()

@@ -6,14 +6,14 @@ from collections.abc import Callable, Set
 from functools import partial
 from random import Random
 
-from gemini_ft.core.ledger import Decision
+from gemini_ft.core.ledger import Decision, Ledger, Manifest
 from gemini_ft.core.placement import place
 from gemini_ft.core.slots import Slot, SlotState
 from gemini_ft.core.tree import FAN_IN
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.recovery.plan import Holding, RecoveryPlan, plan_recovery
 from gemini_ft.wire.worker_messages import SlotInfo
-from miniature.host import Below, Member, Node
+from miniature.host import Below, Member, Node, Refusal
 from miniature.transfer import Fetch, Receiver, Server
 from miniature.truth import BrokenPromiseError, Truth, check, has
 from miniature.wire import CHUNKS, Connection, Handler, Memory, Step, Tag
@@ -26,6 +26,14 @@ class Storage:
     def __init__(self) -> None:
         self.objects: dict[tuple[Version, int], list[Tag | None]] = {}
         self.manifests: list[Version] = []
+        self.under_way: list[Manifest] = []  # that leaders have written that do not lead any more; they may arrive, or not
+
+    def arrive(self, manifest: Manifest) -> None:
+        """A manifest arrives late. Where a newer one is there, it may name what has been deleted meanwhile; otherwise it must be whole."""
+        self.under_way.remove(manifest)
+        newest = max(self.manifests, default=None)
+        if newest is None or newest < manifest.version or all(self.holds(manifest.version, owner) for owner in manifest.records):
+            self.write_manifest(manifest.version, manifest.records.keys())
 
     def write_manifest(self, version: Version, owners: Set[int]) -> None:
         for owner in owners:
@@ -77,6 +85,7 @@ class Job:
         step = {"gathering": self.gather, "opening": self._open, "running": None, "broken": None}[self.phase]
         if step is not None:
             found.extend((node, partial(step, node)) for node in self._todo if node not in self.stopped)
+        found.extend((self.storage, partial(self.storage.arrive, manifest)) for manifest in self.storage.under_way)
         if self.phase == "broken":
             found.extend((node, partial(self._unseal, node)) for node in self._sealed if node not in self.stopped)
         return found
@@ -112,17 +121,17 @@ class Job:
             return False
         return node.session is not None and peer.session is node.session
 
-    def connect(self, node: Node, name: str, role: str, near: Handler) -> Connection | None:
+    def connect(self, node: Node, name: str, role: str, near: Handler, epoch: int = 0) -> Connection | None:
         """Whoever wants to read is let in whatever the incarnation; nobody else is."""
         peer = self.nodes.get(name)
         if peer is None or not peer.alive or peer in self.stopped or (role != "fetch" and not self.accepts(node, name)):
             return None
-        reports_to = Member if peer.ledger is not None else Below
-        kinds: dict[str, type[Receiver | Member | Below | Server]] = {"replicate": Receiver, "report": reports_to, "fetch": Server}
-        far = kinds[role](peer)
+        far = peer.join(node.name, epoch, node.epoch) if role == "report" else Receiver(peer) if role == "replicate" else Server(peer)
         connection = far.connection = Connection(self, role, (node.name, name), near, far)
         if isinstance(far, Below):
             far.join(node.name)
+        if isinstance(far, Member | Below | Refusal):
+            far.welcome()
         self.connections = [c for c in self.connections if c.near_open or c.far_open] + [connection]
         return connection
 
@@ -364,18 +373,29 @@ class Job:
             self.settle(rng)
         check(self.phase == "running", "the job does not come up")
         assert self.session is not None
-        book = self.nodes[self.session.leader].ledger
-        assert book is not None
+        self.wait()  # a leader that is lost is missed after a while
+        self.settle(rng)
+        check(self.leader is not None, "nobody leads")
         pairs = [(names[0], name) for names in self.session.holders.values() for name in names[1:]]
         self.hung = {rng.choice(pairs)} if pairs and hang else set()
         patient = bool(self.hung) or any(node.adopted for node in self.crew)
         commits = len(self.truth.committed) + 6
         self._train_until("commits do not advance", lambda: len(self.truth.committed) >= commits, rng, uploads=False, patient=patient)
         self.hung.clear()
-        self._train_until("replicas that were left out do not come back", lambda: not book.excluded, rng)
+        self._train_until("replicas that were left out do not come back", self._all_count, rng)
         manifests = len(self.storage.manifests) + 1
         self._train_until("nothing is uploaded any more", lambda: not self.every or len(self.storage.manifests) >= manifests, rng)
         self._check_memory()
+
+    @property
+    def leader(self) -> Ledger | None:
+        """The ledger of the newest epoch, if all hosts know of no other."""
+        newest = max(node.epoch for node in self.crew)
+        books = [node.ledger for node in self.crew if node.ledger is not None and node.epoch == newest]
+        return books[0] if {node.epoch for node in self.crew} == {newest} and len(books) == 1 else None
+
+    def _all_count(self) -> bool:
+        return self.leader is not None and not self.leader.excluded
 
     def _mates(self) -> list[Worker]:
         return [worker for worker in self.workers() if worker.session is self.session and worker.state != "failed"]

@@ -45,6 +45,7 @@ class Truth:
     safe: Version | None = None
     keepers: dict[int, set[Node]] = field(default_factory=dict)
     committed: list[Version] = field(default_factory=list)
+    roots: dict[tuple[Version, int], str] = field(default_factory=dict)  # said with commits, by whatever ledger
     _aborted: set[Version] = field(default_factory=set)
 
     def lose(self, node: Node) -> None:
@@ -77,12 +78,18 @@ class Truth:
             self._aborted.add(decision.version)
         elif isinstance(decision, Commit) and decision.version.incarnation == self.session.incarnation:
             check(decision.version not in self._aborted, f"{decision.version} was aborted, and is committed now")
+            for owner, root in decision.roots.items():
+                known = self.roots.setdefault((decision.version, owner), root)
+                check(known == root, f"rank {owner}'s {decision.version} is committed with the root {root}, and was with {known}")
             if decision.version not in self.committed:
                 self._commit(node, decision.version, nodes)
 
     def _commit(self, node: Node, version: Version, nodes: Mapping[str, Node]) -> None:
         assert self.session is not None
         assert node.ledger is not None
+        if self.safe is not None and version < self.safe and version.incarnation == self.safe.incarnation:
+            self.committed.append(version)  # by a ledger that has been replaced, and did not know yet
+            return
         self.keepers = {}
         for owner, names in self.session.holders.items():
             check((owner, names[0]) not in node.ledger.excluded, f"rank {owner}'s own copy was left out")

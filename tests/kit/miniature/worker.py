@@ -178,6 +178,8 @@ class Uploading:
         self.content.append(self.memory.chunks[len(self.content)])
         if len(self.content) == CHUNKS:
             self.node.job.storage.objects[self.version, self.owner] = self.content
+            if self.node.session is self.session and self.node.uploading == self.version:
+                self.node.written.setdefault(self.version, []).append(self.owner)
             self._over("")
 
     def fail(self) -> None:

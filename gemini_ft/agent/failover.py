@@ -1,0 +1,218 @@
+"""This host's place in the commit, which changes while the session goes on: it leads, or it reports to the host that does.
+
+`gemini_ft.core.succession` says who leads. A host that leads makes itself known to those that have not come; one that hears of a newer
+epoch than its own steps down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from gemini_ft.agent.collecting import SILENCE, Collector, CollectorPort
+from gemini_ft.agent.leadership import Leader, MemberPort
+from gemini_ft.agent.reporting import Dial, MemberLink
+from gemini_ft.agent.tasks import Tasks
+from gemini_ft.core.bundles import Bundles
+from gemini_ft.core.gathering import Gathering
+from gemini_ft.core.succession import Succession
+from gemini_ft.core.tree import collectors
+from gemini_ft.errors import GeminiError, PeerError
+from gemini_ft.wire.messages import kind_of
+from gemini_ft.wire.peer_messages import DrainHost, Heartbeat, PeerMessage, ReportFinished, WayUp
+from gemini_ft.wire.tcp import Connection
+
+_LOOK = 0.5  # seconds between looks at who has not come to this leader
+_AT_ONCE = 16  # hosts that a leader dials at a time to make itself known
+
+
+class Failover:
+    """Either a `Leader` or a `MemberLink`, one after the other, as often as the leader changes.
+
+    Args:
+        succession: who leads.
+        ways: of each host, those by way of which it may report while the first one leads (`gemini_ft.core.tree.ways_up`).
+        holders: owner -> hosts, the owner's own first.
+        dial: connects to another host.
+        make_leader: makes the leader of an epoch on this host, which tells its decisions to the function that it is given.
+        on_decision: carries decisions out on this host.
+        undecided: everything that a leader must hear that knows nothing of this host; the greeting is the first.
+        log: takes lines for the agent's log.
+        told: hears of each change.
+    """
+
+    def __init__(
+        self,
+        succession: Succession,
+        ways: Mapping[str, Sequence[str]],
+        holders: Mapping[int, tuple[str, ...]],
+        dial: Dial,
+        make_leader: Callable[[int, Callable[[PeerMessage], None]], Leader],
+        on_decision: Callable[[PeerMessage], None],
+        undecided: Callable[[], Sequence[PeerMessage]],
+        log: Callable[[str], None],
+        told: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.succession, self._ways, self._holders, self._dial = succession, ways, holders, dial
+        self._make_leader, self._on_decision, self._undecided, self._log, self._told = make_leader, on_decision, undecided, log, told
+        self.leader: Leader | None = None
+        self.member: MemberLink | None = None
+        self._finished: dict[int, ReportFinished] = {}  # by rank; each leader must hear them
+        self._drained: dict[str, DrainHost] = {}  # hosts that were asked to leave; the same
+        self._calls = Tasks()  # to hosts that have not come
+        if succession.begins_as_leader:
+            self._lead(succession.epoch, begins=True)
+        else:
+            self._report()
+
+    def close(self) -> None:
+        self._calls.cancel()
+        for part in (self.leader, self.member):
+            if part is not None:
+                part.close()
+
+    # -- what this host has to say
+
+    def take(self, message: PeerMessage) -> None:
+        """Takes a report to the leader, whichever host that is."""
+        if isinstance(message, ReportFinished):
+            self._finished[message.rank] = message
+        if self.leader is not None:
+            self.leader.take(message)
+        elif self.member is not None:
+            self.member.take(message)
+
+    def _decide(self, message: PeerMessage) -> None:
+        if isinstance(message, DrainHost):  # it may not have reached that host
+            self._drained[message.host] = message
+        self._on_decision(message)
+
+    def _everything(self) -> list[PeerMessage]:
+        return [*self._undecided(), *self._drained.values(), *self._finished.values()]
+
+    @property
+    def reaches_leader(self) -> bool:
+        """Whether what is reported now goes out at once."""
+        return self.leader is not None or (self.member is not None and self.member.reaches_leader)
+
+    # -- the other hosts
+
+    def join(self, connection: Connection, host: str, epoch: int, promised: int) -> MemberPort | CollectorPort | Refusal:
+        """Takes in a host that reports to this one, or asks it to lead; or hears of a leader that makes itself known.
+
+        Args:
+            connection: to that host.
+            host: its name.
+            epoch: the one that this host is asked to lead.
+            promised: the newest one of which that host knows.
+        """
+        self.hear(promised)
+        if self.leader is None and self.succession.is_asked(epoch, time.monotonic()):
+            self._lead(epoch)
+        if self.leader is not None:
+            return self.leader.join(connection, host)
+        if self.member is not None and self.member.collector is not None and host != self.succession.leader:
+            return self.member.collector.join(connection, host)
+        return Refusal(connection, self.succession.epoch)
+
+    def hear(self, epoch: int) -> None:
+        """Takes note of an epoch that is led: this host follows it, if it knows of no newer one."""
+        if not self.succession.follow(epoch, time.monotonic()):
+            return
+        self._told()
+        if self.leader is not None:
+            self._calls.cancel()
+            self.leader.close()
+            self._report()
+        elif self.member is not None:
+            self.member.turn()
+
+    # -- the two places
+
+    def _report(self) -> None:
+        self.leader = None
+        name, holders = self.succession.name, self._holders
+        collector = Collector(name, Gathering(name, holders)) if name in collectors(self._ways) else None
+        self.member = MemberLink(
+            self._ways.get(name, ())[:-1],
+            self._dial,
+            self.succession,
+            self._decide,
+            self._everything,
+            self._log,
+            Bundles(name, holders),
+            collector,
+            self._lead,
+            self._told,
+        )
+
+    def _lead(self, epoch: int, begins: bool = False) -> None:
+        if self.member is not None:
+            self.member.close()
+            self.member = None
+        if self.succession.follow(epoch, time.monotonic()):
+            self._told()
+        self.succession.reach()
+        self.leader = self._make_leader(epoch, self._decide)
+        for message in [] if begins else self._everything():
+            self.leader.take(message)
+        self._calls.spawn(self._call_missing(self.leader))
+
+    async def _call_missing(self, leader: Leader) -> None:
+        """Makes this leader known to hosts that have not come: they may hear another one, or not know that this one leads."""
+        while True:
+            await asyncio.sleep(_LOOK)
+            missing = leader.missing(time.monotonic())
+            for at in range(0, len(missing), _AT_ONCE):
+                await asyncio.gather(*(self._call(host) for host in missing[at : at + _AT_ONCE]))
+
+    async def _call(self, host: str) -> None:
+        answer = _Answer()
+        with contextlib.suppress(GeminiError, TimeoutError):
+            async with asyncio.timeout(SILENCE):
+                connection = await self._dial(host, self.succession.epoch, answer)
+                try:
+                    await answer.heard.wait()
+                finally:
+                    connection.abort("the call is over")
+            asyncio.get_running_loop().call_soon(self.hear, answer.epoch)  # which may end this task
+
+
+class Refusal:
+    """The end of a connection of a host that this one cannot help: it hears which epoch is led."""
+
+    def __init__(self, connection: Connection, epoch: int) -> None:
+        asyncio.get_running_loop().call_soon(connection.send, WayUp(is_open=False, epoch=epoch))  # after the word that it is accepted
+
+    def on_message(self, message: PeerMessage) -> memoryview | None:
+        if not isinstance(message, Heartbeat):
+            raise PeerError(f"{kind_of(message)!r} to a host that neither leads this run nor collects reports for its leader")
+        return None
+
+    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
+        raise PeerError("raw bytes on a reporting connection")
+
+    def on_lost(self, reason: str) -> None:
+        """Does nothing: whoever dialled has its answer."""
+
+
+class _Answer:
+    """The end of a leader's call to a host that has not come to it."""
+
+    def __init__(self) -> None:
+        self.heard = asyncio.Event()
+        self.epoch = 0  # that the other host knows of
+
+    def on_message(self, message: PeerMessage) -> memoryview | None:
+        if isinstance(message, WayUp):
+            self.epoch = message.epoch
+            self.heard.set()
+        return None
+
+    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
+        raise PeerError("raw bytes on a reporting connection")
+
+    def on_lost(self, reason: str) -> None:
+        self.heard.set()

@@ -1,0 +1,123 @@
+"""The succession of leaders: an epoch is a number that names a leader and only grows, on every host. Pure; time is an argument.
+
+A lost leader is followed by the next candidate, which begins with an empty ledger and hears from every host what that host knows
+(`Rejoin`, `gemini_ft.core.protocol.Host.reports`). No vote is needed for that to be safe:
+
+- A version is committed only after the report of every owner's own host, and aborted only for an owner that never completes it. So two
+  ledgers that are at work at the same time cannot decide otherwise about one version, whatever each of them has heard.
+- A host says what it has heard committed before anything else, so no ledger falls behind what some host has built upon.
+- All else that a leader decides (which version is uploaded, the pace, who is left out, the end) needs one leader at a time: a host
+  reports, and obeys, in one epoch only, and never in a lower one than before (its promise).
+
+Nor does one broken connection depose a leader: a candidate takes over only if another host asks it to and it has lost the leader itself.
+A change for a false alarm costs a greeting of every host. So that they do not follow each other on a busy machine, patience doubles with
+each, to eight times that of the first leader.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+
+from gemini_ft.core.tree import collectors
+
+CANDIDATES = 8  # hosts that may lead: where more are lost at the same time, so are shards, and the job restarts with other hosts
+GRACE = 0.3  # seconds for which a connection may be lost: whoever is there takes it again within a few milliseconds
+OPENING = 10.0  # seconds for which the first leader's agent may be behind the others in opening the session
+_DOUBLED = 3  # times that patience doubles
+_FRUITLESS = 5  # rounds after which a candidate asks also those that come after itself: the hosts that should ask it may not reach it
+
+
+def candidates(hosts: Iterable[str], leader: str, ways: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The hosts that lead, in their order: the first leader, then others in the order of ranks. No collector: its connections stay."""
+    busy = collectors(ways)
+    others = (host for host in dict.fromkeys(hosts) if host != leader and host not in busy)
+    return (leader, *islice(others, CANDIDATES - 1))
+
+
+class Succession:
+    """One host's knowledge of who leads.
+
+    Args:
+        name: this host.
+        order: the candidates; the same on all hosts.
+        size: hosts of the session.
+        now: seconds of a monotonic clock.
+        timeout: seconds without a sign of life after which the first leader counts as lost; 0: never.
+        goes_on: whether the session has begun long ago, and this host's agent is another one.
+
+    Attributes:
+        epoch: the newest one of which this host knows that it is led; it obeys no older one.
+    """
+
+    def __init__(self, name: str, order: Sequence[str], size: int, now: float, timeout: float, goes_on: bool = False) -> None:
+        self.name, self._order, self._size, self._timeout = name, order, size, timeout
+        self.epoch = 0
+        self._lost: float | None = now if goes_on else now + OPENING  # since when the leader is not reached; None: it is, or who knows
+        self.begins_as_leader = name == order[0] and (not goes_on or size == 1)  # else another host may lead by now, and is asked
+
+    def leader_of(self, epoch: int) -> str:
+        return self._order[epoch % len(self._order)]
+
+    @property
+    def leader(self) -> str:
+        """The host that leads, as far as this one knows."""
+        return self.leader_of(self.epoch)
+
+    @property
+    def silence(self) -> float:
+        """Seconds without a sign of life after which the leader counts as lost; 0: it never does."""
+        return self._timeout * self._patience
+
+    @property
+    def _patience(self) -> int:
+        return 1 << min(self.epoch, _DOUBLED)
+
+    # -- what is seen
+
+    def reach(self) -> None:
+        """Takes note that the leader is reached."""
+        self._lost = None
+
+    def lose(self, now: float) -> None:
+        """Takes note that the leader is not reached, which may pass."""
+        if self._lost is None:
+            self._lost = now
+
+    def give_up(self) -> None:
+        """Takes note that the leader is lost: it has been silent for as long as it may."""
+        self._lost = -math.inf
+
+    def suspects(self, now: float) -> bool:
+        """Whether this host has lost the leader."""
+        return bool(self._timeout) and self._lost is not None and now - self._lost >= GRACE * self._patience
+
+    # -- what follows
+
+    def follow(self, epoch: int, now: float) -> bool:
+        """Takes note of an epoch that is led; returns whether it is newer than all that were known."""
+        if epoch <= self.epoch:
+            return False
+        self.epoch, self._lost = epoch, now
+        return True
+
+    def is_asked(self, epoch: int, now: float) -> bool:
+        """Whether this host leads from now on, as another one asks it to. False: that one hears of the present epoch."""
+        return epoch > self.epoch and self.leader_of(epoch) == self.name and self.suspects(now)
+
+    def own_turn(self, now: float) -> int | None:
+        """The epoch that this host leads from now on without being asked, as there is no third one that could ask; None: it waits."""
+        ahead = self.epoch + 1
+        return ahead if self._size == 2 and self.leader_of(ahead) == self.name and self.suspects(now) else None
+
+    def to_ask(self, now: float, rounds: int = 0) -> list[int]:
+        """The epochs for whose leaders this host asks now, one after the other until one of them answers.
+
+        A candidate leaves it to the hosts after itself to ask it. ``rounds``: those that were in vain: perhaps they do not reach it.
+        """
+        if not self.suspects(now):
+            return []
+        ahead = list(range(self.epoch + 1, self.epoch + len(self._order)))
+        own = next((at for at, epoch in enumerate(ahead) if self.leader_of(epoch) == self.name), len(ahead))
+        return ahead[:own] if rounds < _FRUITLESS else ahead[:own] + ahead[own + 1 :]

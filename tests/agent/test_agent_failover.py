@@ -1,0 +1,104 @@
+"""A leader that is lost, hangs, or comes back, and the hosts that lead after it (docs/design.md, "Commit")."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from crew_kit import Crew, version
+
+from gemini_ft.core.ledger import Commit
+
+
+def test_when_the_leader_is_lost_the_next_host_leads_and_what_was_committed_stays() -> None:
+    """A host whose agent is dead has nothing committed; everything else goes on, and so does that when it is back."""
+
+    async def work() -> None:
+        async with Crew(4) as crew:
+            await crew.commit(1)
+            crew[0].end()
+            await crew.until(lambda: crew.leaders == ["h1"] and all(host.failover.reaches_leader for host in crew.alive))
+            assert crew.epochs == {1}
+            assert crew[1].failover.leader is not None
+            assert crew[1].failover.leader.book.committed == version(1)
+            crew.report(2)
+            await crew[0].restart()
+            await crew.until(lambda: crew[0].failover.reaches_leader)
+            crew[0].complete(2)
+            await crew.until(lambda: all(host.committed == version(2) for host in crew.alive))
+            assert crew.leaders == ["h1"]
+            await crew.commit(3)
+
+    asyncio.run(work())
+
+
+def test_leaders_are_lost_one_after_the_other() -> None:
+    async def work() -> None:
+        async with Crew(5) as crew:
+            for lost in range(3):
+                await crew.commit(lost + 1)
+                crew[lost].end()
+                await crew.until(lambda lost=lost: crew.leaders == [f"h{lost + 1}"])  # type: ignore[misc]
+                await crew[lost].restart()
+                await crew.until(lambda: all(host.failover.reaches_leader for host in crew.alive))
+            await crew.commit(4)
+            assert crew.epochs == {3}
+
+    asyncio.run(work())
+
+
+def test_a_leader_that_only_one_host_does_not_reach_stays() -> None:
+    async def work() -> None:
+        async with Crew(4) as crew:
+            crew.cut_off("h0", "h2")
+            await crew.until(lambda: crew[2].succession.suspects(time.monotonic()))
+            crew.report(1)
+            for _ in range(3):
+                asked = len(crew[1].incoming)
+                await crew.until(lambda asked=asked: len(crew[1].incoming) > asked)  # type: ignore[misc]
+            assert crew.leaders == ["h0"]
+            crew.cut.clear()
+            await crew.until(lambda: all(host.committed == version(1) for host in crew.alive))
+            assert crew.epochs == {0}
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_leader_that_nobody_reaches_but_that_reaches_the_others_steps_down(size: int) -> None:
+    """The way to its port is cut, and nothing else is: its copies are there, and are committed by the next leader."""
+
+    async def work() -> None:
+        async with Crew(size) as crew:
+            await crew.commit(1)
+            crew.cut_off("h0")
+            await crew.until(lambda: crew.leaders == ["h1"])
+            await crew.commit(2)
+            assert crew.epochs == {1}
+
+    asyncio.run(work())
+
+
+def test_hosts_below_collectors_follow_with_their_collector() -> None:
+    async def work() -> None:
+        async with Crew(7, fan_in=2) as crew:
+            await crew.commit(1)
+            below = crew[2].failover.member
+            assert below is not None
+            connection = below.connection
+            crew[0].end()
+            await crew.until(lambda: len(crew.leaders) == 1 and all(host.failover.reaches_leader for host in crew.alive))
+            assert crew.leaders == ["h2"]  # the first that is no collector
+            kept = crew[3].failover.member
+            assert kept is not None
+            assert kept.connection is not connection
+            crew.report(2)
+            await crew[0].restart()
+            await crew.until(lambda: crew[0].failover.reaches_leader)
+            crew[0].complete(2)
+            await crew.until(lambda: all(host.committed == version(2) for host in crew.alive))
+            assert all(isinstance(host.heard[-1], Commit) for host in crew.alive)
+            await crew.commit(3)
+
+    asyncio.run(work())
