@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import byte_costs
 import common
 import trials
 from measuring import Plan
@@ -51,6 +52,7 @@ def report(
     ]
     for size, rows in results.items():
         parts.append(trials.table(f"{size} MB of state per rank, every step saved", ROWS, rows))
+    parts.append(byte_costs.section(byte_costs.measured(), results))
     return "\n\n".join([*parts, trials.ratio_table(ratios)])
 
 

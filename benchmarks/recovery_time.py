@@ -17,7 +17,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+from gemini_ft.events import read_events
 
 PACKAGES = ("torch", "lightning", "gemini-ft")
 PHASES = ("detection", "rendezvous", "process start", "group", "restore", "first step")
@@ -42,6 +43,27 @@ class Job:
     loop: str
     keeper: str
 
+
+EXPLAINED_FROM = 0.2  # seconds of a phase from which on the report says what it consists of
+# Mark -> what happens until then, and whose it is. A mark is reached when the slowest rank has reached it.
+PARTS = {
+    "victim": ("what was killed is gone: the kernel takes its memory back", "kernel"),
+    "noticed": ("the launcher has noticed, and has ended the other workers", "launcher"),
+    "gone": ("these are gone: the kernel takes their memory back", "kernel"),
+    "created": ("rendezvous; the new processes exist", "launcher"),
+    "started": ("forked, or an interpreter started; everything is imported", "launcher"),
+    "group": ("process group", "torch"),
+    "model": ("the script builds its model: fresh pages, random numbers", "script"),
+    "wrapped": ("DDP wraps it, and sends rank 0's weights", "torch"),
+    "joined": ("agents are found, copies compared; ranks agree on what to resume", "gemini-ft"),
+    "prepared": ("small state is read; DDP, Lightning and the optimizer's state are prepared", "script, gemini-ft"),
+    "resumed": ("every byte is read, verified and laid into fresh pages", "gemini-ft"),
+    "restored": ("the rest is put back: loops, counters, random states; torchrun: all of the state", "integration"),
+    "forward": ("first batch and forward pass: fresh pages for activations", "training"),
+    "backward": ("backward pass and all-reduce: fresh pages for gradients and buckets", "training"),
+    "step": ("the update", "training"),
+}
+PHASE_ENDS = dict(zip(("gone", "created", "started", "group", "restored", "step"), PHASES, strict=True))
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 GEMINI_RUN = (sys.executable, "-m", "gemini_ft.cli.main", "run")
@@ -62,6 +84,7 @@ class Recovery:
     """
 
     phases: tuple[float, ...]
+    parts: Mapping[tuple[str, str], float]  # (phase, mark that ends the part) -> seconds, in order; those of a phase add up to it
     steps_lost: int
     ordinary_step: float = 0.0  # of the job before the failure: no first step is shorter
 
@@ -82,6 +105,7 @@ class Running:
         self.mark = f"bench-{uuid.uuid4().hex[:12]}"
         self._log = folder / "events"
         self._log.touch()
+        self._own = folder / "own-events"  # as gemini-ft itself writes them
         self._endpoint = f"127.0.0.1:{common.free_port()}"
         self._started = 0
         worker = str(Path(__file__).with_name("recovery_worker.py"))
@@ -111,7 +135,7 @@ class Running:
             where = [f"--nnodes={self.hosts}", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={self._endpoint}"]
         argv = [*self.job.launcher, *where, "--max-restarts=20", *self._script]
         env = {**os.environ, **common.one_thread(), common.MARK: self.mark, "GEMINI_HOST_ID": name, "GEMINI_RUN_ID": self.mark}
-        env |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+        env |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "GEMINI_EVENTS": str(self._own)}
         # without it restarts of torch 2.13 on gloo find the dead workers' addresses in the store, and most hang
         env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with open(self.folder / f"{name}.log", "ab") as log:
@@ -122,6 +146,15 @@ class Running:
         """Everything written so far, whole lines only."""
         text = self._log.read_text()
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def own_events(self) -> list[dict[str, Any]]:
+        """Everything that gemini-ft has written, on the monotonic clock; the moment at which it began to read the state is one more."""
+        ahead, found = time.time() - time.monotonic(), []
+        for event in read_events(self._own):
+            found.append({**event, "at": event["at"] - ahead})
+            if event["event"] == "resumed":
+                found.append({**event, "event": "prepared", "at": event["at"] - ahead - event["seconds"]})
+        return found
 
     def wait(self, reached: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
         """Poll the events until ``reached`` holds.
@@ -203,22 +236,39 @@ class Attempt:
 def fail(job: Running, scenario: str) -> Recovery:
     """Let the job train a little, make one failure, and wait for the next optimizer step of all ranks."""
     old = _attempt(job.wait(lambda events: _stepped(events, STEPS_BETWEEN)))
-    watched = [os.pidfd_open(pid) for pid in old.pids.values()]
+    watched = {pid: os.pidfd_open(pid) for pid in old.pids.values()}
     rank = max(old.pids) if scenario == "worker" else next(rank for rank, host in old.hosts.items() if host != "host0")
     at = time.monotonic()
     if scenario == "worker":
         os.kill(old.pids[rank], signal.SIGKILL)
     else:
         _kill_host(job.mark, old.hosts[rank])
-    gone = _all_ended(watched)
+    marks = {"start": at, **_watch(watched, {old.pids[rank]})}  # the host that is lost has no other worker
     known = set(old.pids.values())
     new = _attempt(job.wait(lambda events: _stepped(events, 1, besides=known)))
-    marks = [at, gone, max(new.times("started", "created")), max(new.times("started"))]
-    marks += [max(new.times("group")), max(new.times("restored")), max(new.times("step"))]
-    marks = [max(marks[: i + 1]) for i in range(len(marks))]  # a spare's worker may exist before the last old one has gone
+    marks["created"] = max(new.times("started", "created"))
+    own = [event for event in job.own_events() if event["pid"] in new.pids.values() and event["event"] in ("joined", "prepared", "resumed")]
+    seen = Attempt(new.pids, new.hosts, [*new.events, *own])
+    marks |= {mark: max(times) for mark in PARTS if (times := seen.times(mark))}
     before = _attempt([event for event in job.events() if event["pid"] in known])
-    phases, lost = tuple(b - a for a, b in pairwise(marks)), max(before.steps()) - max(new.steps("restored"))
-    return Recovery(phases, lost, before.ordinary_step())
+    phases, parts = split(marks)
+    return Recovery(phases, parts, max(before.steps()) - max(new.steps("restored")), before.ordinary_step())
+
+
+def split(marks: Mapping[str, float]) -> tuple[tuple[float, ...], dict[tuple[str, str], float]]:
+    """Phases, and the parts of each that add up to it: every mark ends a part that the one before it began.
+
+    A spare's worker may exist before the last old one has gone: a phase that is over when the one before it ends took no time.
+    """
+    ends = [marks["start"]]
+    for mark in PHASE_ENDS:
+        ends.append(max(marks[mark], ends[-1]))
+    parts = {}
+    for (mark, phase), (begin, end) in zip(PHASE_ENDS.items(), pairwise(ends), strict=True):
+        inside = sorted((at, name) for name, at in marks.items() if begin < at < end and name not in PHASE_ENDS)
+        for (before, _), (at, name) in pairwise([(begin, ""), *inside, (end, mark)]):
+            parts[phase, name] = at - before
+    return tuple(b - a for a, b in pairwise(ends)), parts
 
 
 def _stepped(events: Sequence[Mapping[str, Any]], count: int, besides: set[int] | None = None) -> bool:
@@ -239,20 +289,36 @@ def _kill_host(mark: str, host: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _all_ended(pidfds: Sequence[int]) -> float:
-    """Wait for all processes to end; when the last one did, on the monotonic clock."""
+def _watch(pidfds: Mapping[int, int], victims: Collection[int]) -> dict[str, float]:
+    """Wait for all processes to end; when what was killed had ended, the others had been hit, and all had ended."""
     poller = select.poll()
-    for pidfd in pidfds:
+    for pidfd in pidfds.values():
         poller.register(pidfd, select.POLLIN)
-    left, until = set(pidfds), time.monotonic() + PATIENCE
+    left, hit, until = {pidfd: pid for pid, pidfd in pidfds.items()}, dict[int, float](), time.monotonic() + PATIENCE
+    marks: dict[str, float] = {}
     while left:
-        for pidfd, _ in poller.poll(100):
+        for pidfd, _ in poller.poll(5):
             poller.unregister(pidfd)
-            left.discard(pidfd)
+            hit.setdefault(pid := left.pop(pidfd), time.monotonic())
+            if pid in victims:
+                marks["victim"] = time.monotonic()
             os.close(pidfd)
+        for pid in left.values():
+            if pid not in hit and _is_dying(pid):
+                hit[pid] = time.monotonic()
         if time.monotonic() > until:
             raise common.TrialError(f"{len(left)} workers of before the failure are still there after {PATIENCE:.0f} s")
-    return time.monotonic()
+    if others := [at for pid, at in hit.items() if pid not in victims]:
+        marks["noticed"] = max(others)
+    return marks | {"gone": time.monotonic()}
+
+
+def _is_dying(pid: int) -> bool:
+    """Whether a process has no memory of its own any more: it is on its way out, and the kernel takes its pages back."""
+    try:
+        return Path(f"/proc/{pid}/statm").read_text().startswith("0 ")
+    except OSError:
+        return True
 
 
 # --------------------------------------------------------------------------- the benchmark
@@ -279,6 +345,9 @@ def summary(recoveries: Sequence[Recovery], problem: str | None) -> dict[str, An
     phases = {name: round(common.median(recovery.phases[i] for recovery in recoveries) or 0.0, 3) for i, name in enumerate(PHASES)}
     totals = [recovery.total for recovery in recoveries]
     found: dict[str, Any] = {"total_s": round(common.median(totals) or 0.0, 3), "worst_s": round(max(totals), 3), "phases_s": phases}
+    named = dict.fromkeys(part for recovery in recoveries for part in recovery.parts)
+    medians = {part: common.median(recovery.parts[part] for recovery in recoveries if part in recovery.parts) or 0.0 for part in named}
+    found["parts_s"] = {f"{phase}: {mark}": round(seconds, 3) for (phase, mark), seconds in medians.items()}
     found["ordinary_step_s"] = round(common.median(recovery.ordinary_step for recovery in recoveries) or 0.0, 3)
     found |= {"failures": len(totals), "steps_lost": max(recovery.steps_lost for recovery in recoveries)}
     return found | ({"problem": problem.strip().splitlines()[-1][:300]} if problem else {})
@@ -317,9 +386,27 @@ def report(results: Mapping[str, Mapping[str, Mapping[str, Any]]], ratio: Mappin
         what = "a killed worker" if scenario == "worker" else "a lost host, a spare waiting"
         header = ["job", *PHASES, "(ordinary step)", "total", "worst", "steps lost", "failures"]
         parts.append(f"## {what.capitalize()}, {megabytes} of state\n\n{common.table(header, lines)}")
+        parts += explanation(rows)
     shown = [[name, "not measured" if value is None else f"{value:.3f}"] for name, value in ratio.items()]
     parts.append("## Ratios\n\nThe worst over sizes and loops.\n\n" + common.table(["ratio", "value"], shown))
     return "\n\n".join(parts)
+
+
+def explanation(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What the phases of one case consist of that are not short."""
+    lines = []
+    for name, row in rows.items():
+        for part, seconds in row.get("parts_s", {}).items():
+            phase, mark = part.split(": ")
+            if row["phases_s"][phase] >= EXPLAINED_FROM and seconds >= 0.01:
+                lines.append([JOBS[name].title, phase, f"{seconds:.2f}", *PARTS[mark]])
+    if not lines:
+        return []
+    told = (
+        f"Phases of {EXPLAINED_FROM:g} s and more, by what they consist of. Where ranks overlap, a part ends with the slowest rank; "
+        "medians of parts need not add up to the median of their phase."
+    )
+    return [told, common.table(["job", "phase", "seconds", "until", "whose"], lines)]
 
 
 def main() -> None:

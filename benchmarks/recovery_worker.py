@@ -49,12 +49,19 @@ class Reporting(LightningLoad):
     def __init__(self, megabytes: int, log: Log) -> None:
         super().__init__(megabytes * 10**6)
         self._log_file = log
+        log.write("model")
 
     def setup(self, stage: str) -> None:
         self._log_file.write("group")  # Lightning has made the process group just before
 
     def on_train_start(self) -> None:
         self._log_file.write("restored", step=self.global_step)  # and has restored everything by now
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        self._log_file.write("forward")
+
+    def on_after_backward(self) -> None:
+        self._log_file.write("backward")
 
     def optimizer_step(self, *arguments: Any, **named: Any) -> None:
         super().optimizer_step(*arguments, **named)
@@ -85,13 +92,18 @@ def plain_job(arguments: argparse.Namespace, log: Log) -> None:
     gemini_ft.init_process_group("gloo", timeout=timedelta(seconds=60))
     log.write("group")
     load = Load(arguments.megabytes * 10**6, TOKENS, seed=0)
+    log.write("model")
     model = DistributedDataParallel(load.model)
+    log.write("wrapped")
     checkpointer = gemini_ft.Checkpointer(load.model, load.optimizer)
     start = checkpointer.resume()
     log.write("restored", step=start)
     inputs = Inputs(STEPS, TOKENS)
     for step in range(start, STEPS):
-        model(inputs[step]).backward()
+        loss = model(inputs[step])
+        log.write("forward")
+        loss.backward()
+        log.write("backward")
         load.update()
         log.write("step", step=step + 1)
         checkpointer.step()

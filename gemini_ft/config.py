@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from gemini_ft.errors import ConfigError
 
+LEADER_TIMEOUT = 1.25  # seconds
 _MOST_PROCESSORS = 2**16
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12}
 _UNITS |= {"tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -162,6 +163,7 @@ class GeminiConfig(_Model):
     timeout: float = Field(60.0, gt=0, description="Seconds to wait for an agent or a peer before an error names it.")
     replica_timeout: float = Field(30.0, gt=0, description="Seconds after which a holder that has not acknowledged is left out of the commit.")
     agent_timeout: float = Field(10.0, ge=0, description="Seconds without an answer until a host's agent is killed and started anew with its memory; 0 = never.")
+    leader_timeout: float = Field(LEADER_TIMEOUT, ge=0, description="Seconds without a sign of life from the host that leads the commits until the next one does; twice as many after each change, up to eight times; 0 = no other host ever leads.")
     start_timeout: float = Field(1800.0, ge=0, description="Seconds without progress until local workers are killed that join, restore or make their first three steps; 0 = never.")
     hang_timeout: float | None = Field(None, ge=0, description="Seconds without progress until local workers are killed; 0 = never; default: the greater of 300 s and 10 median steps.")
     drain_signal: Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "none"] = Field("SIGUSR1", description="Signal at which `gemini run`, or a worker, finishes its step, commits it and ends with status 85, unless the script has its own use of it.")

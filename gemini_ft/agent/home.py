@@ -7,8 +7,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from gemini_ft.agent.budget import Budget
 from gemini_ft.agent.custody import Custodians
-from gemini_ft.agent.memory import Budget
 from gemini_ft.agent.slot_files import SlotFiles
 from gemini_ft.agent.vault import Vault
 from gemini_ft.agent.workers import WorkerConnection

@@ -71,10 +71,11 @@ class Inbound:
 
     async def make_room(self, owner: int, wanted: ShardLayout) -> None:
         """Makes slots for a peer's shard, their pages already faulted in."""
-        vault = self._home.vault
+        vault, spec = self._home.vault, self._home.spec
         before = {memory for (of, _), memory in vault.memory.items() if of == owner}
         reuse = not (may_be_written_by_another(self._home, owner) or self._is_kept_by_stranger(owner))
-        indices = vault.ensure(owner, shape_of(self._home, owner, wanted), REPLICA_SLOTS, reuse)
+        shape = shape_of(self._home, owner, wanted)
+        indices = await vault.ensure_beside(owner, shape, REPLICA_SLOTS, reuse, lambda: self._home.spec is spec)
         fresh = [index for index in indices if vault.memory[owner, index] not in before]  # a number may be that of a slot just freed
         await vault.prefault(owner, fresh)
         for index in fresh:

@@ -102,10 +102,14 @@ def is_listening(run: str, host: str) -> bool:
 
 
 def spawn(run: str, host: str, fds: Sequence[int] = (), arguments: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-    """Starts an agent in its own session: signals to the worker's group do not reach it. It inherits only ``fds``."""
+    """Starts an agent in its own session: signals to the worker's group do not reach it. It inherits only ``fds``.
+
+    A worker of Ray kills its children when it ends, so there the agent is a child of the process that is returned.
+    """
+    apart = ["--apart"] if "RAY_RAYLET_PID" in os.environ else []
     started[:] = [child for child in started if child.poll() is None]
     with agent_log(run, host) as log:
-        command = [sys.executable, "-m", "gemini_ft.agent.main", "--run", run, "--host", host, *arguments]
+        command = [sys.executable, "-m", "gemini_ft.agent.main", "--run", run, "--host", host, *apart, *arguments]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -94,7 +94,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--host", required=True, help="host id")
     parser.add_argument("--inherit", default="", help=argparse.SUPPRESS)
     parser.add_argument("--identity", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    if options.apart and (agent := os.fork()):  # this process only stands between the agent and its starter, and ends as the agent does
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # memory that the agent inherits and gives back must not stay for this process's sake
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1]))
     raise_descriptor_limit()
     yield_to_training()
     if (processors := load_config().agent_cpus) is not None:

@@ -1,4 +1,4 @@
-"""Memory that outlives the worker: sealed memfds that describe themselves, under one budget.
+"""Memory that outlives the worker: sealed memfds that describe themselves.
 
 A slot's memfd, front to back:
 
@@ -24,18 +24,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import msgpack
-import psutil
 import xxhash
 
 from gemini_ft.agent import slot_files
 from gemini_ft.agent.slot_files import SlotFiles
 from gemini_ft.core.roots import checksum, layout_digest, shard_root
 from gemini_ft.core.versions import Incarnation, Version
-from gemini_ft.errors import CorruptDataError, FormatError, MemoryBudgetError
+from gemini_ft.errors import CorruptDataError, FormatError
 
 _MAGIC = b"GEMINIFT"
 FORMAT = 2
@@ -43,7 +41,6 @@ EXTRAS_ROOM = 2**20  # bytes of small state a slot has room for at least
 _HEADER_BYTES = 4096
 _PAGE = 2 * 2**20  # data starts on a huge-page border, so that the kernel may use huge pages for it
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_CGROUPS = Path("/sys/fs/cgroup")
 _MADV_POPULATE_WRITE = 23
 _MADV_DONTFORK = 10
 
@@ -83,7 +80,7 @@ class SlotShape:
     def layout_offset(self) -> int:
         return _HEADER_BYTES + 8 * self.max_chunks
 
-    @property
+    @cached_property
     def data_offset(self) -> int:
         return _round_up(self.layout_offset + len(self.layout), _PAGE)
 
@@ -347,70 +344,3 @@ def _read_header(raw: bytes) -> dict[str, Any]:
     if fields["format"] != FORMAT:
         raise FormatError(f"a slot has format {fields['format']}, this gemini-ft reads format {FORMAT}; use the version that wrote it")
     return fields
-
-
-def available_memory() -> int:
-    """Bytes this process could still take: the host's, or what its cgroup leaves."""
-    return min([int(psutil.virtual_memory().available), *_cgroup_headroom()])
-
-
-def _cgroup_headroom() -> list[int]:
-    """The bytes that each cgroup around this process still allows; a limit anywhere above counts as well."""
-    found = []
-    for folder, limit_name, used_name in _cgroup_folders():
-        for place in (folder, *folder.parents):
-            with contextlib.suppress(OSError, ValueError):  # "max", or no limit at this level
-                limit, used = int((place / limit_name).read_text()), int((place / used_name).read_text())
-                found.append(max(0, limit - used))
-            if place == _CGROUPS:
-                break
-    return found
-
-
-def _cgroup_folders() -> list[tuple[Path, str, str]]:
-    names = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
-    folders = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        for controller, files in names.items():
-            if controller in controllers.split(","):
-                folders.append((_CGROUPS / controller / path.lstrip("/"), *files))
-    return folders
-
-
-class Budget:
-    """The bytes of slots that this host may hold. One owner: the agent."""
-
-    _PART = 0.6  # of the available memory, where the user has stated no limit
-
-    def __init__(self, limit: int | None) -> None:
-        self.limit = limit if limit is not None else int(self._PART * available_memory())
-        self.stated = limit is not None
-        self.used = 0
-
-    def take(self, nbytes: int, what: str) -> None:
-        """Counts ``nbytes`` as used.
-
-        Raises:
-            MemoryBudgetError: they do not fit; the text has the numbers and the way out.
-        """
-        if self.used + nbytes > self.limit:
-            source = "memory_limit" if self.stated else "60 % of the memory available when the agent started"
-            raise MemoryBudgetError(
-                f"{what} needs {nbytes:,} bytes; this host's agent may hold {self.limit:,} ({source}) and holds {self.used:,}. "
-                "Raise memory_limit (GEMINI_MEMORY_LIMIT), lower replicas, or use more hosts."
-            )
-        if nbytes > available_memory():
-            raise MemoryBudgetError(
-                f"{what} needs {nbytes:,} bytes; only {available_memory():,} are available on this host. Lower replicas, or use more hosts."
-            )
-        self.used += nbytes
-
-    def take_over(self, nbytes: int) -> None:
-        """Counts memory that a former agent took: it was not available when this one started, and would be without it."""
-        self.used += nbytes
-        if not self.stated:
-            self.limit += int(self._PART * nbytes)
-
-    def give_back(self, nbytes: int) -> None:
-        self.used -= nbytes

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 
 from gemini_ft.agent.home import Home
 from gemini_ft.agent.inbound import REPLICA_SLOTS, Inbound, may_be_written_by_another, shape_of
+from gemini_ft.agent.memory import SlotShape
 from gemini_ft.agent.outbound import Outbound
 from gemini_ft.agent.outgoing import end_of
+from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.workers import WorkerConnection
-from gemini_ft.errors import AgentError
+from gemini_ft.errors import AgentError, GeminiError
 from gemini_ft.wire.messages import Chunk, kind_of
 from gemini_ft.wire.peer_messages import UploadSoon
 from gemini_ft.wire.worker_messages import Copied, GiveUp, Request, Reserve, Reserved, StopAfterStep, ToAgent
@@ -26,6 +29,7 @@ class OwnShards:
 
     def __init__(self, home: Home, inbound: Inbound, outbound: Callable[[], Outbound]) -> None:
         self._home, self._inbound, self._outbound = home, inbound, outbound
+        self._tasks = Tasks()
 
     def on_message(self, worker: WorkerConnection, message: ToAgent) -> None:
         """Handles a worker's message about its own shard."""
@@ -52,7 +56,25 @@ class OwnShards:
         count = REPLICA_SLOTS + (home.spec.storage is not None)
         reuse = not may_be_written_by_another(home, owner, worker)
         home.workers[owner] = worker
-        indices = home.vault.ensure(owner, shape, count, reuse)
+        if home.vault.is_slow:
+            self._tasks.spawn(self._reserve_beside(worker, message, shape, count, reuse))
+        else:
+            self._hand_out(worker, message, shape, home.vault.ensure(owner, shape, count, reuse))
+
+    async def _reserve_beside(self, worker: WorkerConnection, message: Reserve, shape: SlotShape, count: int, reuse: bool) -> None:
+        """Gives the memory as soon as it is made; the worker waits for it, and the agent answers everybody else."""
+        home = self._home
+        try:
+            indices = await home.vault.ensure_beside(worker.rank, shape, count, reuse, lambda: home.is_present(worker))
+            self._hand_out(worker, message, shape, indices)
+        except GeminiError as error:
+            worker.refuse(message, error)
+        except Exception as error:  # a fault of ours: the worker must not wait for an answer that will not come
+            home.log(traceback.format_exc())
+            worker.refuse(message, AgentError(f"the agent failed at {kind_of(message)!r}: {error!r}; see its log"))
+
+    def _hand_out(self, worker: WorkerConnection, message: Reserve, shape: SlotShape, indices: list[int]) -> None:
+        home, owner = self._home, worker.rank
         fds = [home.vault.memory[owner, index].fd for index in indices]
         reserved = Reserved(
             call=message.call,

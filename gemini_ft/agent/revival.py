@@ -15,8 +15,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+
+import psutil
 
 from gemini_ft.agent import lifecycle, slot_files
 from gemini_ft.errors import AgentTimeoutError, GeminiError
@@ -222,7 +224,7 @@ def _start(run: str, host: str, estate: Estate, deadline: float) -> None:
     process = lifecycle.spawn(run, host, estate.fds, estate.arguments)
     while time.monotonic() < deadline:
         if process.poll() is None:
-            if _listening_pid(run, host) == process.pid:
+            if process.pid in _listening_pids(run, host):
                 return
         elif process.returncode != 0:
             process = lifecycle.spawn(run, host, estate.fds, estate.arguments)
@@ -233,11 +235,14 @@ def _start(run: str, host: str, estate: Estate, deadline: float) -> None:
         time.sleep(_POLL)
 
 
-def _listening_pid(run: str, host: str) -> int | None:
+def _listening_pids(run: str, host: str) -> Collection[int]:
+    """The agent that listens, and its parent; none if none does."""
     if (sock := lifecycle.try_connect(run, host)) is None:
-        return None
-    with sock:
-        return credentials(sock)[0]
+        return ()
+    with sock, contextlib.suppress(psutil.Error):
+        pid = credentials(sock)[0]
+        return (pid, psutil.Process(pid).ppid())
+    return ()
 
 
 def _hand_over(sock: socket.socket, estate: Estate) -> None:

@@ -14,6 +14,7 @@ from gemini_ft.agent.own_shards import OwnShards
 from gemini_ft.agent.rebuilding import Rebuilding
 from gemini_ft.agent.session import Session
 from gemini_ft.agent.storing import Stagings
+from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.vault import Giver
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Send, Tell, Upload, Withdraw
@@ -62,6 +63,7 @@ class Stream:
         self._session: Session | None = None
         self.incoming = Incoming(self.home, self._inbound, lambda: self._session)
         self._rebuilding: Rebuilding | None = None
+        self._tasks = Tasks()
         self.stagings = Stagings(self.home, self._end_rebuilding)
 
     # -- sessions
@@ -279,10 +281,13 @@ class Stream:
         """Makes slots that there was no room for before: a replica's at once, a worker's own when it asks."""
         for owner in self.home.vault.short():
             if not self.home.host.owns(owner):
-                self.home.vault.top_up(owner)
-                self._inbound.entrust_all()
+                self._tasks.spawn(self._top_up(owner))
             elif owner in self.home.workers:
                 self.home.workers[owner].send(Room())
+
+    async def _top_up(self, owner: int) -> None:
+        await self.home.vault.top_up(owner)
+        self._inbound.entrust_all()
 
     def report(self, message: PeerMessage) -> None:
         """Tells the leader, if there is a session."""
@@ -336,7 +341,7 @@ class Stream:
         self._excluded = excluded
         late = ", ".join(f"host {host} (shard of rank {owner})" for owner, host in excluded)
         text = f"commits go on without {late}, which did not acknowledge in time" if excluded else "every replica counts again"
-        self.home.notify(f"epoch {epoch}: {text}")
+        self.home.notify(f"holder set {epoch}: {text}")
         for owner, peer in newly:
             self.session.outbound.pacing.left_out(owner, peer)
             self.perform(self.home.host.on_exclude(owner, peer))

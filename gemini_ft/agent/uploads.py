@@ -69,7 +69,7 @@ class Uploader:
         self._orphans: set[str] = set()  # and of those whose manifest may be written by a leader that was lost
         self._clearing = threading.Lock()
         self._newest: tuple[Version, float] | None = None  # stored, and when
-        self.leads: Callable[[], int | None] = lambda: 0  # the epoch in which this host decides what is stored and deleted; None: it does not
+        self.leads: Callable[[], int | None] = lambda: 0  # epoch in which this host decides what is stored and deleted; None: it does not
         self.is_obeyed: Callable[[], bool] = lambda: True  # whether it is certain that no other host does by now
         self._tidied = False
         self._failures: dict[str, tuple[float, str]] = {}  # operation -> since when (on the system's clock) it fails, and why

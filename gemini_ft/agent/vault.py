@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
-from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape, available_memory, populate
+from gemini_ft.agent.budget import Budget, available_memory
+from gemini_ft.agent.memory import SlotMemory, SlotShape, populate
 from gemini_ft.agent.slot_files import SlotFiles
 from gemini_ft.agent.staging import StoredCopy
 from gemini_ft.agent.workers import WorkerConnection
@@ -15,8 +18,10 @@ from gemini_ft.core.effects import Free
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.slots import SlotState
 from gemini_ft.core.versions import Incarnation, Version
-from gemini_ft.errors import MemoryBudgetError
+from gemini_ft.errors import MemoryBudgetError, SupersededError
 from gemini_ft.wire.worker_messages import SlotInfo
+
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,7 @@ class Vault:
         self._givers: dict[tuple[int, int], Giver | None] = {}
         self._wanted: dict[int, tuple[SlotShape, int]] = {}  # owner -> the shape of its slots, and how many there should be
         self._checks: dict[Version, asyncio.Task[list[int]]] = {}  # under way
+        self._making = asyncio.Lock()  # held while a thread makes files, so that nobody counts on the same room meanwhile
 
     def inventory(self) -> list[SlotInfo]:
         """Every complete slot; the bytes themselves are checked when a version has been chosen (``verify``)."""
@@ -145,7 +151,7 @@ class Vault:
         memory: SlotMemory | None = None
         adopted = False
         try:
-            memory = SlotMemory.create(shape, self._files)
+            (memory,) = await self._beside(lambda: [SlotMemory.create(shape, self._files)], _drop_all)
             await asyncio.to_thread(copy.fill, memory)
             slots = self._host.slots(shape.owner)
             if wanted() and slots.find(version) is None:
@@ -177,6 +183,55 @@ class Vault:
         Raises:
             MemoryBudgetError: there is no room for them beside what is still needed.
         """
+        missing, others = self._clear_way(owner, shape, count, reuse)
+        return self._enter(owner, shape, count, self._make(shape, count, missing, others))
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether `ensure` stops the agent for long: the pages of a file are reserved when it is made, 0.27 s for each GiB."""
+        return self._files is not None
+
+    async def ensure_beside(
+        self, owner: int, shape: SlotShape, count: int, reuse: bool, wanted: Callable[[], bool] = lambda: True
+    ) -> list[int]:
+        """Does what `ensure` does, on a thread where that takes long: an agent that is silent meanwhile is taken for one that hangs.
+
+        Args:
+            wanted: asked when the memory is there; if not, it is given back.
+
+        Raises:
+            MemoryBudgetError: as `ensure` does.
+            SupersededError: nobody wants it any more.
+        """
+        if not self.is_slow:
+            return self.ensure(owner, shape, count, reuse)
+        async with self._making:
+            missing, others = self._clear_way(owner, shape, count, reuse)
+            made = await self._beside(lambda: self._make(shape, count, missing, others), self._unmake)
+            if not wanted():
+                self._unmake(made)
+                raise SupersededError(f"rank {owner}'s shard got memory when its incarnation was over")
+            return self._enter(owner, shape, count, made)
+
+    async def _beside(self, make: Callable[[], _Made], unmake: Callable[[_Made], None]) -> _Made:
+        """Calls ``make`` on a thread of its own; what it still makes for a caller that was cancelled goes to ``unmake``."""
+        if not self.is_slow:
+            return make()
+        loop, executor = asyncio.get_running_loop(), ThreadPoolExecutor(1, "gemini-slots")
+        try:
+            making = loop.run_in_executor(executor, make)
+        except RuntimeError:  # no thread can be started
+            return make()
+        finally:
+            executor.shutdown(wait=False)
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(lambda done: unmake(done.result()) if done.exception() is None else None)
+            raise
+
+    def _clear_way(self, owner: int, shape: SlotShape, count: int, reuse: bool) -> tuple[int, int]:
+        """Gives back slots that are not needed; returns how many of ``count`` are missing then, and how many others there are."""
         slots = self._host.slots(owner)
         mine = self._rotation(owner)
         fits = [index for index in mine if self.memory[owner, index].shape == shape]
@@ -187,8 +242,10 @@ class Vault:
             for effect in effects:
                 if isinstance(effect, Free):
                     self.free(effect.owner, effect.slot)
-        made = self._make(shape, count, count - len(self._rotation(owner)), len(slots.slots))
-        for slot, memory in zip(slots.add(len(made)), made, strict=True):
+        return count - len(self._rotation(owner)), len(slots.slots)
+
+    def _enter(self, owner: int, shape: SlotShape, count: int, made: list[SlotMemory]) -> list[int]:
+        for slot, memory in zip(self._host.slots(owner).add(len(made)), made, strict=True):
             self.memory[owner, slot.index] = memory
         self._wanted[owner] = (shape, count)
         return self._rotation(owner)
@@ -216,14 +273,17 @@ class Vault:
             for _ in range(number):
                 made.append(SlotMemory.create(shape, self._files))
         except OSError as error:
-            for memory in made:
-                memory.drop()
+            _drop_all(made)
             self._budget.give_back(number * shape.total)
             raise MemoryBudgetError(
                 f"{what}: the kernel gives no memory or descriptor for it ({error.strerror}); "
                 "see `ulimit -n`, `ulimit -v` and the limits of the control group"
             ) from None
         return made
+
+    def _unmake(self, made: list[SlotMemory]) -> None:
+        self._budget.give_back(sum(memory.shape.total for memory in made))
+        _drop_all(made)
 
     def short(self) -> list[int]:
         """Owners that have fewer slots than they should, and for which there is room now."""
@@ -233,10 +293,11 @@ class Vault:
         room = min(self._budget.limit - self._budget.used, available_memory())
         return [owner for owner, shape in lacking if shape.total <= room]
 
-    def top_up(self, owner: int) -> None:
+    async def top_up(self, owner: int) -> None:
         """Makes the slots that there was no room for before."""
-        with contextlib.suppress(MemoryBudgetError):
-            self.ensure(owner, *self._wanted[owner], reuse=True)
+        if owner in self.short():
+            with contextlib.suppress(MemoryBudgetError, SupersededError):
+                await self.ensure_beside(owner, *self._wanted[owner], reuse=True, wanted=lambda: len(self._rotation(owner)) > 0)
 
     async def prefault(self, owner: int, indices: list[int]) -> None:
         """Faults pages in before the first bytes arrive, beside everything else the agent does."""
@@ -276,3 +337,8 @@ class Vault:
         for memory in copies:
             memory.data(0, 1)[0] ^= 1
         return len(copies)
+
+
+def _drop_all(made: list[SlotMemory]) -> None:
+    for memory in made:
+        memory.drop()

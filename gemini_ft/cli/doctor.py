@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from gemini_ft.agent import lifecycle, slot_files
-from gemini_ft.agent.memory import available_memory
+from gemini_ft.agent.budget import available_memory
 from gemini_ft.config import GeminiConfig, load_config, unknown_variables
 from gemini_ft.core.placement import describe, place
 from gemini_ft.errors import ConfigError, GeminiError
@@ -27,6 +27,8 @@ from gemini_ft.wire.trust import read_secret
 
 _FEW_DESCRIPTORS = 4096
 SHARED_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+CONTROL_GROUP = Path("/proc/self/cgroup")
+GPUS = Path("/dev/nvidiactl")
 _SLOW_LINK = 10_000  # Mbit/s
 STORAGE_SECONDS = 20.0  # for one small object to be written, read and deleted
 _VENDORS = ("torch", "lightning", "pytorch-lightning", "deepspeed", "transformers", "accelerate", "boto3")
@@ -183,13 +185,13 @@ def _limits(config: GeminiConfig, hosts: int) -> Iterator[Finding]:
     else:
         yield Finding("ok", "limits", f"{'any number of' if most == resource.RLIM_INFINITY else most} descriptors")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if locked != resource.RLIM_INFINITY and Path("/dev/nvidiactl").exists():
+    if locked != resource.RLIM_INFINITY and GPUS.exists():
         text = f"{locked:,} bytes may be locked (ulimit -l), and workers on GPUs lock their slots: `ulimit -l unlimited`"
         yield Finding("warn", "limits", text)
 
 
 def _control_group(config: GeminiConfig, hosts: int) -> Iterator[Finding]:
-    mine = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2]
+    mine = CONTROL_GROUP.read_text().strip().rpartition(":")[2]
     if not _MANAGED.search(mine):
         yield Finding("ok", "group", f"the agent outlives its workers here ({mine})")
     elif config.memory.folder is not None:

@@ -23,7 +23,6 @@ from itertools import islice
 from gemini_ft.core.tree import collectors
 
 CANDIDATES = 8  # hosts that may lead: where more are lost at the same time, so are shards, and the job restarts with other hosts
-TIMEOUT = 1.25  # seconds without a sign of life from the first leader after which its successor is asked
 GRACE = 0.3  # seconds for which a connection may be lost: whoever is there takes it again within a few milliseconds
 OPENING = 10.0  # seconds for which the first leader's agent may be behind the others in opening the session
 _DOUBLED = 3  # times that patience doubles
@@ -52,7 +51,7 @@ class Succession:
         epoch: the newest one of which this host knows that it is led; it obeys no older one.
     """
 
-    def __init__(self, name: str, order: Sequence[str], size: int, now: float, timeout: float = TIMEOUT, goes_on: bool = False) -> None:
+    def __init__(self, name: str, order: Sequence[str], size: int, now: float, timeout: float, goes_on: bool = False) -> None:
         self.name, self._order, self._size, self._timeout = name, order, size, timeout
         self.epoch = 0
         self._lost: float | None = now if goes_on else now + OPENING  # since when the leader is not reached; None: it is, or who knows

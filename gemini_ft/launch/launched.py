@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gemini_ft.hosts import began
+from gemini_ft.launch import ray_train
 from gemini_ft.launch.run_id import own_command
 from gemini_ft.wire.worker_messages import Launch
 
@@ -21,7 +22,7 @@ _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE", re.IGNORECASE)  #
 _OF_THE_START = re.compile(
     "_|PATH|LANG|LC_.*|PWD|OLDPWD|SHLVL|SHELL|HOME|USER|LOGNAME|MAIL|TERM.*|COLORTERM|COLUMNS|LINES|LS_COLORS|PS[1-4]|DISPLAY|HOSTNAME|TMPDIR|TMUX.*|STY"
     "|WINDOW.*|EDITOR|PAGER|LESS.*|SSH_.*|XDG_.*|DBUS_.*|VSCODE_.*|INVOCATION_ID|JOURNAL_STREAM|SYSTEMD_.*|KUBE(RNETES|FLOW)_.*|SLURMD?_.*|PBS_.*"
-    "|LSB_.*|RANK|LOCAL_RANK|GROUP_.*|ROLE_.*|LOCAL_WORLD_SIZE|WORLD_SIZE|MASTER_.*|TORCHELASTIC_.*|TORCH_NCCL_.*|PET_.*|CUDA_VISIBLE_DEVICES"
+    "|LSB_.*|RANK|LOCAL_RANK|GROUP_.*|ROLE_.*|LOCAL_WORLD_SIZE|WORLD_SIZE|MASTER_.*|TORCHELASTIC_.*|TORCH_NCCL_.*|PET_.*|RAY_.*|CUDA_VISIBLE_DEVICES"
     "|GEMINI_.*|PYTEST_.*"
 )
 
@@ -29,10 +30,11 @@ _OF_THE_START = re.compile(
 def launch_id() -> str:
     """Name of the launch that this process belongs to; what rank 0 says counts for all ranks.
 
-    Under ``gemini run`` it is the launcher's, under torchrun it is made of torchrun's process, and elsewhere of this one.
+    Under ``gemini run`` it is the launcher's, under torchrun it is made of torchrun's process, under Ray Train of the driver's job, and
+    elsewhere of this process.
     """
     pid = _starter()
-    return os.environ.get(LAUNCH) or f"{socket.gethostname()}-{pid}-{began(pid)}"
+    return os.environ.get(LAUNCH) or ray_train.launch_name() or f"{socket.gethostname()}-{pid}-{began(pid)}"
 
 
 def this_launch(name: str) -> Launch:

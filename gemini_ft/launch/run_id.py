@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from gemini_ft.launch import ray_train
+
 VARIABLES = "GEMINI_RUN_ID_VARIABLES"  # names of variables whose values tell jobs apart
 _OF_ARRAYS = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "LSB_JOBINDEX", "SGE_TASK_ID")  # a task of a job array is a job
 
@@ -17,7 +19,8 @@ _OF_ARRAYS = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "LSB_JOBINDEX", "SGE_TAS
 def default_run_id(command: Sequence[str] | None = None) -> str:
     """Sixteen hex digits out of user, working directory, command and some variables; the same on every host and in every rank.
 
-    ``gemini run`` computes it from its arguments and a worker under plain torchrun from its own: the results agree.
+    ``gemini run`` computes it from its arguments and a worker under plain torchrun from its own: the results agree. For workers of Ray
+    Train, which have Ray's command and folders of their own, the name of their run takes the place of both.
     Host, rank and torchrun's options do not enter; the task of a job array does, and so do the variables that GEMINI_RUN_ID_VARIABLES
     names. Two jobs of one user that run the same command in the same directory at the same time need one of these,
     ``--run-id`` or ``GEMINI_RUN_ID``.
@@ -28,7 +31,10 @@ def default_run_id(command: Sequence[str] | None = None) -> str:
     """
     what, *arguments = own_command() if command is None else command
     named = [name.strip() for name in os.environ.get(VARIABLES, "").split(",") if name.strip()]
-    identity: list[object] = [os.getuid(), os.path.realpath(os.getcwd()), os.path.realpath(what) if what != "-m" else what, *arguments]
+    if command is None and ray_train.run_name() is not None:
+        identity: list[object] = [os.getuid(), what, *arguments]
+    else:
+        identity = [os.getuid(), os.path.realpath(os.getcwd()), os.path.realpath(what) if what != "-m" else what, *arguments]
     if values := {name: os.environ.get(name) for name in sorted({*named, *_OF_ARRAYS}) if name in named or name in os.environ}:
         identity.append(values)
     if is_passing(command):
@@ -54,7 +60,9 @@ def is_passing(command: Sequence[str] | None = None) -> bool:
 
 
 def own_command() -> list[str]:
-    """The script (or ``-m`` and the module's name) and arguments of this process."""
+    """The script (or ``-m`` and the module's name) and arguments of this process; of a worker of Ray Train the name of its run."""
+    if (name := ray_train.run_name()) is not None:
+        return ["-m", "ray.train", name]
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None:  # python script.py
         return list(sys.argv)

@@ -40,8 +40,8 @@ from gemini_ft.core.census import Fate, Finding, declare
 from gemini_ft.core.layout import TensorSpec
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
 from gemini_ft.state.attributes import ATTRIBUTES, NOT_SEEN, OF_PROCESS, Return, Walk, is_linked
+from gemini_ft.state.room import odd_strides, room_for
 from gemini_ft.state.tensors import (
-    HOST,
     Live,
     Role,
     Source,
@@ -50,9 +50,7 @@ from gemini_ft.state.tensors import (
     describe,
     every_optimizer,
     local,
-    overlaps,
     own_attributes,
-    placement_words,
     split_state_name,
     state_label,
     survey,
@@ -104,7 +102,7 @@ def collect_extras(
     return {
         "optimizers": saved,
         "modules": modules,
-        "strides": dict(_odd_strides(live)),
+        "strides": dict(odd_strides(live)),
         "naming": {name: _naming(name, model, live) for name, model in models.items()},
     }
 
@@ -156,7 +154,7 @@ def destinations(
         for label, optimizer, param in _with_state(live, optimizers):
             old = optimizer.state.pop(param, {})
             specs = wanted.get(label, {}).items()
-            if new := {key: _room(spec, param, old.get(key), used, (strides or {}).get(spec.name)) for key, spec in specs}:
+            if new := {key: room_for(spec, param, old.get(key), used, (strides or {}).get(spec.name)) for key, spec in specs}:
                 optimizer.state[param] = new
     return describe(survey(models, optimizers), rank, world_size, replicated)
 
@@ -296,48 +294,6 @@ def _with_extra_state(models: Models) -> Iterator[tuple[str, nn.Module]]:
         for name, module in unwrap_model(root).named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 yield f"{model}.{clean(name)}", module
-
-
-def _odd_strides(live: Iterable[Live]) -> Iterator[tuple[str, list[int]]]:
-    """Strides of state that is laid out neither like its parameter nor row by row: products of matrices depend on them, bit for bit."""
-    for item in live:
-        if item.param is not None and item.same_as is None:
-            part, param = local(item.tensor), local(item.param)
-            if not (part.is_contiguous() and param.is_contiguous()) and part.stride() != _usual_strides(part.shape, param):
-                yield item.name, list(part.stride())
-
-
-def _usual_strides(shape: Sequence[int], param: torch.Tensor) -> tuple[int, ...]:
-    """The strides that `_room` would choose: the parameter's, as optimizers make their state."""
-    if tuple(shape) == tuple(param.shape):
-        return torch.empty_like(param, device="meta").stride()
-    return torch.empty(tuple(shape), device="meta").stride()
-
-
-def _room(spec: TensorSpec, param: torch.Tensor, current: object, used: set[int], strides: Sequence[int] | None = None) -> torch.Tensor:
-    """A state tensor as in the snapshot: ``current`` if it is just like that, else a new one."""
-    whole = spec.logical.removesuffix(HOST).strip()
-    if whole and not (isinstance(param, DTensor) and placement_words(spec.name, param) == whole):
-        raise LayoutMismatchError(
-            f"{spec.name} was {whole} in the snapshot; its parameter is now placed otherwise, and resharding is not supported"
-        )
-    part = local(param)
-    device = torch.device("cpu") if spec.logical.endswith(HOST) else part.device
-    steps = tuple(strides) if strides is not None else _usual_strides(spec.shape, part)
-    if isinstance(current, torch.Tensor) and id(current) not in used and _fits(current, spec, whole, device, steps):
-        used.add(id(current))
-        return current
-    room = torch.empty_strided(spec.shape, steps, dtype=getattr(torch, spec.dtype), device=device)
-    if isinstance(param, DTensor) and whole:
-        return DTensor.from_local(room, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
-    return room
-
-
-def _fits(current: torch.Tensor, spec: TensorSpec, whole: str, device: torch.device, strides: tuple[int, ...]) -> bool:
-    words = placement_words(spec.name, current) if isinstance(current, DTensor) else ""
-    part = local(current)
-    facts = (words, str(part.dtype).removeprefix("torch."), tuple(part.shape), part.device)
-    return facts == (whole, spec.dtype, spec.shape, device) and (part.stride() == strides or part.numel() < 2) and not overlaps(part)
 
 
 def _apply_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:

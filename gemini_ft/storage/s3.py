@@ -6,7 +6,6 @@ code and what to do about it.
 
 from __future__ import annotations
 
-import base64
 import logging
 import re
 import threading
@@ -28,8 +27,8 @@ from botocore.exceptions import ClientError
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
 from gemini_ft.storage.base import SMALL, check_key, check_small, ignore, is_key, round_trip
 from gemini_ft.storage.s3errors import S3_ERRORS, GarbledError, explained, store_time
+from gemini_ft.storage.s3parts import Pace, Piece, Whole, checksum_of_all, encoded, regroup, when_there_is_room
 
-PART_BYTES = 16 * 2**20  # S3 wants at least 5 MiB, and at most 10,000 parts: 160 GB per shard
 _BLOCK = 64 * 1024  # bytes taken from a connection at a time, and lost when it breaks
 _PARALLEL = 4  # parts under way at a time; with PART_BYTES the bound on memory
 _TRIES = 4  # readings in a row that may fail without a byte of progress
@@ -40,7 +39,6 @@ ABANDONED = timedelta(days=1)  # age by the store's clock at which another write
 SLACK = timedelta(seconds=2)  # times of S3 are whole seconds
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _NO_CHECKSUMS = {"InvalidArgument", "InvalidRequest", "NotImplemented", "XNotImplemented", "BadRequest", "400", "501"}
-Piece = bytes | bytearray
 _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
@@ -64,7 +62,7 @@ class S3Storage:
     ) -> None:
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
-        self._pace, self._deletes = _Pace(max_bandwidth), deletes
+        self._pace, self._deletes = Pace(max_bandwidth), deletes
         self._checksums = True  # until the store refuses a request that has one
         self._unaborted: list[dict[str, str]] = []  # uploads that could not be aborted, to be tried again
         with self._explain("cannot be used"):
@@ -81,14 +79,14 @@ class S3Storage:
         Afterwards the store is asked what it has kept: the size, and the CRC-32 of the whole where it keeps that.
         """
         name = self._prefix + check_key(key)
-        bodies = _regroup(parts)
+        bodies = regroup(parts)
         first: Piece = next(bodies, b"")
         second = next(bodies, None)
         with self._explain(f"cannot write {key}", _WRITE_SILENCE):
             self._abort(*self._unaborted)
             if second is None:
                 self._pace.take(len(first))
-                size, checksum = len(first), _encoded(zlib.crc32(first))
+                size, checksum = len(first), encoded(zlib.crc32(first))
                 self._call("put_object", {"ChecksumCRC32": checksum}, Key=name, Body=first)
                 sent(size)
             else:
@@ -261,7 +259,7 @@ class S3Storage:
         """Uploads an object in parts; returns bytes and checksum of the whole."""
         begun = self._call("create_multipart_upload", {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"}, Key=name)
         where = {"Key": name, "UploadId": str(begun["UploadId"])}
-        whole = _Whole()
+        whole = Whole()
         try:
             with ThreadPoolExecutor(_PARALLEL) as pool:
                 done = self._send_parts(pool, where, whole.watch(bodies), sent)
@@ -271,7 +269,7 @@ class S3Storage:
             raise
         return whole.nbytes, whole.checksum
 
-    def _complete(self, where: dict[str, str], parts: Sequence[dict[str, Any]], whole: _Whole, begun: datetime | None) -> None:
+    def _complete(self, where: dict[str, str], parts: Sequence[dict[str, Any]], whole: Whole, begun: datetime | None) -> None:
         """Makes the parts one object. If the answer is lost, the object itself shows whether that has happened."""
         checksum = {"ChecksumCRC32": whole.checksum, "ChecksumType": "FULL_OBJECT"}
         try:
@@ -303,7 +301,7 @@ class S3Storage:
     ) -> Sequence[dict[str, Any]]:
         room = threading.Semaphore(_PARALLEL)  # a part is copied out of the slot only when another one has been sent
         futures = deque[Future[dict[str, Any]]]()
-        for number, body in enumerate(_when(room, bodies), 1):
+        for number, body in enumerate(when_there_is_room(room, bodies), 1):
             self._pace.take(len(body))
             future = pool.submit(self._send_part, where, number, body, sent)
             future.add_done_callback(lambda _: room.release())
@@ -313,7 +311,7 @@ class S3Storage:
         return [future.result() for future in futures]
 
     def _send_part(self, where: dict[str, str], number: int, body: Piece, sent: Callable[[int], None]) -> dict[str, Any]:
-        checksum = {"ChecksumCRC32": _encoded(zlib.crc32(body))}
+        checksum = {"ChecksumCRC32": encoded(zlib.crc32(body))}
         answer = self._call("upload_part", checksum, **where, PartNumber=number, Body=body)
         sent(len(body))
         return {"PartNumber": number, "ETag": str(answer["ETag"]), **(checksum if self._checksums else {})}
@@ -337,41 +335,6 @@ class _BrokenError(StorageError):
     """An answer that began well and did not end."""
 
 
-class _Whole:
-    """Size and CRC-32 of all pieces that pass."""
-
-    def __init__(self) -> None:
-        self.nbytes, self._crc = 0, 0
-
-    def watch(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
-        for piece in pieces:
-            self.nbytes += len(piece)
-            self._crc = zlib.crc32(piece, self._crc)
-            yield piece
-
-    @property
-    def checksum(self) -> str:
-        return _encoded(self._crc)
-
-
-class _Pace:
-    """A limit of bytes per second that lets callers through, all threads together."""
-
-    def __init__(self, limit: int | None) -> None:
-        self._limit = limit
-        self._free_at = 0.0
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int) -> None:
-        if self._limit is None:
-            return
-        with self._lock:
-            now = time.monotonic()
-            wait = max(0.0, self._free_at - now)
-            self._free_at = max(now, self._free_at) + nbytes / self._limit
-        time.sleep(wait)
-
-
 def _config(silence: int, attempts: int) -> Config:
     return Config(
         retries={"total_max_attempts": attempts, "mode": "standard"},
@@ -381,40 +344,3 @@ def _config(silence: int, attempts: int) -> Config:
         request_checksum_calculation="when_required",  # else boto3 sends trailers, which hardly any store but AWS understands
         response_checksum_validation="when_required",
     )
-
-
-def _encoded(crc: int) -> str:
-    """CRC-32 as S3 writes it."""
-    return base64.b64encode(crc.to_bytes(4, "big")).decode()
-
-
-def checksum_of_all(head: Mapping[str, Any]) -> str | None:
-    """The CRC-32 of the whole object, where the store keeps one."""
-    checksum = head.get("ChecksumCRC32")
-    return None if head.get("ChecksumType") == "COMPOSITE" or "-" in (checksum or "") else checksum
-
-
-def _regroup(parts: Iterable[memoryview | bytes]) -> Iterator[bytearray]:
-    """The same bytes in pieces of `PART_BYTES`, the last one shorter; each byte is copied once."""
-    buffer = bytearray()
-    for part in parts:
-        view = memoryview(part).cast("B")
-        while view.nbytes:
-            take = min(view.nbytes, PART_BYTES - len(buffer))
-            buffer += view[:take]
-            view = view[take:]
-            if len(buffer) == PART_BYTES:
-                yield buffer
-                buffer = bytearray()
-    if buffer:
-        yield buffer
-
-
-def _when(room: threading.Semaphore, bodies: Iterator[Piece]) -> Iterator[Piece]:
-    """Asks for the next piece only when there is room for it."""
-    while True:
-        room.acquire()
-        body = next(bodies, None)
-        if body is None:
-            return
-        yield body

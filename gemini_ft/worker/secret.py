@@ -8,8 +8,8 @@ from cryptography.hazmat.primitives import hpke
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from gemini_ft.errors import SecretError
+from gemini_ft.worker.introductions import Introduction
 from gemini_ft.worker.rendezvous import exchange
-from gemini_ft.worker.resume_choice import Introduction
 
 _SEALED = b"gemini-ft run secret"  # names the sealed message, so that no other is taken for it
 

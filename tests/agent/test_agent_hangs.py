@@ -116,6 +116,23 @@ class TestReplacement:
         _, again = job.join(["a", "b"], **IMPATIENT)
         assert {(slot.owner, slot.version.iteration) for slot in again.inventory()} == {(o, i) for o in (0, 1) for i in (1, 2)}
 
+    def test_an_agent_that_a_worker_of_ray_has_started_outlives_its_children(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Such a worker kills its children, and not theirs, when it ends. A successor with an estate is started in the same way."""
+        monkeypatch.setenv("RAY_RAYLET_PID", "1")
+        before = len(lifecycle.started)
+        (rank,) = job.start("a", hello=IMPATIENT)
+        job.commit([rank], 1, 2)
+        os.kill(old := job.pid("a"), signal.SIGSTOP)
+        new = replaced(job, "a", old)
+        rank.reconnect(job.version(2))
+        children = lifecycle.started[before:]
+        assert new not in [child.pid for child in children]
+        for child in children:
+            child.kill()
+            child.wait()
+        job.commit([rank], 3, 4)
+        assert job.pid("a") == new
+
     def test_the_launcher_notices_too(self, job: Job) -> None:
         (rank,) = [job.process("a", 0, agent_timeout=0.6)]
         job.open([rank])

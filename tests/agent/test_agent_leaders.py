@@ -13,7 +13,7 @@ from agent_kit import Job, Rank, eventually, stopped
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.events import read_events
-from gemini_ft.storage.checkpoints import list_checkpoints, read_manifest
+from gemini_ft.storage.checkpoints import checkpoint_folder, list_checkpoints, read_manifest, shard_key
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.retention import read_back
 from gemini_ft.wire.worker_messages import AskDrain, Draining
@@ -102,6 +102,8 @@ def test_an_upload_during_which_the_leader_is_lost_is_made_again(job: Job, tmp_p
     [info] = eventually(lambda: list_checkpoints(storage), "a manifest")
     assert info.iteration == 3
     read_back(storage, read_manifest(storage, info.folder))
+    left = [shard_key(checkpoint_folder(job.run, "main", job.version(2)), owner) for owner in (1, 2)]
+    eventually(lambda: not {*left} & {*storage.list(f"{job.run}/")}, "the end of what was uploaded in vain")
 
 
 @pytest.mark.soak

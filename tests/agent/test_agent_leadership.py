@@ -24,7 +24,7 @@ from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError, StorageError
 from gemini_ft.wire import handshake
 from gemini_ft.wire.handshake import Listener, dial, listen
-from gemini_ft.wire.messages import Notice, kind_of, pack
+from gemini_ft.wire.messages import Notice, Paced, kind_of, pack
 from gemini_ft.wire.peer_messages import (
     AllFinished,
     Claims,
@@ -34,6 +34,7 @@ from gemini_ft.wire.peer_messages import (
     Rejoin,
     Relayed,
     ReportFinished,
+    ReportNeed,
     ReportUploaded,
     peers,
 )
@@ -53,11 +54,14 @@ class Stream:
         self.clutter = ""
         self._fault = fault
         self.uploader = self
+        self.may_write = asyncio.Event()
+        self.may_write.set()
 
     def on_decision(self, message: PeerMessage) -> None:
         self.heard.append(message)
 
     async def write_manifest(self, version: Version, records: dict[int, str]) -> None:
+        await self.may_write.wait()
         if self._fault:
             raise StorageError(self._fault)
         self.manifests.append(records)
@@ -182,6 +186,93 @@ def test_an_agent_that_was_restarted_during_an_upload_ends_it() -> None:
         complete(leader, 2)
         leader.take(Rejoin(committed=version(2), uploading=None))
         assert await stream.until(Thaw) == Thaw(version=version(2), error="an agent was restarted during the upload")
+        leader.close()
+
+    asyncio.run(work())
+
+
+def test_an_agent_that_is_restarted_while_the_manifest_is_written_does_not_end_the_upload() -> None:
+    """Its shards are stored. Were they deleted, as those of a failed upload are, the manifest would name what is not there."""
+
+    async def work() -> None:
+        stream = Stream()
+        stream.may_write.clear()
+        leader = new_leader(stream)
+        complete(leader, 2)
+        for owner in (0, 1):
+            leader.take(ReportUploaded(owner=owner, version=version(2), record="record"))
+        await asyncio.sleep(0)
+        leader.take(Rejoin(committed=version(2), uploading=None))
+        stream.may_write.set()
+        assert await stream.until(Thaw) == Thaw(version=version(2))
+        assert [message for message in stream.heard if isinstance(message, Thaw)] == [Thaw(version=version(2))]
+        leader.close()
+
+    asyncio.run(work())
+
+
+def next_leader(stream: Stream, patience: float = 30.0) -> Leader:
+    """One that leads in place of another that is lost."""
+    book = Ledger(HOLDERS, version(2), 30.0, Cadence(every_steps=2, last_iteration=2))
+    return Leader("a", book, 2, stream, stream.on_decision, patience, epoch=1)  # type: ignore[arg-type]
+
+
+def test_an_upload_of_the_leader_before_is_over_and_what_was_uploaded_stays_and_it_is_made_again_at_the_end() -> None:
+    async def work() -> None:
+        stream = Stream()
+        leader = next_leader(stream)
+        leader.take(Rejoin(epoch=1, committed=version(2), uploading=version(2)))
+        assert stream.heard == [Thaw(version(2), "the leader's agent was lost during the upload", unclear=True)]
+        for rank in (0, 1):
+            leader.take(ReportFinished(rank=rank))
+        assert stream.heard[1:] == [Commit(version(2), freeze=True)]
+        for owner in (0, 1):
+            leader.take(ReportUploaded(owner=owner, version=version(2), record="record"))
+        await stream.until(AllFinished)
+        assert stream.heard[2:] == [Thaw(version(2)), AllFinished()]
+        leader.close()
+
+    asyncio.run(work())
+
+
+def test_the_end_of_a_job_says_that_its_last_upload_failed_under_the_leader_before() -> None:
+    async def work() -> None:
+        stream = Stream()
+        leader = next_leader(stream, patience=0.0)
+        leader.book.obstacle = "storage has not been looked through yet"
+        leader.take(Rejoin(epoch=1, committed=version(2), uploading=None, unstored="the disk is full"))
+        for rank in (0, 1):
+            leader.take(ReportFinished(rank=rank))
+        assert stream.heard == [AllFinished(unstored="the disk is full")]
+        leader.close()
+
+    asyncio.run(work())
+
+
+def test_a_job_that_ends_after_a_change_of_leaders_stores_what_was_due() -> None:
+    """The former leader may have waited with it, for storage to be tidied; nobody else knows that."""
+
+    async def work() -> None:
+        stream = Stream()
+        leader = next_leader(stream)
+        leader.take(Rejoin(epoch=1, committed=version(5), uploading=None))
+        stream.heard.clear()
+        for rank in (0, 1):
+            leader.take(ReportFinished(rank=rank))
+        assert stream.heard == [Commit(version(5), freeze=True)]
+        leader.close()
+
+    asyncio.run(work())
+
+
+def test_a_host_that_has_not_heard_of_a_change_of_pace_does_from_the_next_leader() -> None:
+    async def work() -> None:
+        stream = Stream()
+        leader = next_leader(stream)
+        leader.take(ReportNeed(host="a", steps=4, interval=4, why="a"))
+        assert not stream.heard
+        leader.take(ReportNeed(host="b", steps=1, interval=1, why="b"))
+        assert stream.heard == [Paced(start=8, interval=4, why="b")]
         leader.close()
 
     asyncio.run(work())

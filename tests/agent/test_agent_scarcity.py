@@ -24,7 +24,8 @@ import pytest
 from agent_kit import CHUNK, Job, agent_pid, eventually, slots_of_this_process
 
 from gemini_ft.agent import lifecycle
-from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape
+from gemini_ft.agent.budget import Budget
+from gemini_ft.agent.memory import SlotMemory, SlotShape
 from gemini_ft.agent.serving import Fetcher
 from gemini_ft.agent.vault import Vault
 from gemini_ft.agent.workers import Desk
@@ -105,7 +106,7 @@ class TestMemory:
             left.put_chunk(index, offset, nbytes, 0)
         assert left.finish(version, 0, None)
         with monkeypatch.context() as full:
-            full.setattr("gemini_ft.agent.memory.available_memory", lambda: 0)
+            full.setattr("gemini_ft.agent.budget.available_memory", lambda: 0)
             place = Vault(Host("a", {0: ("a",)}), budget := Budget(None), print, lambda memory: None)
             assert budget.limit == 0
             place.adopt(SlotMemory.adopt(os.dup(left.fd)))

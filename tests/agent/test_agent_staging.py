@@ -11,7 +11,8 @@ import pytest
 from agent_kit import CHUNK, EXTRAS, Job, Rank, content, eventually, versions
 
 from gemini_ft.agent import staging
-from gemini_ft.agent.memory import EXTRAS_ROOM, Budget, SlotMemory, SlotShape, extras_room
+from gemini_ft.agent.budget import Budget
+from gemini_ft.agent.memory import EXTRAS_ROOM, SlotMemory, SlotShape, extras_room
 from gemini_ft.agent.storing import Stagings
 from gemini_ft.agent.vault import Vault
 from gemini_ft.core.layout import TensorSpec, build_layout

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +20,10 @@ from agent_kit import Job, end_agent, eventually
 
 from gemini_ft import Checkpointer
 from gemini_ft.agent import lifecycle, slot_files
+from gemini_ft.agent.budget import Budget
 from gemini_ft.agent.home import HostRun
 from gemini_ft.agent.identity import Identity, Past
-from gemini_ft.agent.memory import Budget, SlotMemory, SlotShape
+from gemini_ft.agent.memory import SlotMemory, SlotShape
 from gemini_ft.agent.revival import Estate
 from gemini_ft.agent.slot_files import SlotFiles
 from gemini_ft.agent.streams import Streams
@@ -28,7 +32,7 @@ from gemini_ft.cli.main import main
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.roots import checksum
 from gemini_ft.core.versions import Incarnation, Version
-from gemini_ft.errors import ConfigError, CorruptDataError, MemoryBudgetError
+from gemini_ft.errors import ConfigError, CorruptDataError, MemoryBudgetError, SupersededError
 from gemini_ft.hosts import host_id
 
 SHAPE = SlotShape("run", "main", 0, 1, "0" * 16, b"layout", 64, 8, 32)
@@ -160,6 +164,66 @@ def test_a_full_folder_is_an_error_with_the_numbers_and_leaves_nothing(root: Pat
     with pytest.raises(MemoryBudgetError, match="No space left on device"):
         vault.ensure(0, SHAPE, 2, reuse=True)
     assert (slots(files), budget.used) == ([], 0)
+
+
+@pytest.fixture
+def at_ease(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The kernel gives a file its pages when this is set, and says that it cannot when that takes too long."""
+    allowed, genuine = threading.Event(), os.posix_fallocate
+
+    def slow(fd: int, at: int, nbytes: int) -> None:
+        if not allowed.wait(20):
+            raise OSError(errno.EIO, "the agent did nothing else meanwhile")
+        genuine(fd, at, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", slow)
+    yield allowed
+    allowed.set()
+
+
+def test_an_agent_answers_others_while_slots_get_their_memory(root: Path, at_ease: threading.Event) -> None:
+    """The memory comes only when the agent has done something else."""
+    files = SlotFiles(root, "run", "a")
+    vault = Vault(Host("a", {0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
+
+    async def answer() -> None:
+        at_ease.set()
+
+    async def serve() -> None:
+        first, second, _ = await asyncio.gather(*(vault.ensure_beside(0, SHAPE, 2, reuse=True) for _ in range(2)), answer())
+        assert (first, len(slots(files)), budget.used) == (second, 2, 2 * SHAPE.total)
+
+    asyncio.run(serve())
+
+
+def test_memory_that_comes_when_nobody_wants_it_any_more_is_given_back(root: Path, at_ease: threading.Event) -> None:
+    files = SlotFiles(root, "run", "a")
+    vault = Vault(host := Host("a", {0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
+
+    async def serve() -> None:
+        hung_up = asyncio.create_task(vault.ensure_beside(0, SHAPE, 2, reuse=True))
+        await asyncio.sleep(0)
+        hung_up.cancel()
+        await asyncio.wait([hung_up])
+        at_ease.set()
+        with pytest.raises(SupersededError, match="rank 0's shard got memory when its incarnation was over"):
+            await vault.ensure_beside(0, SHAPE, 2, reuse=True, wanted=lambda: False)
+        while slots(files) or budget.used:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(serve(), 20))
+    assert not host.slots(0).slots
+
+
+def test_where_no_thread_can_be_started_slots_get_their_memory_all_the_same(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = SlotFiles(root, "run", "a")
+    vault = Vault(Host("a", {0: ("a",)}), Budget(2**30), print, lambda memory: None, files)
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    assert len(asyncio.run(vault.ensure_beside(0, SHAPE, 2, reuse=True))) == len(slots(files)) == 2
 
 
 def test_an_agent_that_is_told_to_leave_a_job_at_work_leaves_the_files_to_the_next(

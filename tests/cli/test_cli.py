@@ -11,7 +11,9 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from agent_kit import WAIT, eventually
@@ -178,6 +180,7 @@ class TestRunId:
         for path in ("train.py", "pkg/train.py", "pkg/__main__.py", "elsewhere/train.py"):
             (tmp_path / path).parent.mkdir(exist_ok=True)
             (tmp_path / path).write_text(TELL)
+        self.folder = tmp_path
         monkeypatch.chdir(tmp_path)
 
     def told(self, *program: str, cwd: str = ".") -> str:
@@ -210,6 +213,22 @@ class TestRunId:
         }
         assert len(same) == 1
         assert len(same | others) == 7
+
+    def test_workers_of_ray_train_go_by_the_name_of_their_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Their command and folder are Ray's, and others on each node and after each restart."""
+        plain, found = default_run_id(), {}
+        for name, folder in (("one", "pkg"), ("one", "elsewhere"), ("other", "pkg")):
+            context = SimpleNamespace(get_experiment_name=lambda name=name: name)
+            monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=lambda context=context: context))
+            monkeypatch.chdir(self.folder / folder)
+            monkeypatch.setattr(sys, "argv", ["default_worker.py", f"--runtime-env-hash={folder}"])
+            found[name, folder] = default_run_id()
+        assert found["one", "pkg"] == found["one", "elsewhere"]
+        assert len({plain, *found.values()}) == 3
+
+        for elsewhere in (RuntimeError("a driver's"), DeprecationWarning("a trial's of Ray Tune")):
+            monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=Mock(side_effect=elsewhere)))
+            assert default_run_id() not in found.values()
 
     def test_another_user_has_another_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
         before = default_run_id(["train.py"])

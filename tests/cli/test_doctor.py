@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
+import resource
 import socket
 from pathlib import Path
 from threading import Event
@@ -67,6 +69,30 @@ def test_pages_of_slots_are_advised_on(healthy: Path, monkeypatch: pytest.Monkey
         setting.write_text(text)
         assert main(["doctor", "--hosts", "1"]) == 0
         assert capsys.readouterr().out.count(f"`echo advise > {setting}`") == told
+
+
+def test_what_could_be_better_is_a_warning(healthy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A group that is ended as a whole, memory that may not be locked, few descriptors, a version that nobody has tried."""
+    (healthy / "cgroup").write_text("0::/system.slice/train.service\n")
+    monkeypatch.setattr(doctor, "CONTROL_GROUP", healthy / "cgroup")
+    monkeypatch.setattr(doctor, "GPUS", healthy)
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.13.1" if name == "torch" else version(name))
+    limits = {resource.RLIMIT_MEMLOCK: (2**16, 2**16), resource.RLIMIT_NOFILE: (1024, 1024)}
+    get = resource.getrlimit
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits.get(which) or get(which))
+    assert main(["doctor", "--hosts", "1"]) == 0
+    said = capsys.readouterr().out
+    for about, text in (
+        ("group", "an agent that is started here ends with its workers, when /system.slice/train.service is ended: start it elsewhere"),
+        ("limits", r"65,536 bytes may be locked \(ulimit -l\), and workers on GPUs lock their slots: `ulimit -l unlimited`"),
+        ("limits", r"at most 1024 descriptors \(ulimit -Hn\)"),
+        ("versions", r"torch 1.13.1 is outside of \S*>=2"),
+    ):
+        assert re.search(rf"^warn +{about} +{text}", said, re.MULTILINE), said
+    limits[resource.RLIMIT_NOFILE] = (100, 100)
+    assert main(["doctor", "--hosts", "1"]) == 1
+    assert re.search("^wrong +limits +at most 100 descriptors", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_storage_that_hangs_is_said_to_hang(healthy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from miniature.host import LeaderLink, Node
 from miniature.job import Job
+from miniature.worker import Uploading
 
 picks = st.integers(0, 63)
 seeds = st.integers(0, 2**32 - 1)
@@ -217,6 +218,35 @@ def test_what_a_worker_told_an_agent_that_hung_is_not_waited_for() -> None:
     first.train()
     job.settle(rng)
     assert first.state == "ready", "its second snapshot waits for the end of its first"
+
+
+@pytest.mark.parametrize("writes_after_its_time", [False, True])
+def test_a_manifest_that_a_stopped_leader_was_about_to_write_names_what_is_there(writes_after_its_time: bool) -> None:
+    """Another leads meanwhile, and has told the hosts that the upload is over without a checkpoint."""
+    rng = Random(1)
+    job = Job(hosts=3, ranks_per_host=1, replicas=2, every=1)
+    job.restart(rng)
+    job.settle(rng)
+    leader = next(node for node in job.crew if node.ledger is not None)
+    for _ in range(2):  # digests are due from the second iteration on
+        for worker in job.trainers():
+            worker.train()
+        while events := [event for who, event in job.events() if who is not leader]:
+            rng.choice(events)()
+    assert leader.manifest is not None
+    version = leader.manifest.version
+    job.stopped.add(leader)
+    while events := [event for who, event in job.events() if not isinstance(who, Uploading)]:
+        rng.choice(events)()
+    others = [node for node in job.crew if node is not leader]
+    assert all((node.uploading, node.epoch >= 1) == (None, True) for node in others), [(node.uploading, node.epoch) for node in others]
+    job.stopped.clear()
+    if not writes_after_its_time:  # else it may write before it hears of the other one
+        leader.follow(max(node.epoch for node in others))
+        assert [each.version for each in job.storage.under_way] == [version]
+    job.settle(rng)
+    assert version in job.storage.manifests
+    job.drain(rng, hang=False)
 
 
 class Tree:

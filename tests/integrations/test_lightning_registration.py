@@ -20,7 +20,7 @@ import lightning_fabric
 import pytest
 import pytorch_lightning
 import torch
-from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 
 import gemini_ft
 import gemini_ft.pytorch_lightning
@@ -111,6 +111,26 @@ def test_the_trainer_knows_the_name(package: Any, ours: ModuleType) -> None:
     trainer = package.Trainer(strategy="gemini", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, barebones=True)
     assert type(trainer.strategy) is ours.GeminiStrategy
     assert isinstance(trainer.strategy, package.strategies.DDPStrategy)
+
+
+def test_data_is_shared_out_by_the_number_of_ranks_where_hosts_have_different_numbers_of_them() -> None:
+    """As Ray may place them: here the last of three ranks, alone on its host."""
+
+    class Uneven(LightningEnvironment):
+        creates_processes_externally = True
+
+        def world_size(self) -> int:
+            return 3
+
+        def global_rank(self) -> int:
+            return 2
+
+        def set_world_size(self, size: int) -> None: ...
+
+        def set_global_rank(self, rank: int) -> None: ...
+
+    trainer = lightning.pytorch.Trainer(strategy="gemini", accelerator="cpu", devices=1, plugins=[Uneven()], barebones=True)
+    assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 3, "rank": 2}
 
 
 @pytest.mark.parametrize(("package", "ours"), TRAINERS)

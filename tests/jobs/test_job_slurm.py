@@ -211,16 +211,53 @@ def test_the_time_limit_loses_nothing(job: Job) -> None:
     assert_each_notice_lost_nothing(job, job.finish(540, steps=1500))
 
 
+def drain(job: Job, leaving: str) -> None:
+    """As docs/deploy.md has it, by way of another node that is at work: a spare has no agent that could be asked."""
+    staying = next(host for host in job.at_work() if host != leaving)
+    step = ["srun", f"--jobid={job.number}", "--overlap", "-N1", "-n1", "-w", staying]
+    job.cluster.say(*step, "gemini", "drain", leaving, "--run-id", f"slurm-{job.number}")
+
+
 def test_the_operator_drains_a_node(job: Job) -> None:
     job.submit("--nodes=3")
     job.wait_for_commit(30)
-    leaving, staying = sorted(job.at_work(), reverse=True)  # the third waits, and has no agent that could be asked
-    step = ["srun", f"--jobid={job.number}", "--overlap", "-N1", "-n1", "-w", staying]
-    job.cluster.say(*step, "gemini", "drain", leaving, "--run-id", f"slurm-{job.number}")
+    leaving = max(job.at_work())
+    drain(job, leaving)
     job.finish()
     (ended,) = {event["iteration"] for event in job.events("drained")}
     assert job.resumptions() == [(ended, "memory")]
     assert leaving not in job.at_work()
+
+
+def test_the_operator_drains_the_first_node(tmp_path: Path) -> None:
+    """It has the batch script and the store of the rendezvous, which go on there without its workers."""
+    job = Job(tmp_path, 4)
+    with job.cluster:
+        job.submit("--nodes=4")  # two spares
+        job.wait_for_commit(30)
+        if "n1" not in job.at_work():  # it is a spare
+            drain(job, max(job.at_work()))
+            job.cluster.wait_for(lambda: "n1" in job.at_work(), "the spare", job=job.number)
+        joined = len(job.events("joined"))
+        drain(job, "n1")
+        job.cluster.wait_for(lambda: len(job.events("joined")) == joined + 2, "the next spare", job=job.number)
+        assert "n1" not in job.at_work()
+        job.finish()
+        ended = [event["iteration"] for event in job.events("drained")]
+        assert job.resumptions() == [(iteration, "memory") for iteration in ended]
+        assert job.cluster.fact(job.number, "Restarts") == "0"
+
+
+def test_a_chain_of_jobs_is_one_run(job: Job) -> None:
+    """The first of them is preempted and not requeued; the second waits for its end, and goes on from what it has stored."""
+    job.submit("--nodes=2", "--export=ALL,GEMINI_RUN_ID=chain,REQUEUES=0")
+    first = job.number
+    job.submit("--nodes=2", f"--dependency=afterany:{first}", "--export=ALL,GEMINI_RUN_ID=chain")
+    job.wait_for_commit(30)
+    job.cluster.say("scancel", "--signal=USR1", "--batch", first)
+    job.finish()
+    (ended,) = {event["iteration"] for event in job.events("drained")}
+    assert job.resumptions() == [(ended, "storage")]
 
 
 def test_two_jobs_share_their_nodes(job: Job) -> None:

@@ -17,6 +17,12 @@ echo "step"
 exit "$STEP_STATUS"
 """
 
+# The only use of `gemini` outside of a step; the script has to end it, or reads no output to its end.
+STORE = """#!/bin/bash
+[ "$1" = store ] || exit 1
+echo "store ready on 0.0.0.0:29400"
+exec sleep 600
+"""
 
 # Runs the tasks of a step, one after the other, with a `gemini` that ends as the test wants it on that node; a step in a step has one task.
 TASKS = """#!/bin/bash
@@ -35,7 +41,8 @@ done
 def run(
     script: str, folder: Path, status: int, srun: str = SRUN, state: str = "COMPLETING", **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    for name, text in (("srun", srun), ("squeue", f"#!/bin/bash\necho {state}\n"), ("scontrol", "#!/bin/bash\necho requeued\n")):
+    stands_in = {"srun": srun, "squeue": f"#!/bin/bash\necho {state}\n", "scontrol": "#!/bin/bash\necho requeued\n", "gemini": STORE}
+    for name, text in stands_in.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURMD_NODENAME": "n0", "STEP_STATUS": str(status)}

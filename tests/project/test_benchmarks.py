@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
 QUICK = re.findall(r"^python (benchmarks/\S+ --quick)", (ROOT / "benchmarks" / "README.md").read_text(), re.MULTILINE)
 NEEDS_ROOT = ("interference", "switch", "sparse_sync", "compression", "pipelines")  # networks of their own, of a given rate
 
@@ -20,6 +21,29 @@ NEEDS_ROOT = ("interference", "switch", "sparse_sync", "compression", "pipelines
 def test_every_benchmark_with_a_quick_form_is_on_the_page() -> None:
     programs = {path.name for path in (ROOT / "benchmarks").glob("*.py") if '"--quick"' in path.read_text()}
     assert programs <= {Path(command.split()[0]).name for command in QUICK}
+
+
+def test_the_parts_of_a_recovery_add_up_to_its_phases() -> None:
+    import recovery_time
+
+    marks = {"start": 10.0, "noticed": 10.5, "victim": 10.25, "gone": 11.0, "created": 10.75, "started": 12.0, "group": 14.0}
+    marks |= {"model": 13.0, "joined": 15.0, "restored": 16.0, "forward": 17.0, "step": 18.0}
+    phases, parts = recovery_time.split(marks)  # a spare's worker was there before the last old one had gone
+    assert dict(zip(recovery_time.PHASES, phases, strict=True)) == {
+        "detection": 1.0,
+        "rendezvous": 0.0,
+        "process start": 1.0,
+        "group": 2.0,
+        "restore": 2.0,
+        "first step": 2.0,
+    }
+    for phase, seconds in zip(recovery_time.PHASES, phases, strict=True):
+        assert sum(taken for (of, _), taken in parts.items() if of == phase) == seconds
+    assert [mark for phase, mark in parts if phase == "detection"] == ["victim", "noticed", "gone"]
+    rows = {"torchrun": recovery_time.summary([recovery_time.Recovery(phases, parts, 0)], None)}
+    (_, shown) = recovery_time.explanation(rows)
+    assert "| group | 1.00 | the script builds its model: fresh pages, random numbers | script |" in shown
+    assert "| rendezvous |" not in shown
 
 
 @pytest.mark.soak

@@ -18,7 +18,7 @@ from botocore.exceptions import ClientError
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.opening import open_storage
-from gemini_ft.storage.s3 import PART_BYTES
+from gemini_ft.storage.s3parts import PART_BYTES
 from gemini_ft.testing.s3_proxy import S3Fault, S3Proxy, S3Request
 
 BIG = os.urandom(2 * PART_BYTES + 12_345)

@@ -253,3 +253,26 @@ def test_a_shortened_object_is_damaged(storage: LocalStorage) -> None:
     for read in (lambda: read_all(opened), opened.verify):
         with pytest.raises(CorruptDataError, match="ends at byte"):
             read()
+
+
+class Watched(LocalStorage):
+    """Keeps what it was asked for: (offset, bytes)."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.asked: list[tuple[int, int]] = []
+
+    def get_range(self, key: str, offset: int, out: memoryview) -> None:
+        self.asked.append((offset, out.nbytes))
+        super().get_range(key, offset, out)
+
+
+def test_a_small_shard_comes_in_one_request_that_begins_with_its_first_byte(tmp_path: Path) -> None:
+    """A store that has files behind it may wait before it seeks, in case that the bytes before are wanted too."""
+    storage, layout = Watched(tmp_path), layout_of((100,), (7,))
+    slot, record = stored(storage, layout)
+    shard, out = StoredShard(storage, record, whole=True), bytearray(layout.nbytes)
+    assert (shard.layout, shard.extras) == (layout, EXTRAS)
+    shard.read(0, memoryview(out))
+    assert bytes(out) == bytes(slot[: layout.nbytes])
+    assert storage.asked == [(0, record.data.offset + record.data.nbytes)]

@@ -100,7 +100,7 @@ class Node:
     def _connect(self, session: Session, goes_on: bool = False) -> None:
         self.session = session
         order = candidates(session.hosts, session.leader, session.ways)
-        self.succession = Succession(self.name, order, len(set(session.hosts)), self.job.now, goes_on=goes_on)
+        self.succession = Succession(self.name, order, len(set(session.hosts)), self.job.now, timeout=1.0, goes_on=goes_on)
         if self.succession.begins_as_leader:
             self._lead(0)
         else:
