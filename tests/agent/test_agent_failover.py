@@ -137,9 +137,9 @@ def test_a_host_that_has_heard_that_all_have_finished_tells_the_next_leader() ->
 
     async def work() -> None:
         async with Crew(4) as crew:
-            crew[2].failover.take(ReportFinished(rank=2))
-            crew[2].failover.take(DrainHost(host="h3"))
-            await crew.until(lambda: DrainHost(host="h3") in crew[1].heard)
+            for message in (ReportFinished(rank=2), DrainHost(host="")):  # the second one shows that the first has been heard
+                crew[2].failover.take(message)
+            await crew.until(lambda: DrainHost(host="") in crew[1].heard)
             crew.cut_off("h0", "h2")
             for rank in (0, 1, 3):
                 crew[rank].failover.take(ReportFinished(rank=rank))
@@ -160,5 +160,15 @@ def test_a_leader_is_obeyed_as_long_as_all_others_report_to_it() -> None:
             assert leader.is_obeyed
             crew.cut_off("h0", "h1")
             await crew.until(lambda: not leader.is_obeyed)
+
+    asyncio.run(work())
+
+
+def test_a_drain_that_the_lost_leader_has_not_heard_is_told_to_the_next_one() -> None:
+    async def work() -> None:
+        async with Crew(4) as crew:
+            crew[2].failover.take(DrainHost(host="h3"))
+            crew[0].end()
+            await crew.until(lambda: DrainHost(host="h3") in crew[3].heard)
 
     asyncio.run(work())

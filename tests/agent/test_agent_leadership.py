@@ -14,6 +14,7 @@ from gemini_ft.agent import leadership, reporting
 from gemini_ft.agent.collecting import Collector, CollectorPort
 from gemini_ft.agent.leadership import Audience, Leader, MemberPort
 from gemini_ft.agent.reporting import MemberLink
+from gemini_ft.agent.uploads import UnclearUploadError
 from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.effects import Completed, Copies, Gathered, Skipped
 from gemini_ft.core.gathering import Gathering
@@ -48,7 +49,7 @@ HOLDERS = {0: ("a", "b"), 1: ("b", "a")}
 class Stream:
     """The storage of a stream, and its ear for decisions."""
 
-    def __init__(self, fault: str = "") -> None:
+    def __init__(self, fault: StorageError | None = None) -> None:
         self.heard: list[PeerMessage] = []
         self.manifests: list[dict[int, str]] = []
         self.clutter = ""
@@ -62,8 +63,8 @@ class Stream:
 
     async def write_manifest(self, version: Version, records: dict[int, str]) -> None:
         await self.may_write.wait()
-        if self._fault:
-            raise StorageError(self._fault)
+        if self._fault is not None:
+            raise self._fault
         self.manifests.append(records)
 
     async def tidy(self) -> str:
@@ -108,14 +109,15 @@ def test_a_commit_that_is_due_is_uploaded_and_its_manifest_written() -> None:
     asyncio.run(work())
 
 
-def test_a_manifest_that_cannot_be_written_ends_the_upload_with_the_reason() -> None:
+@pytest.mark.parametrize("kind", [StorageError, UnclearUploadError])
+def test_a_manifest_that_cannot_be_written_ends_the_upload_with_the_reason(kind: type[StorageError]) -> None:
     async def work() -> None:
-        stream = Stream(fault="the disk is full")
+        stream = Stream(fault=kind("the disk is full"))
         leader = new_leader(stream)
         complete(leader, 2)
         for owner in (0, 1):
             leader.take(ReportUploaded(owner=owner, version=version(2), record="record"))
-        assert await stream.until(Thaw) == Thaw(version=version(2), error="the disk is full")
+        assert await stream.until(Thaw) == Thaw(version(2), "the disk is full", unclear=kind is UnclearUploadError)
         leader.close()
 
     asyncio.run(work())
