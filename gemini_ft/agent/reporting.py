@@ -86,6 +86,7 @@ class MemberLink:
         self._way = _Way(self)  # that of the connection; what comes on any other counts for nothing
         self._early: WayUp | None = None  # came before the dialling was over
         self._end = _End.BROKEN
+        self._redial_in: float = _DELAY  # seconds
         self._was_open = False  # whether this connection has led to the leader at any time
         self._begin_anew()
         self._lost = asyncio.Event()
@@ -184,6 +185,10 @@ class MemberLink:
                 self.collector.exclude(message.excluded)
         self._on_decision(message)
 
+    def _take_early(self) -> None:
+        if self._early is not None:
+            self._on_way_up(self._early)
+
     def _on_way_up(self, told: WayUp) -> None:
         """Greets on a way to the leader of an epoch, if that is the newest one of which this host has heard."""
         self._shut()
@@ -242,13 +247,14 @@ class MemberLink:
             if self._is_leader and (served or not asks):
                 self._note_loss(end)
             if not self._is_next_clear(asks, served, end):
-                await asyncio.sleep(self._delay)
-                self._delay = min(2 * self._delay, _LONGEST)
+                await asyncio.sleep(self._redial_in)
+                self._redial_in = min(2 * self._redial_in, _LONGEST)
         self._lead(own)
 
     def _begin_anew(self) -> None:
         self._asking: list[int] = []  # epochs whose leaders are asked next, as the present one is lost
-        self._delay, self._failures, self._declined, self._rounds = _DELAY, 0, 0, 0
+        self._redial_in = _DELAY
+        self._failures, self._declined, self._rounds = 0, 0, 0
         self._has_said = False  # in the log, that nothing is reached
 
     def _note_loss(self, end: _End) -> None:
@@ -266,7 +272,7 @@ class MemberLink:
         if not self._is_leader:
             self._failures += not served
             if end is _End.SILENT or (not served and self._failures % TRIES == 0):
-                self._at, self._delay = self._at + 1, _DELAY
+                self._at, self._redial_in = self._at + 1, _DELAY
                 return served
             return served
         if end is _End.DECLINED:  # the one that was asked still hears the leader, or does not miss it yet
@@ -309,8 +315,7 @@ class MemberLink:
             return False, _End.BROKEN
         self.connection = connection
         self._heard, self._looks = time.monotonic(), 0
-        if self._early is not None:
-            self._on_way_up(self._early)
+        self._take_early()
         await self._stay()
         return self._was_open, self._end
 

@@ -73,7 +73,7 @@ class Succession:
 
     @property
     def _patience(self) -> int:
-        return 2 ** min(self.epoch, _DOUBLED)
+        return 1 << min(self.epoch, _DOUBLED)
 
     # -- what is seen
 

@@ -38,7 +38,7 @@ from gemini_ft.launch import launcher
 from gemini_ft.state.copy_plan import map_slots
 from gemini_ft.wire.frames import BlockingWire, receive_fds
 from gemini_ft.wire.handshake import Listener
-from gemini_ft.wire.peer_messages import Describe, Description, Fetch, Rejoin
+from gemini_ft.wire.peer_messages import Describe, Description, Fetch, Heartbeat, Rejoin, WayUp
 from gemini_ft.wire.worker_messages import GetInventory, Inventory, Reserved
 from gemini_ft.worker.stats import Stats
 
@@ -256,15 +256,20 @@ class TestDescriptors:
             wire.send(Rejoin(committed=None, uploading=None))
             return wire
 
+        def decision(wire: BlockingWire) -> object:
+            while isinstance(message := wire.receive(), WayUp | Heartbeat):
+                pass
+            return message
+
         job.commit([rank], 1)
 
         with ThreadPoolExecutor(16) as pool:
             wires = list(pool.map(dial, range(members)))
         try:
             asked = wires[0], wires[-1]
-            told = [wire.receive() for wire in asked]  # the answer to their greeting
+            told = [decision(wire) for wire in asked]  # the answer to their greeting
             job.commit([rank], 2)
-            told += [wire.receive() for wire in asked]
+            told += [decision(wire) for wire in asked]
             assert [message.version.iteration for message in told if isinstance(message, Commit)] == [1, 1, 2, 2]
             assert members <= len(os.listdir(f"/proc/{pid}/fd")) < members + 100
         finally:

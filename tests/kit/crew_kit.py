@@ -185,5 +185,5 @@ class Member:
         if (self.name, host) in self.crew.cut:
             raise PeerError("cut")
         known = {"epoch": epoch, "promised": self.succession.epoch}
-        claims = Claims(run="r", stream="s", host=self.name, to=host, role="report", incarnation=None, **known)  # type: ignore[arg-type]
+        claims = Claims(run="r", stream="s", host=self.name, to=host, role="report", incarnation=None, **known)
         return await dial(self.crew.addresses[host], claims, SECRET, handler)

@@ -35,6 +35,7 @@ class Node:
         self.alive = True
         self.memory: dict[tuple[int, int], Memory] = {}
         self.workers: list[Worker] = []
+        self.manifest: Manifest | None = None  # about to be written
         self.session: Session | None = None
         self.interrupted: Session | None = None  # of an agent that was restarted, until a worker of it has come back
         self.greetings = 0  # which no restart of the agent takes back: a clock of the machine
@@ -50,9 +51,7 @@ class Node:
         self.uploading: Version | None = None
         self.said_of_uploads: list[tuple[Any, ...]] = []
         self.ledger: Ledger | None = None
-        if getattr(self, "manifest", None) is not None:
-            self.job.storage.under_way.append(self.manifest)  # which may arrive after the end of the process that sent it
-        self.manifest: Manifest | None = None
+        self._let_manifest_go()
         self.ways: Ways[Member] = Ways()
         self.gathering: Gathering | None = None  # of a collector
         self.below: dict[str, Below] = {}  # host that reports here -> its newest connection
@@ -61,6 +60,12 @@ class Node:
         self.obeyed = 0  # the newest epoch of which a decision was carried out
         self.written: dict[Version, list[int]] = {}  # owners whose shards this host has stored, of uploads that are not over
         self.orphans: list[tuple[Version, int]] = []  # the same, of uploads during which the leader was lost
+
+    def _let_manifest_go(self) -> None:
+        """It may arrive after the end of the process that has sent it, or of its time as the leader."""
+        if self.manifest is not None:
+            self.job.storage.under_way.append(self.manifest)
+        self.manifest = None
 
     def events(self) -> Iterator[Step]:
         for worker in self.workers:
@@ -139,9 +144,8 @@ class Node:
         if self.succession is None or not self.succession.follow(epoch, self.job.now):
             return
         if self.ledger is not None:
-            if self.manifest is not None:
-                self.job.storage.under_way.append(self.manifest)
-            self.ledger = self.manifest = None
+            self._let_manifest_go()
+            self.ledger = None
             for connection in self.job.connections_to(self):
                 if isinstance(connection.far, Member):
                     connection.close_far()
@@ -193,9 +197,8 @@ class Node:
         if self.leader is not None and self.leader.connection is not None:
             self.leader.connection.close_near()
         self.links, self.below, self.ways = {}, {}, Ways()
-        if self.manifest is not None:
-            self.job.storage.under_way.append(self.manifest)
-        self.ledger = self.gathering = self.leader = self.manifest = self.uploading = self.succession = None
+        self._let_manifest_go()
+        self.ledger = self.gathering = self.leader = self.uploading = self.succession = None
         self.obeyed = 0
         self.said_of_uploads.clear()
         self.written, self.orphans = {}, []
