@@ -19,7 +19,7 @@ from gemini_ft.agent.storing import Storing
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.uploads import UnclearUploadError
 from gemini_ft.core.effects import Completed, Copies, Gathered, Skipped
-from gemini_ft.core.ledger import Abort, Commit, Decision, Ledger, Manifest, Thaw
+from gemini_ft.core.ledger import Abort, Commit, Decision, Holders, Ledger, Manifest, Thaw
 from gemini_ft.core.traffic import Pace
 from gemini_ft.core.tree import Ways
 from gemini_ft.core.versions import Version
@@ -214,6 +214,8 @@ class Leader:
         if message.unstored:
             self.book.note_unstored(message.unstored)
         self._settle_upload(message.uploading, member)
+        if self._epoch:  # the leader before this one may have left out others
+            self._tell(Holders(self.book.epoch, frozenset(self.book.excluded), frozenset()), member)
         if self._paced is not None:
             self._tell(self._paced, member)
         if member is not None and host in self._drained:

@@ -8,7 +8,8 @@ import time
 import pytest
 from crew_kit import Crew, version
 
-from gemini_ft.core.ledger import Commit
+from gemini_ft.core.effects import Completed
+from gemini_ft.core.ledger import Commit, Holders
 from gemini_ft.wire.peer_messages import AllFinished, DrainHost, ReportFinished
 
 
@@ -170,5 +171,30 @@ def test_a_drain_that_the_lost_leader_has_not_heard_is_told_to_the_next_one() ->
             crew[2].failover.take(DrainHost(host="h3"))
             crew[0].end()
             await crew.until(lambda: DrainHost(host="h3") in crew[3].heard)
+
+    asyncio.run(work())
+
+
+def test_holders_that_were_left_out_under_the_lost_leader_count_under_the_next_one_and_all_hear_that() -> None:
+    async def work() -> None:
+        async with Crew(3, patience=0.0) as crew:
+            late, *others = crew[2], crew[0], crew[1]
+            crew.report(1, others)
+            late.failover.take(Completed(2, "h2", version(1), "l", "d", "root 2"))
+            await crew.until(lambda: any(isinstance(message, Holders) and message.excluded for message in crew[1].heard))
+            crew[0].end()
+            await crew.until(lambda: crew.leaders == ["h1"] and crew[2].failover.reaches_leader)
+            for host in (crew[1], crew[2]):
+                await crew.until(lambda host=host: Holders(0, frozenset(), frozenset()) in host.heard)  # type: ignore[misc]
+
+    asyncio.run(work())
+
+
+def test_a_failover_that_is_closed_hears_of_no_leader() -> None:
+    async def work() -> None:
+        async with Crew(3) as crew:
+            crew[1].failover.close()
+            crew[1].failover.hear(2)
+            assert crew[1].succession.epoch == 0
 
     asyncio.run(work())
