@@ -140,7 +140,7 @@ def test_a_host_that_has_heard_that_all_have_finished_tells_the_next_leader() ->
         async with Crew(4) as crew:
             for message in (ReportFinished(rank=2), DrainHost(host="")):  # the second one shows that the first has been heard
                 crew[2].failover.take(message)
-            await crew.until(lambda: DrainHost(host="") in crew[1].heard)
+            await crew.until(lambda: DrainHost(host="") in crew[0].heard)
             crew.cut_off("h0", "h2")
             for rank in (0, 1, 3):
                 crew[rank].failover.take(ReportFinished(rank=rank))
