@@ -21,7 +21,7 @@ from gemini_ft.core.succession import Succession
 from gemini_ft.core.tree import collectors
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.messages import kind_of
-from gemini_ft.wire.peer_messages import DrainHost, Heartbeat, PeerMessage, ReportFinished, WayUp
+from gemini_ft.wire.peer_messages import AllFinished, DrainHost, Heartbeat, PeerMessage, ReportFinished, WayUp
 from gemini_ft.wire.tcp import Connection
 
 _LOOK = 0.5  # seconds between looks at who has not come to this leader
@@ -62,12 +62,14 @@ class Failover:
         self._finished: dict[int, ReportFinished] = {}  # by rank; each leader must hear them
         self._drained: dict[str, DrainHost] = {}  # hosts that were asked to leave; the same
         self._calls = Tasks()  # to hosts that have not come
+        self._is_closed = False
         if succession.begins_as_leader:
             self._lead(succession.epoch, begins=True)
         else:
             self._report()
 
     def close(self) -> None:
+        self._is_closed = True
         self._calls.cancel()
         for part in (self.leader, self.member):
             if part is not None:
@@ -79,6 +81,8 @@ class Failover:
         """Takes a report to the leader, whichever host that is."""
         if isinstance(message, ReportFinished):
             self._finished[message.rank] = message
+        elif isinstance(message, DrainHost):
+            self._drained[message.host] = message
         if self.leader is not None:
             self.leader.take(message)
         elif self.member is not None:
@@ -87,6 +91,8 @@ class Failover:
     def _decide(self, message: PeerMessage) -> None:
         if isinstance(message, DrainHost):  # it may not have reached that host
             self._drained[message.host] = message
+        elif isinstance(message, AllFinished):  # the same; the hosts of some ranks may have left by now
+            self._finished = {rank: ReportFinished(rank=rank) for rank in self._holders}
         self._on_decision(message)
 
     def _everything(self) -> list[PeerMessage]:
@@ -119,7 +125,7 @@ class Failover:
 
     def hear(self, epoch: int) -> None:
         """Takes note of an epoch that is led: this host follows it, if it knows of no newer one."""
-        if not self.succession.follow(epoch, time.monotonic()):
+        if self._is_closed or not self.succession.follow(epoch, time.monotonic()):
             return
         self._told()
         if self.leader is not None:

@@ -17,8 +17,9 @@ from types import MappingProxyType
 from gemini_ft.agent.collecting import SILENCE
 from gemini_ft.agent.storing import Storing
 from gemini_ft.agent.tasks import Tasks
+from gemini_ft.agent.uploads import UnclearUploadError
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Skipped
-from gemini_ft.core.ledger import Abort, Commit, Decision, Ledger, Manifest, Thaw
+from gemini_ft.core.ledger import Abort, Commit, Decision, Holders, Ledger, Manifest, Thaw
 from gemini_ft.core.traffic import Pace
 from gemini_ft.core.tree import Ways
 from gemini_ft.core.versions import Version
@@ -208,9 +209,13 @@ class Leader:
                 self._apply([decision])
             else:
                 member.send(self.book.addressed(decision, host) if isinstance(decision, Commit) else decision)
+        if message.committed is not None:
+            self._newest = max(self._newest, message.committed.iteration)
         if message.unstored:
             self.book.note_unstored(message.unstored)
         self._settle_upload(message.uploading, member)
+        if self._epoch:  # the leader before this one may have left out others
+            self._tell(Holders(self.book.epoch, frozenset(self.book.excluded), frozenset()), member)
         if self._paced is not None:
             self._tell(self._paced, member)
         if member is not None and host in self._drained:
@@ -263,6 +268,12 @@ class Leader:
         lost = (host for host in self.book.hosts if host not in here and host != self._host)
         return [host for host in lost if now - max(self._lost.get(host, -math.inf), self._began) > SILENCE / 2]
 
+    @property
+    def is_obeyed(self) -> bool:
+        """Whether every other host reports here, and was just heard: none of them obeys another leader, then."""
+        heard = [port for port in self._ways.open if time.monotonic() - port.heard < SILENCE / 2]
+        return set(self.book.hosts) <= {self._host, *(host for port in heard for host in self._ways.through(port) - port.silent)}
+
     def _absent(self, now: float) -> set[str]:
         """Hosts of which nothing is heard."""
         found = {host for host, heard in self._lost.items() if now - heard > SILENCE}
@@ -290,7 +301,7 @@ class Leader:
                 self._tell(decision)
 
     async def _manifest(self, decision: Manifest) -> None:
-        error, self._writing = "", decision.version
+        error, unclear, self._writing = "", False, decision.version
         try:
             assert self._storing is not None
             await self._storing.uploader.write_manifest(decision.version, dict(decision.records))
@@ -298,11 +309,11 @@ class Leader:
                 self.book.obstacle = trouble
                 self._tasks.spawn(self._tidy(TIDY_AGAIN))
         except GeminiError as failure:
-            error = str(failure)
+            error, unclear = str(failure), isinstance(failure, UnclearUploadError)
         except Exception as failure:  # a fault of ours must not leave the upload unfinished for ever
-            error = f"{type(failure).__name__}: {failure}"
+            error, unclear = f"{type(failure).__name__}: {failure}", True
         self._writing = None
-        self._apply(self.book.upload_over(decision.version, error))
+        self._apply(self.book.upload_over(decision.version, error, unclear))
 
     async def _tidy(self, pause: float = 0.0) -> None:
         """Deletes old checkpoints; nothing is uploaded until that has succeeded."""

@@ -43,7 +43,8 @@ class Session:
         whole = self._ways, home.host.holders, self._dial
         self.failover = Failover(self.succession, *whole, self._leader, on_decision, self._undecided, home.log, self._led)
         if self.storing is not None:
-            self.storing.uploader.leads = lambda: self.failover.leader is not None
+            self.storing.uploader.leads = lambda: self.succession.epoch if self.failover.leader is not None else None
+            self.storing.uploader.is_obeyed = lambda: self.failover.leader is not None and self.failover.leader.is_obeyed
 
     def close(self) -> None:
         for part in (self.outbound, self.failover, self.storing.uploader if self.storing is not None else None):

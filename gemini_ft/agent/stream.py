@@ -338,6 +338,8 @@ class Stream:
                 raise PeerError(f"{kind_of(message)!r} is not a decision")
 
     def _holders_changed(self, epoch: int, excluded: list[tuple[int, str]], newly: list[tuple[int, str]]) -> None:
+        if excluded == self._excluded and not newly:  # as a leader says that follows another one
+            return
         self._excluded = excluded
         late = ", ".join(f"host {host} (shard of rank {owner})" for owner, host in excluded)
         text = f"commits go on without {late}, which did not acknowledge in time" if excluded else "every replica counts again"

@@ -44,6 +44,10 @@ def turn(hosts: Sequence[str], owner: int) -> float:
     return list(dict.fromkeys(hosts)).index(hosts[owner]) / HOSTS_PER_SECOND
 
 
+class UnclearUploadError(StorageError):
+    """An upload has failed, and its manifest may exist, or come to exist, all the same."""
+
+
 class Uploader:
     """Uploads the frozen slots of this host's shards; on the leader's host, writes the manifest."""
 
@@ -56,7 +60,7 @@ class Uploader:
         self._storage: Storage = self._reopen()
         keep = (self.config.kept, self.config.keep_every)
         self._closed = asyncio.Event()
-        self._retention = Retention(self._reopen, run, spec.stream, *keep, frozenset(spec.damaged), lambda: self.leads())
+        self._retention = Retention(self._reopen, run, spec.stream, *keep, frozenset(spec.damaged), lambda: self.leads() is not None)
         self._tasks, self.background = Tasks(), Tasks()
         self._logical_hash = ""
         self._transfers: dict[int, TransferProgress] = {}  # owner -> its shard's upload
@@ -65,7 +69,8 @@ class Uploader:
         self._orphans: set[str] = set()  # and of those whose manifest may be written by a leader that was lost
         self._clearing = threading.Lock()
         self._newest: tuple[Version, float] | None = None  # stored, and when
-        self.leads: Callable[[], bool] = lambda: True  # whether this host decides what is stored, and what is deleted
+        self.leads: Callable[[], int | None] = lambda: 0  # epoch in which this host decides what is stored and deleted; None: it does not
+        self.is_obeyed: Callable[[], bool] = lambda: True  # whether it is certain that no other host does by now
         self._tidied = False
         self._failures: dict[str, tuple[float, str]] = {}  # operation -> since when (on the system's clock) it fails, and why
 
@@ -120,18 +125,19 @@ class Uploader:
             What to tell the user: only the beginning and the end of an outage are worth a word.
         """
         self.version = None
-        if error and unclear:  # until a newer one is stored it may be the newest
-            self._orphans |= self._written.pop(version, set())
+        written = self._written.pop(version, set())
+        if error and unclear:  # until the next upload is over it may be the newest
+            self._orphans |= written
             return self._failed(version, error)
+        orphans, self._orphans = self._orphans, set()
+        if orphans:
+            self.background.spawn(asyncio.to_thread(self._delete_orphans, orphans))
         if error:
-            self._clear_away(self._written.pop(version, set()))
+            self._clear_away(written - orphans)
             return self._failed(version, error)
         self._newest = (version, time.time())
         # Not waited for, as the home folder may be on a network file system that hangs.
         self.background.spawn(asyncio.to_thread(note_on_host, self.config.url, self._run, self._spec.stream, version))
-        self._written.pop(version, None)
-        orphans, self._orphans = self._orphans, set()
-        self.background.spawn(asyncio.to_thread(self._delete_orphans, orphans))
         since, _ = self._failures.pop(_UPLOADS, (0.0, ""))
         if not since:
             return ""
@@ -159,13 +165,16 @@ class Uploader:
         return f"the newest stored step is {stored.iteration}, {max(0.0, time.time() - at):.0f} s old"
 
     def _delete_orphans(self, keys: set[str]) -> None:
-        """Deletes shards of uploads that a newer one has overtaken, where no manifest makes them a checkpoint."""
-        with contextlib.suppress(StorageError):  # what stays is deleted when the job starts again
-            folders = {key.rpartition("/")[0] for key in keys}
-            torn = {folder for folder in folders if not self._is_there(f"{folder}/{MANIFEST}")}
-            with self._clearing:
-                self._leftovers |= {key for key in keys if key.rpartition("/")[0] in torn}
-            self._delete_leftovers()
+        """Deletes shards of uploads that a later one has overtaken, where no manifest makes them a checkpoint."""
+        for folder in {key.rpartition("/")[0] for key in keys}:
+            shards, manifest = {key for key in keys if key.startswith(f"{folder}/")}, f"{folder}/{MANIFEST}"
+            with contextlib.suppress(StorageError):  # what stays is deleted when the job starts again
+                if self._is_there(manifest):
+                    continue
+                with self._clearing:
+                    self._leftovers |= shards
+                if not self._delete_leftovers() and self._is_there(manifest):  # written meanwhile by the leader that was lost
+                    self._storage.delete(manifest)
 
     def _clear_away(self, keys: set[str]) -> None:
         """Deletes, in the background, the shards that this host has written for an upload that failed."""
@@ -210,6 +219,8 @@ class Uploader:
         if (trouble := self._delete_leftovers()) and len({key.rpartition("/")[0] for key in self._leftovers}) > 1:
             raise StorageError(f"nothing more is written while the shards of failed uploads cannot be deleted: {trouble}")
         self._recall()
+        with self._clearing:
+            self._leftovers.discard(key)  # of an earlier attempt at the same version
         self._written.setdefault(version, set()).add(key)
         transfer = self._transfers[owner] = TransferProgress(f"upload of rank {owner}'s shard of {version}", shape.data_bytes, self._log)
         committed = Committed(owner, version, memory.root, shape.chunk_bytes)
@@ -229,7 +240,9 @@ class Uploader:
 
         Raises:
             StorageError: the manifest could not be written, or another job has taken this one's run id over.
+            UnclearUploadError: the same, and it is not certain that there is none.
         """
+        epoch = self.leads()
         manifest = Manifest(
             run=self._run,
             stream=self._spec.stream,
@@ -247,34 +260,52 @@ class Uploader:
         def write() -> None:
             self._check_place()
             check_not_superseded(self._storage, manifest)
-            self._check_leads()
+            self._check_leads(epoch)
             write_manifest(self._storage, manifest)
+            self._withdraw_late(manifest, epoch)
             try:
                 read_manifest(self._storage, manifest.folder)
             except CorruptDataError as error:
                 raise StorageError(f"the upload could not be read back: {error}") from None
-            self._check_leads()
+            self._check_leads(epoch)
             write_mark(self._storage, self._run, self._spec.stream, version)
 
         try:
             await self._insist("the manifest", write)
-        except StorageError:
-            await asyncio.to_thread(self._delete_manifest, manifest)
+        except StorageError as error:
+            if not self.is_obeyed() or not await asyncio.to_thread(self._delete_manifest, manifest):
+                raise UnclearUploadError(str(error)) from None
             raise
         self._retention.stored(manifest)
         self._newest = (version, time.time())
 
-    def _check_leads(self) -> None:
-        """Makes sure that no other host leads by now, as far as this one has heard.
+    def _check_leads(self, epoch: int | None) -> None:
+        """Makes sure that no other host has led since, as far as this one has heard.
 
-        One that has heard nothing does no harm: until a newer checkpoint is stored the shards of this one stay
+        One that has heard nothing does no harm: until the next upload is over the shards of this one stay
         (`Uploader.over`), and what it deletes is older than both.
 
         Raises:
-            StorageError: another one leads.
+            StorageError: another one leads, or has led.
         """
-        if not self.leads():
+        if epoch is None or self.leads() != epoch:
             raise StorageError("another host leads the commits by now, and decides what is stored")
+
+    def _withdraw_late(self, manifest: Manifest, epoch: int | None) -> None:
+        """Deletes a manifest that was written too late: another host leads by now, and the shards may have been deleted meanwhile.
+
+        Where they are there, it is a checkpoint, and may be the one because of which the other host deletes older ones.
+
+        Raises:
+            StorageError: another host leads.
+        """
+        try:
+            self._check_leads(epoch)
+        except StorageError:
+            present = set(self._storage.list(f"{manifest.folder}/"))
+            if {record.key for record in manifest.shards.values()} - present:
+                self._delete_manifest(manifest)
+            raise
 
     def _check_place(self) -> None:
         """Makes sure that this is where the run has stored before: an unmounted folder takes everything, and shows nothing.
@@ -323,10 +354,17 @@ class Uploader:
         since, _ = self._failures.pop(_DELETING, (0.0, ""))
         return f"storage: old checkpoints can be deleted again after {time.time() - since:.0f} s; uploads go on" if since else "", ""
 
-    def _delete_manifest(self, manifest: Manifest) -> None:
-        """Deletes a manifest, which may exist although writing it failed: its shards go next."""
-        with contextlib.suppress(StorageError):
-            self._storage.delete(f"{manifest.folder}/{MANIFEST}")
+    def _delete_manifest(self, manifest: Manifest) -> bool:
+        """Deletes a manifest, which may exist although writing it failed: its shards go next. Returns whether there is none for certain."""
+        key = f"{manifest.folder}/{MANIFEST}"
+        try:
+            self._storage.delete(key)
+        except StorageError:
+            try:
+                return not self._is_there(key)
+            except StorageError:
+                return False
+        return True
 
     async def _insist(self, what: str, work: Callable[[], _T]) -> _T:
         """Tries again after a storage error, a few times, ever slower."""

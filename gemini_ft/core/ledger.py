@@ -56,7 +56,7 @@ class Manifest:
 class Thaw:
     """A decision: the upload of ``version`` is over.
 
-    ``unclear``: the host that led has been lost, so that the manifest may be written even now: what was uploaded must stay.
+    ``unclear``: the manifest may exist, or be written even now by a host that led and has been lost: what was uploaded must stay.
     """
 
     version: Version
@@ -290,13 +290,13 @@ class Ledger:
             return []
         return [Manifest(version, dict(self._records))]
 
-    def upload_over(self, version: Version, error: str = "") -> list[Decision]:
-        """Takes note that the manifest is written, or a shard's upload has failed for good."""
+    def upload_over(self, version: Version, error: str = "", unclear: bool = False) -> list[Decision]:
+        """Takes note that the manifest is written, or a shard's upload has failed for good; ``unclear``: see `Thaw`."""
         if version != self.uploading:
             return []
         self.uploading = None
         self.upload_error = error
-        return [Thaw(version, error)]
+        return [Thaw(version, error, unclear)]
 
     def unobstructed(self, now: float) -> list[Decision]:
         """Allows uploads again: with the version that was due meanwhile, where nothing newer is committed."""

@@ -55,7 +55,8 @@ class Succession:
         self.name, self._order, self._size, self._timeout = name, order, size, timeout
         self.epoch = 0
         self._lost: float | None = now if goes_on else now + OPENING  # since when the leader is not reached; None: it is, or who knows
-        self.begins_as_leader = name == order[0] and (not goes_on or size == 1)  # else another host may lead by now, and is asked
+        is_alone = len(order) == 1 or not timeout  # no other host ever leads
+        self.begins_as_leader = name == order[0] and (not goes_on or is_alone)  # else another one may lead by now, and is asked
 
     def leader_of(self, epoch: int) -> str:
         return self._order[epoch % len(self._order)]

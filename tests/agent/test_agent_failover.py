@@ -8,7 +8,9 @@ import time
 import pytest
 from crew_kit import Crew, version
 
-from gemini_ft.core.ledger import Commit
+from gemini_ft.core.effects import Completed
+from gemini_ft.core.ledger import Commit, Holders
+from gemini_ft.wire.peer_messages import AllFinished, DrainHost, ReportFinished
 
 
 def test_when_the_leader_is_lost_the_next_host_leads_and_what_was_committed_stays() -> None:
@@ -100,5 +102,99 @@ def test_hosts_below_collectors_follow_with_their_collector() -> None:
             await crew.until(lambda: all(host.committed == version(2) for host in crew.alive))
             assert all(isinstance(host.heard[-1], Commit) for host in crew.alive)
             await crew.commit(3)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_where_no_other_host_may_lead_the_first_one_does_again_when_its_agent_is_back(size: int) -> None:
+    async def work() -> None:
+        async with Crew(size, timeout=0.0) as crew:
+            await crew.commit(1)
+            crew[0].end()
+            await crew[0].restart()
+            await crew.until(lambda: all(host.failover.reaches_leader for host in crew.alive))
+            await crew.commit(2)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(("size", "fan_in"), [(2, 64), (4, 64), (7, 2)])
+def test_a_leader_is_found_when_no_agent_knows_of_any(size: int, fan_in: int) -> None:
+    async def work() -> None:
+        async with Crew(size, fan_in=fan_in) as crew:
+            await crew.commit(1)
+            for host in crew.alive:
+                host.end()
+            for host in crew.hosts.values():
+                await host.restart()
+            await crew.commit(2)
+
+    asyncio.run(work())
+
+
+def test_a_host_that_has_heard_that_all_have_finished_tells_the_next_leader() -> None:
+    """The agents of the others may have left by then, and with them the words of their ranks."""
+
+    async def work() -> None:
+        async with Crew(4) as crew:
+            for message in (ReportFinished(rank=2), DrainHost(host="")):  # the second one shows that the first has been heard
+                crew[2].failover.take(message)
+            await crew.until(lambda: DrainHost(host="") in crew[0].heard)
+            crew.cut_off("h0", "h2")
+            for rank in (0, 1, 3):
+                crew[rank].failover.take(ReportFinished(rank=rank))
+            await crew.until(lambda: AllFinished() in crew[1].heard)
+            crew[0].end()
+            crew[3].end()
+            await crew.until(lambda: AllFinished() in crew[2].heard)
+            assert crew.leaders == ["h1"]
+
+    asyncio.run(work())
+
+
+def test_a_leader_is_obeyed_as_long_as_all_others_report_to_it() -> None:
+    async def work() -> None:
+        async with Crew(7, fan_in=2) as crew:
+            leader = crew[0].failover.leader
+            assert leader is not None
+            assert leader.is_obeyed
+            crew.cut_off("h0", "h1")
+            await crew.until(lambda: not leader.is_obeyed)
+
+    asyncio.run(work())
+
+
+def test_a_drain_that_the_lost_leader_has_not_heard_is_told_to_the_next_one() -> None:
+    async def work() -> None:
+        async with Crew(4) as crew:
+            crew[2].failover.take(DrainHost(host="h3"))
+            crew[0].end()
+            await crew.until(lambda: DrainHost(host="h3") in crew[3].heard)
+
+    asyncio.run(work())
+
+
+def test_holders_that_were_left_out_under_the_lost_leader_count_under_the_next_one_and_all_hear_that() -> None:
+    async def work() -> None:
+        async with Crew(3, patience=0.0) as crew:
+            late, *others = crew[2], crew[0], crew[1]
+            crew.report(1, others)
+            late.failover.take(Completed(2, "h2", version(1), "l", "d", "root 2"))
+            await crew.until(lambda: any(isinstance(message, Holders) and message.excluded for message in crew[1].heard))
+            crew[0].end()
+            await crew.until(lambda: crew.leaders == ["h1"] and crew[2].failover.reaches_leader)
+            for host in (crew[1], crew[2]):
+                await crew.until(lambda host=host: Holders(0, frozenset(), frozenset()) in host.heard)  # type: ignore[misc]
+
+    asyncio.run(work())
+
+
+def test_a_failover_that_is_closed_hears_of_no_leader() -> None:
+    async def work() -> None:
+        async with Crew(3) as crew:
+            crew[1].failover.close()
+            crew[1].failover.hear(2)
+            assert crew[1].succession.epoch == 0
 
     asyncio.run(work())

@@ -14,6 +14,7 @@ from gemini_ft.agent import leadership, reporting
 from gemini_ft.agent.collecting import Collector, CollectorPort
 from gemini_ft.agent.leadership import Audience, Leader, MemberPort
 from gemini_ft.agent.reporting import MemberLink
+from gemini_ft.agent.uploads import UnclearUploadError
 from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.effects import Completed, Copies, Gathered, Skipped
 from gemini_ft.core.gathering import Gathering
@@ -43,12 +44,13 @@ from gemini_ft.wire.worker_messages import GetInventory
 
 INCARNATION = Incarnation(1, "a")
 HOLDERS = {0: ("a", "b"), 1: ("b", "a")}
+NOBODY_IS_LEFT_OUT = Holders(0, frozenset(), frozenset())
 
 
 class Stream:
     """The storage of a stream, and its ear for decisions."""
 
-    def __init__(self, fault: str = "") -> None:
+    def __init__(self, fault: StorageError | None = None) -> None:
         self.heard: list[PeerMessage] = []
         self.manifests: list[dict[int, str]] = []
         self.clutter = ""
@@ -62,8 +64,8 @@ class Stream:
 
     async def write_manifest(self, version: Version, records: dict[int, str]) -> None:
         await self.may_write.wait()
-        if self._fault:
-            raise StorageError(self._fault)
+        if self._fault is not None:
+            raise self._fault
         self.manifests.append(records)
 
     async def tidy(self) -> str:
@@ -108,14 +110,15 @@ def test_a_commit_that_is_due_is_uploaded_and_its_manifest_written() -> None:
     asyncio.run(work())
 
 
-def test_a_manifest_that_cannot_be_written_ends_the_upload_with_the_reason() -> None:
+@pytest.mark.parametrize("kind", [StorageError, UnclearUploadError])
+def test_a_manifest_that_cannot_be_written_ends_the_upload_with_the_reason(kind: type[StorageError]) -> None:
     async def work() -> None:
-        stream = Stream(fault="the disk is full")
+        stream = Stream(fault=kind("the disk is full"))
         leader = new_leader(stream)
         complete(leader, 2)
         for owner in (0, 1):
             leader.take(ReportUploaded(owner=owner, version=version(2), record="record"))
-        assert await stream.until(Thaw) == Thaw(version=version(2), error="the disk is full")
+        assert await stream.until(Thaw) == Thaw(version(2), "the disk is full", unclear=kind is UnclearUploadError)
         leader.close()
 
     asyncio.run(work())
@@ -222,14 +225,14 @@ def test_an_upload_of_the_leader_before_is_over_and_what_was_uploaded_stays_and_
         stream = Stream()
         leader = next_leader(stream)
         leader.take(Rejoin(epoch=1, committed=version(2), uploading=version(2)))
-        assert stream.heard == [Thaw(version(2), "the leader's agent was lost during the upload", unclear=True)]
+        assert stream.heard == [Thaw(version(2), "the leader's agent was lost during the upload", unclear=True), NOBODY_IS_LEFT_OUT]
         for rank in (0, 1):
             leader.take(ReportFinished(rank=rank))
-        assert stream.heard[1:] == [Commit(version(2), freeze=True)]
+        assert stream.heard[2:] == [Commit(version(2), freeze=True)]
         for owner in (0, 1):
             leader.take(ReportUploaded(owner=owner, version=version(2), record="record"))
         await stream.until(AllFinished)
-        assert stream.heard[2:] == [Thaw(version(2)), AllFinished()]
+        assert stream.heard[3:] == [Thaw(version(2)), AllFinished()]
         leader.close()
 
     asyncio.run(work())
@@ -243,7 +246,7 @@ def test_the_end_of_a_job_says_that_its_last_upload_failed_under_the_leader_befo
         leader.take(Rejoin(epoch=1, committed=version(2), uploading=None, unstored="the disk is full"))
         for rank in (0, 1):
             leader.take(ReportFinished(rank=rank))
-        assert stream.heard == [AllFinished(unstored="the disk is full")]
+        assert stream.heard == [NOBODY_IS_LEFT_OUT, AllFinished(unstored="the disk is full")]
         leader.close()
 
     asyncio.run(work())

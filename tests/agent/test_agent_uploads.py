@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gemini_ft.agent.memory import SlotMemory, SlotShape
-from gemini_ft.agent.uploads import HOSTS_PER_SECOND, Uploader, turn
+from gemini_ft.agent.uploads import HOSTS_PER_SECOND, UnclearUploadError, Uploader, turn
 from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.core.roots import checksum
 from gemini_ft.core.versions import Incarnation, Version
@@ -32,8 +32,10 @@ class Naughty(LocalStorage):
     """Keeps half of what matches ``halves``, and refuses to put or delete what matches ``refuses``."""
 
     halves = refuses = "$^"
+    before_put: Callable[[str], None] = staticmethod(ignore)  # of each key
 
     def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
+        self.before_put(key)
         if re.search(self.refuses, f"put {key}"):
             raise StorageError(f"put {key} is refused")
         content = b"".join(parts)
@@ -82,20 +84,25 @@ class Host:
         assert self.memory.finish(version, 0, None)
         self.uploader.start(0, self.memory, version, lambda *said: heard.set_result(said))
         record, error = await heard
-        told = ""
+        told, unclear = "", ends != "told"
         if not error and ends != "early":
             try:
                 await self.uploader.write_manifest(version, {0: record})
                 told, _ = await self.uploader.tidy()
             except StorageError as failure:
-                error = str(failure)
-        told += self.uploader.over(version, error if ends == "told" else "the leader was lost", unclear=ends != "told")
+                error, unclear = str(failure), unclear or isinstance(failure, UnclearUploadError)
+        told += self.uploader.over(version, error if ends == "told" else "the leader was lost", unclear)
         while self.uploader.background.busy:
             await asyncio.sleep(0.01)
         return told
 
     def steps(self) -> list[int]:
         return [info.iteration for info in list_checkpoints(self.storage)]
+
+    def read_back(self) -> None:
+        """All that is stored is whole."""
+        for info in list_checkpoints(self.storage):
+            read_back(self.storage, read_manifest(self.storage, info.folder))
 
     def folders(self) -> int:
         return len({key.rpartition("/")[0] for key in self.storage.list("run/main/")})
@@ -171,7 +178,7 @@ def test_a_host_that_does_not_lead_any_more_writes_no_manifest_and_deletes_nothi
     async def scenario() -> None:
         for iteration in (1, 2, 3):
             await host.upload(iteration)
-        host.uploader.leads = lambda: False
+        host.uploader.leads = lambda: None
         assert "another host leads the commits by now" in await host.upload(4)
         assert host.steps() == [3, 2]
 
@@ -276,3 +283,67 @@ def test_a_host_that_waits_for_its_turn_to_upload_gives_up_with_its_session(host
         assert await heard[1] == ("", "the session was over before this host's turn to upload had come")
 
     run(scenario())
+
+
+class TestSeveralLeaders:
+    """The host that writes a manifest is lost, or another one leads, and each knows of the other late or never."""
+
+    def test_a_manifest_because_of_which_another_leader_may_delete_older_ones_stays(self, host: Host) -> None:
+        """That one has found it whole. This one cannot write its mark, and gives up."""
+        host.uploader.is_obeyed = lambda: False
+
+        async def scenario() -> None:
+            host.storage.refuses = "put .*stored"
+            await host.upload(1)
+            assert host.steps() == [1]
+            host.read_back()
+
+        run(scenario())
+
+    def test_shards_stay_where_their_manifest_cannot_be_deleted(self, host: Host) -> None:
+        async def scenario() -> None:
+            host.storage.refuses = "put .*stored|delete .*manifest"
+            await host.upload(1)
+            assert host.steps() == [1]
+            host.read_back()
+
+        run(scenario())
+
+    def test_shards_of_a_lost_leaders_upload_go_also_when_the_next_one_fails(self, host: Host) -> None:
+        """Perhaps for want of the room that they take."""
+
+        async def scenario() -> None:
+            await host.upload(1)
+            await host.upload(2, ends="early")
+            host.storage.refuses = "put .*shard"
+            await host.upload(3)
+            assert (host.steps(), host.folders()) == ([1], 1)
+
+        run(scenario())
+
+    def test_a_manifest_that_arrives_too_late_goes_where_its_shards_have_gone(self, host: Host) -> None:
+        """Its writer hears only then that another host leads, or has led."""
+        epochs = [0]
+        host.uploader.leads, host.uploader.is_obeyed = lambda: epochs[-1], lambda: False
+
+        def put(key: str) -> None:
+            if key.endswith("manifest.json"):
+                epochs.append(3)
+                host.storage.delete(key.replace("manifest.json", "shard-00000.safetensors"))
+
+        host.storage.before_put = put
+        run(host.upload(1))  # type: ignore[arg-type]
+        assert host.steps() == []
+
+    def test_what_is_uploaded_again_is_no_leftover_of_the_first_attempt(self, host: Host) -> None:
+        async def scenario() -> None:
+            host.storage.refuses = "put .*manifest|delete .*shard"
+            await host.upload(1)
+            host.storage.refuses = "delete .*shard"
+            await host.upload(1)
+            host.storage.refuses = "$^"
+            await host.upload(2)
+            assert host.steps() == [2, 1]
+            host.read_back()
+
+        run(scenario())

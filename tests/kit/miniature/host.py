@@ -557,10 +557,13 @@ class Node:
     def _clear_away(self, version: Version, error: str, unclear: bool) -> None:
         """The agent's duty: shards of uploads that have failed are deleted, but not while a manifest may come to name them."""
         mine = [(version, owner) for owner in self.written.pop(version, [])]
-        if not error:
-            mine, self.orphans = [each for each in self.orphans if each[0] not in self.job.storage.manifests], []
-        elif unclear:
+        if error and unclear:
             mine, self.orphans = [], [*self.orphans, *mine]
+        else:
+            storage, orphans, self.orphans = self.job.storage, self.orphans, []
+            overtaken = [each for each in orphans if each[0] not in storage.manifests]
+            storage.overtaken |= {each for each, _ in overtaken}
+            mine = [*(each for each in mine if error and each not in orphans), *overtaken]
         for key in mine:
             self.job.storage.objects.pop(key, None)
 

@@ -26,13 +26,15 @@ class Storage:
     def __init__(self) -> None:
         self.objects: dict[tuple[Version, int], list[Tag | None]] = {}
         self.manifests: list[Version] = []
+        self.overtaken: set[Version] = set()  # of these, shards were deleted after a later upload, since there was no manifest
         self.under_way: list[Manifest] = []  # that leaders have written that do not lead any more; they may arrive, or not
 
     def arrive(self, manifest: Manifest) -> None:
-        """A manifest arrives late. Where a newer one is there, it may name what has been deleted meanwhile; otherwise it must be whole."""
+        """A manifest arrives late. It must be whole, unless a later upload is over: then it goes as well where its shards have gone."""
         self.under_way.remove(manifest)
-        newest = max(self.manifests, default=None)
-        if newest is None or newest < manifest.version or all(self.holds(manifest.version, owner) for owner in manifest.records):
+        newest = max(self.manifests, default=manifest.version)
+        is_late = manifest.version in self.overtaken or newest > manifest.version
+        if not is_late or all(self.holds(manifest.version, owner) for owner in manifest.records):
             self.write_manifest(manifest.version, manifest.records.keys())
 
     def write_manifest(self, version: Version, owners: Set[int]) -> None:
