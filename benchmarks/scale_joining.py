@@ -52,16 +52,25 @@ from scale_simulation import RANKS, REPLICAS, SECRET, held, holders_of, root, ve
 RUN = "of-this-benchmark"
 BEFORE = Incarnation(1, "0123abcd")
 STEPS = (41, 42)  # iterations of the copies that every host has: the committed one, and one that was under way
-_CONFIG = GeminiConfig(run_id=RUN)
+_CONFIG = GeminiConfig.model_validate({"run_id": RUN})
 _COMMITS = 20  # of which a leader keeps the roots of the last ones
 _BRIEF, _ALIKE = 2, 3  # exchanges, counted from 0, in which hosts say different things
 
 
 def slot(owner: int, iteration: int, world_size: int, age: float) -> SlotInfo:
     version = Version(BEFORE, iteration)
-    sizes = {"world_size": world_size, "data_bytes": 10**9, "extras_bytes": 3000}
-    about = {"layout_hash": "1" * 16, "root": root(owner, iteration), "committed": iteration == STEPS[0]}
-    return SlotInfo(owner=owner, version=version, age=age, **sizes, **about)
+    is_committed = iteration == STEPS[0]
+    return SlotInfo(
+        owner=owner,
+        version=version,
+        age=age,
+        world_size=world_size,
+        data_bytes=10**9,
+        extras_bytes=3000,
+        layout_hash="1" * 16,
+        root=root(owner, iteration),
+        committed=is_committed,
+    )
 
 
 class Machine:
@@ -76,8 +85,7 @@ class Machine:
         known = None if is_new else BEFORE
         secret = fingerprint(SECRET)
         info = HostInfo(host=name, machine=name, address=address, known=known, fingerprint=secret, memory_limit=2**40, memory_used=2**35)
-        fields = {} if is_new else {"incarnation": BEFORE}
-        self.welcome = Welcome(info=info, secret=SECRET, pid=1, resumed=None, attempts=0, finished=False, **fields)
+        self.welcome = Welcome(info=info, secret=SECRET, pid=1, resumed=None, attempts=0, finished=False, incarnation=known)
         self.opened: list[bytes] = []  # frames in which a rank has opened the session
 
     def call(self, message: object, *_: object, **__: object) -> list[object]:

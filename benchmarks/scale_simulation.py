@@ -19,7 +19,7 @@ from typing import Any, cast
 from gemini_ft.agent import collecting, failover, leadership, reporting
 from gemini_ft.agent.failover import Failover
 from gemini_ft.agent.leadership import Leader
-from gemini_ft.config import GeminiConfig
+from gemini_ft.config import LEADER_TIMEOUT
 from gemini_ft.core.effects import Completed, Skipped
 from gemini_ft.core.ledger import Abort, Commit, Ledger
 from gemini_ft.core.placement import place
@@ -109,7 +109,7 @@ class Crowd:
 
     def _place(self, name: str, goes_on: bool = False) -> Failover:
         """A host's place in the commit; ``goes_on``: its agent was restarted."""
-        succession = Succession(name, self._order, len(self.names), self._loop.time(), GeminiConfig().leader_timeout, goes_on)
+        succession = Succession(name, self._order, len(self.names), self._loop.time(), LEADER_TIMEOUT, goes_on)
         knows = self.collectors.get(name) or {owner: self.holders[owner] for owner in self.copies[name]}
         dial, make_leader = partial(self._connect, name), partial(self._lead, name)
         told, words = partial(self._on_decision, name), partial(self._words, name)

@@ -227,7 +227,9 @@ class Ledger:
                 what was committed before stays where it is.
         """
         silent, folded = frozenset(absent), self._folded
-        under_way = {**self._rounds, **({folded.version: folded} if folded.version is not None else {})}
+        under_way: dict[Version, Round | Folded] = dict(self._rounds)
+        if folded.version is not None:
+            under_way[folded.version] = folded
         for version, current in sorted(under_way.items()):
             if current.own_since is None or now - current.own_since < self._timeout:
                 continue
@@ -236,7 +238,7 @@ class Ledger:
             if not late and missing:
                 continue
             self.excluded |= late
-            for each in (*self._rounds.values(), folded):
+            for each in self._all_rounds():
                 each.exclude(late)
             return [*([self._epoch(late)] if late else []), *self._try_commit(version, current, now)]
         return []
@@ -343,9 +345,12 @@ class Ledger:
         if not (back := self.excluded.intersection(holders)):
             return []
         self.excluded -= back
-        for each in (*self._rounds.values(), self._folded):
+        for each in self._all_rounds():
             each.readmit(back)
         return [self._epoch(frozenset())]
+
+    def _all_rounds(self) -> list[Round | Folded]:
+        return [*self._rounds.values(), self._folded]
 
     def _epoch(self, newly: frozenset[Pair]) -> Holders:
         self.epoch += 1
