@@ -60,7 +60,10 @@ class StoredCopy:
 
         def read(offset: int) -> None:
             nbytes = min(step, size - offset)
-            self._stored.read(offset, memory.data(offset, nbytes))
+            try:
+                self._stored.read(offset, memory.data(offset, nbytes))
+            except Exception as error:
+                raise _without_frames(error) from None
             transfer.add(nbytes)
 
         def digest(cut: tuple[int, int]) -> int:
@@ -78,7 +81,7 @@ class StoredCopy:
                 failures = [error for future in done if (error := future.exception()) is not None]
                 if failures:
                     pool.shutdown(cancel_futures=True)
-                    raise failures[0].with_traceback(None)  # its frames would keep views of the memory
+                    raise failures[0]
                 digests = list(pool.map(digest, cuts))
         for index, (cut, value) in enumerate(zip(cuts, digests, strict=True)):
             memory.put_chunk(index, *cut, value)
@@ -86,6 +89,14 @@ class StoredCopy:
             key = self._stored.record.key
             raise CorruptDataError(f"{key}: every part is sound, and together they are not what was committed; use an older checkpoint")
         transfer.finish()
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """The error without the frames that it and its causes have passed: they would keep views of the memory, and so all of it."""
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__, each = None, each.__context__
+    return error
 
 
 @lru_cache(maxsize=4)

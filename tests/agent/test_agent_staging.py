@@ -21,6 +21,7 @@ from gemini_ft.core.roots import checksum, layout_digest, shard_root
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, MemoryBudgetError, StorageError
 from gemini_ft.recovery.readers import LocalShard
+from gemini_ft.storage import shard as stored_shards
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.shard import Committed, ShardRecord, write_shard
 from gemini_ft.wire.worker_messages import Stage, Staged
@@ -147,6 +148,33 @@ def test_slots_in_which_there_is_nothing_make_room() -> None:
     assert budget.used == copy.shape.total
     vault.ensure(0, copy.shape, 2, reuse=True)
     assert budget.used == 2 * copy.shape.total
+
+
+@pytest.mark.parametrize("in_one_request", [True, False])
+@pytest.mark.parametrize("damage", ["bit", "gone"])
+def test_a_shard_that_cannot_be_read_gives_its_memory_back_at_once(
+    storage: LocalStorage, damage: str, in_one_request: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its budget is given back, and it is read again while the first error is still being handled."""
+    monkeypatch.setattr(stored_shards, "_ONE_REQUEST", 0)  # nothing of the data comes with the small parts
+    if not in_one_request:
+        monkeypatch.setattr(staging, "_CHUNKS", 1)
+    settings: dict[str, object] = {"url": storage.root.as_uri(), "every_steps": 1}
+    record, path = store(storage), storage.root / "shard-0"
+    copy = staging.StoredCopy("run", "main", Stage(owner=0, version=STORED, record=record.model_dump_json(), storage=settings), print)
+    staging.hang_up()
+    blob = bytearray(path.read_bytes())
+    blob[record.data.offset] ^= 1
+    path.write_bytes(blob)
+    if damage == "gone":
+        path.unlink()
+    vault, budget = new_vault(2**30)
+    try:
+        asyncio.run(vault.stage(copy, STORED, wanted=lambda: True))
+    except (CorruptDataError, StorageError) as error:
+        assert isinstance(error, CorruptDataError) == (damage == "bit")
+        mapped = "memfd:gemini:main:0" in Path("/proc/self/maps").read_text()
+    assert (mapped, budget.used) == (False, 0)
 
 
 def test_without_room_it_is_refused_with_the_numbers() -> None:
