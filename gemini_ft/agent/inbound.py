@@ -73,8 +73,11 @@ class Inbound:
         """Makes slots for a peer's shard, their pages already faulted in."""
         vault, spec = self._home.vault, self._home.spec
         before = {memory for (of, _), memory in vault.memory.items() if of == owner}
-        reuse = not (may_be_written_by_another(self._home, owner) or self._is_kept_by_stranger(owner))
         shape = shape_of(self._home, owner, wanted)
+
+        def reuse() -> bool:
+            return not (may_be_written_by_another(self._home, owner) or self._is_kept_by_stranger(owner))
+
         indices = await vault.ensure_beside(owner, shape, REPLICA_SLOTS, reuse, lambda: self._home.spec is spec)
         fresh = [index for index in indices if vault.memory[owner, index] not in before]  # a number may be that of a slot just freed
         await vault.prefault(owner, fresh)

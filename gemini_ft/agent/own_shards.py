@@ -63,9 +63,13 @@ class OwnShards:
 
     async def _reserve_beside(self, worker: WorkerConnection, message: Reserve, shape: SlotShape, count: int, reuse: bool) -> None:
         """Gives the memory as soon as it is made; the worker waits for it, and the agent answers everybody else."""
-        home = self._home
+        home, owner = self._home, worker.rank
+
+        def may_be_reused() -> bool:
+            return reuse and not may_be_written_by_another(home, owner, worker)
+
         try:
-            indices = await home.vault.ensure_beside(worker.rank, shape, count, reuse, lambda: home.is_present(worker))
+            indices = await home.vault.ensure_beside(owner, shape, count, may_be_reused, lambda: home.is_present(worker))
             self._hand_out(worker, message, shape, indices)
         except GeminiError as error:
             worker.refuse(message, error)

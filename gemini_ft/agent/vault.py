@@ -192,26 +192,31 @@ class Vault:
         return self._files is not None
 
     async def ensure_beside(
-        self, owner: int, shape: SlotShape, count: int, reuse: bool, wanted: Callable[[], bool] = lambda: True
+        self, owner: int, shape: SlotShape, count: int, reuse: Callable[[], bool], wanted: Callable[[], bool] = lambda: True
     ) -> list[int]:
         """Does what `ensure` does, on a thread where that takes long: an agent that is silent meanwhile is taken for one that hangs.
 
         Args:
+            owner: whose shard.
+            shape: of its slots.
+            count: how many slots.
+            reuse: asked when those are made for which others have asked before; see `ensure`.
             wanted: asked when the memory is there; if not, it is given back.
 
         Raises:
             MemoryBudgetError: as `ensure` does.
             SupersededError: nobody wants it any more.
         """
-        if not self.is_slow:
-            return self.ensure(owner, shape, count, reuse)
         async with self._making:
-            missing, others = self._clear_way(owner, shape, count, reuse)
-            made = await self._beside(lambda: self._make(shape, count, missing, others), self._unmake)
-            if not wanted():
-                self._unmake(made)
-                raise SupersededError(f"rank {owner}'s shard got memory when its incarnation was over")
-            return self._enter(owner, shape, count, made)
+            return await self._ensure_beside(owner, shape, count, reuse(), wanted)
+
+    async def _ensure_beside(self, owner: int, shape: SlotShape, count: int, reuse: bool, wanted: Callable[[], bool]) -> list[int]:
+        missing, others = self._clear_way(owner, shape, count, reuse)
+        made = await self._beside(lambda: self._make(shape, count, missing, others), self._unmake)
+        if not wanted():
+            self._unmake(made)
+            raise SupersededError(f"rank {owner}'s shard got memory when its incarnation was over")
+        return self._enter(owner, shape, count, made)
 
     async def _beside(self, make: Callable[[], _Made], unmake: Callable[[_Made], None]) -> _Made:
         """Calls ``make`` on a thread of its own; what it still makes for a caller that was cancelled goes to ``unmake``."""
@@ -295,9 +300,11 @@ class Vault:
 
     async def top_up(self, owner: int) -> None:
         """Makes the slots that there was no room for before."""
-        if owner in self.short():
-            with contextlib.suppress(MemoryBudgetError, SupersededError):
-                await self.ensure_beside(owner, *self._wanted[owner], reuse=True, wanted=lambda: len(self._rotation(owner)) > 0)
+        async with self._making:  # another shape may be wanted by then
+            if owner in self.short():
+                shape, count = self._wanted[owner]
+                with contextlib.suppress(MemoryBudgetError, SupersededError):
+                    await self._ensure_beside(owner, shape, count, True, lambda: len(self._rotation(owner)) > 0)
 
     async def prefault(self, owner: int, indices: list[int]) -> None:
         """Faults pages in before the first bytes arrive, beside everything else the agent does."""

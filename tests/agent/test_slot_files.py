@@ -10,6 +10,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgpack
@@ -190,7 +191,7 @@ def test_an_agent_answers_others_while_slots_get_their_memory(root: Path, at_eas
         at_ease.set()
 
     async def serve() -> None:
-        first, second, _ = await asyncio.gather(*(vault.ensure_beside(0, SHAPE, 2, reuse=True) for _ in range(2)), answer())
+        first, second, _ = await asyncio.gather(*(vault.ensure_beside(0, SHAPE, 2, lambda: True) for _ in range(2)), answer())
         assert (first, len(slots(files)), budget.used) == (second, 2, 2 * SHAPE.total)
 
     asyncio.run(serve())
@@ -201,18 +202,63 @@ def test_memory_that_comes_when_nobody_wants_it_any_more_is_given_back(root: Pat
     vault = Vault(host := Host("a", {0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
 
     async def serve() -> None:
-        hung_up = asyncio.create_task(vault.ensure_beside(0, SHAPE, 2, reuse=True))
+        hung_up = asyncio.create_task(vault.ensure_beside(0, SHAPE, 2, lambda: True))
         await asyncio.sleep(0)
         hung_up.cancel()
         await asyncio.wait([hung_up])
         at_ease.set()
         with pytest.raises(SupersededError, match="rank 0's shard got memory when its incarnation was over"):
-            await vault.ensure_beside(0, SHAPE, 2, reuse=True, wanted=lambda: False)
+            await vault.ensure_beside(0, SHAPE, 2, lambda: True, wanted=lambda: False)
         while slots(files) or budget.used:
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(serve(), 20))
     assert not host.slots(0).slots
+
+
+def test_a_slot_that_was_missing_has_the_shape_that_is_wanted_when_its_turn_comes(root: Path, at_ease: threading.Event) -> None:
+    """Another session with other tensors may have asked for memory in between, and has been given it."""
+    files, wider = SlotFiles(root, "run", "a"), replace(SHAPE, data_bytes=2 * SHAPE.data_bytes)
+    vault = Vault(host := Host("a", {0: ("a",), 1: ("a",)}), budget := Budget(2 * SHAPE.total), print, lambda memory: None, files)
+    at_ease.set()
+    assert len(vault.ensure(0, SHAPE, 3, reuse=True)) == 2
+    budget.limit = 2**30
+    at_ease.clear()
+
+    async def serve() -> None:
+        before = asyncio.create_task(vault.ensure_beside(1, replace(SHAPE, owner=1), 2, lambda: True))
+        asked = asyncio.create_task(vault.ensure_beside(0, wider, 3, lambda: True))
+        assert vault.short() == [0]
+        topped_up = asyncio.create_task(vault.top_up(0))
+        await asyncio.sleep(0)
+        at_ease.set()
+        await asyncio.gather(before, asked, topped_up)
+        assert asked.result() == list(host.slots(0).slots)
+
+    asyncio.run(serve())
+    assert [memory.shape for (owner, _), memory in vault.memory.items() if owner == 0] == [wider] * 3
+
+
+def test_slots_whose_writer_comes_while_others_get_memory_are_not_used_again(root: Path, at_ease: threading.Event) -> None:
+    files = SlotFiles(root, "run", "a")
+    vault = Vault(Host("a", {0: ("a",), 1: ("a",)}), Budget(2**30), print, lambda memory: None, files)
+    at_ease.set()
+    free_again = vault.ensure(0, SHAPE, 2, reuse=True)
+    at_ease.clear()
+    may_be_written = False
+
+    async def serve() -> list[int]:
+        nonlocal may_be_written
+        before = asyncio.create_task(vault.ensure_beside(1, replace(SHAPE, owner=1), 2, lambda: True))
+        asked = asyncio.create_task(vault.ensure_beside(0, SHAPE, 2, lambda: not may_be_written))
+        await asyncio.sleep(0)
+        may_be_written = True
+        at_ease.set()
+        return (await asyncio.gather(before, asked))[1]
+
+    paths = slots(files)
+    assert len(asyncio.run(serve())) == len(free_again)
+    assert not set(paths) & set(slots(files))
 
 
 def test_where_no_thread_can_be_started_slots_get_their_memory_all_the_same(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +269,7 @@ def test_where_no_thread_can_be_started_slots_get_their_memory_all_the_same(root
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", no_thread)
-    assert len(asyncio.run(vault.ensure_beside(0, SHAPE, 2, reuse=True))) == len(slots(files)) == 2
+    assert len(asyncio.run(vault.ensure_beside(0, SHAPE, 2, lambda: True))) == len(slots(files)) == 2
 
 
 def test_an_agent_that_is_told_to_leave_a_job_at_work_leaves_the_files_to_the_next(
