@@ -46,7 +46,7 @@ from gemini_ft.wire.worker_messages import (
     Verify,
     Welcome,
 )
-from gemini_ft.worker import rendezvous, resume_choice, session
+from gemini_ft.worker import introductions, rendezvous, session
 from scale_simulation import RANKS, REPLICAS, SECRET, held, holders_of, root, version
 
 RUN = "of-this-benchmark"
@@ -181,7 +181,7 @@ class Cast:
         with (
             mock.patch.multiple(rendezvous, dist=world, exchange_bytes=lambda blob, timeout: exchange(next(numbers), blob)),
             mock.patch.multiple(session, dist=world, lifecycle=of_process, AgentClient=lambda *_: self.machines[self.world[rank]]),
-            mock.patch.object(resume_choice, "mark_of", marked),
+            mock.patch.object(introductions, "mark_of", marked),
         ):
             return session.join(_CONFIG, "main", _nothing)
 

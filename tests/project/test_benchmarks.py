@@ -46,6 +46,18 @@ def test_the_parts_of_a_recovery_add_up_to_its_phases() -> None:
     assert "| rendezvous |" not in shown
 
 
+def test_the_simulations_of_scale_follow_the_code_that_they_play() -> None:
+    """They put words into the exchanges of a rank that joins, and agents on wires of their own."""
+    from scale_joining import FAN_IN, RANKS, STEPS, joining
+    from scale_simulation import changed, simulated
+
+    found = joining(3)
+    assert (found["resumed"], found["copies_missing"]) == (STEPS[-1], 0)
+    assert joining(4, lost=1)["copies_missing"] == 2 * RANKS
+    assert simulated(3, steps=2, latency=1e-5, fan_in=FAN_IN)["leader_ms"] > 0
+    assert changed(3, latency=1e-5, fan_in=FAN_IN)["seconds_hung"] > 0
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("command", [command for command in QUICK if "/gpu/" not in command])
