@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
@@ -30,6 +31,7 @@ TRIES = 6  # connections in a row that must fail before the next host is dialled
 _LOOKS = 3  # looks in a row that must have heard nothing: this process may have been stopped itself
 _AGAIN = 4  # times that a host that declines to lead is asked before the leader is dialled again
 LOOK = 0.25  # seconds between looks at whether the leader is silent
+RETURN = 30.0  # seconds, up to twice as many, between looks of a host that reports elsewhere at whether its own collector is there again
 
 Dial = Callable[[str, int, Handler], Awaitable[Connection]]
 """Connects to a host, which is asked to lead an epoch: its answer, `WayUp`, says whether it does."""
@@ -316,8 +318,27 @@ class MemberLink:
         self.connection = connection
         self._heard, self._looks = time.monotonic(), 0
         self._take_early()
-        await self._stay()
+        returning = asyncio.get_running_loop().create_task(self._return()) if self._at else None
+        try:
+            await self._stay()
+        finally:
+            if returning is not None:
+                returning.cancel()
         return self._was_open, self._end
+
+    async def _return(self) -> None:
+        """Turns to this host's own collector when that takes reports again: else, in time, all hosts would report to a few.
+
+        Everything undecided is said again there, so that no commit is lost by it.
+        """
+        own = self._ways[0]
+        while True:
+            await asyncio.sleep(RETURN * (1 + random.random()))  # the hosts of one collector come back one by one
+            told = await ask(self._dial, own, self._succession.epoch)
+            if told is not None and told.is_open and told.epoch == self._succession.epoch:
+                self._at = 0
+                self._leave(_End.BROKEN, f"host {own!r} takes this host's reports again")
+                return
 
     async def _stay(self) -> None:
         """Gives signs of life until the connection is lost, or gives none."""
@@ -339,6 +360,38 @@ class MemberLink:
                     else "the host that takes this host's reports to the leader is silent; another one is asked"
                 )
                 self._leave(_End.SILENT, "it is silent")
+
+
+async def ask(dial: Dial, host: str, epoch: int) -> WayUp | None:
+    """The answer of a host that is asked whether reports go to the leader from there; None: there is none in time."""
+    answer = _Answer()
+    with contextlib.suppress(GeminiError, TimeoutError):
+        async with asyncio.timeout(SILENCE):
+            connection = await dial(host, epoch, answer)
+            try:
+                return await answer.told
+            finally:
+                connection.abort("it has answered")
+    return None
+
+
+class _Answer:
+    """The end of a connection that is for one answer."""
+
+    def __init__(self) -> None:
+        self.told: asyncio.Future[WayUp | None] = asyncio.get_running_loop().create_future()
+
+    def on_message(self, message: PeerMessage) -> memoryview | None:
+        if isinstance(message, WayUp) and not self.told.done():
+            self.told.set_result(message)
+        return None
+
+    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
+        raise PeerError("raw bytes on a reporting connection")
+
+    def on_lost(self, reason: str) -> None:
+        if not self.told.done():
+            self.told.set_result(None)
 
 
 class _Way:
