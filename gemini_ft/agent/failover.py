@@ -10,9 +10,10 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from gemini_ft.agent.asking import Dial, ask
 from gemini_ft.agent.collecting import Collector, CollectorPort
 from gemini_ft.agent.leadership import Leader, MemberPort
-from gemini_ft.agent.reporting import Dial, MemberLink, ask
+from gemini_ft.agent.reporting import MemberLink
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.gathering import Gathering

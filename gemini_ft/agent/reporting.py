@@ -11,9 +11,10 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
+from gemini_ft.agent.asking import Dial, ask
 from gemini_ft.agent.collecting import GATHER, HEARTBEAT, SILENCE, Collector
 from gemini_ft.core.bundles import Bundles
 from gemini_ft.core.effects import Completed
@@ -23,7 +24,7 @@ from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.handshake import TIMEOUT
 from gemini_ft.wire.messages import pack
 from gemini_ft.wire.peer_messages import Admitted, Heartbeat, PeerMessage, Relayed, WayUp, peers
-from gemini_ft.wire.tcp import Connection, Handler
+from gemini_ft.wire.tcp import Connection
 
 _DELAY = 0.05  # seconds after the first connection that fails; twice as many after each further one
 _LONGEST = 1.0  # the most of these
@@ -32,9 +33,6 @@ _LOOKS = 3  # looks in a row that must have heard nothing: this process may have
 _AGAIN = 4  # times that a host that declines to lead is asked before the leader is dialled again
 LOOK = 0.25  # seconds between looks at whether the leader is silent
 RETURN = 30.0  # seconds, up to twice as many, between looks of a host that reports elsewhere at whether its own collector is there again
-
-Dial = Callable[[str, int, Handler], Awaitable[Connection]]
-"""Connects to a host, which is asked to lead an epoch: its answer, `WayUp`, says whether it does."""
 
 
 class _End(Enum):
@@ -360,38 +358,6 @@ class MemberLink:
                     else "the host that takes this host's reports to the leader is silent; another one is asked"
                 )
                 self._leave(_End.SILENT, "it is silent")
-
-
-async def ask(dial: Dial, host: str, epoch: int) -> WayUp | None:
-    """The answer of a host that is asked whether reports go to the leader from there; None: there is none in time."""
-    answer = _Answer()
-    with contextlib.suppress(GeminiError, TimeoutError):
-        async with asyncio.timeout(SILENCE):
-            connection = await dial(host, epoch, answer)
-            try:
-                return await answer.told
-            finally:
-                connection.abort("it has answered")
-    return None
-
-
-class _Answer:
-    """The end of a connection that is for one answer."""
-
-    def __init__(self) -> None:
-        self.told: asyncio.Future[WayUp | None] = asyncio.get_running_loop().create_future()
-
-    def on_message(self, message: PeerMessage) -> memoryview | None:
-        if isinstance(message, WayUp) and not self.told.done():
-            self.told.set_result(message)
-        return None
-
-    def on_bytes(self, message: PeerMessage, digest: int | None) -> None:
-        raise PeerError("raw bytes on a reporting connection")
-
-    def on_lost(self, reason: str) -> None:
-        if not self.told.done():
-            self.told.set_result(None)
 
 
 class _Way:
