@@ -431,6 +431,7 @@ class StreamInfo(Message):
     slots: list[SlotInfo]
     committed: Version | None
     spec: SessionSpec | None  # of the newest incarnation
+    leader: str | None = None  # the host that leads the commits now, as far as is known here
 
 
 class Visited(Answer):
