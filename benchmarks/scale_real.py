@@ -15,8 +15,9 @@ from gemini_ft.agent.leadership import Leader
 from gemini_ft.agent.lifecycle import raise_descriptor_limit
 from gemini_ft.agent.reporting import MemberLink
 from gemini_ft.core.bundles import Bundles
+from gemini_ft.core.decisions import Commit
 from gemini_ft.core.gathering import Gathering
-from gemini_ft.core.ledger import Commit, Ledger
+from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.succession import Succession
 from gemini_ft.core.tree import ways_up
 from gemini_ft.wire.handshake import Listener, dial, listen

@@ -17,8 +17,8 @@ from enum import Enum
 from gemini_ft.agent.asking import Dial, ask
 from gemini_ft.agent.collecting import GATHER, HEARTBEAT, SILENCE, Collector
 from gemini_ft.core.bundles import Bundles
+from gemini_ft.core.decisions import Holders
 from gemini_ft.core.effects import Completed
-from gemini_ft.core.ledger import Holders
 from gemini_ft.core.succession import Succession
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.handshake import TIMEOUT

@@ -17,8 +17,8 @@ from gemini_ft.agent.storing import Stagings
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.vault import Giver
 from gemini_ft.agent.workers import WorkerConnection
+from gemini_ft.core.decisions import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Send, Tell, Upload, Withdraw
-from gemini_ft.core.ledger import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, PeerError, RecoveryError, SupersededError
 from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of

@@ -9,8 +9,8 @@ import pytest
 from crew_kit import Crew, Member, version
 
 from gemini_ft.agent import reporting
+from gemini_ft.core.decisions import Commit, Holders
 from gemini_ft.core.effects import Completed
-from gemini_ft.core.ledger import Commit, Holders
 from gemini_ft.wire.peer_messages import AllFinished, DrainHost, ReportFinished
 
 
